@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of the Rust half. Arrays that come back own their memory and are C-contiguous."""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.geometry import Span
+from kvhma.types import IdsLike
+
+__version__: str
+
+U64s = Sequence[int] | NDArray[np.uint64]
+
+@final
+class Geometry:
+    """A geometry that passed its checks. `kvhma.Geometry.core` holds one."""
+
+    @staticmethod
+    def from_json(data: bytes) -> Geometry:
+        """Read and check the JSON form. Raises GeometryError or AddressOverflowError."""
+
+@final
+class Finding:
+    """One difference between two geometries."""
+
+    @property
+    def code(self) -> str:
+        """Stable short name, e.g. ``"dtype"``."""
+    @property
+    def severity(self) -> Literal["error", "warning"]:
+        """``"error"`` refuses the pair."""
+    @property
+    def place(self) -> str:
+        """Object it is about."""
+    @property
+    def field(self) -> str:
+        """Field that differs."""
+    @property
+    def local(self) -> str:
+        """Value on the local side."""
+    @property
+    def remote(self) -> str:
+        """Value on the remote side."""
+    @property
+    def text(self) -> str:
+        """One sentence, the same whichever side is local."""
+
+@final
+class Read:
+    """What a request reads from one source."""
+
+    @property
+    def source(self) -> int:
+        """Index of the source in the list the plan was made with."""
+    @property
+    def local(self) -> NDArray[np.uint64]:
+        """Shape (n, 3): address, length in bytes, device; sorted by address."""
+    @property
+    def remote(self) -> NDArray[np.uint64]:
+        """Shape (n, 3): row i is read into row i of `local`."""
+    @property
+    def bytes(self) -> int:
+        """Bytes moved."""
+    @property
+    def descriptors(self) -> int:
+        """Rows: the fewest for these bytes."""
+
+@final
+class Transfer:
+    """What a request moves and zeroes, as descriptors."""
+
+    @property
+    def reads(self) -> list[Read]:
+        """One entry for each source that something is read from."""
+    @property
+    def zero(self) -> NDArray[np.uint64]:
+        """Shape (m, 3): local address, length in bytes, device; to be zeroed before a read is posted."""
+    @property
+    def bytes(self) -> int:
+        """Bytes moved from all sources."""
+    @property
+    def descriptors(self) -> int:
+        """Descriptors for all sources."""
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of tokens behind the request's that come along because the last block is cheaper whole."""
+
+@final
+class IdRead:
+    """What a request reads from one source, as ids into prepared views."""
+
+    @property
+    def source(self) -> int:
+        """Index of the source in the list the plan was made with."""
+    @property
+    def local(self) -> NDArray[np.int32]:
+        """Shape (n,): ids into the local views."""
+    @property
+    def remote(self) -> NDArray[np.int32]:
+        """Shape (n,): ids into the remote views."""
+    @property
+    def bytes(self) -> int:
+        """Bytes moved."""
+    @property
+    def descriptors(self) -> int:
+        """Descriptors left after NIXL joins ids that follow each other in dense views on both sides."""
+
+@final
+class IdTransfer:
+    """What a request moves and zeroes, as ids."""
+
+    @property
+    def reads(self) -> list[IdRead]:
+        """One entry for each source that something is read from."""
+    @property
+    def zero(self) -> NDArray[np.uint64]:
+        """Shape (m, 3): local address, length in bytes, device; to be zeroed before a read is posted."""
+    @property
+    def bytes(self) -> int:
+        """Bytes moved from all sources."""
+    @property
+    def descriptors(self) -> int:
+        """Descriptors after merging, for all sources."""
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of tokens behind the request's: views have whole kernel blocks only."""
+
+@final
+class Plan:
+    """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`."""
+
+    def __new__(cls, local: Geometry, remotes: Sequence[Geometry], *, descriptor_bytes: int = 16384) -> Plan:
+        """Pair checked geometries. Raises UnsupportedPairError."""
+    @property
+    def sources(self) -> list[int]:
+        """Indices of the sources that anything is read from."""
+    @property
+    def findings(self) -> list[tuple[int, Finding]]:
+        """Warnings, each with the index of the source it is about."""
+    def transfer(
+        self, num_tokens: int, local: Sequence[Span], remote: Sequence[Span] | Sequence[Sequence[Span]]
+    ) -> Transfer:
+        """Compute what a request moves, as descriptors.
+
+        Args:
+            num_tokens: tokens whose cache the source holds; later ones are not read.
+            local: a span for each local group, of the blocks to fill. A group that holds everything already has an
+                empty span that starts at or behind the last block.
+            remote: a span for each group of the sources, or a list of such for each source.
+
+        Raises:
+            RequestError: a count, type or position does not fit, or two reads would write the same byte.
+            BlockIdError: an id is negative, too large, listed twice, or the null block.
+        """
+    def views(self, source: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Local and remote views of a source, to be prepared once.
+
+        Returns:
+            Two arrays of shape (r, 5): address, length in bytes, device, stride in bytes, count.
+
+        Raises:
+            UnsupportedPairError: there are too many, or blocks are not evenly spaced; use `transfer`.
+        """
+    def ids(
+        self, num_tokens: int, local: Sequence[Span], remote: Sequence[Span] | Sequence[Sequence[Span]]
+    ) -> IdTransfer:
+        """Compute what a request moves, as ids into `views`. Arguments and errors as for `transfer`."""
+
+def validate(local: Geometry, remote: Geometry) -> list[Finding]:
+    """See `kvhma.validate`."""
+
+def live_spans(
+    geometry: Geometry, num_tokens: int, block_tables: Sequence[IdsLike], cached: Sequence[int]
+) -> list[tuple[int, list[int]]]:
+    """See `kvhma.live_spans`."""
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Trailing blocks vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``."""
+
+def clip_blocks(
+    block_ids: Sequence[IdsLike],
+    keep: U64s,
+    *,
+    speculative: Sequence[int | None] | None = None,
+    null_block: int | None = 0,
+) -> list[list[int]]:
+    """Keep the blocks of each group that are moved, by vLLM's static rule.
+
+    Args:
+        block_ids: logical block ids of each group; null blocks at the front are dropped.
+        keep: trailing blocks to keep of each group, 0 for all (see `window_blocks`).
+        speculative: for a state group the number of slots behind the state-bearing one, which alone is kept;
+            None for the others.
+        null_block: the id that stands for "no block", or None.
+
+    Raises:
+        RequestError: lists of different length, or of the wrong type.
+    """
+
+def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
+    """Kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+
+    Returns:
+        Shape (len(block_ids) * ratio,).
+
+    Raises:
+        BlockIdError: an id is negative or its kernel ids do not fit int32.
+        AddressOverflowError: there are more than 2**31 - 1 kernel ids.
+    """
+
+def descriptor_ids(
+    block_ids: Sequence[IdsLike], view_counts: U64s, view_groups: Sequence[int | tuple[int, ...]]
+) -> NDArray[np.int32]:
+    """Ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
+
+    With all attention regions first and the parts of the state regions behind them, these are vLLM 0.32's ids.
+
+    Args:
+        block_ids: block ids of each group, at the granularity of the views.
+        view_counts: entries of each view.
+        view_groups: the group, or the groups, whose blocks each view holds.
+
+    Raises:
+        BlockIdError: an id is outside one of its views.
+        RequestError: a group does not exist, or lists differ in length.
+        AddressOverflowError: the list has more than 2**31 - 1 entries.
+    """
+
+def fa_views(
+    bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
+) -> NDArray[np.uint64]:
+    """Views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+
+    Raises:
+        RequestError: a length, stride or count is 0, or lists differ in length.
+        AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
+    """
+
+def fa_descriptors(
+    bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
+) -> NDArray[np.uint64]:
+    """Every block of every attention region, region after region: shape (n, 3), address, length, device."""
+
+def ssm_views(
+    bases: U64s,
+    parts: Sequence[tuple[int, int]],
+    strides: U64s,
+    counts: U64s,
+    devices: U64s | None = None,
+) -> NDArray[np.uint64]:
+    """Views of state regions: for each region one for each part's ``(offset, length)``. Errors as for `fa_views`."""
+
+def ssm_descriptors(
+    bases: U64s,
+    parts: Sequence[tuple[int, int]],
+    strides: U64s,
+    counts: U64s,
+    devices: U64s | None = None,
+) -> NDArray[np.uint64]:
+    """Every block of every part of every state region: shape (n, 3), address, length, device."""
+
+def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Turn views of shape (n, 5) into the descriptors they stand for, shape (sum of counts, 3)."""

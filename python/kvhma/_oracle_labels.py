@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which item every byte of a rank's cache holds: docs/geometry.md as arrays, and nothing else.
+
+This half of the oracle knows where a byte is. It knows nothing of runs, pieces, intersections or windows, so a
+mistake in the planner has no twin here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
+
+Ints: TypeAlias = "NDArray[np.int64]"
+"""Flat offsets, positions or labels: int64, one per byte of simulated memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One part of one layer of the global cache, as all ranks together see it.
+
+    Attributes:
+        layer: name of the layer.
+        part: name of the part.
+        state: the part belongs to an ``ssm`` group.
+        axes: name and extent of every axis but ``tokens``, outermost first, see :func:`row_axes`.
+        item_bytes: bytes of one item.
+        row_bytes: bytes of the part for one token, or of the whole part if it has no ``tokens`` axis.
+    """
+
+    layer: str
+    part: str
+    state: bool
+    axes: tuple[tuple[str, int], ...]
+    item_bytes: int
+    row_bytes: int
+
+    def where(self, byte: int) -> str:
+        """Name the coordinates of a byte of a row, e.g. ``heads=1 content=7 byte 0``."""
+        item, rest = divmod(byte, self.item_bytes)
+        names = []
+        for name, extent in reversed(self.axes):
+            item, index = divmod(item, extent)
+            names.append(f"{name}={index}")
+        return " ".join([*reversed(names), f"byte {rest}"])
+
+
+def row_strides(part: Part) -> dict[str, int]:
+    """Return, for every axis of `part` but ``tokens``, the bytes between two global indices in a row."""
+    strides = {}
+    step = part.item_bytes
+    for name, extent in reversed(row_axes(part)):
+        strides[name] = step
+        step *= extent
+    return strides
+
+
+def row_axes(part: Part) -> tuple[tuple[str, int], ...]:
+    """Return name and extent of the axes of a row, outermost first: an order that no rank's strides can change.
+
+    The largest is innermost. It mostly is in real caches too, and then a row is copied in few pieces.
+    """
+    found = [(axis.extent, axis.name) for axis in part.axes if axis.name != "tokens"]
+    return tuple((name, extent) for extent, name in sorted(found))
+
+
+def held(axis: Axis) -> int:
+    """Return how many indices of `axis` the rank holds."""
+    return axis.extent - axis.start if axis.length is None else axis.length
+
+
+def kernel_stride(layer: Layer, group: Group) -> int:
+    """Return the bytes between two kernel blocks of a logical block."""
+    return layer.block_stride // group.ratio if layer.kernel_stride is None else layer.kernel_stride
+
+
+class Catalog:
+    """Every (layer, part) that any of some ranks hold, numbered.
+
+    Args:
+        geometries: ranks of both sides.
+
+    Raises:
+        ValueError: two ranks disagree on an extent or on the bytes of an item, so that no global cache exists.
+    """
+
+    def __init__(self, geometries: Iterable[Geometry]) -> None:
+        self.entries: list[Entry] = []
+        self.index: dict[tuple[str, str], int] = {}
+        for geometry in geometries:
+            for layer in geometry.layers:
+                for part in layer.page.parts:
+                    self._add(geometry.groups[layer.group], layer, part)
+        self.row_bytes = np.array([entry.row_bytes for entry in self.entries], np.int64)
+
+    def _add(self, group: Group, layer: Layer, part: Part) -> None:
+        axes = row_axes(part)
+        row = part.item_bytes
+        for _, extent in axes:
+            row *= extent
+        entry = Entry(layer.name, part.name, group.kind == "ssm", axes, part.item_bytes, row)
+        key = (layer.name, part.name)
+        if key not in self.index:
+            self.index[key] = len(self.entries)
+            self.entries.append(entry)
+        elif self.entries[self.index[key]] != entry:
+            raise ValueError(f"no global cache: {self.entries[self.index[key]]} on one rank, {entry} on another")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Every content byte of one logical block, over all layers of one group; arrays int64 of shape ``(m,)``.
+
+    Attributes:
+        offset: flat offset of the byte in block 0.
+        stride: bytes to the same byte of the next logical block.
+        entry: index into the catalog.
+        byte: byte in the entry's row.
+        token: token in the logical block; of a part without ``tokens`` the first token of its kernel block.
+        num_blocks: blocks that every layer of the group has.
+    """
+
+    offset: Ints
+    stride: Ints
+    entry: Ints
+    byte: Ints
+    token: Ints
+    num_blocks: int
+
+
+class Side:
+    """One rank's memory, laid end to end, and where its groups' bytes are.
+
+    Args:
+        geometry: the rank.
+        catalog: numbers of its parts.
+
+    Raises:
+        ValueError: two regions overlap, so that one address would be two bytes.
+    """
+
+    def __init__(self, geometry: Geometry, catalog: Catalog) -> None:
+        self.geometry = geometry
+        self.sizes = [region.bytes for region in geometry.regions]
+        self.starts = np.concatenate(([0], np.cumsum(self.sizes, dtype=np.int64))).astype(np.int64)
+        self.size = int(self.starts[-1])
+        self._by_device: dict[int, tuple[NDArray[np.uint64], NDArray[np.uint64], Ints]] = {}
+        for device in {region.device for region in geometry.regions}:
+            order = [i for i, region in enumerate(geometry.regions) if region.device == device]
+            order.sort(key=lambda i: geometry.regions[i].base)
+            for a, b in zip(order, order[1:], strict=False):
+                if geometry.regions[a].base + geometry.regions[a].bytes > geometry.regions[b].base:
+                    raise ValueError(f"regions {a} and {b} overlap")
+            self._by_device[device] = (
+                np.array([geometry.regions[i].base for i in order], np.uint64),
+                np.array([geometry.regions[i].bytes for i in order], np.uint64),
+                np.array(order, np.int64),
+            )
+        self.templates = [self._template(index, catalog) for index in range(len(geometry.groups))]
+
+    def _template(self, index: int, catalog: Catalog) -> Template:
+        group = self.geometry.groups[index]
+        layers = [layer for layer in self.geometry.layers if layer.group == index]
+        columns: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
+        for layer in layers:
+            start = int(self.starts[layer.region]) + layer.offset
+            for part in layer.page.parts:
+                offset, byte, token = _part_bytes(part, group, kernel_stride(layer, group))
+                entry = catalog.index[layer.name, part.name]
+                size = offset.size
+                columns.append(
+                    (
+                        offset + start,
+                        np.full(size, layer.block_stride, np.int64),
+                        np.full(size, entry, np.int64),
+                        byte,
+                        token,
+                    )
+                )
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else []
+        arrays = joined or [np.empty(0, np.int64)] * 5
+        return Template(*arrays, num_blocks=min((layer.num_blocks for layer in layers), default=1 << 31))
+
+    def locate(self, rows: NDArray[np.uint64]) -> tuple[Ints, Ints, str]:
+        """Turn descriptors into offsets in this memory.
+
+        Args:
+            rows: uint64 ``(n, 3)``: address, length, device.
+
+        Returns:
+            int64 ``(n,)`` flat offsets, int64 ``(n,)`` region indices, and what is wrong with the first bad row
+            (empty if every row is inside one region).
+        """
+        flat = np.zeros(len(rows), np.int64)
+        region = np.full(len(rows), -1, np.int64)
+        for device, (bases, sizes, order) in self._by_device.items():
+            rank = np.searchsorted(bases, rows[:, 0], side="right") - 1
+            place = np.maximum(rank, 0)
+            inside = rows[:, 0] - bases[place]
+            room = sizes[place]
+            good = (rank >= 0) & (rows[:, 2] == np.uint64(device))
+            good &= (inside < room) & (rows[:, 1] <= room - np.minimum(inside, room)) & (rows[:, 1] > 0)
+            flat[good] = self.starts[order[place[good]]] + inside[good].astype(np.int64)
+            region[good] = order[place[good]]
+        bad = np.flatnonzero(region < 0)
+        problem = f"row {bad[0]} {tuple(map(int, rows[bad[0]]))} is not inside one region" if bad.size else ""
+        return flat, region, problem
+
+    def name(self, flat: int) -> tuple[int, int]:
+        """Return the region index and the offset in it of a flat offset."""
+        region = int(np.searchsorted(self.starts[1:], flat, side="right"))
+        return region, flat - int(self.starts[region])
+
+
+def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints]:
+    """Return page offset, byte of the row and token in the block, of every byte of a part in a logical block."""
+    strides = row_strides(part)
+    kernel_tokens = group.block_size // group.ratio
+    offset = np.arange(group.ratio, dtype=np.int64) * stride + part.offset
+    token = np.arange(group.ratio, dtype=np.int64) * kernel_tokens
+    byte = np.zeros(group.ratio, np.int64)
+    for axis in part.axes:
+        local = np.arange(held(axis), dtype=np.int64)
+        offset = (offset[:, None] + local * axis.stride).ravel()
+        moves = (0, 1) if axis.name == "tokens" else (strides[axis.name], 0)
+        byte = (byte[:, None] + (local + axis.start) * moves[0]).ravel()
+        token = (token[:, None] + local * moves[1]).ravel()
+    local = np.arange(part.item_bytes, dtype=np.int64)
+    return (
+        (offset[:, None] + local).ravel(),
+        (byte[:, None] + local).ravel(),
+        np.repeat(token, part.item_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A request's blocks of one group on one rank.
+
+    Attributes:
+        ids: int64 ``(n,)``.
+        token: int64 ``(n,)``, the absolute token the block starts at; 0 for the state of an ``ssm`` group.
+    """
+
+    ids: Ints
+    token: Ints
+
+
+def blocks_of(group: Group, span: Span) -> Blocks:
+    """Return the blocks of `span` that hold content; of an ``ssm`` group the slot with the last state."""
+    ids = np.asarray(span.ids, dtype=np.int64).reshape(-1)
+    if group.kind == "ssm":
+        last = max(0, ids.size - 1 - group.speculative)
+        return Blocks(ids[last : last + 1], np.zeros(min(ids.size, 1), np.int64))
+    entry = np.arange(span.first, span.first + ids.size, dtype=np.int64)
+    return Blocks(ids, (entry * group.cp_size + group.cp_rank) * group.block_size)
+
+
+def first_needed(group: Group, num_tokens: int) -> int:
+    """Return the first token whose cache the next step still reads."""
+    if group.kind == "sliding" and group.window is not None:
+        return max(0, num_tokens - group.window + 1)
+    if group.kind == "chunked" and group.chunk is not None:
+        return num_tokens // group.chunk * group.chunk
+    return 0
+
+
+def check_spans(geometry: Geometry, spans: Sequence[Span]) -> None:
+    """Refuse spans the oracle cannot simulate.
+
+    Raises:
+        ValueError: another number of spans than groups, or an id outside of a layer.
+    """
+    if len(spans) != len(geometry.groups):
+        raise ValueError(f"{len(spans)} spans for {len(geometry.groups)} groups")
+    for layer in geometry.layers:
+        ids = np.asarray(spans[layer.group].ids, dtype=np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < layer.num_blocks:
+            raise ValueError(f"layer {layer.name!r} has {layer.num_blocks} blocks, ids are {ids.tolist()}")

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both halves of the oracle say when a byte is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhma.errors import KvhmaError
+
+
+class OracleError(KvhmaError, AssertionError):
+    """A transfer is wrong; the text says where, what was expected and what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One byte of D that does not hold what it must.
+
+    Attributes:
+        region: index of the region.
+        offset: offset of the byte in the region.
+        layer: layer that the byte belongs to, None for padding.
+        part: part of the layer's page, None for padding.
+        token: absolute token, None for padding, for state and outside of the request's blocks.
+        expected: what the byte must hold, in words.
+        found: what it holds, in words.
+    """
+
+    region: int
+    offset: int
+    layer: str | None
+    part: str | None
+    token: int | None
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        place = f"{self.layer}/{self.part}" if self.layer else "padding"
+        token = "" if self.token is None else f" token {self.token}"
+        return (
+            f"region {self.region} at {self.offset} ({place}{token}): expected {self.expected}, found {self.found}"
+        )

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker's KV cache looks like: regions, groups, pages and layers, as frozen values.
+
+A :class:`Geometry` describes one rank. It is checked once, in Rust, when it is made: a geometry that exists has
+no address that overflows or leaves its region. docs/geometry.md has the JSON form and what every field means.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from kvhma import _kvhma
+from kvhma.types import IdsLike
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form, the value of its ``kvhma`` key."""
+
+Kind = Literal["full", "sliding", "chunked", "mla", "ssm", "opaque"]
+Memory = Literal["DRAM", "VRAM"]
+
+
+class Span(NamedTuple):
+    """A request's live blocks in one group.
+
+    Attributes:
+        first: index of ``ids[0]`` in the request's block table, which for a group without context parallelism is
+            the absolute block position in the sequence: block ``first + i`` starts at token
+            ``(first + i) * block_size``. Ignored for ``ssm`` groups, whose last state is what counts.
+        ids: logical block ids, in the order of the sequence: a list of int, or an int32 or int64 array of shape
+            ``(n,)``. Never the null block.
+    """
+
+    first: int
+    ids: IdsLike
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One contiguous range of memory that is registered for transfer as a whole.
+
+    Attributes:
+        base: address of the first byte.
+        bytes: length of the range.
+        memory: ``"DRAM"`` or ``"VRAM"``.
+        device: device id of the memory, 0 for DRAM.
+    """
+
+    base: int
+    bytes: int
+    memory: Memory = "DRAM"
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share one block table.
+
+    Attributes:
+        kind: what the blocks hold; ``sliding`` needs `window`, ``chunked`` needs `chunk`.
+        block_size: tokens per *logical* block, on one rank. For ``ssm`` and ``opaque`` it only describes the manager.
+        ratio: kernel blocks per logical block; a page is the bytes of one *kernel* block.
+        window: tokens a query sees, itself included (``sliding`` only).
+        chunk: tokens per attention chunk (``chunked`` only).
+        speculative: extra state slots kept behind the state-bearing one (``ssm`` only).
+        cp_rank: this rank's place among the context-parallel ranks.
+        cp_size: context-parallel ranks: entry ``i`` of the block table is sequence block ``i * cp_size + cp_rank``.
+    """
+
+    kind: Kind
+    block_size: int
+    ratio: int = 1
+    window: int | None = None
+    chunk: int | None = None
+    speculative: int = 0
+    cp_rank: int = 0
+    cp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of a part.
+
+    Attributes:
+        name: what meets what on the other side. ``"tokens"`` is special: its extent is the tokens of one kernel
+            block and may differ between the sides; every other axis must have the same extent on both.
+        extent: size of the axis over all ranks, in items.
+        stride: bytes from one index to the next.
+        start: first global index that this rank holds.
+        length: how many indices this rank holds; None for all that are left. An axis held whole by several ranks
+            is replicated: any of them can be read.
+    """
+
+    name: str
+    extent: int
+    stride: int
+    start: int = 0
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Write the default length out, so that equal axes compare equal."""
+        if self.length is None:
+            object.__setattr__(self, "length", self.extent - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A named piece of a page: ``kv``; or ``x``, ``B``, ``C``, ``q``, ``k``, ``v``, ``ssm`` of a recurrent state.
+
+    The byte of item ``(i0, i1, ...)`` (local indices) is at ``offset + sum(i * axis.stride)`` in the page.
+    An attention part without a ``tokens`` axis is never cut by tokens; a part with a single axis of bytes is opaque.
+
+    Attributes:
+        name: parts meet by name.
+        dtype: name of the item's encoding, e.g. ``"bfloat16"``; must be equal on both sides. A packing that
+            only some machines use belongs here too (``"bfloat16/amx-32"``).
+        item_bytes: bytes of one item.
+        offset: bytes from the start of the page.
+        axes: the dimensions, in any order.
+    """
+
+    name: str
+    dtype: str
+    item_bytes: int
+    offset: int
+    axes: tuple[Axis, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this rank holds of the part in one page."""
+        total = self.item_bytes
+        for axis in self.axes:
+            total *= axis.length or 0
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The bytes of one layer in one kernel block: its parts. Bytes of no part are padding and never move."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of content in the page, padding excluded."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where one layer's pages are.
+
+    The page of kernel block ``k`` of logical block ``b`` starts at
+    ``region.base + offset + b * block_stride + k * kernel_stride``.
+
+    Attributes:
+        name: layers of two sides meet by name.
+        group: index into `Geometry.groups`.
+        region: index into `Geometry.regions`; layers of different groups may alias the same bytes.
+        offset: bytes from the region's base to the page of block 0.
+        num_blocks: logical blocks, the null block included.
+        block_stride: bytes between logical blocks.
+        page: what a page holds.
+        kernel_stride: bytes between the kernel blocks of a logical block; None for ``block_stride / ratio``.
+    """
+
+    name: str
+    group: int
+    region: int
+    offset: int
+    num_blocks: int
+    block_stride: int
+    page: Page
+    kernel_stride: int | None = None
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One worker's cache, checked.
+
+    Attributes:
+        regions: registered memory.
+        groups: KV cache groups, in the order of the engine's block tables.
+        layers: every layer with a cache.
+        tp_rank: place among `tp_size` ranks; it only chooses between equally good sources.
+        tp_size: tensor-parallel ranks of this engine.
+        null_block: the logical block id that stands for "no block", or None if there is none.
+
+    Raises:
+        GeometryError: a field is out of range or does not fit another; the message has both values.
+        AddressOverflowError: an address does not fit 64 bits.
+    """
+
+    regions: tuple[Region, ...]
+    groups: tuple[Group, ...]
+    layers: tuple[Layer, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+    null_block: int | None = 0
+    core: _kvhma.Geometry = field(init=False, repr=False, compare=False)
+    """The checked form that plans are made from."""
+
+    def __post_init__(self) -> None:
+        """Check everything once; nothing below has to."""
+        object.__setattr__(self, "core", _kvhma.Geometry.from_json(self.to_json()))
+
+    @cached_property
+    def layer_by_name(self) -> dict[str, Layer]:
+        """Layers by their name."""
+        return {layer.name: layer for layer in self.layers}
+
+    def to_json(self, *, indent: int | None = None) -> bytes:
+        """Return the UTF-8 JSON form of docs/geometry.md; equal pages are written once."""
+        pages: dict[Page, int] = {}
+        layers = []
+        for layer in self.layers:
+            row = _without_none(layer)
+            row["page"] = pages.setdefault(layer.page, len(pages))
+            layers.append(row)
+        form = {
+            "kvhma": SCHEMA_VERSION,
+            "tp_rank": self.tp_rank,
+            "tp_size": self.tp_size,
+            "null_block": self.null_block,
+            "regions": [_without_none(region) for region in self.regions],
+            "groups": [_without_none(group) for group in self.groups],
+            "pages": [{"parts": [_part_form(part) for part in page.parts]} for page in pages],
+            "layers": layers,
+        }
+        separators = (",", ":") if indent is None else None
+        return json.dumps(form, indent=indent, separators=separators).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Geometry:
+        """Read the JSON form. Safe on any input: sizes are bounded and every field is checked.
+
+        Raises:
+            GeometryError: not JSON, an unknown or missing field, another version, too large, or a failed check.
+            AddressOverflowError: an address does not fit 64 bits.
+        """
+        raw = data.encode() if isinstance(data, str) else bytes(data)
+        _kvhma.Geometry.from_json(raw)  # the check that everything below relies on
+        form = json.loads(raw)
+        pages = [Page(tuple(_part(part) for part in page["parts"])) for page in form["pages"]]
+        return cls(
+            regions=tuple(Region(**region) for region in form["regions"]),
+            groups=tuple(Group(**group) for group in form["groups"]),
+            layers=tuple(Layer(**{**layer, "page": pages[layer["page"]]}) for layer in form["layers"]),
+            **{key: form[key] for key in ("tp_rank", "tp_size", "null_block") if key in form},
+        )
+
+
+def _without_none(value: Any) -> dict[str, Any]:
+    return {f.name: v for f in fields(value) if (v := getattr(value, f.name)) is not None}
+
+
+def _part_form(part: Part) -> dict[str, Any]:
+    return {**_without_none(part), "axes": [_without_none(axis) for axis in part.axes]}
+
+
+def _part(form: dict[str, Any]) -> Part:
+    return Part(**{**form, "axes": tuple(Axis(**axis) for axis in form["axes"])})

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was planned, handed to NIXL: registration, handshake, prepared lists, transfers.
+
+Importing this package does not import NIXL; making an :class:`Agent` does, and says what to install if it is
+missing.
+"""
+
+from kvhma.nixl.agent import Agent, Peer, Prepared
+from kvhma.nixl.handshake import MAX_HELLO_BYTES, WARM_UP, Hello, decode_hello, encode_hello
+from kvhma.nixl.transfer import Telemetry, Transfer
+
+__all__ = [
+    "MAX_HELLO_BYTES",
+    "WARM_UP",
+    "Agent",
+    "Hello",
+    "Peer",
+    "Prepared",
+    "Telemetry",
+    "Transfer",
+    "decode_hello",
+    "encode_hello",
+]

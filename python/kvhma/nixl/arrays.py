@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the arrays that NIXL gets, for what it does not check itself.
+
+NIXL copies whatever has the right number of bytes, wraps int64 ids silently, answers some wrong shapes with
+None and lets ``addr + len`` wrap around 2**64 past its range check.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.errors import AddressOverflowError, RequestError
+
+_LAST = np.uint64(2**64 - 1)
+_MAX_IDS = 2**31 - 1
+_ONE = np.uint64(1)
+
+
+def check_rows(array: Any, what: str, columns: int = 3) -> NDArray[np.uint64]:
+    """Return `array` if it is C-contiguous uint64 of shape (n, columns) and no row is empty or wraps.
+
+    Args:
+        array: ``(addr, len, device)`` or ``(addr, len, device, stride, count)`` per row.
+        what: what the array is, for the message.
+        columns: 3 or 5.
+
+    Raises:
+        RequestError: another dtype, shape or order; a length, stride or count of 0; too many entries for an
+            int32.
+        AddressOverflowError: an entry ends behind 2**64.
+    """
+    _check_form(array, what, np.dtype(np.uint64), 2)
+    rows = cast("NDArray[np.uint64]", array)
+    if rows.shape[1] != columns:
+        raise RequestError(f"{what}: shape {rows.shape}, expected (n, {columns})")
+    address, length = rows[:, 0], rows[:, 1]
+    wraps = length > _LAST - address
+    if columns == 3:
+        empty = length == 0
+    else:
+        stride, count = rows[:, 3], rows[:, 4]
+        empty = (rows[:, (1, 3, 4)] == 0).any(axis=1)
+        room = _LAST - address - length
+        wraps |= count - _ONE > room // np.maximum(stride, _ONE)
+    if empty.any():
+        raise RequestError(f"{what}: row {int(empty.argmax())} has a length, stride or count of 0")
+    if wraps.any():
+        raise AddressOverflowError(f"{what}: row {int(wraps.argmax())} ends behind 2**64")
+    if columns == 5 and count_entries(rows) > _MAX_IDS:
+        raise RequestError(f"{what}: {count_entries(rows)} entries, ids go to {_MAX_IDS}")
+    return rows
+
+
+def check_ids(array: Any, what: str) -> NDArray[np.int32]:
+    """Return `array` if it is C-contiguous int32 of shape (n,), which NIXL takes without a conversion.
+
+    Raises:
+        RequestError: another dtype, shape or order.
+    """
+    _check_form(array, what, np.dtype(np.int32), 1)
+    return cast("NDArray[np.int32]", array)
+
+
+def count_entries(views: NDArray[np.uint64]) -> int:
+    """Return how many descriptors the rows of shape (n, 5) stand for, without wrapping."""
+    return sum(views[:, 4].tolist())
+
+
+def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the rows of shape (n, 5) written out, one row ``(addr, len, device)`` per entry, row after row.
+
+    The order keeps descriptor ids and lets NIXL compress every view back into one run.
+    """
+    count = views[:, 4].astype(np.intp)
+    rows = np.repeat(views[:, :3], count, axis=0)
+    entry = np.arange(len(rows), dtype=np.uint64) - np.repeat(
+        (np.cumsum(count) - count).astype(np.uint64), count
+    )
+    rows[:, 0] += entry * np.repeat(views[:, 3], count)
+    return rows
+
+
+def _check_form(array: Any, what: str, dtype: np.dtype[Any], ndim: int) -> None:
+    if not isinstance(array, np.ndarray):
+        raise RequestError(f"{what}: {type(array).__name__}, expected a numpy array")
+    if array.dtype != dtype or array.ndim != ndim:
+        raise RequestError(f"{what}: {array.dtype} of {array.ndim} dimensions, expected {dtype} of {ndim}")
+    if not array.flags.c_contiguous:
+        raise RequestError(f"{what}: not C-contiguous")

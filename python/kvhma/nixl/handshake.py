@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The message by which two workers get to know each other: a versioned, bounded, checked binary envelope.
+
+Layout, little-endian, no padding::
+
+    8 s   magic "kvhma-hi"
+    u16   version
+    u16   bytes of the name
+    u32   bytes of the agent's metadata
+    u32   bytes of the geometry (the JSON form of docs/geometry.md)
+    u32   bytes of extra
+    u64   generation
+    16 s  BLAKE2b of all of the above and of what follows
+          name, metadata, geometry, extra
+
+The digest is no signature. It keeps damaged bytes away from NIXL, which hands the metadata to the transport
+unchecked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+from kvhma.errors import HandshakeError, KvhmaError
+from kvhma.geometry import Geometry
+
+VERSION = 1
+"""Version of the envelope."""
+
+WARM_UP = b"kvhma:warm-up"
+"""The notification that only opens the connection; whoever receives it drops it."""
+
+MAX_NAME_BYTES = 256
+MAX_METADATA_BYTES = 16 << 20
+MAX_GEOMETRY_BYTES = 16 << 20
+MAX_EXTRA_BYTES = 64 << 10
+
+_MAGIC = b"kvhma-hi"
+_START = struct.Struct("<8sH")
+_HEAD = struct.Struct("<8sHHIIIQ")
+_DIGEST_BYTES = 16
+_BODY = _HEAD.size + _DIGEST_BYTES
+
+MAX_HELLO_BYTES = _BODY + MAX_NAME_BYTES + MAX_METADATA_BYTES + MAX_GEOMETRY_BYTES + MAX_EXTRA_BYTES
+"""No hello is longer; a listener need not read further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a worker says of itself.
+
+    Attributes:
+        name: name of its NIXL agent.
+        generation: random number of this life of the agent, in 64 bits; a restarted agent has another one.
+        metadata: NIXL's blob of the agent: how to reach it and which memory it registered.
+        geometry: the worker's caches.
+        extra: bytes of the engine's own, for example its clock and protocol version.
+    """
+
+    name: str
+    generation: int
+    metadata: bytes = field(repr=False)
+    geometry: Geometry = field(repr=False)
+    extra: bytes = field(default=b"", repr=False)
+
+
+def encode_hello(
+    agent_metadata: bytes, geometry: Geometry, *, name: str, generation: int, extra: bytes = b""
+) -> bytes:
+    """Return the message for a :class:`Hello` of these fields.
+
+    Raises:
+        HandshakeError: a field does not fit its bound.
+    """
+    raw_name = name.encode(errors="surrogatepass")
+    body = (raw_name, bytes(agent_metadata), geometry.to_json(), bytes(extra))
+    sizes = [len(part) for part in body]
+    _check_sizes(sizes)
+    _check_name(raw_name)
+    if not 0 <= generation < 1 << 64:
+        raise HandshakeError(f"generation {generation} does not fit 64 bits")
+    head = _HEAD.pack(_MAGIC, VERSION, *sizes, generation)
+    joined = b"".join(body)
+    return head + _digest(head, joined) + joined
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Read a message of :func:`encode_hello`. Safe on any input.
+
+    Nothing is copied or parsed before sizes, version and digest are right.
+
+    Raises:
+        HandshakeError: not such a message, of another version, too long, damaged, or with a geometry that is
+            not one; never anything else.
+    """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise HandshakeError(f"a hello is bytes, not {type(data).__name__}")
+    view = memoryview(data)
+    if view.ndim != 1 or view.itemsize != 1 or not view.contiguous:
+        raise HandshakeError("a hello is one run of bytes")
+    if len(view) > MAX_HELLO_BYTES:
+        raise HandshakeError(f"a hello of {len(view)} bytes, at most {MAX_HELLO_BYTES} are read")
+    if len(view) < _START.size:
+        raise HandshakeError(f"a hello of {len(view)} bytes is cut off")
+    magic, version = _START.unpack_from(view)
+    if magic != _MAGIC:
+        raise HandshakeError("not a kvhma hello")
+    if version != VERSION:  # before anything else of the header: another version may have another one
+        raise HandshakeError(f"the peer speaks version {version} of the hello, this side version {VERSION}")
+    if len(view) < _BODY:
+        raise HandshakeError(f"a hello of {len(view)} bytes is cut off")
+    *sizes, generation = _HEAD.unpack_from(view)[2:]
+    _check_sizes(sizes)
+    if len(view) != _BODY + sum(sizes):
+        raise HandshakeError(f"a hello of {len(view)} bytes, its header says {_BODY + sum(sizes)}")
+    if _digest(view[: _HEAD.size], view[_BODY:]) != bytes(view[_HEAD.size : _BODY]):
+        raise HandshakeError("the hello is damaged: its digest differs")
+
+    parts = []
+    at = _BODY
+    for size in sizes:
+        parts.append(bytes(view[at : at + size]))
+        at += size
+    name = _check_name(parts[0])
+    try:
+        geometry = Geometry.from_json(parts[2])
+    except KvhmaError as exc:
+        raise HandshakeError(f"the geometry of {name!r}: {exc}") from exc
+    return Hello(name, generation, parts[1], geometry, parts[3])
+
+
+def _digest(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(head, digest_size=_DIGEST_BYTES)
+    digest.update(body)
+    return digest.digest()
+
+
+def _check_sizes(sizes: list[int]) -> None:
+    bounds = (MAX_NAME_BYTES, MAX_METADATA_BYTES, MAX_GEOMETRY_BYTES, MAX_EXTRA_BYTES)
+    for what, size, bound in zip(("name", "metadata", "geometry", "extra"), sizes, bounds, strict=True):
+        if size > bound:
+            raise HandshakeError(f"{what} of {size} bytes, at most {bound}")
+
+
+def _check_name(raw: bytes) -> str:
+    # It goes into logs and error texts, so it must not bring line breaks or control characters along.
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as exc:
+        raise HandshakeError("the name of the agent is not UTF-8") from exc
+    if not name or not name.isprintable():
+        raise HandshakeError("the name of the agent is empty or not printable")
+    return name

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One transfer, from its post to the point where its memory may be used again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kvhma.errors import KvhmaError, PeerLostError, TransferError
+from kvhma.nixl.library import Handle, NixlAgent, translate
+
+if TYPE_CHECKING:
+    from kvhma.nixl.agent import Peer
+
+_LONGEST_NAP = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What NIXL measured of a finished transfer.
+
+    Attributes:
+        descriptors: descriptors that went to the transport, after NIXL merged neighbours.
+        nbytes: bytes moved.
+        start_us: when it was posted, on the machine's steady clock, in microseconds.
+        post_us: microseconds inside the post. A transport that copies inline does the whole transfer there.
+        transfer_us: microseconds from the post until the poll that found it done.
+    """
+
+    descriptors: int
+    nbytes: int
+    start_us: int = 0
+    post_us: int = 0
+    transfer_us: int = 0
+
+
+class Transfer:
+    """A read of a peer's memory, as :meth:`Agent.read` and :meth:`Agent.read_ids` return it.
+
+    It has to be polled until it ends: NIXL makes progress, and notifies the peer, inside the poll. Until it
+    ends the destination must neither be freed nor used for anything else. There is no way to stop it early,
+    since NIXL lets a released transfer run on; :meth:`abort` only hands the polling over to
+    :meth:`Agent.poll`.
+
+    Any thread may poll.
+
+    Attributes:
+        peer: whose memory is read.
+        telemetry: what NIXL measured, once done; None before, after a failure, and where the agent was made
+            without.
+        aborted: whether :meth:`abort` took it over.
+    """
+
+    __slots__ = (
+        "_error",
+        "_finished",
+        "_handle",
+        "_lock",
+        "_measure",
+        "_nixl",
+        "_on_end",
+        "aborted",
+        "peer",
+        "telemetry",
+    )
+
+    def __init__(
+        self,
+        peer: Peer,
+        nixl: NixlAgent,
+        handle: Handle,
+        measure: Callable[[Handle], Telemetry | None],
+        on_end: Callable[[Transfer, KvhmaError | None], None],
+    ) -> None:
+        """Take over a handle that was made and not yet posted."""
+        self.peer = peer
+        self.telemetry: Telemetry | None = None
+        self.aborted = False
+        self._nixl: NixlAgent | None = nixl
+        self._handle: Handle | None = handle
+        self._measure = measure
+        self._on_end = on_end
+        self._error: KvhmaError | None = None
+        self._finished = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def empty(cls, peer: Peer) -> Transfer:
+        """Return a transfer that had nothing to move and is done."""
+        transfer = cls.__new__(cls)
+        transfer.peer = peer
+        transfer.telemetry = Telemetry(0, 0)
+        transfer.aborted = False
+        transfer._nixl = transfer._handle = transfer._error = None
+        transfer._finished = True
+        transfer._lock = threading.Lock()
+        return transfer
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended, well or badly: nothing will be written to its destination any more."""
+        return self._finished
+
+    def poll(self) -> Literal["running", "done"]:
+        """Make progress and say how it stands.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransferError: NIXL lost the transfer. It has ended; so it has after PeerLostError.
+        """
+        with self._lock:
+            self._step()
+        if self._error is not None:
+            raise self._error
+        return "done" if self._finished else "running"
+
+    def wait(self, timeout: float) -> bool:
+        """Poll for at most `timeout` seconds; return whether it is done, False if it is still running.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransferError: NIXL lost the transfer.
+        """
+        deadline = time.monotonic() + timeout
+        nap = 0.0
+        while self.poll() == "running":
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(nap, left))
+            nap = min(nap * 2 + 1e-5, _LONGEST_NAP)
+        return True
+
+    def abort(self) -> bool:
+        """Lose interest in the outcome.
+
+        The transfer goes on, and its destination stays in use until :meth:`Agent.poll` returns this object.
+
+        Returns:
+            Whether it is still in flight. False: it has ended, and :meth:`Agent.poll` will not return it.
+        """
+        with self._lock:
+            if not self._finished:
+                self.aborted = True
+            return not self._finished
+
+    def post(self) -> None:
+        """Hand it to the transport; done once, by the agent."""
+        with self._lock:
+            if self._nixl is None or self._handle is None:
+                raise TransferError("the transfer has ended")
+            try:
+                status = self._nixl.transfer(self._handle)
+            except Exception as exc:
+                self._fail(exc, "cannot start")
+            else:
+                self._take(status)
+        if self._error is not None:
+            raise self._error
+
+    def drive(self) -> bool:
+        """Make progress unless another thread is at it; return whether the transfer has ended."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._step()
+            finally:
+                self._lock.release()
+        return self._finished
+
+    def _step(self) -> None:
+        if self._nixl is None or self._handle is None:
+            return
+        try:
+            status = self._nixl.check_xfer_state(self._handle)
+        except Exception as exc:
+            self._fail(exc, "lost")
+        else:
+            self._take(status)
+
+    def _take(self, status: str) -> None:
+        if status == "DONE":
+            if self._handle is not None:
+                self.telemetry = self._measure(self._handle)
+            self._end(None)
+        elif status != "PROC":
+            self._end(TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}"))
+
+    def _fail(self, exc: Exception, how: str) -> None:
+        # A handle that was fine when it was made is "not found" only when NIXL dropped the peer below us, as
+        # newer versions do as soon as one transfer finds it disconnected.
+        gone = type(exc).__name__ == "nixlNotFoundError"
+        refused = PeerLostError if gone else TransferError
+        self._end(translate(exc, f"transfer from {self.peer.name!r} {how}", refused))
+
+    def _end(self, error: KvhmaError | None) -> None:
+        if self._handle is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # it has ended; NIXL keeps what it cannot release yet on a list
+                self._handle.release()
+        self._handle = self._nixl = None
+        self._error = error
+        self._finished = True
+        self._on_end(self, error)

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte oracle: proves a transfer right by simulating every byte of it.
+
+Give every byte of a simulated global cache a label of its own, lay the labels out in the memory of every P rank, give
+every byte of D a *stale* label, apply a transfer, and look at what each byte of D holds afterwards. Nothing here
+plans anything: it only knows where a byte is and what a transfer of N tokens means (docs/geometry.md), so it works
+for any pair of geometries, however they were cut.
+
+    >>> oracle = Oracle(decode, [prefill])                                        # doctest: +SKIP
+    >>> report = oracle.check(num_tokens, local_spans, remote_spans, transfer)    # doctest: +SKIP
+
+The simulation holds 8 bytes per byte of cache. For caches of real size, real bytes and real processes there are
+:func:`fill_source`, :func:`fill_stale` and :func:`check_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma._oracle_labels import Catalog, Ints, Side, blocks_of, check_spans, first_needed
+from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
+from kvhma._oracle_types import Difference, OracleError
+from kvhma.geometry import Geometry, Span
+
+__all__ = [
+    "Difference",
+    "MemoryReport",
+    "Oracle",
+    "OracleError",
+    "ReadLike",
+    "Report",
+    "TransferLike",
+    "check",
+    "check_memory",
+    "fill_source",
+    "fill_stale",
+    "simulate",
+]
+
+_TOO_LARGE = 1 << 28
+
+
+class ReadLike(Protocol):
+    """What is read from one source; ``local`` and ``remote`` are uint64 ``(n, 3)``: address, length, device."""
+
+    @property
+    def source(self) -> int:
+        """Index of the source."""
+
+    @property
+    def local(self) -> NDArray[np.uint64]:
+        """Where to, sorted by address."""
+
+    @property
+    def remote(self) -> NDArray[np.uint64]:
+        """Where from."""
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the lengths."""
+
+
+class TransferLike(Protocol):
+    """A transfer under test: ``kvhma.Transfer``, or anything of its shape."""
+
+    @property
+    def reads(self) -> Sequence[ReadLike]:
+        """What to read, by source."""
+
+    @property
+    def zero(self) -> NDArray[np.uint64]:
+        """Local ranges to zero before the read, uint64 ``(n, 3)``."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all reads."""
+
+    @property
+    def descriptors(self) -> int:
+        """Rows of all reads."""
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of tokens at or behind the token count that come along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a correct transfer did to D's memory.
+
+    Attributes:
+        moved: bytes that hold P's content now, `excess` included.
+        excess: those of them that belong to tokens behind the token count.
+        zeroed: bytes that are zero now.
+        untouched: bytes that hold what they held before.
+        mergeable: neighbouring descriptors of one source that could have been one. With 0, no shorter list of
+            descriptors moves the same bytes from the same places.
+    """
+
+    moved: int
+    excess: int
+    zeroed: int
+    untouched: int
+    mergeable: int
+
+
+@dataclass(slots=True)
+class _Labels:
+    """How labels are numbered for one request: 0 is zero, then content, then D's stale bytes, then P's junk."""
+
+    first_token: int
+    base: Ints
+    stale: int
+    junk: list[int]
+
+
+class Oracle:
+    """Label maps of one D rank and its sources, made once, for any number of requests.
+
+    Args:
+        local: the D rank.
+        remotes: the P ranks that transfers read from, in the order of the plan.
+
+    Raises:
+        ValueError: the ranks are not cuts of one global cache, or regions of a rank overlap.
+    """
+
+    def __init__(self, local: Geometry, remotes: Sequence[Geometry]) -> None:
+        self._catalog = Catalog((local, *remotes))
+        self._local = Side(local, self._catalog)
+        self._remotes = [Side(remote, self._catalog) for remote in remotes]
+        rows = self._catalog.row_bytes.size
+        self._is_state = np.array([entry.state for entry in self._catalog.entries], bool)
+        # Kernel blocks of P bound how far behind the token count a whole last block may reach.
+        self._remote_kernel = np.ones(rows, np.int64)
+        for side in self._remotes:
+            for layer in side.geometry.layers:
+                group = side.geometry.groups[layer.group]
+                for part in layer.page.parts:
+                    entry = self._catalog.index[layer.name, part.name]
+                    self._remote_kernel[entry] = group.block_size // group.ratio
+
+    def check(
+        self,
+        num_tokens: int,
+        local_spans: Sequence[Span],
+        remote_spans: Sequence[Span],
+        transfer: TransferLike,
+    ) -> Report:
+        """Simulate `transfer` and return what it did, or raise with the first bytes that are wrong.
+
+        Args:
+            num_tokens: tokens of the request that P computed.
+            local_spans: D's blocks, by D's groups.
+            remote_spans: P's blocks, by P's groups; the same for every source.
+            transfer: what is under test.
+
+        Raises:
+            OracleError: a byte is wrong, a range leaves its region, ranges overlap, or a count is wrong.
+            ValueError: the request does not fit the geometries.
+        """
+        report, differences = self._run(num_tokens, local_spans, remote_spans, transfer, limit=8)
+        if differences:
+            raise OracleError("\n".join(["wrong bytes:", *map(str, differences)]))
+        if report.excess != transfer.excess_bytes:
+            raise OracleError(f"excess_bytes is {transfer.excess_bytes}, {report.excess} came along")
+        return report
+
+    def simulate(
+        self,
+        num_tokens: int,
+        local_spans: Sequence[Span],
+        remote_spans: Sequence[Span],
+        transfer: TransferLike,
+        *,
+        limit: int = 64,
+    ) -> list[Difference]:
+        """Simulate `transfer` and return the first `limit` bytes of D that are wrong.
+
+        Raises:
+            OracleError: a range leaves its region, ranges overlap, or a count is wrong.
+            ValueError: the request does not fit the geometries.
+        """
+        return self._run(num_tokens, local_spans, remote_spans, transfer, limit=limit)[1]
+
+    def _run(
+        self,
+        num_tokens: int,
+        local_spans: Sequence[Span],
+        remote_spans: Sequence[Span],
+        transfer: TransferLike,
+        limit: int,
+    ) -> tuple[Report, list[Difference]]:
+        check_spans(self._local.geometry, local_spans)
+        for side in self._remotes:
+            check_spans(side.geometry, remote_spans)
+        labels = self._number(local_spans, remote_spans)
+        stale = np.arange(labels.stale, labels.stale + self._local.size, dtype=np.int64)
+        memory = stale.copy()
+        held = np.zeros(labels.stale, bool)
+
+        _apply_zero(self._local, transfer.zero, memory)
+        reads = _by_source(transfer, len(self._remotes))
+        places = []
+        mergeable = 0
+        for index, side in enumerate(self._remotes):
+            source = self._source_memory(side, remote_spans, labels, index, held)
+            for read in reads[index]:
+                local, pairs = _apply_read(self._local, side, read, source, memory)
+                places.append(local)
+                mergeable += pairs
+        _refuse_overlap(self._local, places)
+
+        expected, optional = self._expected(num_tokens, local_spans, labels, held, stale)
+        # A last block may come whole: there P's byte and zero are both right, and only the count is checked.
+        at = np.flatnonzero(optional)
+        found = memory[at]
+        whole = found == expected[at]
+        expected[at[~whole]] = 0
+        wrong = np.flatnonzero(memory != expected)
+        moved = int(np.count_nonzero((expected > 0) & (expected < labels.stale)))
+        zeroed = int(np.count_nonzero(expected == 0))
+        report = Report(
+            moved=moved,
+            excess=int(np.count_nonzero(whole)),
+            zeroed=zeroed,
+            untouched=self._local.size - moved - zeroed,
+            mergeable=mergeable,
+        )
+        differences = []
+        if wrong.size:
+            owner = self._owners(local_spans)
+            for flat in wrong[:limit].tolist():
+                differences.append(self._difference(flat, owner, int(expected[flat]), int(memory[flat]), labels))
+        return report, differences
+
+    def _number(self, local_spans: Sequence[Span], remote_spans: Sequence[Span]) -> _Labels:
+        """Give every item that a block of either side holds a range of labels."""
+        low, high = 0, 1
+        starts = []
+        for side, spans in [(self._local, local_spans), *((side, remote_spans) for side in self._remotes)]:
+            for group, span in zip(side.geometry.groups, spans, strict=True):
+                token = blocks_of(group, span).token
+                if token.size and group.kind != "ssm":
+                    starts += [int(token[0]), int(token[-1]) + group.block_size]
+        if starts:
+            low, high = min(starts), max(starts)
+        rows = self._catalog.row_bytes
+        sizes = np.where(self._is_state, rows, rows * (high - low))
+        if int(sizes.sum()) > _TOO_LARGE:
+            raise ValueError("too large to simulate with labels; use check_memory")
+        base = np.concatenate(([0], np.cumsum(sizes))) + 1
+        stale = int(base[-1])
+        junk = [stale + self._local.size]
+        for side in self._remotes:
+            junk.append(junk[-1] + side.size)
+        return _Labels(first_token=low, base=base, stale=stale, junk=junk)
+
+    def _labelled(
+        self, side: Side, index: int, span: Span, labels: _Labels
+    ) -> tuple[Ints, Ints, NDArray[np.int64], Ints] | None:
+        """Return flat offsets, labels, tokens ``(n, m)`` and entries ``(m,)`` of a group's blocks, or None."""
+        group, template = side.geometry.groups[index], side.templates[index]
+        blocks = blocks_of(group, span)
+        if not blocks.ids.size or not template.offset.size:
+            return None
+        flat = template.offset + blocks.ids[:, None] * template.stride
+        content = labels.base[template.entry] + template.byte
+        if group.kind == "ssm":
+            return flat, content[None, :], np.zeros((1, 1), np.int64), template.entry
+        token = template.token + blocks.token[:, None]
+        row = self._catalog.row_bytes[template.entry]
+        return flat, content + (token - labels.first_token) * row, token, template.entry
+
+    def _source_memory(
+        self, side: Side, spans: Sequence[Span], labels: _Labels, index: int, held: NDArray[np.bool_]
+    ) -> Ints:
+        memory = np.arange(labels.junk[index], labels.junk[index + 1], dtype=np.int64)
+        for group, span in enumerate(spans):
+            found = self._labelled(side, group, span, labels)
+            if found is not None:
+                memory[found[0]] = found[1]
+                held[found[1]] = True
+        return memory
+
+    def _expected(
+        self,
+        num_tokens: int,
+        spans: Sequence[Span],
+        labels: _Labels,
+        held: NDArray[np.bool_],
+        stale: Ints,
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """Return what D's memory must hold, and where zero would be right as well."""
+        expected = stale.copy()
+        optional = np.zeros(stale.size, bool)
+        side = self._local
+        for index, (group, span) in enumerate(zip(side.geometry.groups, spans, strict=True)):
+            found = self._labelled(side, index, span, labels)
+            if found is None:
+                continue
+            flat, content, token, entry = found
+            here = held[content]
+            if group.kind in ("ssm", "opaque"):
+                expected[flat] = np.where(here, content, 0)
+                continue
+            used = blocks_of(group, span).token + group.block_size > first_needed(group, num_tokens)
+            flat, content, token, here = flat[used], content[used], token[used], here[used]
+            kernel = group.block_size // group.ratio
+            remote_kernel = self._remote_kernel[entry]
+            behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, remote_kernel))
+            expected[flat] = np.where(here & (token < behind), content, 0)
+            optional[flat] = here & (token >= num_tokens) & (token < behind)
+        return expected, optional
+
+    def _owners(self, spans: Sequence[Span]) -> tuple[Ints, Ints]:
+        """Return entry and token of every byte of D: entry -1 for padding, token -1 outside of the spans."""
+        entries = np.full(self._local.size, -1, np.int64)
+        tokens = np.full(self._local.size, -1, np.int64)
+        for template in self._local.templates:
+            if template.offset.size:
+                for block in range(template.num_blocks):
+                    entries[template.offset + block * template.stride] = template.entry
+        for group, template, span in zip(
+            self._local.geometry.groups, self._local.templates, spans, strict=True
+        ):
+            blocks = blocks_of(group, span)
+            for block, token in zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True):
+                flat = template.offset + block * template.stride
+                entries[flat] = template.entry
+                tokens[flat] = template.token + token
+        return entries, tokens
+
+    def _difference(
+        self, flat: int, owner: tuple[Ints, Ints], expected: int, found: int, labels: _Labels
+    ) -> Difference:
+        region, offset = self._local.name(flat)
+        entry, token = int(owner[0][flat]), int(owner[1][flat])
+        known = self._catalog.entries[entry] if entry >= 0 else None
+        return Difference(
+            region=region,
+            offset=offset,
+            layer=known.layer if known else None,
+            part=known.part if known else None,
+            token=token if token >= 0 and known and not known.state else None,
+            expected=self._read_label(expected, labels),
+            found=self._read_label(found, labels),
+        )
+
+    def _read_label(self, label: int, labels: _Labels) -> str:
+        """Say in words what a label stands for."""
+        if label == 0:
+            return "zero"
+        if label < labels.stale:
+            entry = int(np.searchsorted(labels.base, label, side="right")) - 1
+            known = self._catalog.entries[entry]
+            row, byte = divmod(label - int(labels.base[entry]), known.row_bytes)
+            place = "state" if known.state else f"token {row + labels.first_token}"
+            return f"{known.layer}/{known.part} {place} {known.where(byte)}"
+        if label < labels.junk[0]:
+            region, offset = self._local.name(label - labels.stale)
+            return f"stale byte of region {region} at {offset}"
+        source = int(np.searchsorted(labels.junk, label, side="right")) - 1
+        region, offset = self._remotes[source].name(label - labels.junk[source])
+        return f"junk of source {source}, region {region} at {offset}"
+
+
+def simulate(
+    local: Geometry,
+    remotes: Sequence[Geometry],
+    num_tokens: int,
+    local_spans: Sequence[Span],
+    remote_spans: Sequence[Span],
+    transfer: TransferLike,
+) -> list[Difference]:
+    """Simulate one transfer; see :meth:`Oracle.simulate`."""
+    return Oracle(local, remotes).simulate(num_tokens, local_spans, remote_spans, transfer)
+
+
+def check(
+    local: Geometry,
+    remotes: Sequence[Geometry],
+    num_tokens: int,
+    local_spans: Sequence[Span],
+    remote_spans: Sequence[Span],
+    transfer: TransferLike,
+) -> Report:
+    """Check one transfer; see :meth:`Oracle.check`."""
+    return Oracle(local, remotes).check(num_tokens, local_spans, remote_spans, transfer)
+
+
+def _ceil(value: int, unit: int | Ints) -> Ints:
+    """Round `value` up to a multiple of `unit`."""
+    return np.asarray(-(-value // np.asarray(unit, np.int64)) * unit, np.int64)
+
+
+def _apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
+    rows = _rows(rows, "zero")
+    flat, _, problem = side.locate(rows)
+    if problem:
+        raise OracleError(f"zero: {problem}")
+    memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
+
+
+def _by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]]:
+    """Sort reads by source and check the sums."""
+    reads: list[list[ReadLike]] = [[] for _ in range(sources)]
+    total = rows = 0
+    for read in transfer.reads:
+        if not 0 <= read.source < sources:
+            raise OracleError(f"read from source {read.source} of {sources}")
+        reads[read.source].append(read)
+        size = int(read.local[:, 1].sum())
+        if size != read.bytes:
+            raise OracleError(f"source {read.source}: bytes is {read.bytes}, the rows have {size}")
+        total += size
+        rows += len(read.local)
+    if (total, rows) != (transfer.bytes, transfer.descriptors):
+        raise OracleError(
+            f"bytes and descriptors are {transfer.bytes} and {transfer.descriptors}, reads have {total} and {rows}"
+        )
+    return reads
+
+
+def _apply_read(
+    local_side: Side, remote_side: Side, read: ReadLike, source: Ints, memory: Ints
+) -> tuple[tuple[Ints, Ints], int]:
+    """Copy, and return the local ranges and how many neighbours could have been one row."""
+    where = f"source {read.source}"
+    local, remote = _rows(read.local, f"{where} local"), _rows(read.remote, f"{where} remote")
+    if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
+        raise OracleError(f"{where}: local and remote lengths differ")
+    to, to_region, problem = local_side.locate(local)
+    if problem:
+        raise OracleError(f"{where} local: {problem}")
+    start, start_region, problem = remote_side.locate(remote)
+    if problem:
+        raise OracleError(f"{where} remote: {problem}")
+    size = local[:, 1].astype(np.int64)
+    if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
+        raise OracleError(f"{where}: not sorted by local address")
+    memory[_bytes(to, size)] = source[_bytes(start, size)]
+    joined = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
+    joined &= (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
+    return (to, size), int(np.count_nonzero(joined))
+
+
+def _refuse_overlap(side: Side, places: list[tuple[Ints, Ints]]) -> None:
+    if not places:
+        return
+    start = np.concatenate([place[0] for place in places])
+    size = np.concatenate([place[1] for place in places])
+    order = np.argsort(start)
+    start, size = start[order], size[order]
+    twice = np.flatnonzero(start[:-1] + size[:-1] > start[1:])
+    if twice.size:
+        region, offset = side.name(int(start[twice[0] + 1]))
+        raise OracleError(f"two reads write region {region} at {offset}")
+
+
+def _rows(rows: NDArray[np.uint64], what: str) -> NDArray[np.uint64]:
+    if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 3 or not rows.flags.c_contiguous:
+        raise OracleError(f"{what}: rows are {rows.dtype} {rows.shape}, expected C-contiguous uint64 (n, 3)")
+    return rows
+
+
+def _bytes(start: Ints, size: Ints) -> Ints:
+    """Return the offsets of all bytes of some ranges, one range after the other."""
+    ends = np.cumsum(size)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(start - (ends - size), size) + np.arange(total, dtype=np.int64)

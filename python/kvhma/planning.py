@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that take geometries: pair them, compare them, find a request's live blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvhma import _kvhma
+from kvhma.geometry import Geometry, Span
+from kvhma.types import IdsLike
+
+DEFAULT_DESCRIPTOR_BYTES = 16_384
+"""Bytes that take about as long to move as posting one more descriptor (2.3 µs at 7 GB/s)."""
+
+
+def plan(
+    local: Geometry,
+    remote: Geometry | Sequence[Geometry],
+    *,
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES,
+) -> _kvhma.Plan:
+    """Pair a local (decode) rank with its sources, once for all requests.
+
+    Args:
+        local: the rank that reads.
+        remote: the rank or ranks it may read from: all tensor-parallel ranks and pipeline stages of the other engine.
+        descriptor_bytes: how many bytes more a partial last block may move to save one descriptor; 0 never moves a
+            token that was not asked for.
+
+    Raises:
+        UnsupportedPairError: a source cannot be paired, or no source holds something; the text names the field and
+            both values.
+    """
+    remotes = [remote] if isinstance(remote, Geometry) else list(remote)
+    return _kvhma.Plan(local.core, [other.core for other in remotes], descriptor_bytes=descriptor_bytes)
+
+
+def validate(local: Geometry, remote: Geometry) -> list[_kvhma.Finding]:
+    """Compare two geometries: what keeps them from being paired, and what is worth knowing.
+
+    Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
+    """
+    return _kvhma.validate(local.core, remote.core)
+
+
+def live_spans(
+    geometry: Geometry,
+    num_tokens: int,
+    block_tables: Sequence[IdsLike],
+    cached: Sequence[int] | None = None,
+) -> list[Span]:
+    """Spans of a request's live blocks, from block tables as vLLM's manager keeps them.
+
+    Blocks that were dropped stand as the null block at the front of a table. Blocks wholly before what the token
+    after `num_tokens` attends to are left out (the token-exact rule), and of a state group all but the state-bearing
+    slot.
+
+    Args:
+        geometry: the rank whose blocks these are.
+        num_tokens: tokens the cache holds for the request, or will hold.
+        block_tables: logical block ids from position 0, for each group.
+        cached: for each group, how many leading table entries are not to be filled (a prefix hit); None for none.
+
+    Raises:
+        RequestError: a list has the wrong number of entries or the wrong type.
+    """
+    leading = [0] * len(block_tables) if cached is None else cached
+    return [Span(*pair) for pair in _kvhma.live_spans(geometry.core, num_tokens, block_tables, leading)]

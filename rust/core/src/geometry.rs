@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One worker's cache as data, read from its JSON form.
+use serde::Deserialize;
+
+use crate::check::check;
+use crate::error::{Error, Result};
+
+/// Version of the JSON form.
+pub const SCHEMA_VERSION: u32 = 1;
+/// Longest JSON form that is read.
+pub const MAX_JSON_BYTES: usize = 16 << 20;
+
+/// Kind of memory, in the transfer library's words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Memory {
+    /// Host memory.
+    #[default]
+    Dram,
+    /// Device memory.
+    Vram,
+}
+
+/// One contiguous registered range.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Region {
+    /// Address of the first byte.
+    pub base: u64,
+    /// Length.
+    pub bytes: u64,
+    /// Kind of memory.
+    #[serde(default)]
+    pub memory: Memory,
+    /// Device id.
+    #[serde(default)]
+    pub device: u32,
+}
+
+/// What the blocks of a group hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// Attention to every earlier token.
+    Full,
+    /// Attention to the last `window` tokens.
+    Sliding,
+    /// Attention inside chunks of `chunk` tokens.
+    Chunked,
+    /// Latent attention, to every earlier token.
+    Mla,
+    /// Recurrent state: the last one counts.
+    Ssm,
+    /// State that only its owner understands.
+    Opaque,
+}
+
+impl Kind {
+    /// Whether blocks hold tokens by position.
+    pub fn is_attention(self) -> bool {
+        !matches!(self, Self::Ssm | Self::Opaque)
+    }
+
+    /// The word of the JSON form.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Sliding => "sliding",
+            Self::Chunked => "chunked",
+            Self::Mla => "mla",
+            Self::Ssm => "ssm",
+            Self::Opaque => "opaque",
+        }
+    }
+}
+
+/// Layers that share one block table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Group {
+    /// What the blocks hold.
+    pub kind: Kind,
+    /// Tokens per logical block.
+    pub block_size: u64,
+    /// Kernel blocks per logical block.
+    #[serde(default = "one")]
+    pub ratio: u64,
+    /// Tokens a query sees, itself included (`Sliding`).
+    #[serde(default)]
+    pub window: Option<u64>,
+    /// Tokens per chunk (`Chunked`).
+    #[serde(default)]
+    pub chunk: Option<u64>,
+    /// State slots behind the state-bearing one (`Ssm`).
+    #[serde(default)]
+    pub speculative: u64,
+    /// Place among the context-parallel ranks.
+    #[serde(default)]
+    pub cp_rank: u64,
+    /// Context-parallel ranks.
+    #[serde(default = "one")]
+    pub cp_size: u64,
+}
+
+impl Group {
+    /// Tokens per kernel block.
+    pub fn kernel_tokens(&self) -> u64 {
+        self.block_size / self.ratio
+    }
+
+    /// First token that the token after `num_tokens` tokens still attends to.
+    pub fn need_start(&self, num_tokens: u64) -> u64 {
+        match self.kind {
+            Kind::Sliding => (num_tokens + 1).saturating_sub(self.window.unwrap_or(u64::MAX)),
+            Kind::Chunked => self.chunk.map_or(0, |chunk| num_tokens / chunk * chunk),
+            _ => 0,
+        }
+    }
+
+    /// First token of entry `index` of the block table; entry `index + 1` starts `cp_size` blocks later.
+    pub(crate) fn entry_start(&self, index: u64) -> u64 {
+        (index * self.cp_size + self.cp_rank) * self.block_size
+    }
+}
+
+/// One dimension of a part.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Axis {
+    /// What meets what.
+    pub name: String,
+    /// Size over all ranks.
+    pub extent: u64,
+    /// Bytes from one index to the next.
+    pub stride: u64,
+    /// First global index on this rank.
+    #[serde(default)]
+    pub start: u64,
+    /// Indices on this rank.
+    #[serde(default)]
+    pub length: Option<u64>,
+}
+
+impl Axis {
+    /// Name of the axis that positions act on.
+    pub const TOKENS: &'static str = "tokens";
+
+    /// Indices on this rank.
+    pub fn held(&self) -> u64 {
+        self.length.unwrap_or(self.extent.saturating_sub(self.start))
+    }
+
+    /// Whether this is the token axis.
+    pub fn is_tokens(&self) -> bool {
+        self.name == Self::TOKENS
+    }
+}
+
+/// A named piece of a page.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Part {
+    /// Parts meet by name.
+    pub name: String,
+    /// Encoding of an item.
+    pub dtype: String,
+    /// Bytes of an item.
+    pub item_bytes: u64,
+    /// Bytes from the start of the page.
+    pub offset: u64,
+    /// Dimensions in any order.
+    pub axes: Vec<Axis>,
+}
+
+impl Part {
+    /// The token axis, if the part can be cut by tokens.
+    pub fn tokens(&self) -> Option<&Axis> {
+        self.axes.iter().find(|axis| axis.is_tokens())
+    }
+}
+
+/// The bytes of one layer in one kernel block.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Page {
+    /// What it holds; other bytes are padding.
+    pub parts: Vec<Part>,
+}
+
+/// Where one layer's pages are.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Layer {
+    /// Layers meet by name.
+    pub name: String,
+    /// Index into the groups.
+    pub group: usize,
+    /// Index into the pages.
+    pub page: usize,
+    /// Index into the regions.
+    pub region: usize,
+    /// Bytes from the region's base to the page of block 0.
+    pub offset: u64,
+    /// Logical blocks.
+    pub num_blocks: u64,
+    /// Bytes between logical blocks.
+    pub block_stride: u64,
+    /// Bytes between kernel blocks; always there after the check.
+    #[serde(default)]
+    pub kernel_stride: Option<u64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Form {
+    kvhma: u32,
+    #[serde(default)]
+    tp_rank: u32,
+    #[serde(default = "one_u32")]
+    tp_size: u32,
+    #[serde(default = "null_zero")]
+    null_block: Option<u64>,
+    regions: Vec<Region>,
+    groups: Vec<Group>,
+    pages: Vec<Page>,
+    layers: Vec<Layer>,
+}
+
+fn one() -> u64 {
+    1
+}
+
+fn one_u32() -> u32 {
+    1
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "the default of an optional field")]
+fn null_zero() -> Option<u64> {
+    Some(0)
+}
+
+/// One worker's cache, checked: no address of it overflows or leaves its region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Geometry {
+    pub(crate) tp_rank: u32,
+    pub(crate) tp_size: u32,
+    pub(crate) null_block: Option<u64>,
+    pub(crate) regions: Vec<Region>,
+    pub(crate) groups: Vec<Group>,
+    pub(crate) pages: Vec<Page>,
+    pub(crate) layers: Vec<Layer>,
+}
+
+impl Geometry {
+    /// Reads the JSON form and checks it. Safe on any input.
+    pub fn from_json(json: &[u8]) -> Result<Self> {
+        if json.len() > MAX_JSON_BYTES {
+            return Err(Error::TooLarge { bytes: json.len(), limit: MAX_JSON_BYTES });
+        }
+        let bad = |reason: String| Error::Json { version: SCHEMA_VERSION, reason };
+        let form: Form = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
+        if form.kvhma != SCHEMA_VERSION {
+            return Err(bad(format!("its kvhma field is {}", form.kvhma)));
+        }
+        let mut geometry = Self {
+            tp_rank: form.tp_rank,
+            tp_size: form.tp_size,
+            null_block: form.null_block,
+            regions: form.regions,
+            groups: form.groups,
+            pages: form.pages,
+            layers: form.layers,
+        };
+        check(&mut geometry)?;
+        Ok(geometry)
+    }
+
+    /// Registered ranges.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// Groups in the order of the block tables.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// Every layer.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// What a layer's pages hold.
+    pub fn page(&self, layer: &Layer) -> &Page {
+        &self.pages[layer.page]
+    }
+
+    /// Smallest number of blocks over the layers of each group: ids below it are in every layer.
+    pub(crate) fn blocks_by_group(&self) -> Vec<u64> {
+        let mut blocks = vec![i32::MAX as u64; self.groups.len()];
+        for layer in &self.layers {
+            blocks[layer.group] = blocks[layer.group].min(layer.num_blocks);
+        }
+        blocks
+    }
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Functions on block ids that need no geometry, each usable alone.
+use crate::encode::View;
+use crate::error::{Error, Result};
+pub use crate::span::{live_spans, window_blocks};
+
+/// Keeps the blocks of each group that are moved.
+///
+/// `keep[g]` trailing blocks of an attention group stay, all for 0. A group with `speculative[g]` set is a state group:
+/// of its blocks the state-bearing one stays, which has that many speculative slots behind it. Blocks equal to `null`
+/// at the front of any group are dropped first.
+pub fn clip_blocks(
+    groups: &[Vec<i64>],
+    keep: &[u64],
+    speculative: &[Option<u64>],
+    null: Option<i64>,
+) -> Result<Vec<Vec<i64>>> {
+    for (what, got) in [("keep", keep.len()), ("speculative", speculative.len())] {
+        if got != groups.len() {
+            return Err(Error::Count { what, got, expected: groups.len() });
+        }
+    }
+    Ok(groups
+        .iter()
+        .zip(keep.iter().zip(speculative))
+        .map(|(ids, (&keep, speculative))| {
+            let live = &ids[ids.iter().take_while(|&&id| Some(id) == null).count()..];
+            if let Some(slots) = *speculative {
+                let slots = usize::try_from(slots).unwrap_or(usize::MAX);
+                let state = live.len().saturating_sub(slots.saturating_add(1));
+                return live.get(state).map(|&id| vec![id]).unwrap_or_default();
+            }
+            let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+            let from = if keep == 0 { 0 } else { live.len().saturating_sub(keep) };
+            live[from..].to_vec()
+        })
+        .collect())
+}
+
+/// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`.
+pub fn expand_blocks(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
+    if ratio == 0 {
+        return Err(Error::Value { what: "ratio".into(), value: 0, expected: "has to be at least 1".into() });
+    }
+    let limit = i32::MAX as u64 / ratio;
+    let total = (ids.len() as u64).checked_mul(ratio).filter(|&total| total <= i32::MAX as u64);
+    let Some(total) = total else {
+        let what = format!("{} blocks x ratio {ratio}", ids.len());
+        return Err(Error::Overflow { place: "block ids".into(), what, bits: 31 });
+    };
+    let mut out = Vec::with_capacity(total as usize);
+    for (index, &id) in ids.iter().enumerate() {
+        match u64::try_from(id) {
+            Ok(block) if block < limit => out.extend((block * ratio..(block + 1) * ratio).map(|kernel| kernel as i32)),
+            _ => return Err(Error::BlockRange { side: "logical", group: 0, index, id, num_blocks: limit }),
+        }
+    }
+    Ok(out)
+}
+
+/// Ids into a list of views: for every view in turn, the ids of each of its groups in turn, shifted by its start.
+///
+/// `counts[v]` is the number of entries of view `v`, `groups_of[v]` the groups whose blocks it holds.
+pub fn descriptor_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> Result<Vec<i32>> {
+    if counts.len() != groups_of.len() {
+        return Err(Error::Count { what: "groups of views", got: groups_of.len(), expected: counts.len() });
+    }
+    let bounds: Vec<(i64, i64)> = groups
+        .iter()
+        .map(|ids| ids.iter().fold((i64::MAX, i64::MIN), |(low, high), &id| (low.min(id), high.max(id))))
+        .collect();
+    let mut total = 0usize;
+    let mut entries = 0u64;
+    for (&count, members) in counts.iter().zip(groups_of) {
+        for &group in members {
+            let Some(&(low, high)) = bounds.get(group) else {
+                let expected = format!("there are {} groups", groups.len());
+                return Err(Error::Value { what: "group of a view".into(), value: group as i128, expected });
+            };
+            if !groups[group].is_empty() && (low < 0 || high as u64 >= count) {
+                let bad = |&(_, &id): &(usize, &i64)| id < 0 || id as u64 >= count;
+                let (index, &id) = groups[group].iter().enumerate().find(bad).unwrap_or((0, &low));
+                return Err(Error::BlockRange { side: "view", group, index, id, num_blocks: count });
+            }
+            total = total.saturating_add(groups[group].len());
+        }
+        entries = entries.saturating_add(count);
+    }
+    if entries > i32::MAX as u64 {
+        return Err(Error::Overflow { place: "views".into(), what: format!("{entries} entries"), bits: 31 });
+    }
+    let mut out = Vec::with_capacity(total);
+    let mut start = 0i32;
+    for (&count, members) in counts.iter().zip(groups_of) {
+        for &group in members {
+            // Every id is below its view's count and all counts together fit int32.
+            out.extend(groups[group].iter().map(|&id| start.wrapping_add(id as i32)));
+        }
+        start = start.wrapping_add(count as i32);
+    }
+    Ok(out)
+}
+
+/// Views of attention regions: one for each region, in the order given.
+pub fn attention_views(
+    bases: &[u64],
+    lengths: &[u64],
+    strides: &[u64],
+    counts: &[u64],
+    devices: &[u64],
+) -> Result<Vec<View>> {
+    let lists = [("lengths", lengths), ("strides", strides), ("counts", counts), ("devices", devices)];
+    same_length(bases.len(), &lists)?;
+    let views = (0..bases.len()).map(|i| [bases[i], lengths[i], devices[i], strides[i], counts[i]]).collect::<Vec<_>>();
+    check_views(&views)?;
+    Ok(views)
+}
+
+/// Views of state regions: for each region in turn, one for each `(offset, length)` of its parts.
+pub fn state_views(
+    bases: &[u64],
+    parts: &[(u64, u64)],
+    strides: &[u64],
+    counts: &[u64],
+    devices: &[u64],
+) -> Result<Vec<View>> {
+    same_length(bases.len(), &[("strides", strides), ("counts", counts), ("devices", devices)])?;
+    let mut views = Vec::with_capacity(bases.len().saturating_mul(parts.len()));
+    for region in 0..bases.len() {
+        for &(offset, length) in parts {
+            let address = bases[region].checked_add(offset).ok_or_else(|| Error::Overflow {
+                place: format!("region {region}"),
+                what: format!("base {:#x} + offset {offset}", bases[region]),
+                bits: 64,
+            })?;
+            views.push([address, length, devices[region], strides[region], counts[region]]);
+        }
+    }
+    check_views(&views)?;
+    Ok(views)
+}
+
+fn same_length(expected: usize, lists: &[(&'static str, &[u64])]) -> Result<()> {
+    match lists.iter().find(|(_, list)| list.len() != expected) {
+        Some(&(what, list)) => Err(Error::Count { what, got: list.len(), expected }),
+        None => Ok(()),
+    }
+}
+
+/// Fails if a view is empty, has no stride, or leaves the address space.
+pub fn check_views(views: &[View]) -> Result<u64> {
+    let mut total = 0u64;
+    for (index, &[address, length, _, stride, count]) in views.iter().enumerate() {
+        for (what, value) in [("length", length), ("stride", stride), ("count", count)] {
+            if value == 0 {
+                let what = format!("view {index}: {what}");
+                return Err(Error::Value { what, value: 0, expected: "has to be at least 1".into() });
+            }
+        }
+        let end = (count - 1).checked_mul(stride).and_then(|far| far.checked_add(length)?.checked_add(address));
+        if end.is_none() {
+            let what = format!("{address:#x} + ({count} - 1) x {stride} + {length}");
+            return Err(Error::Overflow { place: format!("view {index}"), what, bits: 64 });
+        }
+        // Ids into a list are int32, so a longer list could never be addressed.
+        total = total.saturating_add(count);
+        if total > i32::MAX as u64 {
+            return Err(Error::Overflow {
+                place: format!("view {index}"),
+                what: format!("{total} descriptors"),
+                bits: 31,
+            });
+        }
+    }
+    Ok(total)
+}

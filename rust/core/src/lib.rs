@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What must move when a prefill engine hands a request's KV cache to a decode engine.
+//!
+//! Two [`Geometry`] values make a [`Plan`] once; a plan and a request's [`Span`]s make a [`Transfer`]: the fewest
+//! contiguous copies, sorted by local address, and the local ranges to zero. [`ids`] has the functions that need no
+//! geometry.
+#![forbid(unsafe_code)]
+
+mod axis;
+mod check;
+pub mod encode;
+mod error;
+mod geometry;
+pub mod ids;
+mod pieces;
+mod plan;
+mod runs;
+mod segment;
+mod source;
+mod span;
+mod transfer;
+mod validate;
+
+pub use error::{Error, Result};
+pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};
+pub use plan::{DEFAULT_DESCRIPTOR_BYTES, Plan};
+pub use runs::Run;
+pub use span::Span;
+pub use transfer::{Read, Transfer};
+pub use validate::{Finding, Severity, validate};

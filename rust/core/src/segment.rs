@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Positions: which kernel block of one side meets which of the other, and how far a transfer reaches.
+use crate::error::{Error, Result};
+use crate::geometry::Group;
+use crate::pieces::Tokens;
+use crate::span::Blocks;
+
+/// Tokens of one local kernel block that are in one remote kernel block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Segment {
+    /// Kernel block ids.
+    pub(crate) local: u64,
+    pub(crate) remote: u64,
+    pub(crate) tokens: Tokens,
+}
+
+/// A group and a request's blocks in it.
+#[derive(Clone, Copy)]
+pub(crate) struct Side<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) index: usize,
+    pub(crate) group: &'a Group,
+    pub(crate) blocks: &'a Blocks,
+}
+
+impl Side<'_> {
+    /// First token of the first block: everything of this side's positions from there on is in the span.
+    pub(crate) fn start(&self) -> u64 {
+        self.blocks.first * self.group.block_size * self.group.cp_size
+    }
+
+    /// Block table entry that holds token `t`, if this rank does.
+    fn entry(&self, t: u64) -> Option<u64> {
+        let block = t / self.group.block_size;
+        (block % self.group.cp_size == self.group.cp_rank).then_some(block / self.group.cp_size)
+    }
+
+    /// First token at or after `t` that this rank holds.
+    fn next_held(&self, t: u64) -> u64 {
+        if self.holds(t) {
+            return t;
+        }
+        let block = t / self.group.block_size;
+        let turn = block / self.group.cp_size + u64::from(block % self.group.cp_size > self.group.cp_rank);
+        self.group.entry_start(turn)
+    }
+
+    /// End of the kernel block that token `t` is in.
+    pub(crate) fn kernel_end(&self, t: u64) -> u64 {
+        let tokens = self.group.kernel_tokens();
+        (t / tokens + 1) * tokens
+    }
+
+    pub(crate) fn holds(&self, t: u64) -> bool {
+        self.entry(t).is_some()
+    }
+
+    /// Kernel block id of token `t`, and the token's place in it. The entry has to be in the span.
+    fn kernel_block(&self, entry: u64, t: u64) -> (u64, u64) {
+        let in_block = t % self.group.block_size;
+        let tokens = self.group.kernel_tokens();
+        (self.blocks.id(entry) * self.group.ratio + in_block / tokens, in_block % tokens)
+    }
+
+    /// Fails unless the span holds every token of `first..end` that is this rank's.
+    pub(crate) fn require(&self, first: u64, end: u64) -> Result<()> {
+        let missing = |token| Error::MissingTokens { side: self.name, group: self.index, token, first, end };
+        let start = self.next_held(first);
+        if start >= end {
+            return Ok(());
+        }
+        if self.entry(start).is_none_or(|entry| entry < self.blocks.first) {
+            return Err(missing(start));
+        }
+        let behind = self.next_held(self.group.entry_start(self.blocks.end()));
+        if behind < end { Err(missing(behind.max(start))) } else { Ok(()) }
+    }
+}
+
+/// Tokens of a group that a request moves and zeroes on the local side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reach {
+    /// First token of the first local block that is touched.
+    pub(crate) touched: u64,
+    /// First token that is moved.
+    pub(crate) start: u64,
+    /// One past the last token that is moved.
+    pub(crate) end: u64,
+}
+
+/// First local table entry that the request still needs, and the token it starts with.
+pub(crate) fn touched_start(local: &Side, num_tokens: u64) -> u64 {
+    let turn = local.group.block_size * local.group.cp_size;
+    local.start().max(local.group.need_start(num_tokens) / turn * turn)
+}
+
+/// Walks the tokens `start..end` that both sides hold, in the order of the sequence.
+pub(crate) fn pair(local: &Side, remote: &Side, start: u64, end: u64, mut visit: impl FnMut(Segment)) {
+    let mut t = start;
+    while t < end {
+        let (Some(entry), Some(other)) = (local.entry(t), remote.entry(t)) else {
+            t = local.next_held(t).max(remote.next_held(t));
+            continue;
+        };
+        let stop = local.kernel_end(t).min(remote.kernel_end(t)).min(end);
+        let (local_block, local_token) = local.kernel_block(entry, t);
+        let (remote_block, remote_token) = remote.kernel_block(other, t);
+        let tokens = Tokens { local: local_token, remote: remote_token, count: stop - t };
+        visit(Segment { local: local_block, remote: remote_block, tokens });
+        t = stop;
+    }
+}
+
+/// The cuts that whole kernel blocks of two groups make of each other, each once.
+pub(crate) fn classes(local: &Group, remote: &Group, limit: usize) -> Option<Vec<Tokens>> {
+    let (a, b) = (local.kernel_tokens(), remote.kernel_tokens());
+    let cycle = (a / crate::axis::gcd(a, b)).checked_mul(b)?;
+    if cycle / a + cycle / b > limit as u64 {
+        return None;
+    }
+    let mut found = Vec::new();
+    let mut t = 0;
+    while t < cycle {
+        let stop = ((t / a + 1) * a).min((t / b + 1) * b);
+        found.push(Tokens { local: t % a, remote: t % b, count: stop - t });
+        t = stop;
+    }
+    Some(found)
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A request's blocks in one group, checked.
+use crate::error::{Error, Result};
+use crate::geometry::{Geometry, Kind};
+
+/// A request's live blocks in one group.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Span {
+    /// Index of `ids[0]` in the request's block table.
+    pub first: u64,
+    /// Logical block ids in the order of the sequence.
+    pub ids: Vec<i64>,
+}
+
+/// Positions stay below this, so that sums of them fit.
+const MAX_POSITION: u64 = 1 << 62;
+
+/// A span whose ids are known to be blocks of the group.
+#[derive(Debug, Clone)]
+pub(crate) struct Blocks {
+    pub(crate) first: u64,
+    pub(crate) ids: Vec<u32>,
+}
+
+impl Blocks {
+    pub(crate) fn end(&self) -> u64 {
+        self.first + self.ids.len() as u64
+    }
+
+    pub(crate) fn id(&self, index: u64) -> u64 {
+        u64::from(self.ids[(index - self.first) as usize])
+    }
+}
+
+/// Checks the spans of all groups of one side.
+pub(crate) fn check_spans(
+    side: &'static str,
+    geometry: &Geometry,
+    num_blocks: &[u64],
+    spans: &[Span],
+) -> Result<Vec<Blocks>> {
+    if spans.len() != geometry.groups.len() {
+        let what = if side == "local" { "local spans" } else { "remote spans" };
+        return Err(Error::Count { what, got: spans.len(), expected: geometry.groups.len() });
+    }
+    spans
+        .iter()
+        .enumerate()
+        .map(|(group, span)| {
+            let turn = geometry.groups[group].block_size * geometry.groups[group].cp_size;
+            let max_first = MAX_POSITION / turn - i32::MAX as u64;
+            check_span(side, group, geometry.null_block, num_blocks[group], max_first, span)
+        })
+        .collect()
+}
+
+fn check_span(
+    side: &'static str,
+    group: usize,
+    null: Option<u64>,
+    num_blocks: u64,
+    max_first: u64,
+    span: &Span,
+) -> Result<Blocks> {
+    if span.first > max_first {
+        let what = format!("{side} group {group}: first");
+        return Err(Error::Value {
+            what,
+            value: span.first.into(),
+            expected: format!("has to be at most {max_first}"),
+        });
+    }
+    if span.ids.len() as u64 > num_blocks {
+        let what = format!("{side} group {group}: number of block ids");
+        let expected = format!("has to be at most the {num_blocks} blocks there are");
+        return Err(Error::Value { what, value: span.ids.len() as i128, expected });
+    }
+    let mut ids = Vec::with_capacity(span.ids.len());
+    for (index, &id) in span.ids.iter().enumerate() {
+        match u64::try_from(id) {
+            Ok(block) if block < num_blocks => {
+                if null == Some(block) {
+                    return Err(Error::NullBlock { side, group, index, id });
+                }
+                // Kernel blocks of a geometry are at most 2^31, so its logical blocks fit.
+                ids.push(block as u32);
+            }
+            _ => return Err(Error::BlockRange { side, group, index, id, num_blocks }),
+        }
+    }
+    if let Some(id) = duplicate(&ids) {
+        return Err(Error::DuplicateBlock { side, group, id: id.into() });
+    }
+    Ok(Blocks { first: span.first, ids })
+}
+
+fn duplicate(ids: &[u32]) -> Option<u32> {
+    if ids.windows(2).all(|pair| pair[0] < pair[1]) || ids.windows(2).all(|pair| pair[0] > pair[1]) {
+        return None;
+    }
+    let mut sorted = ids.to_vec();
+    sorted.sort_unstable();
+    sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
+}
+
+/// How many trailing blocks of a sliding-window group vLLM 0.32 keeps: `ceil(window / block_size) + 1`.
+pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
+    for (what, value) in [("window", window), ("block_size", block_size)] {
+        if value == 0 {
+            return Err(Error::Value { what: what.into(), value: 0, expected: "has to be at least 1".into() });
+        }
+    }
+    window.div_ceil(block_size).checked_add(1).ok_or_else(|| Error::Overflow {
+        place: "window_blocks".into(),
+        what: format!("{window} / {block_size} + 1"),
+        bits: 64,
+    })
+}
+
+/// Spans of the live blocks of a request, from block tables that mark dropped blocks with the null block in front.
+///
+/// Blocks wholly before what the token after `num_tokens` attends to are dropped; of a state group the
+/// state-bearing slot is kept; `cached[g]` leading table entries of group `g` are left out as already held.
+pub fn live_spans(geometry: &Geometry, num_tokens: u64, tables: &[Vec<i64>], cached: &[u64]) -> Result<Vec<Span>> {
+    let groups = geometry.groups();
+    for (what, got) in [("block tables", tables.len()), ("cached", cached.len())] {
+        if got != groups.len() {
+            return Err(Error::Count { what, got, expected: groups.len() });
+        }
+    }
+    let null = geometry.null_block.map_or(-1, |id| i64::try_from(id).unwrap_or(-1));
+    Ok(groups
+        .iter()
+        .zip(tables.iter().zip(cached))
+        .map(|(group, (table, &cached))| {
+            let leading = table.iter().take_while(|&&id| id == null).count();
+            if group.kind == Kind::Ssm {
+                let live = &table[leading..];
+                let state = live.len().saturating_sub(1 + group.speculative as usize);
+                return Span { first: 0, ids: live.get(state).map(|&id| vec![id]).unwrap_or_default() };
+            }
+            let span_tokens = group.block_size * group.cp_size;
+            let needed = usize::try_from(group.need_start(num_tokens) / span_tokens).unwrap_or(usize::MAX);
+            let first = leading.max(needed).max(usize::try_from(cached).unwrap_or(usize::MAX)).min(table.len());
+            Span { first: first as u64, ids: table[first..].to_vec() }
+        })
+        .collect())
+}

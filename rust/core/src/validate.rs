@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What keeps two geometries from being paired, or is worth knowing; the same words in both directions.
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use crate::error::{Error, Result};
+use crate::geometry::{Geometry, Group, Kind, Layer, Part};
+
+/// How bad a finding is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Severity {
+    /// The pair is refused.
+    Error,
+    /// The pair works, but not all of it may be what was meant.
+    Warning,
+}
+
+/// One difference between two geometries.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// Stable short name, e.g. `dtype`.
+    pub code: &'static str,
+    /// How bad it is.
+    pub severity: Severity,
+    /// Object it is about, e.g. `layer "model.layers.0" part "kv"`.
+    pub place: String,
+    /// Field that differs.
+    pub field: &'static str,
+    /// Value on the local side.
+    pub local: String,
+    /// Value on the remote side.
+    pub remote: String,
+    /// Why it matters.
+    pub why: &'static str,
+}
+
+impl Finding {
+    /// The two values in an order that does not depend on which side is local.
+    fn ordered(&self) -> (&str, &str) {
+        if self.local <= self.remote { (&self.local, &self.remote) } else { (&self.remote, &self.local) }
+    }
+
+    /// One sentence that both sides word alike.
+    pub fn text(&self) -> String {
+        self.to_error().to_string()
+    }
+
+    /// The finding as the error that refuses the pair.
+    pub fn to_error(&self) -> Error {
+        let (left, right) = self.ordered();
+        Error::Unpairable {
+            place: self.place.clone(),
+            field: self.field,
+            left: left.to_owned(),
+            right: right.to_owned(),
+            why: self.why,
+        }
+    }
+}
+
+/// Compares two geometries. Never fails: whatever is wrong is a finding.
+pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let theirs: HashMap<&str, &Layer> = remote.layers.iter().map(|layer| (layer.name.as_str(), layer)).collect();
+    let ours: BTreeSet<&str> = local.layers.iter().map(|layer| layer.name.as_str()).collect();
+    let mut compared = HashSet::new();
+    let mut common = 0;
+    for layer in &local.layers {
+        let Some(other) = theirs.get(layer.name.as_str()) else {
+            findings.push(one_sided(&layer.name, "present", "absent"));
+            continue;
+        };
+        common += 1;
+        // Layers share pages and groups; what was said of one pair of them is not said again for every layer.
+        let key = (layer.page, layer.group, other.page, other.group);
+        if compared.insert(key) {
+            compare_layers(local, layer, remote, other, &mut findings);
+        }
+    }
+    for layer in remote.layers.iter().filter(|layer| !ours.contains(layer.name.as_str())) {
+        findings.push(one_sided(&layer.name, "absent", "present"));
+    }
+    if common == 0 {
+        findings.push(Finding {
+            code: "no-common-layer",
+            severity: Severity::Error,
+            place: "geometry".into(),
+            field: "layers",
+            local: format!("{} layers", local.layers.len()),
+            remote: format!("{} layers", remote.layers.len()),
+            why: "no layer has the same name on both sides",
+        });
+    }
+    findings
+}
+
+/// Refuses the pair with its first error.
+pub(crate) fn refuse_errors(findings: &[Finding]) -> Result<()> {
+    match findings.iter().find(|finding| finding.severity == Severity::Error) {
+        Some(finding) => Err(finding.to_error()),
+        None => Ok(()),
+    }
+}
+
+fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
+    Finding {
+        code: "one-sided-layer",
+        severity: Severity::Warning,
+        place: format!("layer {name:?}"),
+        field: "name",
+        local: local.into(),
+        remote: remote.into(),
+        why: "a layer that one side lacks is not moved; where D has it, it is zeroed",
+    }
+}
+
+fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &Layer, out: &mut Vec<Finding>) {
+    let place = format!("layer {:?}", layer.name);
+    let (group, other_group) = (&local.groups[layer.group], &remote.groups[other.group]);
+    let mut add = |place: &str, code, field, local: String, remote: String, why| {
+        out.push(Finding { code, severity: Severity::Error, place: place.into(), field, local, remote, why });
+    };
+    let (kind, other_kind) = (group.kind, other_group.kind);
+    if kind.is_attention() != other_kind.is_attention() || (!kind.is_attention() && kind != other_kind) {
+        let why = "attention, state and opaque content do not hold the same bytes";
+        return add(&place, "kind", "kind", kind.word().into(), other_kind.word().into(), why);
+    }
+    let (page, other_page) = (local.page(layer), remote.page(other));
+    if kind == Kind::Opaque && (page != other_page || group.block_size != other_group.block_size) {
+        let why = "opaque pages are moved only between equal geometries";
+        let describe = |group: &Group, parts: &[Part]| format!("blocks of {} with {parts:?}", group.block_size);
+        let (mine, theirs) = (describe(group, &page.parts), describe(other_group, &other_page.parts));
+        return add(&place, "opaque", "page", mine, theirs, why);
+    }
+    let names = |parts: &[Part]| parts.iter().map(|part| part.name.clone()).collect::<BTreeSet<_>>();
+    let (mine, theirs) = (names(&page.parts), names(&other_page.parts));
+    if mine != theirs {
+        let why = "parts meet by name";
+        return add(&place, "parts", "parts", format!("{mine:?}"), format!("{theirs:?}"), why);
+    }
+    for part in &page.parts {
+        let Some(other) = other_page.parts.iter().find(|other| other.name == part.name) else { continue };
+        let place = format!("{place} part {:?}", part.name);
+        if part.dtype != other.dtype {
+            let why = "bytes are moved, never converted";
+            add(&place, "dtype", "dtype", part.dtype.clone(), other.dtype.clone(), why);
+        } else if part.item_bytes != other.item_bytes {
+            let (mine, theirs) = (part.item_bytes.to_string(), other.item_bytes.to_string());
+            add(&place, "dtype", "item_bytes", mine, theirs, "bytes are moved, never converted");
+        }
+        let axes = |part: &Part| part.axes.iter().map(|axis| axis.name.clone()).collect::<BTreeSet<_>>();
+        let (mine, theirs) = (axes(part), axes(other));
+        if mine != theirs {
+            let why = "axes meet by name; content without a token axis cannot be cut by tokens";
+            add(&place, "axes", "axes", format!("{mine:?}"), format!("{theirs:?}"), why);
+            continue;
+        }
+        for axis in part.axes.iter().filter(|axis| !axis.is_tokens()) {
+            let Some(other) = other.axes.iter().find(|other| other.name == axis.name) else { continue };
+            if axis.extent != other.extent {
+                let place = format!("{place} axis {:?}", axis.name);
+                let why = "both sides have to mean the same whole";
+                add(&place, "extent", "extent", axis.extent.to_string(), other.extent.to_string(), why);
+            }
+        }
+        let (tokens, other_tokens) = (group.kernel_tokens(), other_group.kernel_tokens());
+        if kind.is_attention() && part.tokens().is_none() && tokens != other_tokens {
+            let why = "content without a token axis moves by whole kernel blocks, so these have to be equal";
+            add(&place, "block-size", "kernel block", tokens.to_string(), other_tokens.to_string(), why);
+        }
+    }
+}

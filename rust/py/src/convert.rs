@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Block ids and numbers of any accepted form, read in one pass.
+use kvhma_core::Span;
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PySequence, PyTuple};
+
+use crate::error::request_error;
+
+fn type_name(value: &Bound<'_, PyAny>) -> String {
+    value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
+}
+
+fn read_item(what: &str, item: &Bound<'_, PyAny>) -> PyResult<i64> {
+    item.extract::<i64>().map_err(|_| {
+        let text = format!("{what}: {} of type {} is not an integer of 64 bits", show(item), type_name(item));
+        request_error(item.py(), text)
+    })
+}
+
+fn show(value: &Bound<'_, PyAny>) -> String {
+    let text = value.repr().map_or_else(|_| "a value".to_owned(), |text| text.to_string());
+    if text.chars().count() > 60 { text.chars().take(60).chain("...".chars()).collect() } else { text }
+}
+
+/// Ids of a list, tuple or range of int, or of a C-contiguous int32 or int64 array of one dimension.
+pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    if let Ok(list) = value.cast_exact::<PyList>() {
+        let mut ids = Vec::with_capacity(list.len());
+        for item in list.iter() {
+            ids.push(read_item(what, &item)?);
+        }
+        return Ok(ids);
+    }
+    if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
+        return match array.as_slice() {
+            Ok(ids) => Ok(ids.iter().map(|&id| id.into()).collect()),
+            Err(_) => Err(not_contiguous(what, value)),
+        };
+    }
+    if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i64>>() {
+        return match array.as_slice() {
+            Ok(ids) => Ok(ids.to_vec()),
+            Err(_) => Err(not_contiguous(what, value)),
+        };
+    }
+    if let Ok(array) = value.cast::<PyUntypedArray>() {
+        let text = format!(
+            "{what}: array has dtype {} and {} dimensions, expected int32 or int64 and 1",
+            array.dtype().str().map_or_else(|_| "?".to_owned(), |name| name.to_string()),
+            array.ndim()
+        );
+        return Err(request_error(value.py(), text));
+    }
+    // Strings are sequences too; their items fail one by one with a clear text.
+    let Ok(sequence) = value.cast::<PySequence>() else {
+        let text = format!("{what}: {} is not a list or array of integers", type_name(value));
+        return Err(request_error(value.py(), text));
+    };
+    let length = sequence.len()?;
+    (0..length).map(|index| read_item(what, &sequence.get_item(index)?)).collect()
+}
+
+fn not_contiguous(what: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    request_error(value.py(), format!("{what}: array is not C-contiguous"))
+}
+
+/// Lists of ids, one for each group.
+pub(crate) fn read_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<i64>>> {
+    items(what, value)?.iter().map(|item| read_ids(what, item)).collect()
+}
+
+/// Numbers of 64 bits without sign: a list or a uint64 or int64 array.
+pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    if let Ok(array) = value.extract::<PyReadonlyArray1<'_, u64>>() {
+        return match array.as_slice() {
+            Ok(values) => Ok(values.to_vec()),
+            Err(_) => Err(not_contiguous(what, value)),
+        };
+    }
+    items(what, value)?.iter().map(|item| read_u64(what, item)).collect()
+}
+
+/// One number of 64 bits without sign.
+pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
+    item.extract::<u64>().map_err(|_| {
+        let text = format!("{what}: {} of type {} is not in 0..2**64", show(item), type_name(item));
+        request_error(item.py(), text)
+    })
+}
+
+/// The items of a list, tuple or array.
+pub(crate) fn items<'py>(what: &str, value: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let iterable =
+        value.cast::<PyList>().is_ok() || value.cast::<PyTuple>().is_ok() || value.cast::<PyUntypedArray>().is_ok();
+    if !iterable {
+        return Err(request_error(value.py(), format!("{what}: {} is not a list", type_name(value))));
+    }
+    value.try_iter()?.collect()
+}
+
+fn as_pair<'py>(value: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let pair = value.cast::<PyTuple>().ok()?;
+    if pair.len() != 2 {
+        return None;
+    }
+    Some((pair.get_item(0).ok()?, pair.get_item(1).ok()?))
+}
+
+fn read_span(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Span> {
+    let Some((first, ids)) = as_pair(value) else {
+        return Err(request_error(value.py(), format!("{what}: {} is not a Span(first, ids)", show(value))));
+    };
+    Ok(Span { first: read_u64(&format!("{what}: first"), &first)?, ids: read_ids(what, &ids)? })
+}
+
+/// A span for each group.
+pub(crate) fn read_spans(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Span>> {
+    items(what, value)?.iter().map(|item| read_span(what, item)).collect()
+}
+
+/// A span for each group, or a list of such for each source.
+pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Span>>> {
+    let what = "remote";
+    let list = items(what, value)?;
+    let is_span = |item: &Bound<'_, PyAny>| as_pair(item).is_some_and(|(first, _)| as_pair(&first).is_none());
+    if list.is_empty() || list.iter().all(is_span) {
+        return Ok(vec![list.iter().map(|item| read_span(what, item)).collect::<PyResult<_>>()?]);
+    }
+    list.iter().map(|item| read_spans(what, item)).collect()
+}
+
+/// Moves a vector out as an array of `columns` columns.
+pub(crate) fn rows(py: Python<'_>, values: Vec<u64>, columns: usize) -> PyResult<Bound<'_, PyArray2<u64>>> {
+    let count = values.len() / columns;
+    values.into_pyarray(py).reshape([count, columns])
+}
+
+/// Moves a vector out.
+pub(crate) fn column(py: Python<'_>, values: Vec<i32>) -> Bound<'_, PyArray1<i32>> {
+    values.into_pyarray(py)
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+use kvhma_core::encode::{self, View};
+use kvhma_core::{Span, ids};
+use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::convert::{column, items, read_groups, read_ids, read_u64, read_u64s, rows};
+use crate::error::{OrRaise, request_error};
+use crate::geometry::{Finding, Geometry};
+
+#[pyfunction]
+pub(crate) fn validate(local: &Bound<'_, Geometry>, remote: &Bound<'_, Geometry>) -> Vec<Finding> {
+    kvhma_core::validate(&local.get().0, &remote.get().0).iter().map(Finding::from).collect()
+}
+
+#[pyfunction]
+pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_size: &Bound<'_, PyAny>) -> PyResult<u64> {
+    ids::window_blocks(read_u64("window", window)?, read_u64("block_size", block_size)?).or_raise(py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = Some(0)))]
+pub(crate) fn clip_blocks(
+    py: Python<'_>,
+    block_ids: &Bound<'_, PyAny>,
+    keep: &Bound<'_, PyAny>,
+    speculative: Option<&Bound<'_, PyAny>>,
+    null_block: Option<i64>,
+) -> PyResult<Vec<Vec<i64>>> {
+    let groups = read_groups("block_ids", block_ids)?;
+    let speculative = match speculative {
+        None => vec![None; groups.len()],
+        Some(list) => items("speculative", list)?
+            .iter()
+            .map(|item| if item.is_none() { Ok(None) } else { read_u64("speculative", item).map(Some) })
+            .collect::<PyResult<_>>()?,
+    };
+    ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block).or_raise(py)
+}
+
+#[pyfunction]
+pub(crate) fn live_spans<'py>(
+    py: Python<'py>,
+    geometry: &Bound<'_, Geometry>,
+    num_tokens: &Bound<'_, PyAny>,
+    block_tables: &Bound<'_, PyAny>,
+    cached: &Bound<'_, PyAny>,
+) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    let tables = read_groups("block_tables", block_tables)?;
+    let (num_tokens, cached) = (read_u64("num_tokens", num_tokens)?, read_u64s("cached", cached)?);
+    ids::live_spans(&geometry.get().0, num_tokens, &tables, &cached)
+        .or_raise(py)?
+        .into_iter()
+        .map(|Span { first, ids }| (first, ids).into_pyobject(py))
+        .collect()
+}
+
+#[pyfunction]
+pub(crate) fn expand_blocks<'py>(
+    py: Python<'py>,
+    block_ids: &Bound<'_, PyAny>,
+    ratio: &Bound<'_, PyAny>,
+) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    let ids = read_ids("block_ids", block_ids)?;
+    Ok(column(py, ids::expand_blocks(&ids, read_u64("ratio", ratio)?).or_raise(py)?))
+}
+
+#[pyfunction]
+pub(crate) fn descriptor_ids<'py>(
+    py: Python<'py>,
+    block_ids: &Bound<'_, PyAny>,
+    view_counts: &Bound<'_, PyAny>,
+    view_groups: &Bound<'_, PyAny>,
+) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    let groups = read_groups("block_ids", block_ids)?;
+    let counts = read_u64s("view_counts", view_counts)?;
+    let members = items("view_groups", view_groups)?
+        .iter()
+        .map(|item| -> PyResult<Vec<usize>> {
+            let one = |value: &Bound<'_, PyAny>| {
+                read_u64("view_groups", value).map(|group| usize::try_from(group).unwrap_or(usize::MAX))
+            };
+            if item.is_instance_of::<PyTuple>() {
+                items("view_groups", item)?.iter().map(one).collect()
+            } else {
+                Ok(vec![one(item)?])
+            }
+        })
+        .collect::<PyResult<Vec<_>>>()?;
+    Ok(column(py, ids::descriptor_ids(&groups, &counts, &members).or_raise(py)?))
+}
+
+struct Lists {
+    bases: Vec<u64>,
+    strides: Vec<u64>,
+    counts: Vec<u64>,
+    devices: Vec<u64>,
+}
+
+impl Lists {
+    fn read(
+        bases: &Bound<'_, PyAny>,
+        strides: &Bound<'_, PyAny>,
+        counts: &Bound<'_, PyAny>,
+        devices: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let bases = read_u64s("bases", bases)?;
+        let devices = devices.map_or_else(|| Ok(vec![0; bases.len()]), |list| read_u64s("devices", list))?;
+        Ok(Self { strides: read_u64s("strides", strides)?, counts: read_u64s("counts", counts)?, devices, bases })
+    }
+
+    fn attention(&self, py: Python<'_>, lengths: &Bound<'_, PyAny>) -> PyResult<Vec<View>> {
+        let lengths = read_u64s("lengths", lengths)?;
+        ids::attention_views(&self.bases, &lengths, &self.strides, &self.counts, &self.devices).or_raise(py)
+    }
+
+    fn state(&self, py: Python<'_>, parts: &Bound<'_, PyAny>) -> PyResult<Vec<View>> {
+        let parts = items("parts", parts)?
+            .iter()
+            .map(|item| match items("parts", item)?.as_slice() {
+                [offset, length] => Ok((read_u64("offset", offset)?, read_u64("length", length)?)),
+                _ => Err(request_error(py, "parts: every entry is a pair (offset, length)".to_owned())),
+            })
+            .collect::<PyResult<Vec<_>>>()?;
+        ids::state_views(&self.bases, &parts, &self.strides, &self.counts, &self.devices).or_raise(py)
+    }
+}
+
+fn as_views(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64>>> {
+    rows(py, views.into_flattened(), 5)
+}
+
+fn as_descriptors<'py>(py: Python<'py>, views: &[View]) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    rows(py, py.detach(|| encode::expand_views(views)).or_raise(py)?, 3)
+}
+
+#[pyfunction]
+#[pyo3(signature = (bases, lengths, strides, counts, devices = None))]
+pub(crate) fn fa_views<'py>(
+    py: Python<'py>,
+    bases: &Bound<'_, PyAny>,
+    lengths: &Bound<'_, PyAny>,
+    strides: &Bound<'_, PyAny>,
+    counts: &Bound<'_, PyAny>,
+    devices: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    as_views(py, Lists::read(bases, strides, counts, devices)?.attention(py, lengths)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (bases, lengths, strides, counts, devices = None))]
+pub(crate) fn fa_descriptors<'py>(
+    py: Python<'py>,
+    bases: &Bound<'_, PyAny>,
+    lengths: &Bound<'_, PyAny>,
+    strides: &Bound<'_, PyAny>,
+    counts: &Bound<'_, PyAny>,
+    devices: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    as_descriptors(py, &Lists::read(bases, strides, counts, devices)?.attention(py, lengths)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (bases, parts, strides, counts, devices = None))]
+pub(crate) fn ssm_views<'py>(
+    py: Python<'py>,
+    bases: &Bound<'_, PyAny>,
+    parts: &Bound<'_, PyAny>,
+    strides: &Bound<'_, PyAny>,
+    counts: &Bound<'_, PyAny>,
+    devices: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    as_views(py, Lists::read(bases, strides, counts, devices)?.state(py, parts)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (bases, parts, strides, counts, devices = None))]
+pub(crate) fn ssm_descriptors<'py>(
+    py: Python<'py>,
+    bases: &Bound<'_, PyAny>,
+    parts: &Bound<'_, PyAny>,
+    strides: &Bound<'_, PyAny>,
+    counts: &Bound<'_, PyAny>,
+    devices: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    as_descriptors(py, &Lists::read(bases, strides, counts, devices)?.state(py, parts)?)
+}
+
+#[pyfunction]
+pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    let views = views.extract::<PyReadonlyArray2<'_, u64>>();
+    let Some(array) = views.as_ref().ok().map(|views| views.as_array()).filter(|array| array.ncols() == 5) else {
+        return Err(request_error(py, "views: expected a uint64 array of shape (n, 5)".to_owned()));
+    };
+    let list: Vec<View> = array.rows().into_iter().map(|row| [row[0], row[1], row[2], row[3], row[4]]).collect();
+    as_descriptors(py, &list)
+}

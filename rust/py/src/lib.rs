@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Python bindings: convert, call the core, convert back.
+#![deny(unsafe_code)]
+// Extracted arguments are owned: PyO3 hands them over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+mod convert;
+mod error;
+mod functions;
+mod geometry;
+mod plan;
+
+use pyo3::prelude::*;
+
+/// The Rust half of kvhma. Public names are re-exported by the `kvhma` package.
+#[pymodule(gil_used = false)]
+mod _kvhma {
+    #[pymodule_export]
+    use super::functions::{
+        clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, live_spans,
+        ssm_descriptors, ssm_views, validate, window_blocks,
+    };
+    #[pymodule_export]
+    use super::geometry::{Finding, Geometry};
+    #[pymodule_export]
+    use super::plan::{IdRead, IdTransfer, Plan, Read, Transfer};
+    #[pymodule_export]
+    #[allow(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::sync::Arc;
+
+use kvhma_core::encode::{View, descriptors};
+use numpy::{PyArray1, PyArray2};
+use pyo3::prelude::*;
+
+use crate::convert::{column, read_remote_spans, read_spans, read_u64, rows};
+use crate::error::OrRaise;
+use crate::geometry::{Finding, Geometry};
+
+type Rows = Py<PyArray2<u64>>;
+type BoundRows<'py> = Bound<'py, PyArray2<u64>>;
+
+#[pyclass(frozen, module = "kvhma._kvhma")]
+pub(crate) struct Plan(Arc<kvhma_core::Plan>);
+
+#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
+pub(crate) struct Read {
+    source: usize,
+    local: Rows,
+    remote: Rows,
+    bytes: u64,
+    descriptors: usize,
+}
+
+#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
+pub(crate) struct Transfer {
+    reads: Vec<Py<Read>>,
+    zero: Rows,
+    bytes: u64,
+    descriptors: usize,
+    excess_bytes: u64,
+}
+
+#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
+pub(crate) struct IdRead {
+    source: usize,
+    local: Py<PyArray1<i32>>,
+    remote: Py<PyArray1<i32>>,
+    bytes: u64,
+    descriptors: u64,
+}
+
+#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
+pub(crate) struct IdTransfer {
+    reads: Vec<Py<IdRead>>,
+    zero: Rows,
+    bytes: u64,
+    descriptors: u64,
+    excess_bytes: u64,
+}
+
+#[pymethods]
+impl Plan {
+    #[new]
+    #[pyo3(signature = (local, remotes, *, descriptor_bytes = kvhma_core::DEFAULT_DESCRIPTOR_BYTES))]
+    fn new(
+        py: Python<'_>,
+        local: &Bound<'_, Geometry>,
+        remotes: Vec<Bound<'_, Geometry>>,
+        descriptor_bytes: u64,
+    ) -> PyResult<Self> {
+        let local = Arc::clone(&local.get().0);
+        let remotes = remotes.iter().map(|remote| Arc::clone(&remote.get().0)).collect();
+        let plan = py.detach(|| kvhma_core::Plan::new(local, remotes, descriptor_bytes)).or_raise(py)?;
+        Ok(Self(Arc::new(plan)))
+    }
+
+    #[getter]
+    fn sources(&self) -> Vec<usize> {
+        self.0.sources()
+    }
+
+    #[getter]
+    fn findings(&self) -> Vec<(usize, Finding)> {
+        self.0.findings().iter().map(|(source, finding)| (*source, finding.into())).collect()
+    }
+
+    fn transfer(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, PyAny>,
+    ) -> PyResult<Transfer> {
+        let num_tokens = read_u64("num_tokens", num_tokens)?;
+        let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
+        let transfer = py.detach(|| self.0.transfer(num_tokens, &local, &remote)).or_raise(py)?;
+        let remotes: Vec<_> = self.0.remotes().collect();
+        let mut reads = Vec::with_capacity(transfer.reads.len());
+        for read in &transfer.reads {
+            let (local, remote) = descriptors(&read.runs, self.0.local(), remotes[read.source]);
+            let (source, bytes, descriptors) = (read.source, read.bytes(), read.runs.len());
+            let (local, remote) = (rows(py, local, 3)?.unbind(), rows(py, remote, 3)?.unbind());
+            reads.push(Py::new(py, Read { source, local, remote, bytes, descriptors })?);
+        }
+        let (zero, _) = descriptors(&transfer.zero, self.0.local(), self.0.local());
+        Ok(Transfer {
+            reads,
+            zero: rows(py, zero, 3)?.unbind(),
+            bytes: transfer.reads.iter().map(kvhma_core::Read::bytes).sum(),
+            descriptors: transfer.reads.iter().map(|read| read.runs.len()).sum(),
+            excess_bytes: transfer.excess_bytes,
+        })
+    }
+
+    fn views<'py>(&self, py: Python<'py>, source: usize) -> PyResult<(BoundRows<'py>, BoundRows<'py>)> {
+        let (local, remote) = self.0.views(source).or_raise(py)?;
+        let flat = |views: &[View]| views.iter().flatten().copied().collect();
+        Ok((rows(py, flat(local), 5)?, rows(py, flat(remote), 5)?))
+    }
+
+    fn ids(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, PyAny>,
+    ) -> PyResult<IdTransfer> {
+        let num_tokens = read_u64("num_tokens", num_tokens)?;
+        let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
+        let (ids, zero, excess_bytes) = py.detach(|| self.0.ids(num_tokens, &local, &remote)).or_raise(py)?;
+        let (bytes, descriptors_after_merge) =
+            (ids.iter().map(|read| read.bytes).sum(), ids.iter().map(|read| read.merged).sum());
+        let mut reads = Vec::with_capacity(ids.len());
+        for read in ids {
+            let (local, remote) = (column(py, read.local).unbind(), column(py, read.remote).unbind());
+            let read = IdRead { source: read.source, local, remote, bytes: read.bytes, descriptors: read.merged };
+            reads.push(Py::new(py, read)?);
+        }
+        let (zero, _) = descriptors(&zero, self.0.local(), self.0.local());
+        let zero = rows(py, zero, 3)?.unbind();
+        Ok(IdTransfer { reads, zero, bytes, descriptors: descriptors_after_merge, excess_bytes })
+    }
+}

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hello comes from the network: whatever it is, decoding raises HandshakeError and nothing else, and stays small."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from support.flat import flat_geometry
+
+from kvhma.errors import GeometryError, HandshakeError
+from kvhma.nixl import MAX_HELLO_BYTES, decode_hello, encode_hello
+from kvhma.nixl.handshake import MAX_EXTRA_BYTES, MAX_GEOMETRY_BYTES, MAX_METADATA_BYTES, MAX_NAME_BYTES
+
+HEAD = struct.Struct("<8sHHIIIQ")
+MAGIC = b"kvhma-hi"
+
+
+@pytest.fixture(scope="module")
+def geometry():
+    return flat_geometry(np.zeros(8192, np.uint8))
+
+
+@pytest.fixture(scope="module")
+def hello(geometry):
+    return encode_hello(b"nixl" * 50, geometry, name="P-0", generation=2**64 - 1, extra=b"\x00\xff")
+
+
+def forge(
+    name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, magic=MAGIC, version=1, sizes=None, digest=None
+):
+    """Pack a message whose digest is right, whatever is in it."""
+    body = name + metadata + geometry + extra
+    head = HEAD.pack(magic, version, *(sizes or map(len, (name, metadata, geometry, extra))), 7)
+    return head + (digest or hashlib.blake2b(head + body, digest_size=16).digest()) + body
+
+
+def test_round_trip(geometry, hello):
+    for form in (hello, bytearray(hello), memoryview(hello)):
+        said = decode_hello(form)
+        assert (said.name, said.generation, said.metadata, said.extra) == (
+            "P-0",
+            2**64 - 1,
+            b"nixl" * 50,
+            b"\0\xff",
+        )
+        assert said.geometry == geometry
+    assert decode_hello(forge(geometry=geometry.to_json())).name == "P-0"
+
+
+def test_cut_off_at_every_length(hello):
+    for length in range(len(hello)):
+        with pytest.raises(HandshakeError):
+            decode_hello(hello[:length])
+    with pytest.raises(HandshakeError, match="its header says"):
+        decode_hello(hello + b"\0")
+
+
+def test_every_byte_matters(hello):
+    for at in range(len(hello)):
+        damaged = bytearray(hello)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(HandshakeError):
+            decode_hello(damaged)
+
+
+@pytest.mark.parametrize("start", [b"", MAGIC, MAGIC + b"\1\0"])
+def test_random_bytes(start):
+    for seed in range(2000):
+        rng = random.Random(seed)
+        with pytest.raises(HandshakeError):
+            decode_hello(start + rng.randbytes(rng.randrange(200)))
+
+
+def test_random_geometry_with_a_right_digest(geometry):
+    raw = geometry.to_json()
+    for seed in range(2000):
+        rng = random.Random(seed)
+        damaged = bytearray(raw)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(raw))] = rng.randrange(256)
+        try:
+            said = decode_hello(forge(geometry=bytes(damaged)))
+        except HandshakeError:
+            continue
+        assert said.geometry.regions  # a changed digit can be another good geometry
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"kvhma":1' + b',"a":{' * 10_000,
+        b'{"kvhma":2}',
+        b"1" * 100_000,
+        b'{"kvhma":1e999}',
+        b"NaN",
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_a_geometry_that_is_none(text):
+    with pytest.raises(HandshakeError, match="the geometry of 'P-0'"):
+        decode_hello(forge(geometry=text))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("regions", 0, "base"), 2**64 - 1),
+        (("regions", 0, "bytes"), 2**64),
+        (("regions", 0, "base"), -1),
+        (("layers", 0, "num_blocks"), 2**63),
+        (("layers", 0, "region"), 9),
+        (("layers", 0, "page"), 9),
+        (("layers", 0, "group"), 9),
+        (("layers", 0, "name"), "x" * 257),
+        (("regions",), {}),
+        (("more",), 1),
+    ],
+    ids=str,
+)
+def test_a_geometry_that_contradicts_itself(geometry, path, value):
+    form = json.loads(geometry.to_json())
+    place = form
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(HandshakeError, match="the geometry of 'P-0'") as info:
+        decode_hello(forge(geometry=json.dumps(form).encode()))
+    assert isinstance(info.value.__cause__, (GeometryError, OverflowError))
+
+
+def test_versions():
+    for version in (0, 2, 65535):
+        with pytest.raises(HandshakeError, match=f"speaks version {version} .* this side version 1"):
+            decode_hello(forge(version=version))
+    # Even if the rest of the header is another one.
+    with pytest.raises(HandshakeError, match="speaks version 2"):
+        decode_hello(MAGIC + b"\2\0")
+
+
+@pytest.mark.parametrize(
+    "name", [b"", b"\xff", b"a\nb", b"a\x00", b"\x1b[31m", "‮".encode(), b"\xed\xa0\x80"], ids=repr
+)
+def test_names_that_do_not_belong_into_a_log(name):
+    with pytest.raises(HandshakeError, match="name"):
+        decode_hello(forge(name=name))
+
+
+@pytest.mark.parametrize("data", [None, 1, "text", [1], object(), memoryview(bytes(8)).cast("I")], ids=repr)
+def test_what_is_no_bytes(data):
+    with pytest.raises(HandshakeError):
+        decode_hello(data)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_sizes_are_checked_before_anything_is_read(place):
+    bounds = [MAX_NAME_BYTES, MAX_METADATA_BYTES, MAX_GEOMETRY_BYTES, MAX_EXTRA_BYTES]
+    sizes = [3, 2, 2, 0]
+    sizes[place] = bounds[place] + 1
+    with pytest.raises(HandshakeError, match=f"of {sizes[place]} bytes, at most"):
+        decode_hello(forge(sizes=sizes))
+    sizes[place] = [2**16, 2**32, 2**32, 2**32][place] - 1
+    with pytest.raises(HandshakeError):
+        decode_hello(forge(sizes=sizes))
+
+
+def test_too_long_is_refused_without_a_look():
+    data = bytes(MAX_HELLO_BYTES + 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(HandshakeError, match="at most"):
+            decode_hello(data)
+        with pytest.raises(HandshakeError):
+            decode_hello(forge(sizes=[3, MAX_METADATA_BYTES, MAX_GEOMETRY_BYTES, 0]))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_encoding_keeps_to_the_bounds(geometry):
+    def encode(**changes):
+        fields = {
+            "agent_metadata": b"",
+            "geometry": geometry,
+            "name": "P",
+            "generation": 0,
+            "extra": b"",
+            **changes,
+        }
+        return encode_hello(fields.pop("agent_metadata"), fields.pop("geometry"), **fields)
+
+    assert decode_hello(encode(extra=bytes(MAX_EXTRA_BYTES))).extra == bytes(MAX_EXTRA_BYTES)
+    for changes in (
+        {"name": ""},
+        {"name": "x" * (MAX_NAME_BYTES + 1)},
+        {"name": "a\nb"},
+        {"name": "\ud800"},
+        {"extra": bytes(MAX_EXTRA_BYTES + 1)},
+        {"agent_metadata": bytes(MAX_METADATA_BYTES + 1)},
+        {"generation": -1},
+        {"generation": 2**64},
+    ):
+        with pytest.raises(HandshakeError):
+            encode(**changes)

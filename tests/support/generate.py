@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of engines and a request between them, as a pure function of a seed and a recipe."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from kvhma.geometry import Geometry, Span
+from support.engine import ORDERS, GroupShape, Placement, Rank, Shape
+from support.model import Family, make_model
+from support.recipe import Recipe
+
+Cut = tuple[int, int]
+"""Tokens of a kernel block, and kernel blocks in a logical block."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One D rank, the P ranks it reads from, and a request.
+
+    Attributes:
+        seed: what it was drawn from.
+        recipe: what it was drawn from.
+        local: the D rank.
+        remotes: the P ranks.
+        num_tokens: tokens that P computed.
+        local_spans: D's blocks by D's groups.
+        remote_spans: P's blocks by P's groups.
+        features: what the case has, for counting.
+    """
+
+    seed: int
+    recipe: Recipe
+    local: Geometry
+    remotes: tuple[Geometry, ...]
+    num_tokens: int
+    local_spans: tuple[Span, ...]
+    remote_spans: tuple[Span, ...]
+    features: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"generate({self.seed}, {self.recipe})"
+
+
+def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Case:
+    """Return the case of `seed` and `recipe`.
+
+    Args:
+        seed: source of chance.
+        recipe: in which ways P and D differ.
+        max_tokens: bound of the request's tokens, for slow checks.
+    """
+    rng = random.Random(f"case {seed}")
+    tp = _ranks(rng, recipe)
+    families = make_model(rng, recipe, tp)
+    cuts = _cuts(rng, recipe, families)
+    local, remote = _shapes(rng, recipe, families, cuts, tp)
+    tokens = _tokens(rng, recipe, local, remote)
+    if max_tokens is not None:
+        tokens = min(tokens, max_tokens)
+    entries, extras = _positions(rng, recipe, local, remote, tokens)
+    places = [_place(rng, [count for _, count in side]) for side in entries]
+    spans = [
+        tuple(Span(first, list(ids)) for (first, _), ids in zip(side, place.ids, strict=True))
+        for side, place in zip(entries, places, strict=True)
+    ]
+
+    rank = rng.randrange(local.tp)
+    stage = rng.randrange(local.pp)
+    mine = _stages(local)[stage]
+    geometry = Rank(local, places[0], rank, rng.randrange(local.cp), stage, mine).geometry()
+    sources = [(r, c, s) for r in range(remote.tp) for c in range(remote.cp) for s in range(remote.pp)]
+    if recipe.equal_rank or (recipe.tp == "equal" and remote.overlap == local.overlap and rng.random() < 0.5):
+        sources = [source for source in sources if source[0] == rank]
+    rng.shuffle(sources)
+    stages = _stages(remote)
+    remotes = tuple(Rank(remote, places[1], r, c, s, stages[s]).geometry() for r, c, s in sources)
+    features = _features(local, remote, places, spans, geometry, remotes, tokens) | extras
+    return Case(seed, recipe, geometry, remotes, tokens, spans[0], spans[1], frozenset(features))
+
+
+def _ranks(rng: random.Random, recipe: Recipe) -> tuple[int, int]:
+    """Return the tensor-parallel ranks of D and P."""
+    small = recipe.cp != "none" or recipe.layers == "stages"
+    choices = {
+        "equal": [(1, 1), (2, 2), (4, 4)],
+        "fewer": [(2, 1), (4, 2), (4, 1)],
+        "more": [(1, 2), (2, 4), (1, 4)],
+        "uneven": [(2, 3), (3, 2), (4, 3)] if small else [(2, 3), (3, 2), (3, 4), (4, 3), (4, 6)],
+        "replicated": [(4, 1), (1, 4), (4, 4)] if small else [(4, 1), (1, 4), (4, 2), (2, 8), (8, 2), (4, 4), (3, 4)],
+    }[recipe.tp]
+    if recipe.state == "whole-groups" and recipe.tp == "equal":
+        choices = [(2, 2), (4, 4)]
+    return rng.choice(choices)
+
+
+def _cuts(rng: random.Random, recipe: Recipe, families: Sequence[Family]) -> dict[str, tuple[Cut, Cut]]:
+    """Return how D and P cut each attention family into blocks."""
+    shared = rng.random() < 0.6
+    cuts: dict[str, tuple[Cut, Cut]] = {}
+    first: tuple[Cut, Cut] | None = None
+    for family in families:
+        if family.kind == "ssm":
+            cuts[family.name] = ((1, 1), (1, 1))
+            continue
+        if first is not None and shared and not family.packed and not families[0].packed:
+            cuts[family.name] = first
+            continue
+        alone = shared or len(families) == 1
+        cuts[family.name] = _cut_pair(rng, recipe.blocks, family.packed, alone and first is None)
+        first = first or cuts[family.name]
+    return cuts
+
+
+def _cut_pair(rng: random.Random, blocks: str, packed: bool, large: bool) -> tuple[Cut, Cut]:
+    if blocks == "equal":
+        if large and rng.random() < 0.06:
+            cut = (rng.choice([1, 2]), rng.randint(20, 300))
+        else:
+            cut = (rng.choice([1, 2, 3, 4, 8, 16]), rng.choice([1, 1, 1, 2, 3, 4, 6]))
+        return cut, cut
+    if blocks == "kernel":
+        size = rng.choice([4, 6, 8, 12, 16])
+        one, other = rng.sample(_divisors(size), 2)
+        pair = (one, size // one), (other, size // other)
+        return (pair[0], pair[0]) if packed else pair
+    if blocks == "divides":
+        small = rng.choice([2, 3, 4, 6, 8])
+        sizes = [small, small * rng.choice([2, 3, 4])]
+    else:
+        sizes = list(rng.choice([(12, 8), (6, 10), (6, 4), (16, 24), (5, 3), (9, 6), (36, 8), (7, 4)]))
+    rng.shuffle(sizes)
+    if packed:
+        kernel = rng.choice(_divisors(gcd(*sizes)))
+        return (kernel, sizes[0] // kernel), (kernel, sizes[1] // kernel)
+    kernels = [rng.choice(_divisors(size)) for size in sizes]
+    return (kernels[0], sizes[0] // kernels[0]), (kernels[1], sizes[1] // kernels[1])
+
+
+def _divisors(value: int) -> list[int]:
+    return [i for i in range(1, value + 1) if value % i == 0]
+
+
+def _shapes(
+    rng: random.Random,
+    recipe: Recipe,
+    families: Sequence[Family],
+    cuts: dict[str, tuple[Cut, Cut]],
+    tp: tuple[int, int],
+) -> tuple[Shape, Shape]:
+    """Return the shapes of D and P: one shape, and the same with the differences of the recipe."""
+    cp = {
+        "none": (1, 1),
+        "remote": (1, rng.choice([2, 3])),
+        "local": (rng.choice([2, 3]), 1),
+        "both": rng.choice([(2, 2), (2, 4), (4, 2), (3, 2)]),
+    }[recipe.cp]
+    also_full = rng.random() < 0.5 or not any(family.kind == "mla" for family in families)
+    cp_kinds = {"mla", "full"} if also_full else {"mla"}
+    names = sorted((name for family in families for name in family.layers), key=_number)
+    pp = (1, 1)
+    if recipe.layers == "stages" and len(names) > 1:
+        pp = rng.choice([(1, 2), (1, min(3, len(names))), (2, 1), (2, 2)])
+    split = {family.name: rng.choice([1, 2, 3, 4]) for family in families}
+    only = _one_sided(rng, recipe, names)
+    base = Shape(
+        tp=tp[0],
+        cp=cp[0],
+        pp=pp[0],
+        groups=_groups(families, split, cuts, 0, cp_kinds if recipe.cp != "none" else set(), only[0]),
+        order=rng.choice(ORDERS),
+        kv=rng.choice(["outer", "inner"]),
+        conv=rng.choice(["SD", "DS"]),
+        shared=rng.random() < 0.7,
+        split_kernel=rng.random() < 0.5,
+        spread=rng.random() < 0.3,
+        row_pad=rng.choice([0, 0, 0, 0, 1]),
+        page_pad=rng.choice([0, 0, 0, 4]),
+        block_pad=rng.choice([0, 0, 16, 3]),
+        overlap=rng.random() < 0.3,
+    )
+    other = replace(base, tp=tp[1], cp=cp[1], pp=pp[1])
+    if recipe.layers == "regrouped":
+        split = {name: rng.choice([1, 2, 3, 4]) for name in split}
+    groups = list(_groups(families, split, cuts, 1, cp_kinds if recipe.cp != "none" else set(), only[1]))
+    if recipe.layers == "regrouped":
+        groups = [replace(group, layers=tuple(rng.sample(group.layers, len(group.layers)))) for group in groups]
+        rng.shuffle(groups)
+    other = replace(other, groups=tuple(groups))
+    if recipe.state == "ds-sd":
+        other = replace(other, conv="DS" if base.conv == "SD" else "SD")
+    if recipe.layouts == "page":
+        base, other = _page_orders(rng, base, other)
+    elif recipe.layouts == "blocks":
+        order = rng.choice(["BLHNC", "BHLNC"]) if base.order.startswith("L") else rng.choice(["LBHNC", "LHBNC"])
+        other = replace(other, order=order)
+    elif recipe.layouts == "any":
+        other = replace(
+            other,
+            order=rng.choice(ORDERS),
+            kv=rng.choice(["outer", "inner"]),
+            shared=rng.random() < 0.7,
+            split_kernel=rng.random() < 0.5,
+            spread=rng.random() < 0.3,
+            row_pad=rng.choice([0, 0, 1]),
+            page_pad=rng.choice([0, 0, 4]),
+            block_pad=rng.choice([0, 16, 3]),
+            overlap=rng.random() < 0.3,
+        )
+    return base, other
+
+
+def _page_orders(rng: random.Random, base: Shape, other: Shape) -> tuple[Shape, Shape]:
+    swap = {"LBHNC": "LBNHC", "LBNHC": "LBHNC", "BLHNC": "BLNHC", "BLNHC": "BLHNC"}
+    if base.order not in swap:
+        base = replace(base, order=rng.choice(list(swap)))
+    return base, replace(other, order=swap[base.order], kv="inner" if base.kv == "outer" else "outer")
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[2])
+
+
+def _one_sided(rng: random.Random, recipe: Recipe, names: list[str]) -> tuple[set[str], set[str]]:
+    """Return the layers that D, and that P, does not have."""
+    if recipe.layers != "one-sided" or len(names) < 2:
+        return set(), set()
+    lost = rng.sample(names, rng.randint(1, min(3, len(names) - 1)))
+    cut = rng.randint(0, len(lost))
+    return set(lost[:cut]), set(lost[cut:])
+
+
+def _groups(
+    families: Sequence[Family],
+    split: dict[str, int],
+    cuts: dict[str, tuple[Cut, Cut]],
+    side: int,
+    cp_kinds: set[str],
+    missing: set[str],
+) -> tuple[GroupShape, ...]:
+    """Cut families into groups of equal size, the last one smaller if it does not divide."""
+    groups = []
+    for family in families:
+        layers = [name for name in family.layers if name not in missing]
+        kernel, ratio = cuts[family.name][side]
+        for start in range(0, len(layers), split[family.name]):
+            part = tuple(layers[start : start + split[family.name]])
+            groups.append(GroupShape(family, part, kernel, ratio, family.kind in cp_kinds))
+    return tuple(groups)
+
+
+def _stages(shape: Shape) -> list[list[str]]:
+    """Cut the layers into pipeline stages."""
+    names = sorted((name for group in shape.groups for name in group.layers), key=_number)
+    return [names[i * len(names) // shape.pp : (i + 1) * len(names) // shape.pp] for i in range(shape.pp)]
+
+
+def _tokens(rng: random.Random, recipe: Recipe, local: Shape, remote: Shape) -> int:
+    groups = [group for shape in (local, remote) for group in shape.groups if group.family.kind != "ssm"]
+    sizes = [group.block_size for group in groups] or [4]
+    most = min(8 * min(sizes), 4 * max(sizes))
+    if recipe.tokens == "short":
+        return rng.randint(1, max(1, min(sizes) - 1))
+    tokens = rng.randint(1, most)
+    if recipe.tokens == "aligned":
+        unit = rng.choice(sizes)
+        tokens = -(-tokens // unit) * unit
+    return tokens
+
+
+def _positions(
+    rng: random.Random, recipe: Recipe, local: Shape, remote: Shape, tokens: int
+) -> tuple[list[list[tuple[int, int]]], set[str]]:
+    """Return first entry and number of blocks for each group of D and P, and what to count."""
+    extras: set[str] = set()
+    hit = rng.randint(0, tokens) if recipe.positions == "prefix" else 0
+    sides: list[list[tuple[int, int]]] = [[], []]
+    starts: dict[str, int] = {}
+    for group in local.groups:
+        unit = group.block_size * (local.cp if group.cp else 1)
+        entries = -(-tokens // unit)
+        if group.family.kind == "ssm":
+            sides[0].append((rng.randint(0, 3), _slots(rng, group.family, recipe.positions == "per-group")))
+            continue
+        first = {
+            "start": 0,
+            "prefix": hit // unit,
+            "per-group": rng.randint(0, entries),
+            "clipped": _needed(group.family, tokens) // unit,
+        }[recipe.positions]
+        more = rng.choice([0, 0, 0, 1, 1, 2])
+        count = max(0, entries - first) + more
+        if first >= entries:
+            extras.add("full hit")
+        elif first:
+            extras.add("prefix hit")
+        if more:
+            extras.add("D has more blocks")
+        sides[0].append((first, count))
+        for name in group.layers:
+            starts[name] = first * unit
+    for group in remote.groups:
+        if group.family.kind == "ssm":
+            sides[1].append((rng.randint(0, 3), max(1, _slots(rng, group.family, False))))
+            continue
+        unit = group.block_size * (remote.cp if group.cp else 1)
+        entries = -(-tokens // unit)
+        # P may have dropped what no layer of D asks for: behind the window, or what D holds already.
+        wanted = min((starts[name] for name in group.layers if name in starts), default=0)
+        latest = max(_needed(group.family, tokens), wanted) // unit
+        first = 0 if recipe.positions == "start" else rng.choice([0, min(latest, entries), rng.randint(0, min(latest, entries))])
+        if first:
+            extras.add("P starts later")
+        sides[1].append((first, max(0, entries - first) + rng.choice([0, 0, 0, 1])))
+    return sides, extras
+
+
+def _slots(rng: random.Random, family: Family, maybe_none: bool) -> int:
+    """Return a number of state slots: the state-bearing one, older ones, speculative ones."""
+    if maybe_none and rng.random() < 0.1:
+        return 0
+    return rng.choice([1, 1, 2, 3]) + family.speculative
+
+
+def _needed(family: Family, tokens: int) -> int:
+    """Return the first token that is still needed."""
+    if family.kind == "sliding":
+        return max(0, tokens - family.limit + 1)
+    return tokens // family.limit * family.limit if family.kind == "chunked" else 0
+
+
+def _place(rng: random.Random, counts: Sequence[int]) -> Placement:
+    """Give blocks ids, and an engine addresses."""
+    null = rng.choice([0, 0, 0, None, 1])
+    total = sum(counts) + rng.randint(0, 5) + 2
+    pool = [i for i in range(total + 1) if i != null]
+    style = rng.choice(["ascending", "descending", "scattered", "chunks"])
+    if style == "descending":
+        pool.reverse()
+    elif style == "scattered":
+        rng.shuffle(pool)
+    elif style == "chunks":
+        cut = rng.randint(1, max(1, len(pool) - 1))
+        pool = pool[cut:] + pool[:cut]
+    ids = []
+    for count in counts:
+        ids.append(tuple(pool[:count]))
+        pool = pool[count:]
+    memory = rng.choice(["DRAM", "DRAM", "VRAM"])
+    return Placement(
+        ids=tuple(ids),
+        null_block=null,
+        regions=rng.choice(["each", "one"]),
+        base=rng.choice([4096, 1 << 20, 0x7F12_3450_0000, 0x7F12_3450_0001, (1 << 64) - (1 << 30)]),
+        gap=rng.choice([0, 0, 64, 5]),
+        lead=rng.choice([0, 0, 64, 7]),
+        spare=rng.randint(0, 3),
+        memory=memory,
+        device=0 if memory == "DRAM" else rng.randint(0, 3),
+    )
+
+
+def _features(
+    local: Shape,
+    remote: Shape,
+    places: Sequence[Placement],
+    spans: Sequence[Sequence[Span]],
+    geometry: Geometry,
+    remotes: Sequence[Geometry],
+    tokens: int,
+) -> set[str]:
+    kinds = {layer.group for layer in geometry.layers}
+    found = {f"kind {geometry.groups[kind].kind}" for kind in kinds}
+    for group in local.groups:
+        name = "".join(sorted({part.name for part in group.family.parts}))
+        found.add(f"parts {name}")
+        if group.family.packed:
+            found.add("packed content")
+        if group.family.kind != "ssm":
+            found.add("ratio 1" if group.ratio == 1 else "ratio 2-8" if group.ratio <= 8 else "ratio 9-300")
+            found.add("partial last block" if tokens % group.block_size else "whole last block")
+    if len({len(group.layers) for group in local.groups}) > 1:
+        found.add("groups of several sizes")
+    starts = [(layer.region, layer.offset) for layer in geometry.layers]
+    if len(set(starts)) < len(starts):
+        found.add("aliased layers")
+    if any(layer.kernel_stride is None and geometry.groups[layer.group].ratio > 1 for layer in geometry.layers):
+        found.add("kernel_stride default")
+    found |= {f"order {local.order}", f"regions {places[0].regions}", f"sources {min(len(remotes), 9)}"}
+    if local.row_pad or local.page_pad or local.block_pad:
+        found.add("padding")
+    for side in spans:
+        for span in side:
+            steps = {b - a for a, b in zip(span.ids, list(span.ids)[1:], strict=False)}
+            if steps:
+                found.add("ids ascending" if steps == {1} else "ids descending" if steps == {-1} else "ids scattered")
+    if tokens < min((g.kernel_tokens for g in local.groups if g.family.kind != "ssm"), default=0):
+        found.add("less than a kernel block")
+    return found

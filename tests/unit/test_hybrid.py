@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models laid out: every byte in one place only, shards that add up, and refusals that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvhma.errors import GeometryError, KvhmaError
+from kvhma.geometry import Geometry, Layer
+from kvhma.hybrid import (
+    LayoutError,
+    cache_groups,
+    conv_split,
+    flashinfer_kernel_block,
+    hybrid_block_size,
+    kv_bytes,
+    layout,
+    state_bytes,
+    summary,
+)
+from kvhma.models import Model, State, UnknownModelError, model, models
+
+MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
+MAMBA2 = State("mamba2", 48, 4, 4, 8, 4, 2, "bfloat16", "float32")
+GDN = State("gdn", 64, 4, 4, 8, 4, 4, "bfloat16", "bfloat16")
+
+SLIDING = Model("sliding", ("sliding", "sliding", "full") * 2, 4, 8, window=8)
+CHUNKED = Model("chunked", ("chunked", "full"), 4, 8, chunk=16)
+LATENT = Model("latent", ("mla",) * 3, 1, 12)
+STATES = [
+    Model(f"{state.kind}+full", (state.kind, state.kind, "full", state.kind), 4, 8, state=state)
+    for state in (MAMBA1, MAMBA2, GDN)
+]
+BOTH = Model("both", ("full+mamba2",) * 2, 4, 8, state=MAMBA2)
+LATENT_GDN = Model("latent+gdn", ("gdn", "gdn", "mla"), 1, 12, state=GDN)
+ONLY_STATE = Model("only state", ("mamba2",) * 3, 1, 8, state=MAMBA2)
+
+PAGE_ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+ORDERS = (*PAGE_ORDERS, "LHBNC", "BHLNC")
+
+
+def variants() -> list[Any]:
+    """Every combination of forms that can be laid out."""
+    found = []
+    for one in (SLIDING, CHUNKED, LATENT, *STATES, BOTH, LATENT_GDN, ONLY_STATE):
+        for order, kv, kernel in product(ORDERS, ("packed", "split", "apart"), (None, 4)):
+            if one.state and (order not in PAGE_ORDERS or kv == "apart"):
+                continue
+            if kv != "packed" and (order not in PAGE_ORDERS or "mla" in one.layers):
+                continue
+            if kv == "apart" and order[0] == "B":
+                continue
+            for conv in ("DS", "SD") if one.state else ("DS",):
+                options = {"order": order, "kv": kv, "kernel_block": kernel, "conv": conv}
+                found.append(pytest.param(one, options, id="-".join(map(str, [one.name, *options.values()]))))
+    return found
+
+
+def addresses(one: Geometry, layer: Layer, block: int) -> Iterator[np.ndarray]:
+    """Addresses of every byte of one part of a layer in one logical block."""
+    ratio = one.groups[layer.group].ratio
+    step = layer.kernel_stride or layer.block_stride // ratio
+    start = one.regions[layer.region].base + layer.offset + block * layer.block_stride
+    for part, kernel in product(layer.page.parts, range(ratio)):
+        found = np.arange(part.item_bytes) + start + kernel * step + part.offset
+        for axis in part.axes:
+            assert axis.length is not None
+            found = np.add.outer(found, np.arange(axis.length) * axis.stride)
+        yield found.ravel()
+
+
+def touched(one: Geometry, group: int, block: int) -> np.ndarray:
+    """All bytes of a group's layers in a block."""
+    layers = [layer for layer in one.layers if layer.group == group]
+    return np.concatenate([part for layer in layers for part in addresses(one, layer, block)])
+
+
+@pytest.mark.parametrize(("one", "options"), variants())
+@pytest.mark.parametrize("one_storage", [False, True])
+def test_every_byte_has_one_place(one: Model, options: dict[str, Any], one_storage: bool) -> None:
+    """No byte is used twice in a group; blocks are apart whichever groups they serve; nothing is outside."""
+    blocks = 4
+    geometry = layout(
+        one, num_blocks=blocks, block_size=8, align=8, one_storage=one_storage, base=0, **options
+    )
+    size = max(region.base + region.bytes for region in geometry.regions)
+    owner = np.full(size, -1)
+    inside = np.zeros(size, np.bool_)
+    for region in geometry.regions:
+        inside[region.base : region.base + region.bytes] = True
+    used = np.zeros(size, np.bool_)
+    for block, group in product(range(blocks), range(len(geometry.groups))):
+        found = touched(geometry, group, block)
+        assert len(np.unique(found)) == len(found)
+        assert inside[found].all()
+        assert set(np.unique(owner[found])) <= {-1, block}
+        owner[found] = block
+        used[found] = True
+    if not one.state and len(cache_groups(one)[0].layers) == len(geometry.regions):
+        assert (used == inside).all()  # attention has no padding
+
+
+@pytest.mark.parametrize(("one", "options"), variants())
+def test_core_takes_every_variant(one: Model, options: dict[str, Any]) -> None:
+    geometry = layout(one, num_blocks=3, block_size=8, align=8, tp_rank=1, tp_size=2, **options)
+    assert Geometry.from_json(geometry.to_json()) == geometry
+
+
+@pytest.mark.parametrize("one", [*STATES, BOTH], ids=lambda one: one.name)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
+    """The shards are the whole axis, each item once, or as often as fewer groups than ranks ask for."""
+    ranks = [layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
+    for layer in ranks[0].layers:
+        for part in layer.page.parts:
+            held: dict[str, list[int]] = {axis.name: [] for axis in part.axes}
+            for rank in ranks:
+                mine = next(p for p in rank.layer_by_name[layer.name].page.parts if p.name == part.name)
+                for axis in mine.axes:
+                    assert axis.length is not None
+                    held[axis.name] += range(axis.start, axis.start + axis.length)
+            for axis in part.axes:
+                times = 1 if axis.name in ("heads", "channels") else tp_size
+                if part.name in "BC" and axis.name == "channels" and tp_size == 4:
+                    times = 2
+                assert sorted(held[axis.name]) == sorted([*range(axis.extent)] * times), (
+                    part.name,
+                    axis.name,
+                )
+
+
+@pytest.mark.parametrize(("heads", "tp_size", "shards"), [
+    (8, 4, [(0, 2), (2, 2), (4, 2), (6, 2)]),
+    (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
+    (1, 2, [(0, 1), (0, 1)]),
+])  # fmt: skip
+def test_heads_repeat_when_there_are_more_ranks(
+    heads: int, tp_size: int, shards: list[tuple[int, int]]
+) -> None:
+    one = Model("heads", ("full",), heads, 8)
+    for rank, shard in enumerate(shards):
+        part = layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size).layers[0].page.parts[0]
+        axis = part.axes[0]
+        assert (axis.name, axis.extent, (axis.start, axis.length)) == ("heads", heads, shard)
+
+
+def test_mla_is_whole_on_every_rank() -> None:
+    ranks = [layout(LATENT, num_blocks=2, tp_rank=rank, tp_size=4) for rank in range(4)]
+    assert len({rank.layers[0].page for rank in ranks}) == 1
+    assert [axis.name for axis in ranks[0].layers[0].page.parts[0].axes] == ["tokens", "content"]
+
+
+@pytest.mark.parametrize(("n_groups", "tp_size", "held"), [
+    (1, 2, [0, 0]),
+    (1, 4, [0, 0, 0, 0]),
+    (2, 4, [0, 0, 1, 1]),
+    (4, 4, [0, 1, 2, 3]),
+])  # fmt: skip
+def test_groups_repeat_when_there_are_more_ranks(n_groups: int, tp_size: int, held: list[int]) -> None:
+    """A rank's heads use group ``head * n_groups // n_heads``: that one it holds whole. Only x is cut."""
+    state = State("mamba2", 32 + 2 * n_groups * 4, 4, 8, 4, 4, n_groups, "bfloat16", "float32")
+    for rank, group in enumerate(held):
+        x, b, c = conv_split(state, tp_rank=rank, tp_size=tp_size)
+        assert (x.start, x.length, x.extent) == (rank * 32 // tp_size, 32 // tp_size, 32)
+        for part in (b, c):
+            assert (part.start, part.length, part.extent) == (4 * group, 4, 4 * n_groups)
+        used = {head * n_groups // 8 for head in range(rank * 8 // tp_size, (rank + 1) * 8 // tp_size)}
+        assert used == {group}
+
+
+def test_conv_of_one_group_where_tp_size_does_not_divide() -> None:
+    """What P (TP1) and D (TP2) hold of the tiny NemotronH, in bytes; vLLM 0.32 derives others."""
+    state = State("mamba2", 320, 4, 8, 32, 32, 1, "bfloat16", "float32")
+    one = Model("tiny", ("mamba2", "full"), 2, 32, state=state)
+    p, d = (layout(one, num_blocks=2, block_size=32, tp_size=size) for size in (1, 2))
+    for geometry, spans in (
+        (p, [(0, 1536), (1536, 192), (1728, 192), (1920, 32768)]),
+        (d, [(0, 768), (768, 192), (960, 192), (1152, 16384)]),
+    ):
+        assert [(part.offset, part.nbytes) for part in geometry.layers[0].page.parts] == spans
+
+
+@pytest.mark.parametrize(("conv", "strides"), [("DS", (6, 2)), ("SD", (2, 96))])
+def test_conv_orders(conv: Any, strides: tuple[int, int]) -> None:
+    """48 channels of 3 rows: a part is 3-item runs, or 3 runs of its channels."""
+    x, b, c, ssm = layout(STATES[1], num_blocks=2, conv=conv).layers[0].page.parts
+    for part, start in ((x, 0), (b, 32), (c, 40)):
+        channels, rows = part.axes
+        assert (channels.stride, rows.stride) == strides
+        assert part.offset == start * channels.stride
+    assert ssm.offset == 48 * 3 * 2
+    assert [axis.stride for axis in ssm.axes] == [8 * 4 * 4, 4]
+
+
+def test_state_page_is_padded_to_the_attention_page() -> None:
+    one = layout(STATES[1], num_blocks=2)
+    state, attention = one.layers[0], one.layers[2]
+    assert state.page.nbytes == state_bytes(MAMBA2) < attention.page.nbytes == state.block_stride
+
+
+def test_block_grows_only_as_far_as_the_state_needs() -> None:
+    one = STATES[1]
+    tokens = hybrid_block_size(one, align=1)
+    per_token = kv_bytes(one)
+    assert (tokens - 1) * per_token < state_bytes(MAMBA2) <= tokens * per_token
+    assert hybrid_block_size(one, block_size=48) % 48 == 0
+    assert hybrid_block_size(SLIDING, block_size=48) == 48
+    assert hybrid_block_size(LATENT_GDN) == 128  # MLA kernels want 128
+    assert hybrid_block_size(ONLY_STATE) == 16
+    assert layout(ONLY_STATE, num_blocks=2).layers[0].block_stride == state_bytes(MAMBA2)
+
+
+def test_groups_are_padded_only_when_buckets_are_alike() -> None:
+    def sizes(sliding: int, full: int) -> list[int]:
+        layers = ("sliding",) * sliding + ("full",) * full
+        return [len(group.layers) for group in cache_groups(replace(SLIDING, layers=layers))]
+
+    assert sizes(5, 4) == [5, 4]
+    assert sizes(6, 4) == [3, 3, 4]
+    assert sizes(5, 2) == [2, 2, 1, 2]
+
+
+def test_kernel_blocks() -> None:
+    assert [flashinfer_kernel_block(size) for size in (16, 48, 96, 128, 400)] == [16, 16, 32, 64, 16]
+    one = layout(SLIDING, num_blocks=2, block_size=64, kernel_block=16)
+    assert {group.ratio for group in one.groups} == {4}
+    assert one.layers[0].kernel_stride is None
+    rows = layout(SLIDING, num_blocks=2, block_size=64, kernel_block=16, order="BLHNC")
+    assert rows.layers[0].kernel_stride == rows.layers[0].page.nbytes
+    assert rows.layers[0].block_stride == 2 * 4 * rows.layers[0].page.nbytes
+
+
+def test_options_are_passed_on() -> None:
+    one = layout(
+        STATES[0],
+        num_blocks=3,
+        speculative=2,
+        base=5000,
+        region_align=4096,
+        memory="VRAM",
+        device=3,
+        tp_rank=1,
+        tp_size=2,
+    )
+    assert [region.base for region in one.regions] == [8192]
+    assert {(region.memory, region.device) for region in one.regions} == {("VRAM", 3)}
+    assert [group.speculative for group in one.groups] == [2, 2, 2, 0]
+    assert (one.tp_rank, one.tp_size, one.null_block) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "options", "text"),
+    [
+        (STATES[1], {"order": "LHBNC"}, "order 'LHBNC'"),
+        (STATES[1], {"order": "BHLNC"}, "order 'BHLNC'"),
+        (SLIDING, {"order": "NHD"}, "order 'NHD'"),
+        (SLIDING, {"kv": "k"}, "kv 'k'"),
+        (SLIDING, {"conv": "D"}, "conv 'D'"),
+        (LATENT, {"kv": "split"}, "kv 'split'"),
+        (SLIDING, {"kv": "split", "order": "BHLNC"}, "kv 'split'"),
+        (SLIDING, {"kv": "apart", "order": "BLHNC"}, "kv 'apart'"),
+        (STATES[1], {"kv": "apart"}, "kv 'apart'"),
+        (SLIDING, {"tp_size": 3}, "tp_size 3: kv_heads 4"),
+        (SLIDING, {"tp_size": 6}, "tp_size 6: kv_heads 4"),
+        (STATES[2], {"tp_size": 8}, "tp_size 8: state.n_groups 4"),
+        (BOTH, {"tp_size": 8}, "tp_size 8: state.n_heads 4"),
+        (SLIDING, {"tp_rank": 2, "tp_size": 2}, "tp_rank 2"),
+        (SLIDING, {"tp_rank": -1}, "tp_rank -1"),
+        (SLIDING, {"num_blocks": 0}, "num_blocks 0"),
+        (SLIDING, {"block_size": 0}, "block_size 0"),
+        (SLIDING, {"region_align": 0}, "region_align 0"),
+        (STATES[1], {"align": 0}, "align 0"),
+        (SLIDING, {"kernel_block": 5}, "kernel_block 5"),
+        (SLIDING, {"kernel_block": "fa"}, "kernel_block 'fa'"),
+        (SLIDING, {"kernel_block": "flashinfer", "block_size": 24}, "block_size 24"),
+        (replace(SLIDING, layers=("none",)), {}, "layers"),
+        (Model("mixed", ("mla", "full"), 1, 8), {}, "layers"),
+    ],
+)
+def test_refusals_name_the_field_and_the_value(one: Model, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(LayoutError, match=text) as caught:
+        layout(one, **{"num_blocks": 2, **options})
+    assert isinstance(caught.value, KvhmaError)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"conv_dim": 47}, "conv_dim 47"),
+        ({"kind": "rwkv"}, "state kind 'rwkv'"),
+        ({"ssm_dtype": "int3"}, "dtype 'int3'"),
+        ({"n_groups": 0}, "n_groups 0"),
+        ({"d_conv": 1}, "d_conv"),
+        ({"d_state": 0}, "positive"),
+    ],
+)
+def test_state_is_checked(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(GeometryError, match=text):
+        replace(MAMBA2, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"window": None}, "window"),
+        ({"layers": ("chunked",)}, "chunk"),
+        ({"layers": ("gdn",)}, "gdn layers, but state is None"),
+        ({"layers": ("full", "linear")}, "layer 1 is 'linear'"),
+        ({"dtype": "int3"}, "dtype 'int3'"),
+        ({"kv_heads": 0}, "kv_heads 0"),
+    ],
+)
+def test_model_is_checked(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(GeometryError, match=text):
+        replace(SLIDING, **change)
+
+
+def test_table_of_models() -> None:
+    assert model("gemma-3-4b") is models()["gemma-3-4b"]
+    with pytest.raises(UnknownModelError, match=r"'gemma-4'; known are gemma-3-4b, .*DeepSeek-V3") as caught:
+        model("gemma-4")
+    assert isinstance(caught.value, KvhmaError)
+    with pytest.raises(TypeError):
+        models()["mine"] = SLIDING  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("order", PAGE_ORDERS)
+def test_every_model_of_the_table(name: str, order: Any) -> None:
+    one = layout(model(name), num_blocks=3, order=order, kernel_block="flashinfer", tp_rank=1, tp_size=2)
+    assert [layer.name for layer in one.layers] == [layer for layer, _ in model(name).caches()]
+    assert len(one.groups) == sum(count for _, count in summary(model(name), tp_size=2).groups)

@@ -1,0 +1,566 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent against the fake library: life cycle, failures, threads. tests/nixl has the same on the real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from support.flat import flat_geometry, labelled, rows_of, views_of
+
+from kvhma.errors import (
+    AddressOverflowError,
+    HandshakeError,
+    KvhmaError,
+    PeerLostError,
+    RequestError,
+    TransferError,
+)
+from kvhma.geometry import Geometry, Region
+from kvhma.nixl import WARM_UP, Agent, Telemetry, decode_hello, encode_hello
+from kvhma.nixl.fake import ERRORS, FakeNet, FakeNixl, merge, runs_of_views
+
+PAGE = 4096
+PAGES = 16
+
+
+class World:
+    """Two workers, P with random bytes and D with zeros."""
+
+    def __init__(self, polls=0, strided=True, telemetry=True):
+        self.net = FakeNet(polls)
+        self.source = labelled(PAGES)
+        self.target = np.zeros(PAGES * PAGE, np.uint8)
+        self.p_nixl = FakeNixl("P", self.net)
+        self.d_nixl = FakeNixl("D", self.net, strided=strided, telemetry=telemetry)
+        self.p = Agent("P", nixl=self.p_nixl)
+        self.d = Agent("D", nixl=self.d_nixl)
+        self.p_geometry = flat_geometry(self.source)
+        self.d_geometry = flat_geometry(self.target)
+        self.p.register(self.p_geometry)
+        self.d.register(self.d_geometry)
+        self.peer = self.d.connect(self.p.hello(self.p_geometry))
+
+    def read(self, mine, theirs, notif=b""):
+        return self.d.read(self.peer, rows_of(self.target, mine), rows_of(self.source, theirs), notif)
+
+    def page(self, array, block):
+        return array[block * PAGE : (block + 1) * PAGE].tobytes()
+
+    def restart_p(self):
+        self.p_nixl = FakeNixl("P", self.net)
+        self.p = Agent("P", nixl=self.p_nixl)
+        self.p.register(self.p_geometry)
+        return self.p.hello(self.p_geometry)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+# --- registration -----------------------------------------------------------------------------------------------
+
+
+def test_a_region_is_registered_once(world):
+    world.d.register(world.d_geometry)
+    world.d.register(flat_geometry(world.target))
+    assert world.d_nixl.calls["register_memory"] == 1
+    other = np.zeros(4 * PAGE, np.uint8)
+    world.d.register(flat_geometry(other, world.target))
+    assert world.d_nixl.calls["register_memory"] == 2
+
+
+def test_a_region_inside_another_is_covered(world):
+    inner = flat_geometry(world.target[PAGE : 3 * PAGE])
+    world.d.register(inner)
+    assert world.d_nixl.calls["register_memory"] == 1
+    assert decode_hello(world.d.hello(inner)).geometry == inner
+    whole = np.zeros(8 * PAGE, np.uint8)
+    world.d.register(flat_geometry(whole[PAGE : 3 * PAGE], whole))
+    assert world.d_nixl.calls["register_memory"] == 2
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 6), (0, 3), (0, 8)])
+def test_a_region_across_the_end_of_another_is_refused(start, end):
+    whole = np.zeros(8 * PAGE, np.uint8)
+    agent = Agent("A", nixl=FakeNixl("A", FakeNet()))
+    agent.register(flat_geometry(whole[PAGE : 4 * PAGE]))
+    with pytest.raises(RequestError, match="overlaps"):
+        agent.register(flat_geometry(whole[start * PAGE : end * PAGE]))
+
+
+def test_neighbours_do_not_overlap():
+    whole = np.zeros(8 * PAGE, np.uint8)
+    agent = Agent("A", nixl=FakeNixl("A", FakeNet()))
+    agent.register(flat_geometry(whole[4 * PAGE :], whole[: 4 * PAGE]))
+    assert len(agent._registrations) == 2
+
+
+def test_a_refused_registration_is_a_transfer_error(world):
+    world.net.fail["register_memory"] = [ERRORS["nixlBackendError"]("no memory")]
+    with pytest.raises(TransferError, match="cannot register Region") as info:
+        world.d.register(flat_geometry(np.zeros(PAGE, np.uint8)))
+    assert type(info.value.__cause__).__name__ == "nixlBackendError"
+
+
+def test_a_hello_needs_registered_memory(world):
+    with pytest.raises(RequestError, match="not registered"):
+        world.p.hello(flat_geometry(np.zeros(PAGE, np.uint8)))
+
+
+# --- handshake --------------------------------------------------------------------------------------------------
+
+
+def test_connecting_warms_up_and_nobody_sees_it(world):
+    assert world.p_nixl.inbox == [("D", WARM_UP)]
+    assert world.p.notifications() == []
+    assert (world.peer.name, world.peer.generation) == ("P", world.p.generation)
+    assert world.peer.geometry == world.p_geometry
+
+
+def test_the_same_hello_is_the_same_peer(world):
+    hello = world.p.hello(world.p_geometry, b"clock")
+    peer = world.d.connect(hello)
+    assert peer is not world.peer
+    assert peer.extra == b"clock"
+    assert world.d.connect(hello) is peer
+    with pytest.raises(PeerLostError, match="disconnected"):
+        world.read([1], [1])
+
+
+def test_an_unexpected_name(world):
+    with pytest.raises(HandshakeError, match="from 'P', expected 'Q'"):
+        world.d.connect(world.p.hello(world.p_geometry), expect="Q")
+    with pytest.raises(HandshakeError, match="our own name"):
+        world.p.connect(world.p.hello(world.p_geometry))
+
+
+def test_a_hello_with_the_metadata_of_another(world):
+    FakeNixl("Q", world.net)
+    hello = encode_hello(world.p_nixl.get_agent_metadata(), world.p_geometry, name="Q", generation=1)
+    before = world.d_nixl.remotes["P"]
+    with pytest.raises(HandshakeError, match="not that agent's"):
+        world.d.connect(hello)
+    assert world.d_nixl.remotes["P"] is before
+    assert world.read([1], [1]).poll() == "done"
+
+
+def test_the_name_nixl_finds_in_the_metadata_counts(world, monkeypatch):
+    # With a form of metadata that cannot be looked into beforehand.
+    monkeypatch.setattr(FakeNixl, "get_agent_metadata", lambda self: b"?" + id(self).to_bytes(8, "little"))
+    FakeNixl("R", world.net)
+    for known, name in (("P", "Q"), ("R", "Q")):
+        metadata = world.net.agents[known].get_agent_metadata()
+        with pytest.raises(HandshakeError, match=f"is of agent '{known}'"):
+            world.d.connect(encode_hello(metadata, world.p_geometry, name=name, generation=1))
+    assert list(world.d_nixl.remotes) == ["P"]
+
+
+def test_a_geometry_the_peer_did_not_register(world):
+    other = flat_geometry(np.zeros(PAGE, np.uint8))
+    FakeNixl("Q", world.net)
+    metadata = world.net.agents["Q"].get_agent_metadata()
+    with pytest.raises(HandshakeError, match="'Q' did not register Region"):
+        world.d.connect(encode_hello(metadata, other, name="Q", generation=1))
+    assert "Q" not in world.d_nixl.remotes
+
+
+@pytest.mark.parametrize("name", ["nixlMismatchError", "nixlBackendError", "nixlNotAllowedError"])
+def test_metadata_nixl_refuses(world, name):
+    world.net.fail["add_remote_agent"] = [ERRORS[name]("no")]
+    with pytest.raises(KvhmaError, match="refuses the metadata") as info:
+        world.p.connect(world.d.hello(world.d_geometry))
+    assert isinstance(info.value, TransferError if name == "nixlBackendError" else HandshakeError)
+    assert world.p.connect(world.d.hello(world.d_geometry)).name == "D"
+
+
+def test_a_peer_that_is_dead_by_the_time_of_the_warm_up(world):
+    world.net.fail["send_notif"] = [ERRORS["nixlRemoteDisconnectError"]("gone")]
+    with pytest.raises(PeerLostError, match="cannot connect to 'D'"):
+        world.p.connect(world.d.hello(world.d_geometry))
+    assert "D" not in world.p_nixl.remotes
+
+
+# --- transfers --------------------------------------------------------------------------------------------------
+
+
+def test_direct_read(world):
+    transfer = world.read([3, 4, 7], [9, 8, 1], b"r1")
+    assert transfer.poll() == "done"
+    assert transfer.finished
+    assert [world.page(world.target, block) for block in (3, 4, 7)] == [
+        world.page(world.source, block) for block in (9, 8, 1)
+    ]
+    assert transfer.telemetry == Telemetry(3, 3 * PAGE)
+    assert world.p.notifications() == [("D", b"r1")]
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_read_by_ids(strided):
+    world = World(strided=strided)
+    assert world.d.strided is strided
+    local, remote = (
+        world.d.prepare_local(views_of(world.target)),
+        world.d.prepare_remote(world.peer, views_of(world.source)),
+    )
+    assert (local.count, remote.count, local.peer, remote.peer) == (PAGES, PAGES, None, world.peer)
+    mine, theirs = int32(1, 2, 3, 9, 8), int32(5, 6, 7, 2, 1)
+    transfer = world.d.read_ids(local, mine, remote, theirs, b"r1")
+    assert transfer.wait(1)
+    expected = merge(
+        runs_of_views(views_of(world.target)), mine, runs_of_views(views_of(world.source)), theirs
+    )
+    assert transfer.telemetry == Telemetry(len(expected), 5 * PAGE)
+    assert transfer.telemetry.descriptors == 3
+    for ours, others in zip(mine, theirs, strict=True):
+        assert world.page(world.target, ours) == world.page(world.source, others)
+
+
+def test_an_empty_read_only_notifies(world):
+    nothing = np.empty((0, 3), np.uint64)
+    transfer = world.d.read(world.peer, nothing, nothing, b"skip")
+    assert transfer.poll() == "done"
+    assert transfer.finished
+    assert not transfer.abort()
+    assert transfer.telemetry == Telemetry(0, 0)
+    assert world.p.notifications() == [("D", b"skip")]
+    local = world.d.prepare_local(views_of(world.target))
+    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    assert world.d.read_ids(local, int32(), remote, int32()).wait(0)
+    assert world.p.notifications() == []
+    assert "transfer" not in world.d_nixl.calls
+    world.net.kill("P")
+    with pytest.raises(PeerLostError):
+        world.d.read(world.peer, nothing, nothing, b"skip")
+
+
+def test_nothing_starts_if_the_arrays_do_not_fit(world):
+    mine, theirs = rows_of(world.target, [1, 2]), rows_of(world.source, [1, 2])
+    local = world.d.prepare_local(views_of(world.target))
+    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    outside = np.zeros(PAGE, np.uint8)
+    shorter = mine.copy()
+    shorter[0, 1] = 8
+    bad = [
+        lambda: world.d.read(world.peer, mine, theirs[:1]),
+        lambda: world.d.read(world.peer, mine.astype(np.int64), theirs),
+        lambda: world.d.read(world.peer, shorter, theirs),
+        lambda: world.d.read(world.peer, rows_of(outside, [0, 0]), theirs),
+        lambda: world.d.read(world.peer, mine, rows_of(world.source, [PAGES, 0])),
+        lambda: world.d.read(world.peer, mine, theirs, local_memory="HBM"),
+        lambda: world.d.read_ids(local, int32(1), remote, int32(1, 2)),
+        lambda: world.d.read_ids(local, int32(PAGES), remote, int32(1)),
+        lambda: world.d.read_ids(local, int32(-1), remote, int32(1)),
+        lambda: world.d.read_ids(local, np.array([1]), remote, int32(1)),
+        lambda: world.d.read_ids(remote, int32(1), local, int32(1)),
+        lambda: world.d.read_ids(local, int32(1), local, int32(1)),
+        lambda: world.d.prepare_local(views_of(outside)),
+        lambda: world.d.prepare_remote(world.peer, views_of(outside)),
+        lambda: world.d.prepare_local(np.empty((0, 5), np.uint64)),
+        lambda: world.d.prepare_local(mine),
+    ]
+    for call in bad:
+        with pytest.raises(RequestError):
+            call()
+    wraps = mine.copy()
+    wraps[1, 1] = 2**64 - PAGE
+    with pytest.raises(AddressOverflowError):
+        world.d.read(world.peer, wraps, theirs)
+    assert "transfer" not in world.d_nixl.calls
+    assert not world.d._live
+    assert not world.target.any()
+
+
+def test_none_for_descriptors_is_an_error(world, monkeypatch):
+    monkeypatch.setattr(FakeNixl, "get_xfer_descs", lambda self, rows, memory: None)
+    with pytest.raises(RequestError, match="NIXL makes no descriptors"):
+        world.read([1], [1])
+
+
+def test_a_released_or_foreign_list_is_refused(world):
+    local = world.d.prepare_local(views_of(world.target))
+    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    foreign = world.p.prepare_local(views_of(world.source))
+    with pytest.raises(RequestError, match="another agent"):
+        world.d.read_ids(foreign, int32(1), remote, int32(1))
+    local.release()
+    local.release()
+    with pytest.raises(RequestError, match="released"):
+        world.d.read_ids(local, int32(1), remote, int32(1))
+
+
+def test_telemetry_that_is_off_does_not_fail(world):
+    world = World(telemetry=False)
+    assert world.read([1], [1]).telemetry is None
+    assert world.read([1], [1]).telemetry is None
+    assert world.d_nixl.calls["get_xfer_telemetry"] == 1
+
+
+# --- release discipline -----------------------------------------------------------------------------------------
+
+
+def test_notification_and_bytes_come_with_the_poll():
+    world = World(polls=2)
+    transfer = world.read([1], [2], b"r1")
+    world.p.notifications()
+    assert not transfer.finished
+    assert not world.target.any()
+    assert transfer.poll() == "running"
+    assert world.p.notifications() == []
+    assert transfer.poll() == "done"
+    assert world.p.notifications() == [("D", b"r1")]
+    assert transfer.poll() == "done"
+    assert world.d_nixl.calls["check_xfer_state"] == 2
+
+
+def test_waiting_is_bounded():
+    world = World(polls=10**6)
+    transfer = world.read([1], [2])
+    assert transfer.wait(0.02) is False
+    assert transfer.wait(0) is False
+    assert not transfer.finished
+
+
+def test_an_aborted_transfer_is_kept_until_it_ends():
+    world = World(polls=3)
+    transfer = world.read([1], [2], b"r1")
+    assert transfer.abort()
+    assert world.d.poll() == []
+    assert world.d.poll() == []
+    assert not transfer.finished
+    assert world.d.poll() == [transfer]
+    assert transfer.finished
+    assert world.d.poll() == []
+    assert not transfer.abort()
+    assert world.page(world.target, 1) == world.page(world.source, 2)
+    assert ("D", b"r1") in world.p.notifications()
+    assert world.d_nixl.released_in_flight == 0
+
+
+def test_a_transfer_nobody_holds_is_kept():
+    world = World(polls=3)
+    world.read([1], [2])
+    assert len(world.d._live) == 1
+    world.d.close()
+    assert world.page(world.target, 1) == world.page(world.source, 2)
+    assert world.d_nixl.released_in_flight == 0
+
+
+def test_close_waits_and_then_gives_everything_back():
+    world = World(polls=5)
+    local = world.d.prepare_local(views_of(world.target))
+    world.d.prepare_remote(world.peer, views_of(world.source))
+    transfer = world.read([1], [2])
+    with world.d:
+        pass
+    assert transfer.poll() == "done"
+    assert (world.d_nixl.registered, world.d_nixl.remotes, world.d_nixl.released_in_flight) == ([], {}, 0)
+    assert local._handle is None
+    world.d.close()
+    for call in (
+        lambda: world.read([1], [2]),
+        lambda: world.d.prepare_local(views_of(world.target)),
+        lambda: world.d.register(world.d_geometry),
+        lambda: world.d.hello(world.d_geometry),
+        lambda: world.d.connect(world.p.hello(world.p_geometry)),
+        lambda: world.d.notify(world.peer, b"x"),
+        world.d.notifications,
+    ):
+        with pytest.raises((TransferError, RequestError)):
+            call()
+
+
+def test_close_refuses_while_something_is_in_flight():
+    world = World(polls=10**9)
+    transfer = world.read([1], [2])
+    for _ in range(2):
+        with pytest.raises(TransferError, match="agent 'D': 1 transfers still in flight after 0.01 s"):
+            world.d.close(timeout=0.01)
+    assert world.d_nixl.registered
+    assert world.d_nixl.released_in_flight == 0
+    with pytest.raises(TransferError, match="closed"):
+        world.read([1], [2])
+    transfer._handle.left = 1
+    world.d.close(timeout=1)
+    assert transfer.finished
+    assert not world.d_nixl.registered
+
+
+def test_disconnect_waits_too():
+    world = World(polls=10**9)
+    transfer = world.read([1], [2])
+    with pytest.raises(TransferError, match="peer 'P': 1 transfers still in flight"):
+        world.d.disconnect(world.peer, timeout=0.01)
+    assert "P" in world.d_nixl.remotes
+    with pytest.raises(PeerLostError):
+        world.read([1], [2])
+    transfer._handle.left = 1
+    world.d.disconnect(world.peer)
+    world.d.disconnect(world.peer)
+    assert not world.d_nixl.remotes
+    assert world.d_nixl.calls["remove_remote_agent"] == 1
+
+
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_peer_is_lost_until_it_comes_back():
+    world = World(polls=2)
+    views = views_of(world.source)
+    local, remote = world.d.prepare_local(views_of(world.target)), world.d.prepare_remote(world.peer, views)
+    running, aborted = world.read([1], [2]), world.read([3], [4])
+    aborted.abort()
+    world.net.kill("P")
+    with pytest.raises(PeerLostError, match="transfer from 'P' lost") as info:
+        running.wait(1)
+    assert type(info.value.__cause__).__name__ == "nixlRemoteDisconnectError"
+    with pytest.raises(PeerLostError):
+        running.poll()
+    assert running.finished
+    assert running.telemetry is None
+    assert world.d.poll() == [aborted]
+    assert aborted.finished
+    posts = world.d_nixl.calls["transfer"]
+    for call in (
+        lambda: world.read([1], [2]),
+        lambda: world.d.read_ids(local, int32(1), remote, int32(2)),
+        lambda: world.d.prepare_remote(world.peer, views),
+        lambda: world.d.notify(world.peer, b"x"),
+    ):
+        with pytest.raises(PeerLostError, match="connect again"):
+            call()
+    assert world.d_nixl.calls["transfer"] == posts
+
+    peer = world.d.connect(world.restart_p())
+    assert peer.generation != world.peer.generation
+    with pytest.raises(PeerLostError):
+        world.d.read_ids(local, int32(1), remote, int32(2))
+    again = world.d.prepare_remote(peer, views)
+    assert world.d.read_ids(local, int32(1), again, int32(2)).wait(1)
+    assert world.page(world.target, 1) == world.page(world.source, 2)
+    assert world.d_nixl.released_in_flight == 0
+
+
+def test_a_peer_found_dead_by_the_post(world):
+    world.net.kill("P")
+    with pytest.raises(PeerLostError, match="cannot start"):
+        world.read([1], [2])
+    assert not world.d._live
+    assert world.peer.gone
+
+
+def test_a_peer_found_dead_by_a_notification(world):
+    world.net.kill("P")
+    with pytest.raises(PeerLostError, match="cannot notify"):
+        world.d.notify(world.peer, b"x")
+    assert world.peer.gone
+    world.d.disconnect(world.peer)
+
+
+def test_nixl_forgetting_a_peer_by_itself_is_a_lost_peer():
+    world = World(polls=2)
+    transfer = world.read([1], [2])
+    world.d_nixl.remotes.pop("P")
+    with pytest.raises(PeerLostError):
+        transfer.wait(1)
+    world.d.connect(world.p.hello(world.p_geometry))
+
+
+@pytest.mark.parametrize("method", ["transfer", "check_xfer_state"])
+def test_other_failures_lose_the_transfer_and_not_the_peer(method):
+    world = World(polls=1)
+    world.net.fail[method] = [ERRORS["nixlBackendError"]("broken")]
+    with pytest.raises(TransferError, match=r"broken \(nixlBackendError\)") as info:
+        world.read([1], [2]).wait(1)
+    assert not isinstance(info.value, PeerLostError)
+    assert not world.d._live
+    assert world.read([1], [2]).wait(1)
+
+
+def test_an_error_state_without_an_exception(monkeypatch):
+    world = World(polls=1)
+    monkeypatch.setattr(FakeNixl, "check_xfer_state", lambda self, handle: "ERR")
+    with pytest.raises(TransferError, match="NIXL reports ERR"):
+        world.read([1], [2]).wait(1)
+
+
+def test_a_restarted_peer_replaces_itself_after_its_transfers_ended():
+    world = World(polls=10**9)
+    transfer = world.read([1], [2])
+    hello = world.restart_p()
+    # The old life is gone, which the poll inside connect finds out.
+    peer = world.d.connect(hello)
+    assert transfer.finished
+    assert peer is not world.peer
+    assert world.peer.gone
+    with pytest.raises(PeerLostError):
+        transfer.poll()
+
+
+# --- threads and imports ----------------------------------------------------------------------------------------
+
+
+def test_many_threads(world):
+    local = world.d.prepare_local(views_of(world.target))
+    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    failures = []
+
+    def work(block):
+        try:
+            for _ in range(50):
+                transfer = world.d.read_ids(local, int32(block), remote, int32(block), b"%d" % block)
+                if block % 2:
+                    transfer.abort()
+                assert transfer.wait(10)
+                world.d.poll()
+        except Exception as exc:
+            failures.append(exc)
+
+    world.net.polls = 3
+    threads = [threading.Thread(target=work, args=(block,)) for block in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not world.d._live
+    assert world.d_nixl.released_in_flight == 0
+    assert (world.target[: 8 * PAGE] == world.source[: 8 * PAGE]).all()
+
+
+def test_nixl_is_imported_only_by_making_an_agent():
+    code = (
+        "import sys, kvhma.nixl, kvhma.nixl.fake\n"
+        "assert not any(name.partition('.')[0].startswith('nixl') for name in sys.modules), sorted(sys.modules)\n"
+        "sys.modules['nixl'] = None\n"
+        "try: kvhma.nixl.Agent('A')\n"
+        "except ImportError as exc: print(exc)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "pip install 'kvhma[nixl]'" in done.stdout
+
+
+def test_regions_of_different_memory_do_not_cover_each_other():
+    nixl = FakeNixl("A", FakeNet())
+    agent = Agent("A", nixl=nixl)
+    base = flat_geometry(np.zeros(2 * PAGE, np.uint8))
+    agent.register(base)
+    agent.register(_with_region(base, memory="VRAM", device=0))
+    agent.register(_with_region(base, memory="VRAM", device=1))
+    assert len(nixl.registered) == 3
+
+
+def _with_region(geometry: Geometry, **changes) -> Geometry:
+    old = geometry.regions[0]
+    region = Region(**{"base": old.base, "bytes": old.bytes, **changes})
+    return Geometry((region,), geometry.groups, geometry.layers)
