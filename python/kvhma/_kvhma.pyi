@@ -8,11 +8,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.geometry import Span
-from kvhma.types import IdsLike
+from kvhma.types import IdsLike, U64s
+
+__all__ = [
+    "Finding",
+    "Geometry",
+    "IdRead",
+    "IdTransfer",
+    "Plan",
+    "Read",
+    "Transfer",
+    "__version__",
+    "clip_blocks",
+    "descriptor_ids",
+    "expand_blocks",
+    "expand_views",
+    "fa_descriptors",
+    "fa_views",
+    "live_spans",
+    "ssm_descriptors",
+    "ssm_views",
+    "validate",
+    "window_blocks",
+]
 
 __version__: str
-
-U64s = Sequence[int] | NDArray[np.uint64]
 
 @final
 class Geometry:
@@ -132,7 +152,7 @@ class IdTransfer:
 class Plan:
     """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`."""
 
-    def __new__(cls, local: Geometry, remotes: Sequence[Geometry], *, descriptor_bytes: int = 16384) -> Plan:
+    def __new__(cls, local: Geometry, remotes: Sequence[Geometry], *, descriptor_bytes: int) -> Plan:
         """Pair checked geometries. Raises UnsupportedPairError."""
     @property
     def sources(self) -> list[int]:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which item every byte of a rank's cache holds: docs/geometry.md as arrays, and nothing else.
 
-This half of the oracle knows where a byte is. It knows nothing of runs, pieces, intersections or windows, so a
-mistake in the planner has no twin here.
+This half of the oracle knows where a byte is and which tokens are needed. It knows nothing of runs, pieces or
+intersections, so a mistake in the planner has no twin here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import pairwise
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
 
 Ints: TypeAlias = "NDArray[np.int64]"
 """Flat offsets, positions or labels: int64, one per byte of simulated memory."""
+
+RemoteSpans: TypeAlias = "Sequence[Span] | Sequence[Sequence[Span]]"
+"""P's spans by group, for all sources; or a list of such for each source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def row_strides(part: Part) -> dict[str, int]:
 
 
 def row_axes(part: Part) -> tuple[tuple[str, int], ...]:
-    """Return name and extent of the axes of a row, outermost first: an order that no rank's strides can change.
+    """Return name and extent of the axes of a row, outermost first, whatever the strides of a rank.
 
     The largest is innermost. It mostly is in real caches too, and then a row is copied in few pieces.
     """
@@ -86,7 +90,7 @@ class Catalog:
         geometries: ranks of both sides.
 
     Raises:
-        ValueError: two ranks disagree on an extent or on the bytes of an item, so that no global cache exists.
+        ValueError: two ranks disagree on an extent or on the bytes of an item: no global cache exists.
     """
 
     def __init__(self, geometries: Iterable[Geometry]) -> None:
@@ -108,8 +112,8 @@ class Catalog:
         if key not in self.index:
             self.index[key] = len(self.entries)
             self.entries.append(entry)
-        elif self.entries[self.index[key]] != entry:
-            raise ValueError(f"no global cache: {self.entries[self.index[key]]} on one rank, {entry} on another")
+        elif (known := self.entries[self.index[key]]) != entry:
+            raise ValueError(f"no global cache: {known} on one rank, {entry} on another")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class Template:
         entry: index into the catalog.
         byte: byte in the entry's row.
         token: token in the logical block; of a part without ``tokens`` the first token of its kernel block.
+        tokens: how many tokens the byte stands for: 1, or a kernel block's for a part without ``tokens``.
         num_blocks: blocks that every layer of the group has.
     """
 
@@ -130,6 +135,7 @@ class Template:
     entry: Ints
     byte: Ints
     token: Ints
+    tokens: Ints
     num_blocks: int
 
 
@@ -153,7 +159,7 @@ class Side:
         for device in {region.device for region in geometry.regions}:
             order = [i for i, region in enumerate(geometry.regions) if region.device == device]
             order.sort(key=lambda i: geometry.regions[i].base)
-            for a, b in zip(order, order[1:], strict=False):
+            for a, b in pairwise(order):
                 if geometry.regions[a].base + geometry.regions[a].bytes > geometry.regions[b].base:
                     raise ValueError(f"regions {a} and {b} overlap")
             self._by_device[device] = (
@@ -166,25 +172,29 @@ class Side:
     def _template(self, index: int, catalog: Catalog) -> Template:
         group = self.geometry.groups[index]
         layers = [layer for layer in self.geometry.layers if layer.group == index]
-        columns: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
+        columns: list[tuple[Ints, ...]] = []
         for layer in layers:
             start = int(self.starts[layer.region]) + layer.offset
             for part in layer.page.parts:
                 offset, byte, token = _part_bytes(part, group, kernel_stride(layer, group))
-                entry = catalog.index[layer.name, part.name]
-                size = offset.size
-                columns.append(
-                    (
-                        offset + start,
-                        np.full(size, layer.block_stride, np.int64),
-                        np.full(size, entry, np.int64),
-                        byte,
-                        token,
-                    )
+                cut = any(axis.name == "tokens" for axis in part.axes)
+                constants = (
+                    layer.block_stride,
+                    catalog.index[layer.name, part.name],
+                    1 if cut else group.block_size // group.ratio,
                 )
-        joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else []
-        arrays = joined or [np.empty(0, np.int64)] * 5
-        return Template(*arrays, num_blocks=min((layer.num_blocks for layer in layers), default=1 << 31))
+                stride, entry, tokens = (np.full(offset.size, value, np.int64) for value in constants)
+                columns.append((offset + start, stride, entry, byte, token, tokens))
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.empty(0, np.int64)] * 6
+        return Template(
+            offset=joined[0],
+            stride=joined[1],
+            entry=joined[2],
+            byte=joined[3],
+            token=joined[4],
+            tokens=joined[5],
+            num_blocks=min((layer.num_blocks for layer in layers), default=1 << 31),
+        )
 
     def locate(self, rows: NDArray[np.uint64]) -> tuple[Ints, Ints, str]:
         """Turn descriptors into offsets in this memory.
@@ -193,8 +203,8 @@ class Side:
             rows: uint64 ``(n, 3)``: address, length, device.
 
         Returns:
-            int64 ``(n,)`` flat offsets, int64 ``(n,)`` region indices, and what is wrong with the first bad row
-            (empty if every row is inside one region).
+            int64 ``(n,)`` flat offsets, int64 ``(n,)`` region indices, and what is wrong with the first bad
+            row (empty if every row is inside one region).
         """
         flat = np.zeros(len(rows), np.int64)
         region = np.full(len(rows), -1, np.int64)
@@ -218,7 +228,7 @@ class Side:
 
 
 def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints]:
-    """Return page offset, byte of the row and token in the block, of every byte of a part in a logical block."""
+    """Return page offset, byte of the row and token in the block, of every byte in a logical block."""
     strides = row_strides(part)
     kernel_tokens = group.block_size // group.ratio
     offset = np.arange(group.ratio, dtype=np.int64) * stride + part.offset
@@ -268,6 +278,41 @@ def first_needed(group: Group, num_tokens: int) -> int:
     if group.kind == "chunked" and group.chunk is not None:
         return num_tokens // group.chunk * group.chunk
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request needs of a group's tokens.
+
+    Attributes:
+        used: bool ``(n,)``, the blocks that are not left alone: those not wholly before `low`.
+        low: first token that is needed; none is if it is `num_tokens`. A window of one token, or a chunk that just
+            ended, needs nothing of what is there: then nothing is read.
+    """
+
+    used: NDArray[np.bool_]
+    low: int
+
+
+def need(group: Group, blocks: Blocks, num_tokens: int) -> Need:
+    """Return what a request of `num_tokens` tokens needs of `blocks`."""
+    if group.kind in ("ssm", "opaque"):
+        return Need(np.ones(blocks.ids.size, bool), 0)
+    low = first_needed(group, num_tokens)
+    return Need(blocks.token + group.block_size > low, low)
+
+
+def by_source(spans: RemoteSpans, sources: int) -> list[Sequence[Span]]:
+    """Return the spans of each source: spans that hold for all of them, or a list of such for each.
+
+    Raises:
+        ValueError: a list for another number of sources.
+    """
+    if all(isinstance(span, Span) for span in spans):
+        return [cast("Sequence[Span]", spans)] * sources
+    if len(spans) != sources:
+        raise ValueError(f"spans of {len(spans)} sources for {sources}")
+    return list(cast("Sequence[Sequence[Span]]", spans))
 
 
 def check_spans(geometry: Geometry, spans: Sequence[Span]) -> None:

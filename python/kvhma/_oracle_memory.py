@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle over real memory: bytes from coordinates on P, every byte of D checked afterwards.
 
-Two processes that share nothing but geometries and spans can each call their half. The bytes of one token of one
-part (its row) are a slice of one long table of pseudo-random bytes; where the slice starts is a hash of layer, part
-and token. A row in the wrong place shows by its start, a byte in the wrong place by what follows it. No byte is ever
-zero, so that zeroed is not mistaken for moved. Filling and checking run at a gigabyte in a second or two.
+Two processes that share nothing but geometries and spans can each call their half. The bytes of one token of
+one part (its row) are a slice of one long table of pseudo-random bytes; where the slice starts is a hash of layer,
+part and token. A row in the wrong place shows by its start, a byte in the wrong place by what follows it. No byte
+is ever zero, so that zeroed is not mistaken for moved. A gigabyte is filled or checked in a second or two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvhma._oracle_labels import Blocks, Ints, blocks_of, check_spans, first_needed, held, kernel_stride, row_strides
+from kvhma._oracle_labels import (
+    Blocks,
+    Ints,
+    RemoteSpans,
+    blocks_of,
+    by_source,
+    check_spans,
+    held,
+    kernel_stride,
+    need,
+    row_strides,
+)
 from kvhma._oracle_types import Difference, OracleError
 from kvhma.geometry import Geometry, Group, Layer, Part, Span
 
@@ -31,7 +42,7 @@ _STARTS = 1 << 20
 _TILE = (1 << 20) - 3
 """Period of stale and junk bytes, odd so that no stride of a cache divides it."""
 
-_BATCH = 1 << 22
+_BATCH = 1 << 20
 """Bytes worked on at a time: larger does not fit a cache, smaller is Python."""
 
 _STATE = -1
@@ -95,15 +106,15 @@ def check_memory(
     remotes: Sequence[Geometry],
     num_tokens: int,
     local_spans: Sequence[Span],
-    remote_spans: Sequence[Span],
+    remote_spans: RemoteSpans,
     *,
     excess_bytes: int | None = None,
     seed: int = 0,
 ) -> MemoryReport:
     """Check every byte of D's memory after the transfer of one request.
 
-    Before it the memory was filled by :func:`fill_stale`, and that of every source by :func:`fill_source`. That the
-    sources together hold every coordinate of the layers D has is taken for granted here; labels prove it.
+    Before it the memory was filled by :func:`fill_stale`, and that of every source by :func:`fill_source`. That
+    the sources together hold every coordinate of the layers D has is taken for granted here; labels prove it.
 
     Args:
         memory: the regions of `local`, each uint8 ``(region.bytes,)``; read.
@@ -111,7 +122,7 @@ def check_memory(
         remotes: the P ranks that were read from.
         num_tokens: tokens of the request that P computed.
         local_spans: D's blocks, by D's groups.
-        remote_spans: P's blocks, by P's groups.
+        remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
         excess_bytes: what the transfer says of tokens behind `num_tokens`; None to accept any.
         seed: as given to the fills.
 
@@ -121,34 +132,40 @@ def check_memory(
     """
     _check_memory(memory, local)
     check_spans(local, local_spans)
+    theirs = by_source(remote_spans, len(remotes))
+    for remote, spans in zip(remotes, theirs, strict=True):
+        check_spans(remote, spans)
     expected = [np.empty_like(region) for region in memory]
     fill_stale(expected, seed=seed)
     moved = excess = zeroed = 0
     coverage: dict[tuple[tuple[int, int], ...], NDArray[np.bool_]] = {}
     for layer, part in _parts(local):
         group = local.groups[layer.group]
-        blocks = _needed(blocks_of(group, local_spans[layer.group]), group, num_tokens)
-        has = _coverage(layer.name, part.name, remotes, remote_spans, coverage)
-        behind = _behind(layer.name, group, remotes, num_tokens)
+        blocks = blocks_of(group, local_spans[layer.group])
+        asked = need(group, blocks, num_tokens)
+        blocks = Blocks(blocks.ids[asked.used], blocks.token[asked.used])
+        has = _coverage(layer.name, part.name, remotes, theirs, coverage)
+        behind = _behind(layer.name, group, remotes, num_tokens) if asked.low < num_tokens else 0
         view = _view(expected[layer.region], layer, part, group)
         actual = _view(memory[layer.region], layer, part, group)
-        row = part.nbytes // max(1, _tokens_axis(part)[1])
+        place, length = _tokens_axis(part)
+        row = part.nbytes // max(1, length)
+        size = 1 if place >= 0 else group.block_size // group.ratio
         for ids, tokens in _batches(blocks, part, group):
             content = _content(layer, part, tokens, seed)
-            known = has[np.clip(tokens + 1, 0, has.size - 1)]
-            here = known & (tokens < behind)
+            here = has[np.clip(tokens + 1, 0, has.size - 1)]
+            if group.kind not in ("ssm", "opaque"):
+                here &= tokens < behind
+                # In the first and the last block P's byte and zero can both be right: nobody reads them.
+                last = here & (tokens >= num_tokens)
+                either = last | (here & (tokens + size <= asked.low))
+                if either.any():
+                    content[_spread(either, part) & (actual[ids] == 0)] = 0
+                    excess += int(np.count_nonzero(_spread(last, part) & (content != 0)))
             content *= _spread(here, part)
-            maybe = here & (tokens >= num_tokens)
-            count = int(np.count_nonzero(here))
-            if maybe.any():
-                content[_spread(maybe, part) & (actual[ids] == 0)] = 0
-                came = int(np.count_nonzero(_spread(maybe, part) & (content != 0)))
-                excess += came
-                moved += came
-                count -= int(np.count_nonzero(maybe))
-                zeroed -= came - row * int(np.count_nonzero(maybe))
-            moved += count * row
-            zeroed += row * int(np.count_nonzero(~here))
+            came = int(np.count_nonzero(content))
+            moved += came
+            zeroed += tokens.size * row - came
             view[ids] = content
     _compare(memory, expected, local, local_spans, seed)
     if excess_bytes is not None and excess != excess_bytes:
@@ -230,18 +247,11 @@ def _spread(rows: NDArray[np.bool_], part: Part) -> NDArray[np.bool_]:
     return wide[:, :, 0] if place < 0 else np.moveaxis(wide, 2, 2 + place)
 
 
-def _needed(blocks: Blocks, group: Group, num_tokens: int) -> Blocks:
-    if group.kind in ("ssm", "opaque"):
-        return blocks
-    used = blocks.token + group.block_size > first_needed(group, num_tokens)
-    return Blocks(blocks.ids[used], blocks.token[used])
-
-
 def _coverage(
     layer: str,
     part: str,
     remotes: Sequence[Geometry],
-    spans: Sequence[Span],
+    spans: Sequence[Sequence[Span]],
     known: dict[tuple[tuple[int, int], ...], NDArray[np.bool_]],
 ) -> NDArray[np.bool_]:
     """Return which tokens the sources hold of a part; index 0 is the state, index ``t + 1`` token ``t``."""
@@ -255,7 +265,7 @@ def _coverage(
         ranges = []
         for index, at in sources:
             group = remotes[index].groups[at]
-            tokens = blocks_of(group, spans[at]).token
+            tokens = blocks_of(group, spans[index][at]).token
             if group.kind == "ssm":
                 ranges += [(0, 1)] * tokens.size
             else:
@@ -335,7 +345,7 @@ def _owner(
 
 
 def _token_at(part: Part, rest: int) -> int | None:
-    """Return the token, 0 if there is none, that a byte of a part belongs to, or None if it is not of the part."""
+    """Return the token of a byte (0 if the part has none), or None if the byte is not of the part."""
     token = 0
     if rest < 0:
         return None

@@ -37,6 +37,5 @@ class Difference:
     def __str__(self) -> str:
         place = f"{self.layer}/{self.part}" if self.layer else "padding"
         token = "" if self.token is None else f" token {self.token}"
-        return (
-            f"region {self.region} at {self.offset} ({place}{token}): expected {self.expected}, found {self.found}"
-        )
+        where = f"region {self.region} at {self.offset} ({place}{token})"
+        return f"{where}: expected {self.expected}, found {self.found}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The maths of kvhma in plain Python: the version to read, and what the Rust core is compared with.
 
-It does everything the slow way. A transfer is found by listing every byte that D must get together with the byte of P
-that belongs there, sorting the list by D's address, and cutting it where either address stops advancing by one.
-What is left are the longest possible copies, so their number is the smallest possible number of descriptors.
+It does everything the slow way. A transfer is found by listing every byte that D must get together with the byte
+of P that belongs there, sorting the list by D's address, and cutting it where either address stops advancing by
+one. What is left are the longest possible copies, so their number is the smallest possible number of descriptors.
 
 Read it from the top: which tokens are needed, which blocks hold them, where their bytes are, which bytes meet, and
 which of those are neighbours.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
 
-# --- Which tokens and which blocks ------------------------------------------------------------------------------
+# --- Which tokens and which blocks ----------------------------------------------------------------------
 
 
 def cdiv(value: int, unit: int) -> int:
@@ -88,8 +88,8 @@ def clip_state(ids: Sequence[int], speculative: int) -> list[int]:
 def expand_blocks(ids: Sequence[int], ratio: int) -> list[int]:
     """Turn logical block ids into kernel block ids: block ``b`` is kernel blocks ``b * ratio`` and on.
 
-        >>> expand_blocks([3, 1], ratio=2)
-        [6, 7, 2, 3]
+    >>> expand_blocks([3, 1], ratio=2)
+    [6, 7, 2, 3]
     """
     return [int(block) * ratio + k for block in ids for k in range(ratio)]
 
@@ -99,7 +99,7 @@ def _start(group: Group, entry: int) -> int:
     return (entry * group.cp_size + group.cp_rank) * group.block_size
 
 
-# --- Where the bytes are ----------------------------------------------------------------------------------------
+# --- Where the bytes are --------------------------------------------------------------------------------
 
 
 class Item(NamedTuple):
@@ -160,7 +160,7 @@ def _length(axis: Axis) -> int:
     return axis.extent - axis.start if axis.length is None else axis.length
 
 
-# --- Which bytes meet -------------------------------------------------------------------------------------------
+# --- Which bytes meet -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def transfer(
     remotes: Sequence[Geometry],
     num_tokens: int,
     local_spans: Sequence[Span],
-    remote_spans: Sequence[Span],
+    remote_spans: Sequence[Span] | Sequence[Sequence[Span]],
 ) -> Transfer:
     """Return what moves for a request of `num_tokens` tokens, to the byte.
 
@@ -222,33 +222,40 @@ def transfer(
         remotes: the P ranks; of several that hold a byte, the first gives it.
         num_tokens: tokens that P computed.
         local_spans: D's blocks, by D's groups: those that D does not hold already.
-        remote_spans: P's blocks, by P's groups.
+        remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
 
     Raises:
         UnsupportedPairError: no source has some coordinates of a layer that both sides have.
     """
+    spans = spans_by_source(remote_spans, len(remotes))
     held: dict[Item, tuple[int, Byte]] = {}
     for source, remote in enumerate(remotes):
         for layer in remote.layers:
-            for item, place in layer_bytes(remote, layer, remote_spans[layer.group]):
+            for item, place in layer_bytes(remote, layer, spans[source][layer.group]):
                 held.setdefault(item, (source, place))
     shared = {layer.name for remote in remotes for layer in remote.layers}
     tokens = {(item.layer, item.token) for item in held}
+    starts = [first_held_token(local, index, remotes, spans) for index in range(len(local.groups))]
 
     pairs: dict[int, list[tuple[Byte, Byte]]] = {}
     zero: list[tuple[Byte, Byte]] = []
     for layer in local.layers:
         group = local.groups[layer.group]
         span = local_spans[layer.group]
-        if group.kind != "ssm":
-            low = first_needed_token(group, num_tokens)
+        low = first_needed_token(group, num_tokens)
+        # A chunk that just ended, or a window of one token, needs nothing of what is there.
+        last = num_tokens if low < num_tokens else 0
+        if group.kind in ("ssm", "opaque"):
+            moved = range(-1, 1 << 63)
+        else:
+            moved = range(starts[layer.group], last)
             gone = sum(_start(group, span.first + i) + group.block_size <= low for i in range(len(span.ids)))
             span = Span(span.first + gone, list(span.ids)[gone:])
         for item, place in layer_bytes(local, layer, span):
-            if item.token < num_tokens and item in held:
+            if item.token in moved and item in held:
                 source, there = held[item]
                 pairs.setdefault(source, []).append((place, there))
-            elif layer.name in shared and item.token < num_tokens and (item.layer, item.token) in tokens:
+            elif item.token in moved and layer.name in shared and (item.layer, item.token) in tokens:
                 raise UnsupportedPairError(f"no source holds {item}")
             else:
                 zero.append((place, place))
@@ -259,7 +266,30 @@ def transfer(
     return Transfer(tuple(reads), _rows(local, runs(zero), 0))
 
 
-# --- Which bytes are neighbours ---------------------------------------------------------------------------------
+def spans_by_source(spans: Sequence[Span] | Sequence[Sequence[Span]], sources: int) -> list[Sequence[Span]]:
+    """Return the spans of each source, from spans that hold for all of them or a list of such for each."""
+    if all(isinstance(span, Span) for span in spans):
+        return [cast("Sequence[Span]", spans)] * sources
+    return list(cast("Sequence[Sequence[Span]]", spans))
+
+
+def first_held_token(local: Geometry, index: int, remotes: Sequence[Geometry], spans: Sequence[Sequence[Span]]) -> int:
+    """Return the first token that P has of all layers of D's group `index`.
+
+    Its layers may be in several groups of P, whose spans begin at different tokens. They only differ in tokens
+    that are needed no more, and a group is moved from one token on: the last of those beginnings.
+    """
+    names = {layer.name for layer in local.layers if layer.group == index}
+    first = 0
+    for source, remote in enumerate(remotes):
+        for layer in remote.layers:
+            if layer.name in names:
+                group = remote.groups[layer.group]
+                first = max(first, spans[source][layer.group].first * group.cp_size * group.block_size)
+    return first
+
+
+# --- Which bytes are neighbours -------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -280,9 +310,9 @@ def runs(pairs: Sequence[tuple[Byte, Byte]]) -> list[Run]:
     for local, remote in sorted(pairs):
         if out:
             last = out[-1]
-            follows = (
-                local == (last.local.address + last.length, last.local.region)
-                and remote == (last.remote.address + last.length, last.remote.region)
+            follows = local == (last.local.address + last.length, last.local.region) and remote == (
+                last.remote.address + last.length,
+                last.remote.region,
             )
             if follows:
                 out[-1] = last._replace(length=last.length + 1)

@@ -103,11 +103,11 @@ def vllm_list(geometry: Geometry) -> tuple[Row, ...]:
     states = tuple(index for index, group in enumerate(geometry.groups) if group.kind == "ssm")
     pattern = next((layer for layer in geometry.layers if layer.group in attention), None)
     rows: dict[tuple[int, int], Row] = {}
-    for start, layers in users.items() if pattern else ():
-        assert pattern is not None  # noqa: S101 - for the type checker
-        for row in _attention_rows(geometry, pattern, start, _senders(layers, attention)):
-            # Where a page is not contiguous, several layers name the same row: it is registered once.
-            rows.setdefault((row.start, row.length), row)
+    if pattern is not None:
+        for start, layers in users.items():
+            for row in _attention_rows(geometry, pattern, start, _senders(layers, attention)):
+                # Where a page is not contiguous, several layers name the same row: it is registered once.
+                rows.setdefault((row.start, row.length), row)
     found = list(rows.values())
     for start, layers in users.items():
         for layer in [layer for layer in layers if layer.group in states][:1]:
@@ -116,7 +116,10 @@ def vllm_list(geometry: Geometry) -> tuple[Row, ...]:
 
 
 def row_ids(rows: Sequence[Row], tables: Sequence[_Ids]) -> _Ids:
-    """Return the ids in a prepared list of every group's blocks: row by row, groups one after the other.
+    """Return the ids of every group's blocks in a prepared list, in the order of vLLM 0.32.
+
+    If all groups send from all rows: row by row, the groups' blocks one after the other. Else, so for
+    attention beside state, group by group and row by row within.
 
     Args:
         rows: the list.
@@ -125,20 +128,20 @@ def row_ids(rows: Sequence[Row], tables: Sequence[_Ids]) -> _Ids:
     Raises:
         BlockIdError: an entry is not in the row.
     """
-    found, first = [np.empty(0, np.int64)], 0
-    for row in rows:
-        ids = _joined(tables, row)
-        if ids.size and not (ids.min() >= 0 and ids.max() < row.count):
-            raise BlockIdError(f"ids {ids.min()}..{ids.max()}: the row has {row.count} entries")
-        found.append(ids + first)
-        first += row.count
+    firsts = np.cumsum([0, *(row.count for row in rows)])
+    found = [np.empty(0, np.int64)]
+    for index, groups in _sends(rows):
+        ids, count = _joined(tables, groups), rows[index].count
+        if ids.size and not (ids.min() >= 0 and ids.max() < count):
+            raise BlockIdError(f"ids {ids.min()}..{ids.max()}: the row has {count} entries")
+        found.append(ids + firsts[index])
     return np.concatenate(found)
 
 
 def vllm_selection(
     local: Geometry, remote: Geometry, local_blocks: Sequence[IdsLike], remote_blocks: Sequence[IdsLike]
 ) -> Selection:
-    """Select as vLLM 0.32's NIXL connector does when one D rank reads from one P rank.
+    """Select as vLLM 0.32's NIXL connector does when one D rank reads from one of its P ranks.
 
     Sliding groups keep the last ``ceil(window / block) + 1`` blocks, chunked groups all they are given, state
     groups the one block before the speculative slots. Blocks are expanded to kernel blocks whole. The two
@@ -206,8 +209,8 @@ def plain(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_block
 def needed(geometry: Geometry, num_tokens: int) -> Count:
     """Count what `num_tokens` tokens need on this rank: live kernel blocks, and two pieces per state.
 
-    Whole kernel blocks, padding and absent layers excluded, nothing merged; so a plan can do with fewer
-    descriptors.
+    Whole kernel blocks, padding and absent layers excluded, nothing merged. So a plan can do with fewer
+    descriptors, and with fewer bytes where a last block can be cut at no cost, as that of an MLA latent.
 
     Raises:
         RequestError: a negative number of tokens.
@@ -296,9 +299,7 @@ def _attention_rows(geometry: Geometry, pattern: Layer, start: int, groups: tupl
 
 def _state_rows(layer: Layer, start: int, groups: tuple[int, ...]) -> list[Row]:
     stride, count = layer.block_stride, layer.num_blocks
-    return [
-        Row(start + part.offset, part.nbytes, count, stride, stride, 1, groups) for part in layer.page.parts
-    ]
+    return [Row(start + part.offset, part.nbytes, count, stride, stride, 1, groups) for part in layer.page.parts]
 
 
 def _unshared_list(geometry: Geometry) -> tuple[Row, ...]:
@@ -333,9 +334,7 @@ def _segments(part: Part) -> list[tuple[int, int]]:
             outer.append(axis)
     steps = product(*(range(axis.length or 0) for axis in reversed(outer)))
     strides = [axis.stride for axis in reversed(outer)]
-    return [
-        (part.offset + sum(i * stride for i, stride in zip(at, strides, strict=True)), length) for at in steps
-    ]
+    return [(part.offset + sum(i * stride for i, stride in zip(at, strides, strict=True)), length) for at in steps]
 
 
 def _page_segments(page: Page) -> list[tuple[int, int]]:
@@ -354,9 +353,7 @@ def _live(geometry: Geometry, ids: IdsLike) -> _Ids:
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RequestError(
-            f"block ids have dtype {array.dtype} and {array.ndim} dimensions; need 1 of integers"
-        )
+        raise RequestError(f"block ids have dtype {array.dtype} and {array.ndim} dimensions; need 1 of integers")
     array = array.astype(np.int64)
     return array if geometry.null_block is None else array[array != geometry.null_block]
 
@@ -386,25 +383,30 @@ def _expanded(ids: _Ids, ratio: int) -> _Ids:
     return (ids[:, None] * ratio + np.arange(ratio, dtype=np.int64)).reshape(-1)
 
 
-def _joined(tables: Sequence[_Ids], row: Row) -> _Ids:
-    return np.concatenate([np.empty(0, np.int64), *(tables[group] for group in row.groups)])
+def _joined(tables: Sequence[_Ids], groups: tuple[int, ...]) -> _Ids:
+    return np.concatenate([np.empty(0, np.int64), *(tables[group] for group in groups)])
 
 
-def _selection(
-    here: Sequence[Row], there: Sequence[Row], mine: Sequence[_Ids], theirs: Sequence[_Ids]
-) -> Selection:
+def _sends(rows: Sequence[Row]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return row and groups of every stretch of ids: within one, blocks of neighbouring groups may merge."""
+    if len({row.groups for row in rows}) <= 1:
+        return [(index, row.groups) for index, row in enumerate(rows)]
+    groups = sorted({group for row in rows for group in row.groups})
+    return [(index, (group,)) for group in groups for index, row in enumerate(rows) if group in row.groups]
+
+
+def _selection(here: Sequence[Row], there: Sequence[Row], mine: Sequence[_Ids], theirs: Sequence[_Ids]) -> Selection:
     total = posted = 0
-    for ours, other in zip(here, there, strict=True):
+    for index, groups in _sends(here):
+        ours, other = here[index], there[index]
         length = min(ours.length, other.length)
-        ids, others = _joined(mine, ours), _joined(theirs, other)
+        ids, others = _joined(mine, groups), _joined(theirs, groups)
         total += length * len(ids)
         posted += len(ids) - _merges(ours, other, ids, others, length)
     for rows in (here, there):
         if (entries := sum(row.count for row in rows)) > _MAX_IDS:
             raise AddressOverflowError(f"prepared list of {entries} entries; ids are int32")
-    local_ids, remote_ids = (
-        row_ids(rows, tables).astype(np.int32) for rows, tables in ((here, mine), (there, theirs))
-    )
+    local_ids, remote_ids = (row_ids(rows, tables).astype(np.int32) for rows, tables in ((here, mine), (there, theirs)))
     return Selection(len(local_ids), total, posted, local_ids, remote_ids)
 
 
@@ -429,9 +431,7 @@ def _check_supported(geometry: Geometry) -> None:
         for part in layer.page.parts:
             strides = {axis.name: axis.stride for axis in part.axes}
             if strides.get("rows", 0) > strides.get("channels", 0):
-                raise UnsupportedPairError(
-                    f"{layer.name}: {part.name} is in SD order; vLLM 0.32 moves only DS"
-                )
+                raise UnsupportedPairError(f"{layer.name}: {part.name} is in SD order; vLLM 0.32 moves only DS")
 
 
 def _check_pair(local: Geometry, remote: Geometry, here: Sequence[Row], there: Sequence[Row]) -> None:
@@ -443,7 +443,7 @@ def _check_pair(local: Geometry, remote: Geometry, here: Sequence[Row], there: S
             [g.block_size // g.ratio for g in local.groups if g.kind != "ssm"],
             [g.block_size // g.ratio for g in remote.groups if g.kind != "ssm"],
         ),
-        ("regions", len(here), len(there)),
+        ("regions and their groups", [row.groups for row in here], [row.groups for row in there]),
     ]
     for field, ours, other in checks:
         if ours != other:
@@ -454,8 +454,9 @@ def _check_pair(local: Geometry, remote: Geometry, here: Sequence[Row], there: S
     orders = [_axis_order(page.parts[0]) for page in pages if page]
     if orders[0] != orders[1]:
         raise UnsupportedPairError(f"axes of a page: {orders[0]} here, {orders[1]} there")
-    if orders[0][0] != "heads" and pages[0].nbytes != pages[1].nbytes:
-        raise UnsupportedPairError(f"axes of a page: {orders[0]}; heads can only be split if they come first")
+    whole = all(len(_page_segments(page)) == len(page.parts) for page in pages if page)
+    if pages[0].nbytes != pages[1].nbytes and not (orders[0][0] == "heads" and whole):
+        raise UnsupportedPairError(f"axes of a page: {orders[0]}; heads can only be split in a contiguous page")
 
 
 def _first_page(geometry: Geometry, state: bool) -> Page | None:

@@ -36,8 +36,8 @@ _AXES: Mapping[str, str] = {
     "BLNHC": "BLKNHC",
     "BHLNC": "BKHLNC",
 }
-"""The orders with K, the kernel block inside the block. Where a page is contiguous its kernel blocks are too, so
-that a state page can lie over them; elsewhere they are what a longer run of blocks would be."""
+"""The orders with K, the kernel block inside the block. Where a page is contiguous its kernel blocks are too,
+so that a state page can lie over them; elsewhere they are as blocks of a smaller size would be."""
 
 _PAGE_ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """Orders in which the page of a layer is contiguous."""
@@ -183,9 +183,7 @@ def kv_bytes(model: Model, *, tp_size: int = 1) -> int:
     return heads * 2 * model.head_dim * model.dtype_bytes
 
 
-def hybrid_block_size(
-    model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None
-) -> int:
+def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> int:
     """Return the tokens of a logical block: the least multiple of `align` whose page holds a state.
 
     Args:
@@ -280,7 +278,7 @@ def layout(
         speculative: extra state slots behind the state-bearing one.
         one_storage: one region for all tensors instead of one each. Block-major orders always have one.
         base: address of the first region.
-        region_align: bytes; every region starts at a multiple above `base`. A gap keeps neighbours apart.
+        region_align: bytes; every region starts at a multiple of it, at or behind `base`.
         memory: ``"DRAM"`` or ``"VRAM"``.
         device: device id.
 
@@ -326,12 +324,9 @@ def layout(
     step = -(-region_bytes // region_align) * region_align
     first = -(-base // region_align) * region_align
     regions = tuple(
-        Region(first + index * step, region_bytes, memory, device)
-        for index in range(slots if separate else 1)
+        Region(first + index * step, region_bytes, memory, device) for index in range(slots if separate else 1)
     )
-    place = {
-        name: (index, slot) for index, group in enumerate(groups) for slot, name in enumerate(group.layers)
-    }
+    place = {name: (index, slot) for index, group in enumerate(groups) for slot, name in enumerate(group.layers)}
     return Geometry(
         regions=regions,
         groups=tuple(_group(model, group.kind, logical, kernel, speculative) for group in groups),
@@ -362,9 +357,7 @@ def _positive(**sizes: int) -> None:
 def _attention_kinds(model: Model) -> frozenset[str]:
     kinds = frozenset(kind for _, kind in model.caches()) & ATTENTION_KINDS
     if "mla" in kinds and len(kinds) > 1:
-        raise LayoutError(
-            f"layers: {model.name} mixes {', '.join(sorted(kinds))}; their pages differ in size"
-        )
+        raise LayoutError(f"layers: {model.name} mixes {', '.join(sorted(kinds))}; their pages differ in size")
     return kinds
 
 
@@ -394,9 +387,7 @@ def _check_forms(model: Model, order: str, kv: str, conv: str) -> None:
         if value not in get_args(known):
             raise LayoutError(f"{field} {value!r}: known are {', '.join(get_args(known))}")
     if model.state is not None and order not in _PAGE_ORDERS:
-        raise LayoutError(
-            f"order {order!r}: a state page must be contiguous, as in {', '.join(_PAGE_ORDERS)}"
-        )
+        raise LayoutError(f"order {order!r}: a state page must be contiguous, as in {', '.join(_PAGE_ORDERS)}")
     if kv == "packed":
         return
     if "mla" in _attention_kinds(model):
@@ -405,9 +396,7 @@ def _check_forms(model: Model, order: str, kv: str, conv: str) -> None:
         raise LayoutError(f"kv {kv!r} with order {order!r}: K and V are separate only in contiguous pages")
     if kv == "apart" and (order[0] != "L" or model.state is not None):
         # K of block b would lie in the bytes of another block's state.
-        raise LayoutError(
-            f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole"
-        )
+        raise LayoutError(f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole")
 
 
 def _axes(order: str, kv: str) -> str:

@@ -101,9 +101,7 @@ class State:
             raise GeometryError(f"n_groups {self.n_groups} of a {self.kind} state")
         total = sum(columns for _, columns in self.conv_parts)
         if total != self.conv_dim:
-            raise GeometryError(
-                f"conv_dim {self.conv_dim} of a {self.kind} state whose parts have {total} channels"
-            )
+            raise GeometryError(f"conv_dim {self.conv_dim} of a {self.kind} state whose parts have {total} channels")
 
     @property
     def conv_parts(self) -> tuple[tuple[str, int], ...]:
@@ -149,9 +147,7 @@ class Model:
         """Check that every kind has what it needs."""
         item_bytes(self.dtype)
         if min(self.kv_heads, self.head_dim) < 1:
-            raise GeometryError(
-                f"{self.name}: kv_heads {self.kv_heads}, head_dim {self.head_dim}; need at least 1"
-            )
+            raise GeometryError(f"{self.name}: kv_heads {self.kv_heads}, head_dim {self.head_dim}; need at least 1")
         kinds = {kind for _, kind in self.caches()}
         state = self.state.kind if self.state else None
         for kind in sorted(kinds):

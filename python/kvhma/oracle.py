@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._oracle_labels import Catalog, Ints, Side, blocks_of, check_spans, first_needed
+from kvhma._oracle_labels import Catalog, Ints, RemoteSpans, Side, blocks_of, by_source, check_spans, need
 from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
 from kvhma._oracle_types import Difference, OracleError
 from kvhma.geometry import Geometry, Span
@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 _TOO_LARGE = 1 << 28
+_BEFORE, _BEHIND = 1, 2
+"""Why a byte may be P's or zero: before the first token that is needed, or behind the last."""
 
 
 class ReadLike(Protocol):
@@ -149,7 +151,7 @@ class Oracle:
         self,
         num_tokens: int,
         local_spans: Sequence[Span],
-        remote_spans: Sequence[Span],
+        remote_spans: RemoteSpans,
         transfer: TransferLike,
     ) -> Report:
         """Simulate `transfer` and return what it did, or raise with the first bytes that are wrong.
@@ -157,7 +159,7 @@ class Oracle:
         Args:
             num_tokens: tokens of the request that P computed.
             local_spans: D's blocks, by D's groups.
-            remote_spans: P's blocks, by P's groups; the same for every source.
+            remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
             transfer: what is under test.
 
         Raises:
@@ -175,7 +177,7 @@ class Oracle:
         self,
         num_tokens: int,
         local_spans: Sequence[Span],
-        remote_spans: Sequence[Span],
+        remote_spans: RemoteSpans,
         transfer: TransferLike,
         *,
         limit: int = 64,
@@ -192,14 +194,15 @@ class Oracle:
         self,
         num_tokens: int,
         local_spans: Sequence[Span],
-        remote_spans: Sequence[Span],
+        remote_spans: RemoteSpans,
         transfer: TransferLike,
         limit: int,
     ) -> tuple[Report, list[Difference]]:
         check_spans(self._local.geometry, local_spans)
-        for side in self._remotes:
-            check_spans(side.geometry, remote_spans)
-        labels = self._number(local_spans, remote_spans)
+        theirs = by_source(remote_spans, len(self._remotes))
+        for side, spans in zip(self._remotes, theirs, strict=True):
+            check_spans(side.geometry, spans)
+        labels = self._number(local_spans, theirs)
         stale = np.arange(labels.stale, labels.stale + self._local.size, dtype=np.int64)
         memory = stale.copy()
         held = np.zeros(labels.stale, bool)
@@ -209,7 +212,7 @@ class Oracle:
         places = []
         mergeable = 0
         for index, side in enumerate(self._remotes):
-            source = self._source_memory(side, remote_spans, labels, index, held)
+            source = self._source_memory(side, theirs[index], labels, index, held)
             for read in reads[index]:
                 local, pairs = _apply_read(self._local, side, read, source, memory)
                 places.append(local)
@@ -217,17 +220,17 @@ class Oracle:
         _refuse_overlap(self._local, places)
 
         expected, optional = self._expected(num_tokens, local_spans, labels, held, stale)
-        # A last block may come whole: there P's byte and zero are both right, and only the count is checked.
+        # In the first and the last block P's byte and zero can both be right: nobody reads them. Only the bytes
+        # behind the last token are counted.
         at = np.flatnonzero(optional)
-        found = memory[at]
-        whole = found == expected[at]
-        expected[at[~whole]] = 0
+        came = memory[at] == expected[at]
+        expected[at[~came]] = 0
         wrong = np.flatnonzero(memory != expected)
         moved = int(np.count_nonzero((expected > 0) & (expected < labels.stale)))
         zeroed = int(np.count_nonzero(expected == 0))
         report = Report(
             moved=moved,
-            excess=int(np.count_nonzero(whole)),
+            excess=int(np.count_nonzero(came & (optional[at] == _BEHIND))),
             zeroed=zeroed,
             untouched=self._local.size - moved - zeroed,
             mergeable=mergeable,
@@ -239,11 +242,12 @@ class Oracle:
                 differences.append(self._difference(flat, owner, int(expected[flat]), int(memory[flat]), labels))
         return report, differences
 
-    def _number(self, local_spans: Sequence[Span], remote_spans: Sequence[Span]) -> _Labels:
+    def _number(self, local_spans: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> _Labels:
         """Give every item that a block of either side holds a range of labels."""
         low, high = 0, 1
         starts = []
-        for side, spans in [(self._local, local_spans), *((side, remote_spans) for side in self._remotes)]:
+        sides = [self._local, *self._remotes]
+        for side, spans in zip(sides, [local_spans, *theirs], strict=True):
             for group, span in zip(side.geometry.groups, spans, strict=True):
                 token = blocks_of(group, span).token
                 if token.size and group.kind != "ssm":
@@ -295,27 +299,29 @@ class Oracle:
         labels: _Labels,
         held: NDArray[np.bool_],
         stale: Ints,
-    ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return what D's memory must hold, and where zero would be right as well."""
+    ) -> tuple[Ints, NDArray[np.int8]]:
+        """Return what D's memory must hold, and where and why zero would be right as well."""
         expected = stale.copy()
-        optional = np.zeros(stale.size, bool)
+        optional = np.zeros(stale.size, np.int8)
         side = self._local
         for index, (group, span) in enumerate(zip(side.geometry.groups, spans, strict=True)):
             found = self._labelled(side, index, span, labels)
             if found is None:
                 continue
             flat, content, token, entry = found
+            size = side.templates[index].tokens
             here = held[content]
             if group.kind in ("ssm", "opaque"):
                 expected[flat] = np.where(here, content, 0)
                 continue
-            used = blocks_of(group, span).token + group.block_size > first_needed(group, num_tokens)
-            flat, content, token, here = flat[used], content[used], token[used], here[used]
+            asked = need(group, blocks_of(group, span), num_tokens)
+            flat, content, token = flat[asked.used], content[asked.used], token[asked.used]
+            here = here[asked.used] & (asked.low < num_tokens)
             kernel = group.block_size // group.ratio
-            remote_kernel = self._remote_kernel[entry]
-            behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, remote_kernel))
+            behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[entry]))
             expected[flat] = np.where(here & (token < behind), content, 0)
-            optional[flat] = here & (token >= num_tokens) & (token < behind)
+            optional[flat] = np.where(here & (token + size <= asked.low), _BEFORE, 0)
+            optional[flat] += np.where(here & (token >= num_tokens) & (token < behind), _BEHIND, 0)
         return expected, optional
 
     def _owners(self, spans: Sequence[Span]) -> tuple[Ints, Ints]:
@@ -326,9 +332,7 @@ class Oracle:
             if template.offset.size:
                 for block in range(template.num_blocks):
                     entries[template.offset + block * template.stride] = template.entry
-        for group, template, span in zip(
-            self._local.geometry.groups, self._local.templates, spans, strict=True
-        ):
+        for group, template, span in zip(self._local.geometry.groups, self._local.templates, spans, strict=True):
             blocks = blocks_of(group, span)
             for block, token in zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True):
                 flat = template.offset + block * template.stride
@@ -375,7 +379,7 @@ def simulate(
     remotes: Sequence[Geometry],
     num_tokens: int,
     local_spans: Sequence[Span],
-    remote_spans: Sequence[Span],
+    remote_spans: RemoteSpans,
     transfer: TransferLike,
 ) -> list[Difference]:
     """Simulate one transfer; see :meth:`Oracle.simulate`."""
@@ -387,7 +391,7 @@ def check(
     remotes: Sequence[Geometry],
     num_tokens: int,
     local_spans: Sequence[Span],
-    remote_spans: Sequence[Span],
+    remote_spans: RemoteSpans,
     transfer: TransferLike,
 ) -> Report:
     """Check one transfer; see :meth:`Oracle.check`."""
@@ -421,9 +425,8 @@ def _by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]]:
         total += size
         rows += len(read.local)
     if (total, rows) != (transfer.bytes, transfer.descriptors):
-        raise OracleError(
-            f"bytes and descriptors are {transfer.bytes} and {transfer.descriptors}, reads have {total} and {rows}"
-        )
+        told = (transfer.bytes, transfer.descriptors)
+        raise OracleError(f"bytes and descriptors are said to be {told}, the rows have {(total, rows)}")
     return reads
 
 

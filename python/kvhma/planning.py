@@ -9,8 +9,9 @@ from kvhma import _kvhma
 from kvhma.geometry import Geometry, Span
 from kvhma.types import IdsLike
 
-DEFAULT_DESCRIPTOR_BYTES = 16_384
-"""Bytes that take about as long to move as posting one more descriptor (2.3 µs at 7 GB/s)."""
+DEFAULT_DESCRIPTOR_BYTES = 131_072
+"""Bytes that take about as long to move as posting one more descriptor: 3 µs at 40 GB/s. On one host with cross-memory
+attach (7 GB/s) 16 KiB is nearer; docs/benchmarks.md has the measurement."""
 
 
 def plan(

@@ -11,11 +11,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from support.flat import flat_geometry
 
 from kvhma.errors import GeometryError, HandshakeError
 from kvhma.nixl import MAX_HELLO_BYTES, decode_hello, encode_hello
 from kvhma.nixl.handshake import MAX_EXTRA_BYTES, MAX_GEOMETRY_BYTES, MAX_METADATA_BYTES, MAX_NAME_BYTES
+from support.flat import flat_geometry
 
 HEAD = struct.Struct("<8sHHIIIQ")
 MAGIC = b"kvhma-hi"
@@ -31,9 +31,7 @@ def hello(geometry):
     return encode_hello(b"nixl" * 50, geometry, name="P-0", generation=2**64 - 1, extra=b"\x00\xff")
 
 
-def forge(
-    name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, magic=MAGIC, version=1, sizes=None, digest=None
-):
+def forge(name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, magic=MAGIC, version=1, sizes=None, digest=None):
     """Pack a message whose digest is right, whatever is in it."""
     body = name + metadata + geometry + extra
     head = HEAD.pack(magic, version, *(sizes or map(len, (name, metadata, geometry, extra))), 7)
@@ -149,9 +147,7 @@ def test_versions():
         decode_hello(MAGIC + b"\2\0")
 
 
-@pytest.mark.parametrize(
-    "name", [b"", b"\xff", b"a\nb", b"a\x00", b"\x1b[31m", "‮".encode(), b"\xed\xa0\x80"], ids=repr
-)
+@pytest.mark.parametrize("name", [b"", b"\xff", b"a\nb", b"a\x00", b"\x1b[31m", "‮".encode(), b"\xed\xa0\x80"], ids=repr)
 def test_names_that_do_not_belong_into_a_log(name):
     with pytest.raises(HandshakeError, match="name"):
         decode_hello(forge(name=name))

@@ -160,9 +160,7 @@ def test_one_request(name: str, index: int) -> None:
     assert least.bytes / MIB == pytest.approx(least_mib, abs=0.0501)
 
 
-@pytest.mark.parametrize(
-    ("name", "exact", "static"), [("gemma-3-4b", 11920, 11950), ("gpt-oss-20b", 24096, 24108)]
-)
+@pytest.mark.parametrize(("name", "exact", "static"), [("gemma-3-4b", 11920, 11950), ("gpt-oss-20b", 24096, 24108)])
 def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int) -> None:
     """The clip keeps ceil(W/B)+1 blocks; at 32000 tokens, a multiple of 16, one is behind the window.
 
@@ -327,9 +325,7 @@ def test_state_of_a_request(name: str, mib: float) -> None:
     assert layers * state_bytes(one.state) / MIB == pytest.approx(mib, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "sizes"), [(1, (36864, 2097152)), (2, (18432, 1048576)), (4, (9216, 524288))]
-)
+@pytest.mark.parametrize(("tp_size", "sizes"), [(1, (36864, 2097152)), (2, (18432, 1048576)), (4, (9216, 524288))])
 def test_nemotron_nano_state_per_rank(tp_size: int, sizes: tuple[int, int]) -> None:
     one = layout(model("NVIDIA-Nemotron-3-Nano-30B-A3B"), num_blocks=2, tp_size=tp_size)
     *conv, ssm = layer_of(one, "ssm").page.parts

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,13 @@ class Worker:
     def pause(self) -> None:
         """Stop it where it is: over TCP nobody serves its memory then, so transfers from it hang."""
         self.process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + SECONDS
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        # The signal stops the threads one by one, and the one that serves the memory need not be the first.
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the worker does not stop")
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.flat import flat_geometry, labelled
-
 from kvhma.nixl import Agent
+from support.flat import flat_geometry, labelled
 
 
 def notifications(agent: Agent, count: int, seconds: float) -> list[tuple[str, str]]:

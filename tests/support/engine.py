@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +14,10 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of an engine: layers of one family, cut into blocks."""
+    """A group of an engine: layers of one family, cut into blocks; `kind` may be ``full`` for windows."""
 
     family: Family
+    kind: str
     layers: tuple[str, ...]
     kernel_tokens: int
     ratio: int
@@ -26,6 +26,12 @@ class GroupShape:
     @property
     def block_size(self) -> int:
         return self.kernel_tokens * self.ratio
+
+    def needed(self, tokens: int) -> int:
+        """Return the first token that is still needed."""
+        if self.kind == "sliding":
+            return max(0, tokens - self.family.limit + 1)
+        return tokens // self.family.limit * self.family.limit if self.kind == "chunked" else 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,9 @@ class _Area:
 class Rank:
     """Builds the geometry of one rank."""
 
-    def __init__(self, shape: Shape, place: Placement, tp_rank: int, cp_rank: int, stage: int, names: list[str]) -> None:
+    def __init__(
+        self, shape: Shape, place: Placement, tp_rank: int, cp_rank: int, stage: int, names: list[str]
+    ) -> None:
         self.shape, self.place = shape, place
         self.tp_rank, self.cp_rank, self.stage = tp_rank, cp_rank, stage
         self.mine = set(names)
@@ -128,7 +136,11 @@ class Rank:
             # Heads outside of blocks: only layers with equal rows can share memory.
             pools: dict[tuple[int, ...], list[int]] = {}
             for i in attention:
-                key = (self._heads(groups[i].family), self._row_bytes(groups[i]) * groups[i].ratio, groups[i].ratio)
+                key = (
+                    self._heads(groups[i].family),
+                    self._row_bytes(groups[i]) * groups[i].ratio,
+                    groups[i].ratio,
+                )
                 pools.setdefault(key if self.shape.shared else (i,), []).append(i)
             for members in pools.values():
                 self._heads_outside(members)
@@ -152,7 +164,7 @@ class Rank:
 
     def _heads(self, family: Family) -> int:
         for axis in family.parts[0].axes:
-            if axis.name == "heads" and family.kind != "ssm":
+            if axis.name == "heads" and family.attention:
                 return shard(axis, self.shape.tp, self.tp_rank, self.shape.overlap)[1]
         return 0
 
@@ -195,7 +207,7 @@ class Rank:
         for spec in group.family.parts:
             names = [axis.name for axis in spec.axes]
             outer = ["tokens", "heads"] if self.shape.order.endswith("NHC") else ["heads", "tokens"]
-            order = [name for name in (*outer, "content", "packed") if name in names]
+            order = [name for name in (*outer, "content", "packed", "bytes") if name in names]
             if "kv" in names:
                 order.insert(0 if self.shape.kv == "outer" else len(order) - 1, "kv")
             lengths = self._lengths(spec, group.kernel_tokens)
@@ -244,7 +256,7 @@ class Rank:
             for i in here:
                 ratio, (page, size) = self.shape.groups[i].ratio, pages[i]
                 kernel = None if self.shape.spread and stride % ratio == 0 else size
-                kernel = None if ratio == 1 or kernel == stride // ratio and stride % ratio == 0 else kernel
+                kernel = None if ratio == 1 or (kernel == stride // ratio and stride % ratio == 0) else kernel
                 area.layers.append((self._layers_of(i)[slot], i, 0, blocks, stride, page, kernel))
             self.areas.append(area)
 
@@ -331,11 +343,11 @@ class Rank:
     def _group(self, shape: GroupShape) -> Group:
         family = shape.family
         return Group(
-            kind=family.kind,  # type: ignore[arg-type]
+            kind=shape.kind,  # type: ignore[arg-type]
             block_size=shape.block_size,
             ratio=shape.ratio,
-            window=family.limit if family.kind == "sliding" else None,
-            chunk=family.limit if family.kind == "chunked" else None,
+            window=family.limit if shape.kind == "sliding" else None,
+            chunk=family.limit if shape.kind == "chunked" else None,
             speculative=family.speculative,
             cp_rank=self.cp_rank if shape.cp else 0,
             cp_size=self.shape.cp if shape.cp else 1,

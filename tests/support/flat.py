@@ -18,17 +18,14 @@ def flat_geometry(*arrays: NDArray[Any], page: int = 4096) -> Geometry:
         regions=tuple(Region(array.ctypes.data, array.nbytes) for array in arrays),
         groups=(Group("opaque", 1),),
         layers=tuple(
-            Layer(f"layer.{at}", 0, at, 0, array.nbytes // page, page, Page((part,)))
-            for at, array in enumerate(arrays)
+            Layer(f"layer.{at}", 0, at, 0, array.nbytes // page, page, Page((part,))) for at, array in enumerate(arrays)
         ),
     )
 
 
 def rows_of(array: NDArray[Any], blocks: list[int], page: int = 4096) -> NDArray[np.uint64]:
     """Return descriptors ``(addr, len, device)`` of blocks of an array."""
-    return np.array(
-        [(array.ctypes.data + block * page, page, 0) for block in blocks], dtype=np.uint64
-    ).reshape(-1, 3)
+    return np.array([(array.ctypes.data + block * page, page, 0) for block in blocks], dtype=np.uint64).reshape(-1, 3)
 
 
 def views_of(*arrays: NDArray[Any], page: int = 4096) -> NDArray[np.uint64]:

@@ -12,6 +12,7 @@ from kvhma.geometry import Geometry, Span
 from support.engine import ORDERS, GroupShape, Placement, Rank, Shape
 from support.model import Family, make_model
 from support.recipe import Recipe
+from support.request import draw_place, draw_positions, draw_tokens
 
 Cut = tuple[int, int]
 """Tokens of a kernel block, and kernel blocks in a logical block."""
@@ -28,7 +29,7 @@ class Case:
         remotes: the P ranks.
         num_tokens: tokens that P computed.
         local_spans: D's blocks by D's groups.
-        remote_spans: P's blocks by P's groups.
+        remote_spans: P's blocks by P's groups, for all sources; or a list of such for each source.
         features: what the case has, for counting.
     """
 
@@ -38,7 +39,7 @@ class Case:
     remotes: tuple[Geometry, ...]
     num_tokens: int
     local_spans: tuple[Span, ...]
-    remote_spans: tuple[Span, ...]
+    remote_spans: tuple[Span, ...] | tuple[tuple[Span, ...], ...]
     features: frozenset[str]
 
     def __str__(self) -> str:
@@ -58,28 +59,51 @@ def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Cas
     families = make_model(rng, recipe, tp)
     cuts = _cuts(rng, recipe, families)
     local, remote = _shapes(rng, recipe, families, cuts, tp)
-    tokens = _tokens(rng, recipe, local, remote)
+    tokens = draw_tokens(rng, recipe, local, remote)
     if max_tokens is not None:
         tokens = min(tokens, max_tokens)
-    entries, extras = _positions(rng, recipe, local, remote, tokens)
-    places = [_place(rng, [count for _, count in side]) for side in entries]
-    spans = [
-        tuple(Span(first, list(ids)) for (first, _), ids in zip(side, place.ids, strict=True))
-        for side, place in zip(entries, places, strict=True)
-    ]
+    entries, extras = draw_positions(rng, recipe, local, remote, tokens)
+    place = draw_place(rng, [count for _, count in entries[0]])
+    local_spans = _spans(entries[0], place)
 
     rank = rng.randrange(local.tp)
     stage = rng.randrange(local.pp)
-    mine = _stages(local)[stage]
-    geometry = Rank(local, places[0], rank, rng.randrange(local.cp), stage, mine).geometry()
+    geometry = Rank(local, place, rank, rng.randrange(local.cp), stage, _stages(local)[stage]).geometry()
     sources = [(r, c, s) for r in range(remote.tp) for c in range(remote.cp) for s in range(remote.pp)]
     if recipe.equal_rank or (recipe.tp == "equal" and remote.overlap == local.overlap and rng.random() < 0.5):
         sources = [source for source in sources if source[0] == rank]
     rng.shuffle(sources)
-    stages = _stages(remote)
-    remotes = tuple(Rank(remote, places[1], r, c, s, stages[s]).geometry() for r, c, s in sources)
-    features = _features(local, remote, places, spans, geometry, remotes, tokens) | extras
-    return Case(seed, recipe, geometry, remotes, tokens, spans[0], spans[1], frozenset(features))
+    engines = _engines(rng, remote, entries[1])
+    spans = tuple(engines[s][2] for _, _, s in sources)
+    remotes = tuple(Rank(engines[s][0], engines[s][1], r, c, s, _stages(remote)[s]).geometry() for r, c, s in sources)
+    own = len({id(engine[1]) for engine in engines}) > 1
+    if own:
+        extras.add("spans by source")
+    features = _features(local, place, local_spans, geometry, remotes, tokens) | extras
+    nested = own or rng.random() < 0.1
+    remote_spans = spans if nested else spans[0]
+    return Case(seed, recipe, geometry, remotes, tokens, local_spans, remote_spans, frozenset(features))
+
+
+def _spans(entries: Sequence[tuple[int, int]], place: Placement) -> tuple[Span, ...]:
+    return tuple(Span(first, list(ids)) for (first, _), ids in zip(entries, place.ids, strict=True))
+
+
+def _engines(
+    rng: random.Random, shape: Shape, entries: Sequence[tuple[int, int]]
+) -> list[tuple[Shape, Placement, tuple[Span, ...]]]:
+    """Return shape, placement and spans of each stage of P: mostly one engine, sometimes one for each stage."""
+    if shape.pp == 1 or rng.random() < 0.6:
+        place = draw_place(rng, [count for _, count in entries])
+        return [(shape, place, _spans(entries, place))] * shape.pp
+    engines = []
+    for names in _stages(shape):
+        kept = [i for i, group in enumerate(shape.groups) if set(group.layers) & set(names)]
+        mine = [entries[i] for i in kept]
+        place = draw_place(rng, [count for _, count in mine])
+        part = replace(shape, groups=tuple(shape.groups[i] for i in kept))
+        engines.append((part, place, _spans(mine, place)))
+    return engines
 
 
 def _ranks(rng: random.Random, recipe: Recipe) -> tuple[int, int]:
@@ -105,6 +129,10 @@ def _cuts(rng: random.Random, recipe: Recipe, families: Sequence[Family]) -> dic
     for family in families:
         if family.kind == "ssm":
             cuts[family.name] = ((1, 1), (1, 1))
+            continue
+        if family.kind == "opaque":
+            cut = (rng.choice([1, 4]), rng.choice([1, 1, 3]))
+            cuts[family.name] = (cut, cut)
             continue
         if first is not None and shared and not family.packed and not families[0].packed:
             cuts[family.name] = first
@@ -160,6 +188,10 @@ def _shapes(
     }[recipe.cp]
     also_full = rng.random() < 0.5 or not any(family.kind == "mla" for family in families)
     cp_kinds = {"mla", "full"} if also_full else {"mla"}
+    if rng.random() < 0.4:
+        cp_kinds |= {"sliding", "chunked"}
+    if recipe.cp == "none":
+        cp_kinds = set()
     names = sorted((name for family in families for name in family.layers), key=_number)
     pp = (1, 1)
     if recipe.layers == "stages" and len(names) > 1:
@@ -170,7 +202,7 @@ def _shapes(
         tp=tp[0],
         cp=cp[0],
         pp=pp[0],
-        groups=_groups(families, split, cuts, 0, cp_kinds if recipe.cp != "none" else set(), only[0]),
+        groups=_groups(families, split, cuts, 0, cp_kinds, only[0]),
         order=rng.choice(ORDERS),
         kv=rng.choice(["outer", "inner"]),
         conv=rng.choice(["SD", "DS"]),
@@ -185,7 +217,7 @@ def _shapes(
     other = replace(base, tp=tp[1], cp=cp[1], pp=pp[1])
     if recipe.layers == "regrouped":
         split = {name: rng.choice([1, 2, 3, 4]) for name in split}
-    groups = list(_groups(families, split, cuts, 1, cp_kinds if recipe.cp != "none" else set(), only[1]))
+    groups = list(_groups(families, split, cuts, 1, cp_kinds, only[1]))
     if recipe.layers == "regrouped":
         groups = [replace(group, layers=tuple(rng.sample(group.layers, len(group.layers)))) for group in groups]
         rng.shuffle(groups)
@@ -220,6 +252,10 @@ def _page_orders(rng: random.Random, base: Shape, other: Shape) -> tuple[Shape, 
     return base, replace(other, order=swap[base.order], kv="inner" if base.kv == "outer" else "outer")
 
 
+def _keep_all(group: GroupShape) -> GroupShape:
+    return replace(group, kind="full") if group.kind in ("sliding", "chunked") else group
+
+
 def _number(name: str) -> int:
     return int(name.split(".")[2])
 
@@ -248,7 +284,7 @@ def _groups(
         kernel, ratio = cuts[family.name][side]
         for start in range(0, len(layers), split[family.name]):
             part = tuple(layers[start : start + split[family.name]])
-            groups.append(GroupShape(family, part, kernel, ratio, family.kind in cp_kinds))
+            groups.append(GroupShape(family, family.kind, part, kernel, ratio, family.kind in cp_kinds))
     return tuple(groups)
 
 
@@ -258,116 +294,10 @@ def _stages(shape: Shape) -> list[list[str]]:
     return [names[i * len(names) // shape.pp : (i + 1) * len(names) // shape.pp] for i in range(shape.pp)]
 
 
-def _tokens(rng: random.Random, recipe: Recipe, local: Shape, remote: Shape) -> int:
-    groups = [group for shape in (local, remote) for group in shape.groups if group.family.kind != "ssm"]
-    sizes = [group.block_size for group in groups] or [4]
-    most = min(8 * min(sizes), 4 * max(sizes))
-    if recipe.tokens == "short":
-        return rng.randint(1, max(1, min(sizes) - 1))
-    tokens = rng.randint(1, most)
-    if recipe.tokens == "aligned":
-        unit = rng.choice(sizes)
-        tokens = -(-tokens // unit) * unit
-    return tokens
-
-
-def _positions(
-    rng: random.Random, recipe: Recipe, local: Shape, remote: Shape, tokens: int
-) -> tuple[list[list[tuple[int, int]]], set[str]]:
-    """Return first entry and number of blocks for each group of D and P, and what to count."""
-    extras: set[str] = set()
-    hit = rng.randint(0, tokens) if recipe.positions == "prefix" else 0
-    sides: list[list[tuple[int, int]]] = [[], []]
-    starts: dict[str, int] = {}
-    for group in local.groups:
-        unit = group.block_size * (local.cp if group.cp else 1)
-        entries = -(-tokens // unit)
-        if group.family.kind == "ssm":
-            sides[0].append((rng.randint(0, 3), _slots(rng, group.family, recipe.positions == "per-group")))
-            continue
-        first = {
-            "start": 0,
-            "prefix": hit // unit,
-            "per-group": rng.randint(0, entries),
-            "clipped": _needed(group.family, tokens) // unit,
-        }[recipe.positions]
-        more = rng.choice([0, 0, 0, 1, 1, 2])
-        count = max(0, entries - first) + more
-        if first >= entries:
-            extras.add("full hit")
-        elif first:
-            extras.add("prefix hit")
-        if more:
-            extras.add("D has more blocks")
-        sides[0].append((first, count))
-        for name in group.layers:
-            starts[name] = first * unit
-    for group in remote.groups:
-        if group.family.kind == "ssm":
-            sides[1].append((rng.randint(0, 3), max(1, _slots(rng, group.family, False))))
-            continue
-        unit = group.block_size * (remote.cp if group.cp else 1)
-        entries = -(-tokens // unit)
-        # P may have dropped what no layer of D asks for: behind the window, or what D holds already.
-        wanted = min((starts[name] for name in group.layers if name in starts), default=0)
-        latest = max(_needed(group.family, tokens), wanted) // unit
-        first = 0 if recipe.positions == "start" else rng.choice([0, min(latest, entries), rng.randint(0, min(latest, entries))])
-        if first:
-            extras.add("P starts later")
-        sides[1].append((first, max(0, entries - first) + rng.choice([0, 0, 0, 1])))
-    return sides, extras
-
-
-def _slots(rng: random.Random, family: Family, maybe_none: bool) -> int:
-    """Return a number of state slots: the state-bearing one, older ones, speculative ones."""
-    if maybe_none and rng.random() < 0.1:
-        return 0
-    return rng.choice([1, 1, 2, 3]) + family.speculative
-
-
-def _needed(family: Family, tokens: int) -> int:
-    """Return the first token that is still needed."""
-    if family.kind == "sliding":
-        return max(0, tokens - family.limit + 1)
-    return tokens // family.limit * family.limit if family.kind == "chunked" else 0
-
-
-def _place(rng: random.Random, counts: Sequence[int]) -> Placement:
-    """Give blocks ids, and an engine addresses."""
-    null = rng.choice([0, 0, 0, None, 1])
-    total = sum(counts) + rng.randint(0, 5) + 2
-    pool = [i for i in range(total + 1) if i != null]
-    style = rng.choice(["ascending", "descending", "scattered", "chunks"])
-    if style == "descending":
-        pool.reverse()
-    elif style == "scattered":
-        rng.shuffle(pool)
-    elif style == "chunks":
-        cut = rng.randint(1, max(1, len(pool) - 1))
-        pool = pool[cut:] + pool[:cut]
-    ids = []
-    for count in counts:
-        ids.append(tuple(pool[:count]))
-        pool = pool[count:]
-    memory = rng.choice(["DRAM", "DRAM", "VRAM"])
-    return Placement(
-        ids=tuple(ids),
-        null_block=null,
-        regions=rng.choice(["each", "one"]),
-        base=rng.choice([4096, 1 << 20, 0x7F12_3450_0000, 0x7F12_3450_0001, (1 << 64) - (1 << 30)]),
-        gap=rng.choice([0, 0, 64, 5]),
-        lead=rng.choice([0, 0, 64, 7]),
-        spare=rng.randint(0, 3),
-        memory=memory,
-        device=0 if memory == "DRAM" else rng.randint(0, 3),
-    )
-
-
 def _features(
     local: Shape,
-    remote: Shape,
-    places: Sequence[Placement],
-    spans: Sequence[Sequence[Span]],
+    place: Placement,
+    spans: Sequence[Span],
     geometry: Geometry,
     remotes: Sequence[Geometry],
     tokens: int,
@@ -379,7 +309,7 @@ def _features(
         found.add(f"parts {name}")
         if group.family.packed:
             found.add("packed content")
-        if group.family.kind != "ssm":
+        if group.family.attention:
             found.add("ratio 1" if group.ratio == 1 else "ratio 2-8" if group.ratio <= 8 else "ratio 9-300")
             found.add("partial last block" if tokens % group.block_size else "whole last block")
     if len({len(group.layers) for group in local.groups}) > 1:
@@ -389,14 +319,14 @@ def _features(
         found.add("aliased layers")
     if any(layer.kernel_stride is None and geometry.groups[layer.group].ratio > 1 for layer in geometry.layers):
         found.add("kernel_stride default")
-    found |= {f"order {local.order}", f"regions {places[0].regions}", f"sources {min(len(remotes), 9)}"}
+    found |= {f"order {local.order}", f"regions {place.regions}", f"sources {min(len(remotes), 9)}"}
     if local.row_pad or local.page_pad or local.block_pad:
         found.add("padding")
-    for side in spans:
-        for span in side:
-            steps = {b - a for a, b in zip(span.ids, list(span.ids)[1:], strict=False)}
-            if steps:
-                found.add("ids ascending" if steps == {1} else "ids descending" if steps == {-1} else "ids scattered")
-    if tokens < min((g.kernel_tokens for g in local.groups if g.family.kind != "ssm"), default=0):
+    for span in spans:
+        steps = {b - a for a, b in pairwise(span.ids)}
+        if steps:
+            name = "ascending" if steps == {1} else "descending" if steps == {-1} else "scattered"
+            found.add(f"ids {name}")
+    if tokens < min((group.kernel_tokens for group in local.groups if group.family.attention), default=0):
         found.add("less than a kernel block")
     return found

@@ -56,9 +56,14 @@ class Family:
     speculative: int = 0
 
     @property
+    def attention(self) -> bool:
+        """Whether tokens have places in its blocks."""
+        return self.kind not in ("ssm", "opaque")
+
+    @property
     def packed(self) -> bool:
-        """Whether tokens cannot cut its pages."""
-        return self.kind != "ssm" and all(axis.name != "tokens" for part in self.parts for axis in part.axes)
+        """Whether it is attention whose pages tokens cannot cut."""
+        return self.attention and all(axis.name != "tokens" for part in self.parts for axis in part.axes)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ def make_model(rng: random.Random, recipe: Recipe, tp: tuple[int, int]) -> tuple
         tp: tensor-parallel ranks of D and P.
     """
     extents = _extents(rng, recipe, tp)
-    kinds = [rng.choice(["full", "full", "sliding", "sliding", "chunked", "mla"]) for _ in range(rng.choice([1, 1, 2, 3]))]
+    kinds = [
+        rng.choice(["full", "full", "sliding", "sliding", "chunked", "mla"]) for _ in range(rng.choice([1, 1, 2, 3]))
+    ]
     if recipe.tokens == "packed":
         kinds[0] = "packed"
     if recipe.cp != "none" and not {"full", "mla"} & set(kinds[recipe.tokens == "packed" :]):
@@ -89,6 +96,8 @@ def make_model(rng: random.Random, recipe: Recipe, tp: tuple[int, int]) -> tuple
         kinds.append(rng.choice(["mamba2", "gdn", "mamba1"] if recipe.state != "whole-groups" else ["mamba2"]))
     elif len(kinds) == 1 and rng.random() < 0.3:
         kinds.append("sliding")
+    if rng.random() < 0.1:
+        kinds.append("opaque")
     counts = [rng.choice([1, 1, 2, 2, 3, 4]) for _ in kinds]
     names: list[list[str]] = [[] for _ in kinds]
     order = [i for i, count in enumerate(counts) for _ in range(count)]
@@ -118,6 +127,8 @@ def _extents(rng: random.Random, recipe: Recipe, tp: tuple[int, int]) -> Extents
 def _family(rng: random.Random, name: str, kind: str, layers: tuple[str, ...], extents: Extents) -> Family:
     if kind in ("mamba1", "mamba2", "gdn"):
         return Family(name, "ssm", _state_parts(rng, kind, extents), layers, speculative=rng.choice([0, 0, 1, 2]))
+    if kind == "opaque":
+        return Family(name, kind, (PartSpec("raw", "bytes", 1, (AxisSpec("bytes", rng.randint(1, 40)),)),), layers)
     item = rng.choice([1, 2, 2])
     heads = AxisSpec("heads", extents.heads, "split")
     if kind == "packed":
@@ -144,14 +155,22 @@ def _state_parts(rng: random.Random, kind: str, extents: Extents) -> tuple[PartS
         return PartSpec(name, f"conv{item}", item, (rows, AxisSpec("channels", extent, rule, unit)))
 
     if kind == "mamba1":
-        axes = (AxisSpec("channels", extents.channels, "split"), AxisSpec("state", width))
         return conv("x", extents.channels), PartSpec("ssm", f"ssm{ssm_item}", ssm_item, axes)
     unit = rng.choice([1, 2])
-    axes = (AxisSpec("heads", extents.state_heads, "split"), AxisSpec("dim", rng.choice([1, 2])), AxisSpec("state", width))
+    axes = (
+        AxisSpec("heads", extents.state_heads, "split"),
+        AxisSpec("dim", rng.choice([1, 2])),
+        AxisSpec("state", width),
+    )
     ssm = PartSpec("ssm", f"ssm{ssm_item}", ssm_item, axes)
     if kind == "gdn":
         key = extents.channels * unit
         value = extents.state_heads * unit
         return conv("q", key, unit=unit), conv("k", key, unit=unit), conv("v", value, unit=unit), ssm
     shared = extents.groups * width
-    return conv("x", extents.channels), conv("B", shared, "groups", width), conv("C", shared, "groups", width), ssm
+    return (
+        conv("x", extents.channels),
+        conv("B", shared, "groups", width),
+        conv("C", shared, "groups", width),
+        ssm,
+    )

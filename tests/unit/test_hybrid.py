@@ -86,9 +86,7 @@ def touched(one: Geometry, group: int, block: int) -> np.ndarray:
 def test_every_byte_has_one_place(one: Model, options: dict[str, Any], one_storage: bool) -> None:
     """No byte is used twice in a group; blocks are apart whichever groups they serve; nothing is outside."""
     blocks = 4
-    geometry = layout(
-        one, num_blocks=blocks, block_size=8, align=8, one_storage=one_storage, base=0, **options
-    )
+    geometry = layout(one, num_blocks=blocks, block_size=8, align=8, one_storage=one_storage, base=0, **options)
     size = max(region.base + region.bytes for region in geometry.regions)
     owner = np.full(size, -1)
     inside = np.zeros(size, np.bool_)
@@ -140,9 +138,7 @@ def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
     (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
     (1, 2, [(0, 1), (0, 1)]),
 ])  # fmt: skip
-def test_heads_repeat_when_there_are_more_ranks(
-    heads: int, tp_size: int, shards: list[tuple[int, int]]
-) -> None:
+def test_heads_repeat_when_there_are_more_ranks(heads: int, tp_size: int, shards: list[tuple[int, int]]) -> None:
     one = Model("heads", ("full",), heads, 8)
     for rank, shard in enumerate(shards):
         part = layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size).layers[0].page.parts[0]

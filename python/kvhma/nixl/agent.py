@@ -205,7 +205,8 @@ class Agent:
         Raises:
             HandshakeError: not a hello, or one that NIXL refuses or that contradicts itself.
             PeerLostError: the peer is gone already.
-            TransferError: transfers from the replaced peer did not end in time.
+            TransferError: nobody answers at the peer's address, or transfers from the replaced peer did not end
+                in time.
         """
         said = decode_hello(hello)
         name = said.name
@@ -237,7 +238,7 @@ class Agent:
         try:
             added = nixl.add_remote_agent(said.metadata)
         except Exception as exc:
-            raise translate(exc, f"NIXL refuses the metadata of {name!r}", HandshakeError) from exc
+            raise translate(exc, f"NIXL cannot take on {name!r}", HandshakeError) from exc
         loaded = added.decode(errors="replace") if isinstance(added, bytes) else added
         try:
             if loaded != name:
@@ -268,6 +269,8 @@ class Agent:
                 peer.gone = peer.gone or "disconnected"
                 nixl = self._open()
                 live = [transfer for transfer in self._live if transfer.peer is peer]
+            # NIXL would remove it under its transfers, answer "not found" for them from then on, and let them
+            # land later all the same.
             _drain(live, timeout, f"peer {peer.name!r}")
             with self._lock:
                 self._release_all(prepared for prepared in self._prepared if prepared.peer is peer)
@@ -308,9 +311,7 @@ class Agent:
             news = nixl.get_new_notifs()
         except Exception as exc:
             raise translate(exc, "cannot read notifications") from exc
-        return [
-            (name, message) for name, messages in news.items() for message in messages if message != WARM_UP
-        ]
+        return [(name, message) for name, messages in news.items() for message in messages if message != WARM_UP]
 
     # --- prepared lists ------------------------------------------------------------------------------------
 
@@ -444,9 +445,7 @@ class Agent:
         _check_equal(len(local_ids), len(remote_ids), "ids")
         peer = remote.peer
         if peer is None or local.peer is not None:
-            raise RequestError(
-                "read_ids takes a list of prepare_local and one of prepare_remote, in this order"
-            )
+            raise RequestError("read_ids takes a list of prepare_local and one of prepare_remote, in this order")
 
         def make(nixl: NixlAgent) -> Handle:
             ours, theirs = local._handle, remote._handle
@@ -474,11 +473,7 @@ class Agent:
                 error = translate(exc, what, RequestError)
                 self._note(peer, error)
                 raise error from exc
-
-            def measure(handle: Handle) -> Telemetry | None:
-                return self._measure(nixl, handle)
-
-            transfer = Transfer(peer, nixl, handle, measure, self._ended)
+            transfer = Transfer(peer, nixl, handle, self._measure, self._ended)
             self._live.add(transfer)
         transfer.post()
         return transfer

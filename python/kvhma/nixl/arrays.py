@@ -76,9 +76,7 @@ def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """
     count = views[:, 4].astype(np.intp)
     rows = np.repeat(views[:, :3], count, axis=0)
-    entry = np.arange(len(rows), dtype=np.uint64) - np.repeat(
-        (np.cumsum(count) - count).astype(np.uint64), count
-    )
+    entry = np.arange(len(rows), dtype=np.uint64) - np.repeat((np.cumsum(count) - count).astype(np.uint64), count)
     rows[:, 0] += entry * np.repeat(views[:, 3], count)
     return rows
 

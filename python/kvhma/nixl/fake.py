@@ -54,9 +54,7 @@ def runs_of_views(views: NDArray[np.uint64]) -> list[Run]:
     return [Run(address, size, stride, count) for address, size, _, stride, count in views.tolist()]
 
 
-def runs_of_rows(
-    rows: NDArray[np.uint64], find: Callable[[int, int], Any] = lambda address, nbytes: None
-) -> list[Run]:
+def runs_of_rows(rows: NDArray[np.uint64], find: Callable[[int, int], Any] = lambda address, nbytes: None) -> list[Run]:
     """Return the runs NIXL compresses rows ``(addr, len, device)`` into.
 
     Args:
@@ -79,9 +77,7 @@ def runs_of_rows(
     return runs
 
 
-def merge(
-    local: list[Run], local_ids: Sequence[int], remote: list[Run], remote_ids: Sequence[int]
-) -> list[Pair]:
+def merge(local: list[Run], local_ids: Sequence[int], remote: list[Run], remote_ids: Sequence[int]) -> list[Pair]:
     """Return the copies that NIXL makes of two lists of ids, merged by its rule.
 
     Neighbours merge if both ids go up by one within one run each and both runs are dense (stride equal to
@@ -211,9 +207,7 @@ class FakeNixl:
     def get_agent_metadata(self) -> bytes:
         """See nixl_agent; it starts like the real one and then only says which object it is of."""
         raw = self.name.encode()
-        return (
-            b"nixlSerDes|Agent" + len(raw).to_bytes(8, "little") + raw + b"|" + id(self).to_bytes(8, "little")
-        )
+        return b"nixlSerDes|Agent" + len(raw).to_bytes(8, "little") + raw + b"|" + id(self).to_bytes(8, "little")
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         """See nixl_agent."""
@@ -235,9 +229,7 @@ class FakeNixl:
     def check_remote_metadata(self, agent: str, descs: tuple[str, NDArray[np.uint64]]) -> bool:
         """See nixl_agent."""
         memory, rows = descs
-        return agent in self.remotes and all(
-            self._find(agent, memory, row) is not None for row in rows.tolist()
-        )
+        return agent in self.remotes and all(self._find(agent, memory, row) is not None for row in rows.tolist())
 
     def _find(self, agent: str, memory: str, row: list[int]) -> Any:
         ranges = self.registered if agent == LOCAL_SIDE else self.remotes[agent][1]
@@ -302,9 +294,7 @@ class FakeNixl:
         peer = remote_xfer_side.peer
         if local_xfer_side.released or remote_xfer_side.released or peer not in self.remotes:
             raise _error("nixlNotFoundError")
-        pairs = merge(
-            local_xfer_side.runs, local_indices.tolist(), remote_xfer_side.runs, remote_indices.tolist()
-        )
+        pairs = merge(local_xfer_side.runs, local_indices.tolist(), remote_xfer_side.runs, remote_indices.tolist())
         return FakeHandle(self, peer, pairs=pairs, notif=notif_msg, life=remote_xfer_side.life)
 
     def initialize_xfer(
@@ -324,9 +314,7 @@ class FakeNixl:
             if outside or self._find(remote_agent, remote_descs[0], theirs) is None:
                 raise _error("nixlNotFoundError")
             pairs.append((mine[0], theirs[0], mine[1]))
-        return FakeHandle(
-            self, remote_agent, pairs=pairs, notif=notif_msg, life=self.remotes[remote_agent][0]
-        )
+        return FakeHandle(self, remote_agent, pairs=pairs, notif=notif_msg, life=self.remotes[remote_agent][0])
 
     def transfer(self, handle: FakeHandle) -> str:
         """See nixl_agent."""

@@ -66,9 +66,7 @@ class Hello:
     extra: bytes = field(default=b"", repr=False)
 
 
-def encode_hello(
-    agent_metadata: bytes, geometry: Geometry, *, name: str, generation: int, extra: bytes = b""
-) -> bytes:
+def encode_hello(agent_metadata: bytes, geometry: Geometry, *, name: str, generation: int, extra: bytes = b"") -> bytes:
     """Return the message for a :class:`Hello` of these fields.
 
     Raises:

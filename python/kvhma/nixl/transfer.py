@@ -73,7 +73,7 @@ class Transfer:
         peer: Peer,
         nixl: NixlAgent,
         handle: Handle,
-        measure: Callable[[Handle], Telemetry | None],
+        measure: Callable[[NixlAgent, Handle], Telemetry | None],
         on_end: Callable[[Transfer, KvhmaError | None], None],
     ) -> None:
         """Take over a handle that was made and not yet posted."""
@@ -183,24 +183,23 @@ class Transfer:
 
     def _take(self, status: str) -> None:
         if status == "DONE":
-            if self._handle is not None:
-                self.telemetry = self._measure(self._handle)
+            if self._nixl is not None and self._handle is not None:
+                self.telemetry = self._measure(self._nixl, self._handle)
             self._end(None)
         elif status != "PROC":
             self._end(TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}"))
 
     def _fail(self, exc: Exception, how: str) -> None:
-        # A handle that was fine when it was made is "not found" only when NIXL dropped the peer below us, as
-        # newer versions do as soon as one transfer finds it disconnected.
+        # The agent never removes a peer under a transfer, so it is "not found" only where NIXL dropped the peer by
+        # itself, as newer versions do when one of its transfers finds it disconnected. The endpoint has failed
+        # then, and all its transfers with it.
         gone = type(exc).__name__ == "nixlNotFoundError"
         refused = PeerLostError if gone else TransferError
         self._end(translate(exc, f"transfer from {self.peer.name!r} {how}", refused))
 
     def _end(self, error: KvhmaError | None) -> None:
         if self._handle is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # it has ended; NIXL keeps what it cannot release yet on a list
+            with contextlib.suppress(Exception):  # it has ended; NIXL keeps what it cannot release yet on a list
                 self._handle.release()
         self._handle = self._nixl = None
         self._error = error

@@ -23,7 +23,7 @@ mod validate;
 
 pub use error::{Error, Result};
 pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};
-pub use plan::{DEFAULT_DESCRIPTOR_BYTES, Plan};
+pub use plan::Plan;
 pub use runs::Run;
 pub use span::Span;
 pub use transfer::{Read, Transfer};

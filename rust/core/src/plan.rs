@@ -11,9 +11,6 @@ use crate::segment::classes;
 use crate::source::{Share, assign};
 use crate::validate::{Finding, refuse_errors, validate};
 
-/// Bytes that take about as long to move as posting one more descriptor: 2.3 µs at 7 GB/s.
-pub const DEFAULT_DESCRIPTOR_BYTES: u64 = 16_384;
-
 /// Cuts of whole kernel blocks kept with the plan; rarer ones are computed for each request.
 const MAX_CLASSES: usize = 4096;
 
@@ -151,6 +148,7 @@ pub struct Plan {
 impl Plan {
     /// Pairs a local rank with its sources.
     ///
+    /// A partial last block is moved whole when that costs less than `descriptor_bytes` for each descriptor saved.
     /// Fails with the first reason why a source cannot be paired, or why an item has no source.
     pub fn new(local: Arc<Geometry>, remotes: Vec<Arc<Geometry>>, descriptor_bytes: u64) -> Result<Self> {
         if remotes.is_empty() {

@@ -20,7 +20,7 @@ pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_siz
 }
 
 #[pyfunction]
-#[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = Some(0)))]
+#[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = Some(0)), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
 pub(crate) fn clip_blocks(
     py: Python<'_>,
     block_ids: &Bound<'_, PyAny>,

@@ -54,7 +54,7 @@ pub(crate) struct IdTransfer {
 #[pymethods]
 impl Plan {
     #[new]
-    #[pyo3(signature = (local, remotes, *, descriptor_bytes = kvhma_core::DEFAULT_DESCRIPTOR_BYTES))]
+    #[pyo3(signature = (local, remotes, *, descriptor_bytes))]
     fn new(
         py: Python<'_>,
         local: &Bound<'_, Geometry>,

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``kvhma`` command. Exit codes: 0 done, 1 a check failed, 2 the input is wrong."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; without the ``cli`` extra, say how to get it."""
+    try:
+        from kvhma.cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in {"click", "rich"}:
+            raise
+        sys.stderr.write(f"kvhma: the command line needs {error.name}: pip install 'kvhma[cli]'\n")
+        raise SystemExit(2) from None
+    app()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma demo``: a hybrid cache crosses two real processes, and every byte is checked."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvhma import baselines
+from kvhma.cli.scenario import MAX_TOKENS, Request, Scenario, geometry_of, scenario
+from kvhma.cli.workers import Outcome, decode, prefill
+from kvhma.errors import PeerLostError
+from kvhma.models import model as find_model
+from kvhma.models import models
+
+_DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
+_TIMEOUT_SECONDS = 120.0
+
+
+@click.command()
+@click.option(
+    "--model",
+    "names",
+    multiple=True,
+    default=_DEFAULT_MODELS,
+    show_default=True,
+    help="A model of the built-in table; may be given more than once.",
+)
+@click.option("--tokens", type=click.IntRange(1, MAX_TOKENS), help="Tokens of the longest prompt.")
+@click.option("--requests", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests to move.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Other blocks, other bytes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--list-models", is_flag=True, help="Print the names of the built-in table and stop.")
+@click.option("--corrupt", is_flag=True, hidden=True, help="Spoil one byte at D before the check.")
+def demo(
+    names: tuple[str, ...],
+    tokens: int | None,
+    requests: int,
+    seed: int,
+    as_json: bool,
+    list_models: bool,
+    corrupt: bool,
+) -> None:
+    """Move hybrid KV caches from a prefill to a decode process over NIXL.
+
+    Both processes lay their caches out as vLLM's hybrid allocator would: groups that share tensors, padded state
+    pages, kernel blocks. Every byte at D is checked: moved, zeroed or untouched. Exit code 1 if one is wrong.
+    """
+    # Both processes inherit it: the library announces every agent otherwise.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if list_models:
+        click.echo("\n".join(models()))
+        return
+    console = Console(stderr=as_json)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        plan = scenario(find_model(name), tokens, requests, seed)
+        with console.status(f"{name}: starting two processes"):
+            rows = [_row(plan, request, outcome) for request, outcome in _run(plan, seed, corrupt, console)]
+        results[name] = rows
+        if not as_json:
+            console.print(_table(name, rows))
+    if as_json:
+        click.echo(json.dumps(results))
+    wrong = [f"{name}: {row['name']}: {row['wrong']}" for name, rows in results.items() for row in rows if row["wrong"]]
+    for line in wrong:
+        click.echo(f"wrong byte: {line}", err=True)
+    if wrong:
+        raise SystemExit(1)
+
+
+def _run(plan: Scenario, seed: int, corrupt: bool, console: Console) -> Iterator[tuple[Request, Outcome]]:
+    with _process(prefill, plan, seed) as p, _process(decode, plan, seed, corrupt) as d:
+        hello = _receive(p, "prefill")
+        p.send(_receive(d, "decode"))
+        d.send(hello)
+        for index, request in enumerate(plan.requests):
+            d.send(_receive(p, "prefill"))
+            outcome = _receive(d, "decode")
+            mark = "[red]wrong[/]" if outcome.wrong else "verified"
+            console.print(
+                f"{plan.model.name} {index + 1}/{len(plan.requests)}: {request.name}, {mark}", highlight=False
+            )
+            yield request, outcome
+        p.send(None)
+
+
+@contextmanager
+def _process(target: Any, *arguments: Any) -> Iterator[Connection]:
+    # NIXL has threads, which a forked process would not survive.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        ours.close()
+
+
+def _receive(pipe: Connection, name: str) -> Any:
+    try:
+        if pipe.poll(_TIMEOUT_SECONDS):
+            return pipe.recv()
+    except (EOFError, ConnectionError):
+        raise PeerLostError(f"the {name} process ended early; its output says why") from None
+    raise PeerLostError(f"the {name} process said nothing for {_TIMEOUT_SECONDS:.0f} s")
+
+
+def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
+    geometry = geometry_of(plan.model, plan.num_blocks)
+    tables = (
+        [table[cached:] for table, cached in zip(request.local, request.cached, strict=True)],
+        request.remote,
+    )
+    selected = baselines.vllm_selection(geometry, geometry, *tables)
+    plain = _plain(plan, request)
+    return {
+        "name": request.name,
+        **asdict(outcome),
+        "verified": outcome.wrong is None,
+        "plain": {"descriptors": plain.descriptors, "bytes": plain.bytes},
+        "vllm": {"descriptors": selected.posted, "bytes": selected.bytes},
+    }
+
+
+def _plain(plan: Scenario, request: Request) -> baselines.Count:
+    """Count the hand-off of a connector without groups: its own ids, all blocks of all layers."""
+    geometry = geometry_of(plan.model, 1 << 16)
+    size = max(group.block_size for group in geometry.groups if group.kind != "ssm")
+    ids = list(range(1, -(-request.num_tokens // size) + 1))
+    return baselines.plain(geometry, geometry, ids, ids)
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title=f"{name}: descriptors / MiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    table.add_column("request", no_wrap=True)
+    for column in ("tokens", "blocks", "all full", "vLLM 0.32", "kvhma", "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("right", no_wrap=True)
+    for row in rows:
+        counts = [row["plain"], row["vllm"], row]
+        table.add_row(
+            row["name"],
+            f"{row['tokens']}",
+            f"{row['blocks']}",
+            *(f"{count['descriptors']} / {count['bytes'] / 2**20:.0f}" for count in counts),
+            f"{row['seconds'] * 1e3:.0f}",
+            "[green]yes[/]" if row["verified"] else "[red]no[/]",
+        )
+    return table

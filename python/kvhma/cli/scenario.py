@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo moves: a cache as vLLM's hybrid allocator lays it out, and requests with scattered blocks in it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma import baselines
+from kvhma.errors import RequestError
+from kvhma.geometry import Geometry, Span
+from kvhma.hybrid import layout
+from kvhma.models import Model
+from kvhma.planning import live_spans
+
+MAX_CACHE_BYTES = 768 << 20
+"""Of one process; both caches and the copy that is checked against stay below 2 GiB."""
+MAX_TOKENS = 10_000_000
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One hand-off.
+
+    Attributes:
+        name: what is special about it.
+        num_tokens: tokens that P computed.
+        cached: for each group, leading table entries that D holds already.
+        local: D's block tables, by group; dropped blocks are the null block.
+        remote: P's block tables.
+    """
+
+    name: str
+    num_tokens: int
+    cached: list[int]
+    local: list[list[int]]
+    remote: list[list[int]]
+
+    def spans(self, local: Geometry, remote: Geometry) -> tuple[list[Span], list[Span]]:
+        """Return the spans to fill on D and the spans P holds."""
+        return (
+            live_spans(local, self.num_tokens, self.local, self.cached),
+            live_spans(remote, self.num_tokens, self.remote),
+        )
+
+    def blocks(self, geometry: Geometry) -> int:
+        """Count the blocks that D fills."""
+        return sum(len(span.ids) for span in live_spans(geometry, self.num_tokens, self.local, self.cached))
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A model with a number of blocks, and the requests."""
+
+    model: Model
+    num_blocks: int
+    requests: tuple[Request, ...]
+
+
+def geometry_of(model: Model, num_blocks: int, base: int = 1 << 20) -> Geometry:
+    """Lay the model out with kernel blocks, aliased groups and padded state pages."""
+    return layout(model, num_blocks=num_blocks, kernel_block="flashinfer", base=base)
+
+
+def allocate(model: Model, num_blocks: int) -> tuple[Geometry, list[NDArray[np.uint8]], NDArray[np.uint8]]:
+    """Allocate a cache.
+
+    Returns:
+        The geometry with real addresses, each region as uint8 ``(region.bytes,)``, and the array that owns them.
+    """
+    sketch = geometry_of(model, num_blocks)
+    size = max(region.base + region.bytes for region in sketch.regions) - sketch.regions[0].base
+    owner = np.zeros(size + 2 * _PAGE, dtype=np.uint8)
+    start = int(owner.ctypes.data)
+    geometry = geometry_of(model, num_blocks, -(-start // _PAGE) * _PAGE)
+    views = [owner[region.base - start : region.base - start + region.bytes] for region in geometry.regions]
+    return geometry, views, owner
+
+
+def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenario:
+    """Make requests: a short prompt, a prefix hit, a prompt far past the window, then arbitrary ones.
+
+    Args:
+        model: the model.
+        tokens: tokens of the longest prompt; None for one that is well past the window and several blocks long.
+        count: number of requests.
+        seed: another seed, other blocks.
+
+    Raises:
+        RequestError: the cache for that many tokens would be larger than the demo may be.
+    """
+    probe = geometry_of(model, 2)
+    page = sum(region.bytes for region in probe.regions) // 2
+    block = max(group.block_size for group in probe.groups if group.kind != "ssm")
+    longest = _default_tokens(model, block) if tokens is None else tokens
+    rng = random.Random(seed)  # noqa: S311 - block ids, not secrets
+    shapes = [
+        ("short prompt", max(1, longest // 8 + 3), 0.0),
+        ("prefix hit", max(1, longest // 2 + 1), 0.5),
+        ("long prompt", longest, 0.0),
+    ]
+    while len(shapes) < count:
+        shapes.append(("arbitrary", rng.randint(1, longest), rng.choice([0.0, 0.3, 0.7])))
+    needs = [sum(len(table) for table in _tables(probe, n, rng, 1 << 30)) for _, n, _ in shapes[:count]]
+    num_blocks = max(needs) * 5 // 4 + 8
+    if num_blocks * page > MAX_CACHE_BYTES:
+        fits = longest * MAX_CACHE_BYTES // (num_blocks * page)
+        raise RequestError(
+            f"{model.name}: {longest} tokens need a cache of {num_blocks * page >> 20} MiB, at most "
+            f"{MAX_CACHE_BYTES >> 20} are used; try --tokens {fits}"
+        )
+    requests = []
+    for name, n, hit in shapes[:count]:
+        geometry = geometry_of(model, num_blocks)
+        cached = [int(hit * (n // group.block_size)) if group.kind != "ssm" else 0 for group in geometry.groups]
+        tables = [_tables(geometry, n, rng, num_blocks, extra) for extra in (1, 0)]
+        requests.append(Request(name, n, cached, tables[0], tables[1]))
+    return Scenario(model, num_blocks, tuple(requests))
+
+
+def _default_tokens(model: Model, block: int) -> int:
+    window = model.window or min(model.chunk or 0, 1024)
+    return max(2 * window, 2 * block, 512) + block // 2 + 5
+
+
+def _tables(geometry: Geometry, tokens: int, rng: random.Random, pool: int, extra: int = 0) -> list[list[int]]:
+    """Block tables with ids that no two groups share, in the order a used pool hands them out: runs and jumps."""
+    live = [
+        [block != geometry.null_block for block in table.tolist()]
+        for table in baselines.sequence_blocks(geometry, tokens)
+    ]
+    for group, table in zip(geometry.groups, live, strict=True):
+        if group.kind == "full":
+            table.extend([True] * extra)  # a block allocated for the tokens to come
+    total = sum(map(sum, live))
+    ids = rng.sample(range(1, pool), total) if pool > total else list(range(1, total + 1))
+    # Half of the ids in ascending stretches, half scattered.
+    half = len(ids) // 2
+    fresh = iter(sorted(ids[:half]) + ids[half:])
+    null = geometry.null_block or 0
+    return [[next(fresh) if alive else null for alive in table] for table in live]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two processes of the demo, each with its own cache and NIXL agent. They talk through the parent's pipes."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from kvhma.cli.scenario import Scenario, allocate
+from kvhma.errors import TransferError
+from kvhma.nixl import Agent
+from kvhma.oracle import OracleError, check_memory, fill_source, fill_stale
+from kvhma.planning import plan
+
+_TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What D saw of one request."""
+
+    tokens: int
+    blocks: int
+    bytes: int
+    descriptors: int
+    seconds: float
+    moved: int
+    zeroed: int
+    untouched: int
+    wrong: str | None
+
+
+def prefill(pipe: Connection, scenario: Scenario, seed: int) -> None:
+    """Serve as P: hold the cache, fill it for each request, keep it until D says it has read it."""
+    geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
+    with Agent("prefill") as agent:
+        agent.register(geometry)
+        pipe.send(agent.hello(geometry))
+        agent.connect(pipe.recv())
+        for index, request in enumerate(scenario.requests):
+            _, spans = request.spans(geometry, geometry)
+            fill_source(regions, geometry, spans, seed=seed + index)
+            pipe.send(index)
+            _await_notification(agent, f"done {index}".encode())
+        pipe.recv()  # the memory has to outlive D's agent
+    del owner
+
+
+def decode(pipe: Connection, scenario: Scenario, seed: int, corrupt: bool) -> None:
+    """Serve as D: plan, zero, read, and check every byte of the own cache."""
+    geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
+    with Agent("decode") as agent:
+        agent.register(geometry)
+        pipe.send(agent.hello(geometry))
+        peer = agent.connect(pipe.recv())
+        planned = plan(geometry, peer.geometry)
+        for index, request in enumerate(scenario.requests):
+            fill_stale(regions, seed=seed + index)
+            pipe.recv()  # P has filled its cache
+            start = time.perf_counter()
+            local, remote = request.spans(geometry, peer.geometry)
+            transfer = planned.transfer(request.num_tokens, local, remote)
+            for address, length, _ in transfer.zero.tolist():
+                ctypes.memset(address, 0, length)
+            for read in transfer.reads:
+                moving = agent.read(peer, read.local, read.remote, f"done {index}".encode())
+                if not moving.wait(_TIMEOUT_SECONDS):
+                    raise TransferError(f"request {index} did not end within {_TIMEOUT_SECONDS} s")
+                told = moving.telemetry
+                if told is None or (told.descriptors, told.nbytes) != (read.descriptors, read.bytes):
+                    raise TransferError(f"NIXL moved {told}, planned were {read.descriptors}, {read.bytes} bytes")
+            seconds = time.perf_counter() - start
+            if corrupt:
+                regions[0][len(regions[0]) // 2] ^= 1
+            moved = zeroed = untouched = 0
+            wrong = None
+            try:
+                report = check_memory(
+                    regions,
+                    geometry,
+                    [peer.geometry],
+                    request.num_tokens,
+                    local,
+                    remote,
+                    excess_bytes=transfer.excess_bytes,
+                    seed=seed + index,
+                )
+                moved, zeroed, untouched = report.moved, report.zeroed, report.untouched
+            except OracleError as error:
+                wrong = str(error)
+            blocks = sum(len(span.ids) for span in local)
+            pipe.send(
+                Outcome(
+                    request.num_tokens,
+                    blocks,
+                    transfer.bytes,
+                    transfer.descriptors,
+                    seconds,
+                    moved,
+                    zeroed,
+                    untouched,
+                    wrong,
+                )
+            )
+    del owner
+
+
+def _await_notification(agent: Agent, message: bytes) -> None:
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        if any(text == message for _, text in agent.notifications()):
+            return
+        time.sleep(0.002)
+    raise TransferError(f"{message!r} did not arrive within {_TIMEOUT_SECONDS} s")

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kvhma.nixl` guards against is really so in NIXL; when one of these fails, a guard can go."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import numpy as np
+import pytest
+
+from kvhma.nixl import WARM_UP, Agent
+from kvhma.nixl.library import LOCAL_SIDE, open_nixl, takes_strided
+from support.flat import flat_geometry, labelled, rows_of, views_of
+
+pytestmark = pytest.mark.nixl
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def nixl():
+    return open_nixl("contract", ("UCX",), 0, True)
+
+
+@pytest.fixture(scope="module")
+def errors():
+    return importlib.import_module("nixl._bindings")
+
+
+def test_strided_rows_are_taken(nixl):
+    assert takes_strided(nixl)
+    assert Agent("A", nixl=nixl).strided
+
+
+def test_a_wrong_shape_is_answered_with_none(nixl):
+    assert nixl.get_xfer_descs(np.ones((2, 4), np.uint64), "DRAM") is None
+
+
+def test_a_wrapping_row_is_accepted(nixl):
+    array = labelled(4)
+    registered = nixl.register_memory(np.array([[array.ctypes.data, array.nbytes, 0]], np.uint64), "DRAM")
+    wraps = np.array([[array.ctypes.data, PAGE, 0, 2**63, 3]], np.uint64)
+    nixl.prep_xfer_dlist(LOCAL_SIDE, wraps, "DRAM").release()
+    nixl.deregister_memory(registered)
+
+
+def test_descriptors_behind_an_overlap_are_not_found(nixl):
+    other = open_nixl("overlap", ("UCX",), 0, False)
+    array = labelled(8)
+    for first, last in ((0, 8), (2, 3)):
+        part = array[first * PAGE : last * PAGE]
+        other.register_memory(np.array([[part.ctypes.data, part.nbytes, 0]], np.uint64), "DRAM")
+    nixl.add_remote_agent(other.get_agent_metadata())
+    found = [
+        nixl.check_remote_metadata("overlap", nixl.get_xfer_descs(rows_of(array, [block]), "DRAM"))
+        for block in range(8)
+    ]
+    assert found == [True] * 3 + [False] * 5
+    nixl.remove_remote_agent("overlap")
+
+
+def test_a_name_cannot_change_its_metadata(nixl, errors):
+    first, second = (open_nixl("twice", ("UCX",), 0, False) for _ in range(2))
+    nixl.add_remote_agent(first.get_agent_metadata())
+    with pytest.raises(errors.nixlNotAllowedError):
+        nixl.add_remote_agent(second.get_agent_metadata())
+    nixl.remove_remote_agent("twice")
+    assert nixl.add_remote_agent(second.get_agent_metadata()) == b"twice"
+    nixl.remove_remote_agent("twice")
+
+
+def test_what_warms_up_is_a_notification(nixl):
+    array = labelled(1)
+    geometry = flat_geometry(array)
+    with Agent("warm-P") as p, Agent("warm-D") as d:
+        p.register(geometry)
+        d.connect(p.hello(geometry))
+        news: dict[str, list[bytes]] = {}
+        deadline = time.monotonic() + 20
+        while not news and time.monotonic() < deadline:
+            news = p._nixl.get_new_notifs()
+            time.sleep(0.001)
+        assert news == {"warm-D": [WARM_UP]}
+
+
+def test_ids_of_int64_wrap_silently(nixl):
+    array = labelled(4)
+    geometry = flat_geometry(array)
+    target = np.zeros(4 * PAGE, np.uint8)
+    with Agent("wrap-P") as p:
+        p.register(geometry)
+        nixl.register_memory(np.array([[target.ctypes.data, target.nbytes, 0]], np.uint64), "DRAM")
+        nixl.add_remote_agent(p._nixl.get_agent_metadata())
+        local = nixl.prep_xfer_dlist(LOCAL_SIDE, views_of(target), "DRAM")
+        remote = nixl.prep_xfer_dlist("wrap-P", views_of(array), "DRAM")
+        made = nixl.make_prepped_xfer("READ", local, np.array([2**32 + 1]), remote, np.array([1]), b"")
+        for handle in (made, local, remote):
+            handle.release()
+        nixl.remove_remote_agent("wrap-P")

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P in a process of its own, that is slow, is stopped, or dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvhma.errors import PeerLostError, TransferError
+from kvhma.nixl import Agent, Peer
+from support.flat import flat_geometry, labelled, rows_of
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+PAGE = 4096
+PAGES = 64
+ALL = list(range(PAGES))
+SECONDS = 20.0
+
+
+class Reader:
+    """The D side."""
+
+    def __init__(self) -> None:
+        self.target = np.zeros(PAGES * PAGE, np.uint8)
+        self.geometry = flat_geometry(self.target)
+        self.agent = Agent("D")
+        self.agent.register(self.geometry)
+
+    def read(self, peer: Peer, blocks, notif=b""):
+        """Read blocks of the peer into blocks of the same ids."""
+        base = peer.geometry.regions[0].base
+        remote = np.array([(base + block * PAGE, PAGE, 0) for block in blocks], np.uint64)
+        return self.agent.read(peer, rows_of(self.target, blocks), remote, notif)
+
+    def has(self, worker, blocks) -> bool:
+        pages = labelled(PAGES, seed=worker.seed).reshape(PAGES, PAGE)
+        return bool((self.target.reshape(PAGES, PAGE)[blocks] == pages[blocks]).all())
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    """Made at first use, which has to come after the environment is set."""
+    reader = Reader()
+    yield reader
+    reader.agent.close()
+
+
+def dies(call):
+    """Call until the peer is found dead."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        try:
+            call()
+        except PeerLostError as exc:
+            return exc
+        time.sleep(0.01)
+    raise TimeoutError("the peer's death was not noticed")
+
+
+def hang(reader, peer, worker, count):
+    """Stop the worker and return transfers from it that are in flight until it goes on or dies."""
+    assert reader.read(peer, [0], b"first").wait(SECONDS)
+    assert worker.notifications(1) == [["D", "first"]]
+    worker.pause()
+    hanging = []
+    # A transport that copies inline may finish some: not even the notification of those needs the other process.
+    for _ in range(100):
+        transfer = reader.read(peer, ALL, b"hanging")
+        if not transfer.wait(0.05):
+            hanging.append(transfer)
+        if len(hanging) == count:
+            return hanging
+    raise TimeoutError("every transfer finishes")
+
+
+def test_bytes_and_notification(transport, start_worker, reader):
+    worker = start_worker(**transport)
+    peer = reader.agent.connect(worker.hello, expect="P")
+    assert worker.notifications(1, 0.2) == []  # the warm-up has been dropped
+    transfer = reader.read(peer, ALL, b"r1")
+    assert transfer.wait(SECONDS)
+    assert reader.has(worker, ALL)
+    assert worker.notifications(1) == [["D", "r1"]]
+    reader.agent.notify(peer, b"r2")
+    assert worker.notifications(1) == [["D", "r2"]]
+
+
+def test_the_notification_leaves_only_by_a_poll(tcp, start_worker, reader):
+    worker = start_worker(**tcp)
+    transfer = reader.read(reader.agent.connect(worker.hello), ALL, b"r1")
+    assert not transfer.finished
+    assert worker.notifications(1, 0.5) == []
+    assert transfer.wait(SECONDS)
+    assert worker.notifications(1) == [["D", "r1"]]
+
+
+def test_an_aborted_transfer_stays_until_it_has_landed(tcp, start_worker, reader):
+    worker = start_worker(**tcp)
+    peer = reader.agent.connect(worker.hello)
+    (transfer,) = hang(reader, peer, worker, 1)
+    assert transfer.abort()
+    for _ in range(100):
+        assert reader.agent.poll() == []
+        time.sleep(0.001)
+    assert not transfer.finished
+    assert not reader.has(worker, [PAGES - 1])
+    worker.go_on()
+    deadline = time.monotonic() + SECONDS
+    while not (reaped := reader.agent.poll()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert reaped == [transfer]
+    assert transfer.finished
+    assert reader.has(worker, ALL)
+    assert worker.notifications(1) == [["D", "hanging"]]
+
+
+def test_nothing_is_taken_down_under_a_transfer(tcp, start_worker, reader):
+    worker = start_worker(**tcp)
+    peer = reader.agent.connect(worker.hello)
+    (transfer,) = hang(reader, peer, worker, 1)
+    with pytest.raises(TransferError, match="1 transfers still in flight"):
+        reader.agent.disconnect(peer, timeout=0.1)
+    with pytest.raises(TransferError, match="1 transfers still in flight"):
+        reader.agent.close(timeout=0.1)
+    assert not transfer.finished
+    worker.go_on()
+    reader.agent.close(timeout=SECONDS)
+    assert transfer.poll() == "done"
+    assert reader.has(worker, ALL)
+
+
+def test_a_peer_that_died_before(transport, start_worker, reader):
+    worker = start_worker(**transport)
+    peer = reader.agent.connect(worker.hello)
+    worker.kill()
+    error = dies(lambda: reader.read(peer, [1, 2]).wait(SECONDS))
+    assert type(error.__cause__).__name__ == "nixlRemoteDisconnectError"
+    check_lost_and_back(reader, peer, start_worker, transport)
+
+
+def test_a_peer_that_dies_during(transport, start_worker, reader):
+    worker = start_worker(**transport)
+    peer = reader.agent.connect(worker.hello)
+    first, second, aborted = hang(reader, peer, worker, 3)
+    aborted.abort()
+    worker.kill()
+    for transfer in (first, second):
+        with pytest.raises(PeerLostError):
+            transfer.wait(SECONDS)
+        assert transfer.finished
+    reaped = []
+    deadline = time.monotonic() + SECONDS
+    while not reaped and time.monotonic() < deadline:
+        reaped = reader.agent.poll()
+    assert reaped == [aborted]
+    check_lost_and_back(reader, peer, start_worker, transport)
+
+
+def test_a_peer_that_died_after(transport, start_worker, reader):
+    worker = start_worker(**transport)
+    peer = reader.agent.connect(worker.hello)
+    transfer = reader.read(peer, ALL)
+    assert transfer.wait(SECONDS)
+    worker.kill()
+    assert transfer.poll() == "done"
+    assert reader.has(worker, ALL)
+    error = dies(lambda: reader.agent.notify(peer, b"are you there"))
+    assert "'P'" in str(error)
+    check_lost_and_back(reader, peer, start_worker, transport)
+
+
+def check_lost_and_back(reader, peer, start_worker, transport):
+    """A lost peer refuses everything at once; another process under its name is a peer again."""
+    start = time.monotonic()
+    for call in (
+        lambda: reader.read(peer, [1]),
+        lambda: reader.agent.notify(peer, b"x"),
+        lambda: reader.agent.prepare_remote(peer, np.array([(PAGE, 8, 0, 8, 1)], np.uint64)),
+    ):
+        with pytest.raises(PeerLostError, match="connect again"):
+            call()
+    assert time.monotonic() - start < 1
+    second = start_worker(seed=2, **transport)
+    again = reader.agent.connect(second.hello)
+    assert again.generation != peer.generation
+    reader.target[:] = 0
+    assert reader.read(again, ALL, b"back").wait(SECONDS)
+    assert reader.has(second, ALL)
+    assert second.notifications(1) == [["D", "back"]]
+
+
+def test_a_restart_nobody_noticed(transport, start_worker, reader):
+    first = start_worker(**transport)
+    old = reader.agent.connect(first.hello)
+    first.kill()
+    second = start_worker(seed=2, **transport)
+    peer = reader.agent.connect(second.hello)
+    assert reader.read(peer, ALL).wait(SECONDS)
+    assert reader.has(second, ALL)
+    with pytest.raises(PeerLostError):
+        reader.read(old, [1])
+
+
+def test_two_peers_fail_alone(tcp, start_worker, reader):
+    p, q = start_worker("P", **tcp), start_worker("Q", seed=3, **tcp)
+    to_p, to_q = reader.agent.connect(p.hello), reader.agent.connect(q.hello)
+    (lost,), (kept,) = hang(reader, to_p, p, 1), hang(reader, to_q, q, 1)
+    p.kill()
+    with pytest.raises(PeerLostError):
+        lost.wait(SECONDS)
+    q.go_on()
+    assert kept.wait(SECONDS)
+    assert reader.has(q, ALL)
+    assert to_q.gone is None
+
+
+def test_a_hello_of_a_dead_process(transport, start_worker, reader):
+    worker = start_worker(**transport)
+    worker.kill()
+    with pytest.raises(TransferError, match="cannot take on 'P'"):
+        reader.agent.connect(worker.hello)
+    second = start_worker(seed=2, **transport)
+    assert reader.read(reader.agent.connect(second.hello), ALL).wait(SECONDS)
+    assert reader.has(second, ALL)

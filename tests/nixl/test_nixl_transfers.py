@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers between two real agents of one process: bytes, telemetry, refusals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvhma.errors import HandshakeError, PeerLostError, RequestError
+from kvhma.nixl import Agent, Peer, encode_hello
+from kvhma.nixl.arrays import expand_views
+from kvhma.nixl.fake import merge, runs_of_rows, runs_of_views
+from support.flat import flat_geometry, labelled, rows_of
+
+pytestmark = pytest.mark.nixl
+PAGE = 4096
+PAGES = 256
+
+
+@dataclass
+class Pair:
+    source: NDArray[np.uint8]
+    target: NDArray[np.uint8]
+    p: Agent
+    d: Agent
+    d_expanding: Agent
+    peers: dict[Agent, Peer]
+
+    def views(self, array, cuts):
+        """Cut an array by rows of (first byte, length, stride, count)."""
+        base = array.ctypes.data
+        return np.array([(base + at, size, 0, stride, count) for at, size, stride, count in cuts], np.uint64)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    source, target = labelled(PAGES), np.zeros(PAGES * PAGE, np.uint8)
+    p_geometry, d_geometry = flat_geometry(source), flat_geometry(target)
+    with Agent("P") as p, Agent("D") as d, Agent("D3", strided=False) as d_expanding:
+        p.register(p_geometry)
+        peers = {}
+        for agent in (d, d_expanding):
+            agent.register(d_geometry)
+            peers[agent] = agent.connect(p.hello(p_geometry), expect="P")
+        yield Pair(source, target, p, d, d_expanding, peers)
+
+
+@pytest.fixture(autouse=True)
+def clean(pair):
+    pair.target[:] = 0
+    pair.p.notifications()
+
+
+DENSE = [(0, PAGE, PAGE, PAGES)]
+FOUR_LAYERS = [(layer * 64 * PAGE, PAGE, PAGE, 64) for layer in range(4)]
+HALVES = [(0, PAGE // 2, PAGE, PAGES), (PAGE // 2, PAGE // 2, PAGE, PAGES)]
+DENSE_HALVES = [(0, PAGE // 2, PAGE // 2, 2 * PAGES)]
+
+
+def some_ids(seed: int, entries: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Pairs of ids in runs of random length, with gaps, backward steps and no destination twice."""
+    rng = np.random.default_rng(seed)
+    starts = np.sort(rng.choice(entries // 4, 12, replace=False)) * 4
+    mine = np.concatenate([np.arange(start, start + rng.integers(1, 5)) for start in starts])
+    theirs = np.concatenate([[rng.integers(entries - 4) + np.arange(4)[: max(1, len(mine))]] for _ in starts]).ravel()
+    theirs = np.resize(theirs, len(mine))
+    if seed % 2:
+        mine, theirs = mine[::-1], theirs[::-1]
+    return np.ascontiguousarray(mine, np.int32), np.ascontiguousarray(theirs, np.int32)
+
+
+def expected_bytes(pair, local, mine, remote, theirs):
+    """What the target has to be, entry by entry."""
+    target = np.zeros_like(pair.target)
+    ours, others = expand_views(local), expand_views(remote)
+    for i, j in zip(mine.tolist(), theirs.tolist(), strict=True):
+        at, size = int(ours[i, 0]) - pair.target.ctypes.data, int(ours[i, 1])
+        start = int(others[j, 0]) - pair.source.ctypes.data
+        target[at : at + size] = pair.source[start : start + size]
+    return target
+
+
+@pytest.mark.parametrize(
+    ("local_cuts", "remote_cuts"),
+    [
+        (DENSE, DENSE),
+        (FOUR_LAYERS, DENSE),
+        (HALVES, HALVES),
+        (HALVES, DENSE_HALVES),
+        (DENSE_HALVES, DENSE_HALVES),
+    ],
+    ids=["dense", "layers", "halves", "halves-dense", "dense-halves"],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_ids_with_strided_and_written_out_views(pair, local_cuts, remote_cuts, seed):
+    local, remote = pair.views(pair.target, local_cuts), pair.views(pair.source, remote_cuts)
+    entries = int(local[:, 4].sum())
+    mine, theirs = some_ids(seed, entries)
+    wanted = expected_bytes(pair, local, mine, remote, theirs)
+    found = []
+    for agent, peer in pair.peers.items():
+        pair.target[:] = 0
+        ours, others = agent.prepare_local(local), agent.prepare_remote(peer, remote)
+        transfer = agent.read_ids(ours, mine, others, theirs, b"ids")
+        assert transfer.wait(10)
+        assert (pair.target == wanted).all()
+        found.append((transfer.telemetry.descriptors, transfer.telemetry.nbytes))
+        ours.release()
+        others.release()
+    # Rows that follow each other in memory are one run only when they are written out.
+    strided = merge(runs_of_views(local), mine, runs_of_views(remote), theirs)
+    written = merge(runs_of_rows(expand_views(local)), mine, runs_of_rows(expand_views(remote)), theirs)
+    nbytes = int(local[0, 1]) * len(mine)
+    assert found == [(len(strided), nbytes), (len(written), nbytes)]
+    assert len(written) <= len(strided)
+
+
+def test_a_whole_dense_view_is_one_descriptor(pair):
+    cuts = pair.views(pair.target, DENSE), pair.views(pair.source, DENSE)
+    ids = np.arange(PAGES, dtype=np.int32)
+    for agent, peer in pair.peers.items():
+        transfer = agent.read_ids(agent.prepare_local(cuts[0]), ids, agent.prepare_remote(peer, cuts[1]), ids)
+        assert transfer.wait(10)
+        assert (transfer.telemetry.descriptors, transfer.telemetry.nbytes) == (1, PAGES * PAGE)
+        assert transfer.telemetry.transfer_us >= transfer.telemetry.post_us > 0
+        assert (pair.target == pair.source).all()
+
+
+def test_direct_reads_merge_nothing(pair):
+    blocks = list(range(10, 30))
+    peer = pair.peers[pair.d]
+    transfer = pair.d.read(peer, rows_of(pair.target, blocks), rows_of(pair.source, blocks), b"direct")
+    assert transfer.wait(10)
+    assert (transfer.telemetry.descriptors, transfer.telemetry.nbytes) == (20, 20 * PAGE)
+    assert (pair.target[10 * PAGE : 30 * PAGE] == pair.source[10 * PAGE : 30 * PAGE]).all()
+    assert not pair.target[30 * PAGE :].any()
+
+
+def test_direct_reads_of_unequal_rows(pair):
+    base, other = pair.target.ctypes.data, pair.source.ctypes.data
+    cuts = [(5, 1), (100, 4097), (70_000, 123_456)]
+    local = np.array([(base + at, size, 0) for at, size in cuts], np.uint64)
+    remote = np.array([(other + 7 + at, size, 0) for at, size in cuts], np.uint64)
+    assert pair.d.read(pair.peers[pair.d], local, remote).wait(10)
+    wanted = np.zeros_like(pair.target)
+    for at, size in cuts:
+        wanted[at : at + size] = pair.source[7 + at : 7 + at + size]
+    assert (pair.target == wanted).all()
+
+
+def wait_for_notifications(agent, count):
+    news = []
+    deadline = time.monotonic() + 20
+    while len(news) < count and time.monotonic() < deadline:
+        news += agent.notifications()
+        time.sleep(0.001)
+    return news
+
+
+def test_an_empty_read_notifies(pair):
+    nothing = np.empty((0, 3), np.uint64)
+    transfer = pair.d.read(pair.peers[pair.d], nothing, nothing, b"nothing to read")
+    assert transfer.poll() == "done"
+    assert wait_for_notifications(pair.p, 1) == [("D", b"nothing to read")]
+
+
+def test_notifications_take_any_bytes(pair):
+    message = bytes(range(256)) * 40
+    pair.d.notify(pair.peers[pair.d], message)
+    assert wait_for_notifications(pair.p, 1) == [("D", message)]
+
+
+def test_registered_once(pair):
+    before = pair.d._nixl.get_agent_metadata()
+    pair.d.register(flat_geometry(pair.target))
+    pair.d.register(flat_geometry(pair.target[PAGE : 4 * PAGE]))
+    assert pair.d._nixl.get_agent_metadata() == before
+    assert len(pair.d._registrations) == 1
+
+
+def test_nixl_refuses_before_anything_is_posted(pair):
+    d, peer = pair.d, pair.peers[pair.d]
+    inside, outside = rows_of(pair.target, [0]), rows_of(np.zeros(PAGE, np.uint8), [0])
+    theirs, beyond = rows_of(pair.source, [0]), rows_of(pair.source, [PAGES])
+    shorter = inside.copy()
+    shorter[0, 1] = 8
+    local = d.prepare_local(pair.views(pair.target, DENSE))
+    remote = d.prepare_remote(peer, pair.views(pair.source, DENSE))
+    halves = d.prepare_remote(peer, pair.views(pair.source, HALVES))
+
+    def ids(*values):
+        return np.array(values, np.int32)
+
+    for call in (
+        lambda: d.read(peer, outside, theirs),
+        lambda: d.read(peer, inside, beyond),
+        lambda: d.read(peer, shorter, theirs),
+        lambda: d.read(peer, inside, theirs, local_memory="VRAM"),
+        lambda: d.read_ids(local, ids(PAGES), remote, ids(0)),
+        lambda: d.read_ids(local, ids(0), remote, ids(-1)),
+        lambda: d.read_ids(local, ids(0), halves, ids(0)),
+        lambda: d.prepare_local(pair.views(pair.target, [(0, PAGE, PAGE, PAGES + 1)])),
+        lambda: d.prepare_remote(peer, pair.views(pair.source, [(PAGE, PAGE, PAGE, PAGES)])),
+    ):
+        with pytest.raises(RequestError) as info:
+            call()
+        assert type(info.value.__cause__).__name__ in {"nixlNotFoundError", "nixlInvalidParamError"}
+    assert not d._live
+    assert not pair.target.any()
+
+
+def test_a_list_of_an_earlier_connection_is_lost(pair):
+    d, peer = pair.d, pair.peers[pair.d]
+    views = pair.views(pair.source, DENSE)
+    local, old = d.prepare_local(pair.views(pair.target, DENSE)), d.prepare_remote(peer, views)
+    d.disconnect(peer)
+    again = pair.peers[d] = d.connect(pair.p.hello(flat_geometry(pair.source)))
+    one = np.array([1], np.int32)
+    with pytest.raises(PeerLostError, match="connect again"):
+        d.read_ids(local, one, old, one)
+    assert d.read_ids(local, one, d.prepare_remote(again, views), one).wait(10)
+    assert (pair.target[PAGE : 2 * PAGE] == pair.source[PAGE : 2 * PAGE]).all()
+
+
+def test_hellos_that_nixl_refuses(pair):
+    geometry = flat_geometry(pair.source)
+    metadata = pair.p._nixl.get_agent_metadata()
+    stranger = b"nixlSerDes|Agent" + (1).to_bytes(8, "little") + b"Q|"
+    for name, blob in (("Q", metadata), ("Q", b""), ("Q", b"nixlSerDes|"), ("Q", stranger), ("D", metadata)):
+        with pytest.raises(HandshakeError):
+            pair.d.connect(encode_hello(blob, geometry, name=name, generation=1))
+    assert pair.d.read(pair.peers[pair.d], rows_of(pair.target, [1]), rows_of(pair.source, [1])).wait(10)
+
+
+def test_a_geometry_beyond_what_is_registered(pair):
+    with Agent("S") as agent:
+        agent.register(flat_geometry(pair.source[: 8 * PAGE]))
+        metadata = agent._nixl.get_agent_metadata()
+        hello = encode_hello(metadata, flat_geometry(pair.source), name="S", generation=agent.generation)
+        with pytest.raises(HandshakeError, match="'S' did not register Region"):
+            pair.d.connect(hello)
+        # Nothing of the failed attempt is left.
+        peer = pair.d.connect(agent.hello(flat_geometry(pair.source[: 8 * PAGE])))
+        assert pair.d.read(peer, rows_of(pair.target, [1]), rows_of(pair.source, [1])).wait(10)
+        pair.d.disconnect(peer)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every byte of D when the engines differ: ranks, blocks, layouts, positions, layers, context parallelism."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import kvhma
+from kvhma.oracle import Oracle, OracleError
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+from support.generate import generate
+from support.recipe import AXES, all_pairs, draw, pairs_of
+
+CHUNKS = 40
+PER_CHUNK = 150
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_byte_of_unequal_engines(chunk: int) -> None:
+    counted: Counter[str] = Counter()
+    for seed in range(chunk * PER_CHUNK, (chunk + 1) * PER_CHUNK):
+        case = generate(seed, draw(seed))
+        oracle = Oracle(case.local, case.remotes)
+        descriptor_bytes = (0, 64, DEFAULT_DESCRIPTOR_BYTES)[seed % 3]
+        try:
+            plan = kvhma.plan(case.local, case.remotes, descriptor_bytes=descriptor_bytes)
+            transfer = plan.transfer(case.num_tokens, case.local_spans, case.remote_spans)
+            report = oracle.check(case.num_tokens, case.local_spans, case.remote_spans, transfer)
+        except (OracleError, kvhma.KvhmaError) as error:
+            pytest.fail(f"{case} descriptor_bytes={descriptor_bytes}: {error}")
+        assert report.mergeable == 0, f"{case}: {report.mergeable} descriptors too many"
+        assert descriptor_bytes or not report.excess, f"{case}: exact, but {report}"
+        counted["pairs"] += 1
+        counted["sources"] += len(case.remotes)
+        counted["bytes moved"] += report.moved
+        counted["bytes zeroed"] += report.zeroed
+    print(dict(counted))
+
+
+def test_every_combination_of_two_axes_is_hit(request: pytest.FixtureRequest) -> None:
+    hits: Counter[tuple[str, str]] = Counter()
+    for seed in range(CHUNKS * PER_CHUNK):
+        hits.update(pairs_of(draw(seed)))
+    table = _table(hits)
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    print(table)
+    if reporter is not None:
+        reporter.write_line("\n" + table)
+    assert [pair for pair in all_pairs() if not hits[pair]] == []
+
+
+def _table(hits: Counter[tuple[str, str]]) -> str:
+    """Lay out how often two choices met: a row for each choice, a column for each choice of the axes before it."""
+    choices = [f"{axis}={choice}" for axis, of in AXES.items() for choice in of]
+    lines = [f"{'':>22}" + "".join(f"{number:>6}" for number in range(len(choices)))]
+    for number, choice in enumerate(choices):
+        cells = (hits[other, choice] for other in choices[:number])
+        lines.append(f"{number:>3} {choice:<18}" + "".join(f"{cell or '':>6}" for cell in cells))
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Rust core against the plain Python version of the same maths."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import kvhma
+from kvhma import _reference
+from support.generate import Case, generate
+from support.recipe import AXES, EQUAL_RANK, Recipe
+
+SEEDS = st.integers(0, 1 << 32)
+MAX_TOKENS = 64
+
+
+def recipes(axes: dict[str, tuple[str, ...]]) -> st.SearchStrategy[Recipe]:
+    """Recipes that shrink to the simplest choice of each axis."""
+    return st.builds(Recipe, **{axis: st.sampled_from(choices) for axis, choices in axes.items()})
+
+
+def both(case: Case) -> tuple[kvhma.Transfer, _reference.Transfer]:
+    request = (case.num_tokens, case.local_spans, case.remote_spans)
+    plan = kvhma.plan(case.local, case.remotes, descriptor_bytes=0)
+    return plan.transfer(*request), _reference.transfer(case.local, case.remotes, *request)
+
+
+def covered(rows: NDArray[np.uint64]) -> set[int]:
+    """Return the addresses of all bytes of some descriptors."""
+    return {address for start, size, _ in rows.tolist() for address in range(start, start + size)}
+
+
+@given(SEEDS, recipes(EQUAL_RANK))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_equal_ranks_give_the_same_rows(seed: int, recipe: Recipe) -> None:
+    case = generate(seed, recipe, max_tokens=MAX_TOKENS)
+    fast, slow = both(case)
+    assert fast.excess_bytes == 0
+    assert covered(fast.zero) == covered(slow.zero)
+    assert fast.descriptors == slow.descriptors
+    assert fast.bytes == slow.bytes
+    found = [read for read in fast.reads if read.bytes]
+    assert [read.source for read in found] == [read.source for read in slow.reads]
+    for one, other in zip(found, slow.reads, strict=True):
+        np.testing.assert_array_equal(one.local, other.local)
+        np.testing.assert_array_equal(one.remote, other.remote)
+
+
+@given(SEEDS, recipes(AXES))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_unequal_engines_give_the_same_bytes(seed: int, recipe: Recipe) -> None:
+    # Which of several ranks that hold a byte gives it is free, so only D's side is compared.
+    case = generate(seed, recipe, max_tokens=MAX_TOKENS)
+    fast, slow = both(case)
+    assert covered(fast.zero) == covered(slow.zero)
+    for one, other in ((fast, slow), (slow, fast)):
+        mine = set().union(*(covered(read.local) for read in one.reads))
+        theirs = set().union(*(covered(read.local) for read in other.reads))
+        assert mine <= theirs
+    assert fast.bytes == slow.bytes
+
+
+@given(st.lists(st.integers(1, 1 << 20), max_size=40), st.integers(1, 200), st.integers(1, 64))
+def test_the_static_rule_never_keeps_less_than_the_exact_one(ids: list[int], window: int, block_size: int) -> None:
+    group = kvhma.Group("sliding", block_size, window=window)
+    for num_tokens in {len(ids) * block_size, max(0, (len(ids) - 1) * block_size + 1)}:
+        exact = _reference.clip_tokens(kvhma.Span(0, ids), group, num_tokens)
+        static = _reference.clip_window(ids, window, block_size)
+        assert list(exact.ids) == static[len(static) - len(exact.ids) :]
