@@ -32,3 +32,42 @@ build: $(VENV)/.built ## set up .venv and build the package into it
 
 .PHONY: dev
 dev: $(VENV)/.dev $(VENV)/.built ## build, and install what tests and lint need
+
+.PHONY: demo
+demo: build ## move hybrid caches between two processes and check every byte
+	$(BIN)/kvhma demo $(ARGS)
+
+.PHONY: test
+test: dev ## everything: cargo test, then pytest (unit, property, golden, real NIXL, attacks)
+	cargo test -q --workspace --release
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+.PHONY: lint
+lint: dev ## formatting, clippy, ruff, mypy and the stubs
+	cargo fmt --all --check
+	cargo clippy -q --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check python tests benches
+	$(BIN)/ruff check python tests benches
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest kvhma._kvhma
+
+.PHONY: format
+format: dev ## format Rust and Python
+	cargo fmt --all
+	$(BIN)/ruff format python tests benches
+	$(BIN)/ruff check --fix -q python tests benches
+
+.PHONY: bench
+bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python, ratios in benches/RESULTS.md
+	cargo bench -q -p kvhma-core
+	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-columns=min,median,rounds
+	$(BIN)/python benches/ratios.py > benches/RESULTS.md
+	cat benches/RESULTS.md
+
+.PHONY: wheel
+wheel: build ## build the wheel into dist/
+	$(BIN)/maturin build --release -q -o dist
+
+.PHONY: clean
+clean: ## remove what was built, the virtual environment too
+	rm -rf target dist $(VENV) .venv-e2e

@@ -286,8 +286,8 @@ class Need:
 
     Attributes:
         used: bool ``(n,)``, the blocks that are not left alone: those not wholly before `low`.
-        low: first token that is needed; none is if it is `num_tokens`. A window of one token, or a chunk that just
-            ended, needs nothing of what is there: then nothing is read.
+        low: first token that is needed; none is if it is `num_tokens`. A window of one token, or a chunk that
+            just ended, needs nothing of what is there: then nothing is read.
     """
 
     used: NDArray[np.bool_]

@@ -2,9 +2,10 @@
 """The oracle over real memory: bytes from coordinates on P, every byte of D checked afterwards.
 
 Two processes that share nothing but geometries and spans can each call their half. The bytes of one token of
-one part (its row) are a slice of one long table of pseudo-random bytes; where the slice starts is a hash of layer,
-part and token. A row in the wrong place shows by its start, a byte in the wrong place by what follows it. No byte
-is ever zero, so that zeroed is not mistaken for moved. A gigabyte is filled or checked in a second or two.
+one part (its row) are a slice of one long table of pseudo-random bytes; where the slice starts is a hash of
+layer, part and token. A row in the wrong place shows by its start, a byte in the wrong place by what follows
+it. No byte is ever zero, so that zeroed is not mistaken for moved. A gigabyte is filled or checked in a
+second or two.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ def check_memory(
 ) -> MemoryReport:
     """Check every byte of D's memory after the transfer of one request.
 
-    Before it the memory was filled by :func:`fill_stale`, and that of every source by :func:`fill_source`. That
-    the sources together hold every coordinate of the layers D has is taken for granted here; labels prove it.
+    Before it the memory was filled by :func:`fill_stale`, and that of every source by :func:`fill_source`.
+    That the sources together hold every coordinate of the layers D has is taken for granted here; labels
+    prove it.
 
     Args:
         memory: the regions of `local`, each uint8 ``(region.bytes,)``; read.

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The maths of kvhma in plain Python: the version to read, and what the Rust core is compared with.
 
-It does everything the slow way. A transfer is found by listing every byte that D must get together with the byte
-of P that belongs there, sorting the list by D's address, and cutting it where either address stops advancing by
-one. What is left are the longest possible copies, so their number is the smallest possible number of descriptors.
+It does everything the slow way. A transfer is found by listing every byte that D must get together with the
+byte of P that belongs there, sorting the list by D's address, and cutting it where either address stops
+advancing by one. What is left are the longest possible copies, so their number is the smallest possible
+number of descriptors.
 
-Read it from the top: which tokens are needed, which blocks hold them, where their bytes are, which bytes meet, and
-which of those are neighbours.
+Read it from the top: which tokens are needed, which blocks hold them, where their bytes are, which bytes
+meet, and which of those are neighbours.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def cdiv(value: int, unit: int) -> int:
 def first_needed_token(group: Group, num_tokens: int) -> int:
     """Return the first token whose cache the next token still attends to.
 
-    The next token is number `num_tokens`. In a sliding window of ``w`` it sees itself and the ``w - 1`` before it;
-    in chunked attention it sees what its own chunk holds so far; else it sees everything.
+    The next token is number `num_tokens`. In a sliding window of ``w`` it sees itself and the ``w - 1``
+    before it; in chunked attention it sees what its own chunk holds so far; else it sees everything.
     """
     if group.kind == "sliding":
         assert group.window is not None  # noqa: S101 - a checked geometry has it
@@ -49,8 +50,8 @@ def first_needed_token(group: Group, num_tokens: int) -> int:
 def clip_window(ids: Sequence[int], window: int, block_size: int) -> list[int]:
     """Keep the trailing blocks that a sliding window can reach, whatever the number of tokens.
 
-    This is vLLM's static rule, ``cdiv(window, block_size) + 1`` blocks: the window's own, and one more because it
-    rarely starts at the start of a block.
+    This is vLLM's static rule, ``cdiv(window, block_size) + 1`` blocks: the window's own, and one more
+    because it rarely starts at the start of a block.
 
         >>> clip_window(list(range(40)), window=512, block_size=16)[0]
         7
@@ -61,8 +62,8 @@ def clip_window(ids: Sequence[int], window: int, block_size: int) -> list[int]:
 def clip_tokens(span: Span, group: Group, num_tokens: int) -> Span:
     """Keep the blocks that hold a needed token below `num_tokens`: never more than the static rule keeps.
 
-    Entry ``i`` of the block table is sequence block ``i * cp_size + cp_rank``. A block is needed if one of its
-    tokens is, and then it is needed whole.
+    Entry ``i`` of the block table is sequence block ``i * cp_size + cp_rank``. A block is needed if one of
+    its tokens is, and then it is needed whole.
     """
     low = first_needed_token(group, num_tokens)
     entries = [
@@ -108,7 +109,8 @@ class Item(NamedTuple):
     Attributes:
         layer: name of the layer.
         part: name of the part.
-        token: absolute token; the first of the kernel block if the part has no ``tokens`` axis; -1 for a state.
+        token: absolute token; the first of the kernel block if the part has no ``tokens`` axis; -1 for a
+            state.
         coordinates: global index on every other axis, sorted by the axis' name.
         byte: byte in the item.
     """
@@ -276,8 +278,8 @@ def spans_by_source(spans: Sequence[Span] | Sequence[Sequence[Span]], sources: i
 def first_held_token(local: Geometry, index: int, remotes: Sequence[Geometry], spans: Sequence[Sequence[Span]]) -> int:
     """Return the first token that P has of all layers of D's group `index`.
 
-    Its layers may be in several groups of P, whose spans begin at different tokens. They only differ in tokens
-    that are needed no more, and a group is moved from one token on: the last of those beginnings.
+    Its layers may be in several groups of P, whose spans begin at different tokens. They only differ in
+    tokens that are needed no more, and a group is moved from one token on: the last of those beginnings.
     """
     names = {layer.name for layer in local.layers if layer.group == index}
     first = 0
@@ -303,8 +305,8 @@ class Run(NamedTuple):
 def runs(pairs: Sequence[tuple[Byte, Byte]]) -> list[Run]:
     """Join pairs of bytes into the longest copies, sorted by local address.
 
-    A copy goes on while both addresses advance by one and neither leaves its region: a descriptor must lie in one
-    registered region, even where two of them touch.
+    A copy goes on while both addresses advance by one and neither leaves its region: a descriptor must lie in
+    one registered region, even where two of them touch.
     """
     out: list[Run] = []
     for local, remote in sorted(pairs):

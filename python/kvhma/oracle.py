@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The byte oracle: proves a transfer right by simulating every byte of it.
 
-Give every byte of a simulated global cache a label of its own, lay the labels out in the memory of every P rank, give
-every byte of D a *stale* label, apply a transfer, and look at what each byte of D holds afterwards. Nothing here
-plans anything: it only knows where a byte is and what a transfer of N tokens means (docs/geometry.md), so it works
-for any pair of geometries, however they were cut.
+Give every byte of a simulated global cache a label of its own, lay the labels out in the memory of every P
+rank, give every byte of D a *stale* label, apply a transfer, and look at what each byte of D holds
+afterwards. Nothing here plans anything: it only knows where a byte is and what a transfer of N tokens means
+(docs/geometry.md), so it works for any pair of geometries, however they were cut.
 
     >>> oracle = Oracle(decode, [prefill])                                        # doctest: +SKIP
     >>> report = oracle.check(num_tokens, local_spans, remote_spans, transfer)    # doctest: +SKIP
 
-The simulation holds 8 bytes per byte of cache. For caches of real size, real bytes and real processes there are
-:func:`fill_source`, :func:`fill_stale` and :func:`check_memory`.
+The simulation holds 8 bytes per byte of cache. For caches of real size, real bytes and real processes there
+are :func:`fill_source`, :func:`fill_stale` and :func:`check_memory`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._oracle_labels import Catalog, Ints, RemoteSpans, Side, blocks_of, by_source, check_spans, need
+from kvhma._oracle_labels import (
+    Blocks,
+    Catalog,
+    Ints,
+    RemoteSpans,
+    Side,
+    Template,
+    blocks_of,
+    by_source,
+    check_spans,
+    need,
+)
 from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
 from kvhma._oracle_types import Difference, OracleError
 from kvhma.geometry import Geometry, Span
@@ -133,6 +144,7 @@ class Oracle:
     """
 
     def __init__(self, local: Geometry, remotes: Sequence[Geometry]) -> None:
+        """Make the label maps."""
         self._catalog = Catalog((local, *remotes))
         self._local = Side(local, self._catalog)
         self._remotes = [Side(remote, self._catalog) for remote in remotes]
@@ -220,8 +232,8 @@ class Oracle:
         _refuse_overlap(self._local, places)
 
         expected, optional = self._expected(num_tokens, local_spans, labels, held, stale)
-        # In the first and the last block P's byte and zero can both be right: nobody reads them. Only the bytes
-        # behind the last token are counted.
+        # In the first and the last block P's byte and zero can both be right: nobody reads them. Only the
+        # bytes behind the last token are counted.
         at = np.flatnonzero(optional)
         came = memory[at] == expected[at]
         expected[at[~came]] = 0
@@ -265,31 +277,24 @@ class Oracle:
             junk.append(junk[-1] + side.size)
         return _Labels(first_token=low, base=base, stale=stale, junk=junk)
 
-    def _labelled(
-        self, side: Side, index: int, span: Span, labels: _Labels
-    ) -> tuple[Ints, Ints, NDArray[np.int64], Ints] | None:
-        """Return flat offsets, labels, tokens ``(n, m)`` and entries ``(m,)`` of a group's blocks, or None."""
-        group, template = side.geometry.groups[index], side.templates[index]
-        blocks = blocks_of(group, span)
-        if not blocks.ids.size or not template.offset.size:
-            return None
-        flat = template.offset + blocks.ids[:, None] * template.stride
-        content = labels.base[template.entry] + template.byte
-        if group.kind == "ssm":
-            return flat, content[None, :], np.zeros((1, 1), np.int64), template.entry
-        token = template.token + blocks.token[:, None]
-        row = self._catalog.row_bytes[template.entry]
-        return flat, content + (token - labels.first_token) * row, token, template.entry
+    def _labelled(self, template: Template, blocks: Blocks, labels: _Labels) -> tuple[Ints, Ints]:
+        """Return flat offsets and labels, ``(n, m)``, of all bytes of some blocks of a group."""
+        row = np.where(self._is_state, 0, self._catalog.row_bytes)[template.entry]
+        first = labels.base[template.entry] + template.byte + (template.token - labels.first_token) * row
+        flat = blocks.ids[:, None] * template.stride
+        flat += template.offset
+        content = blocks.token[:, None] * row
+        content += first
+        return flat, content
 
     def _source_memory(
         self, side: Side, spans: Sequence[Span], labels: _Labels, index: int, held: NDArray[np.bool_]
     ) -> Ints:
         memory = np.arange(labels.junk[index], labels.junk[index + 1], dtype=np.int64)
-        for group, span in enumerate(spans):
-            found = self._labelled(side, group, span, labels)
-            if found is not None:
-                memory[found[0]] = found[1]
-                held[found[1]] = True
+        for group, template, span in zip(side.geometry.groups, side.templates, spans, strict=True):
+            flat, content = self._labelled(template, blocks_of(group, span), labels)
+            memory[flat] = content
+            held[content] = True
         return memory
 
     def _expected(
@@ -304,24 +309,23 @@ class Oracle:
         expected = stale.copy()
         optional = np.zeros(stale.size, np.int8)
         side = self._local
-        for index, (group, span) in enumerate(zip(side.geometry.groups, spans, strict=True)):
-            found = self._labelled(side, index, span, labels)
-            if found is None:
-                continue
-            flat, content, token, entry = found
-            size = side.templates[index].tokens
+        for group, template, span in zip(side.geometry.groups, side.templates, spans, strict=True):
+            blocks = blocks_of(group, span)
+            asked = need(group, blocks, num_tokens)
+            blocks = Blocks(blocks.ids[asked.used], blocks.token[asked.used])
+            flat, content = self._labelled(template, blocks, labels)
             here = held[content]
-            if group.kind in ("ssm", "opaque"):
-                expected[flat] = np.where(here, content, 0)
-                continue
-            asked = need(group, blocks_of(group, span), num_tokens)
-            flat, content, token = flat[asked.used], content[asked.used], token[asked.used]
-            here = here[asked.used] & (asked.low < num_tokens)
-            kernel = group.block_size // group.ratio
-            behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[entry]))
-            expected[flat] = np.where(here & (token < behind), content, 0)
-            optional[flat] = np.where(here & (token + size <= asked.low), _BEFORE, 0)
-            optional[flat] += np.where(here & (token >= num_tokens) & (token < behind), _BEHIND, 0)
+            if group.kind not in ("ssm", "opaque"):
+                kernel = group.block_size // group.ratio
+                behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
+                start = -blocks.token[:, None]
+                here &= (template.token - behind < start) & (asked.low < num_tokens)
+                before = here & (template.token + template.tokens <= asked.low + start)
+                after = here & (template.token >= num_tokens + start)
+                optional[flat[before]] = _BEFORE
+                optional[flat[after]] = _BEHIND
+            content[~here] = 0
+            expected[flat] = content
         return expected, optional
 
     def _owners(self, spans: Sequence[Span]) -> tuple[Ints, Ints]:

@@ -153,7 +153,9 @@ def test_names_that_do_not_belong_into_a_log(name):
         decode_hello(forge(name=name))
 
 
-@pytest.mark.parametrize("data", [None, 1, "text", [1], object(), memoryview(bytes(8)).cast("I")], ids=repr)
+@pytest.mark.parametrize(
+    "data", [None, 1, "text", [1], object(), memoryview(bytes(8)).cast("I")], ids=lambda data: type(data).__name__
+)
 def test_what_is_no_bytes(data):
     with pytest.raises(HandshakeError):
         decode_hello(data)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -90,11 +91,12 @@ def test_bytes_and_notification(transport, start_worker, reader):
 
 def test_the_notification_leaves_only_by_a_poll(tcp, start_worker, reader):
     worker = start_worker(**tcp)
-    transfer = reader.read(reader.agent.connect(worker.hello), ALL, b"r1")
-    assert not transfer.finished
+    (transfer,) = hang(reader, reader.agent.connect(worker.hello), worker, 1)
+    worker.go_on()
     assert worker.notifications(1, 0.5) == []
+    assert reader.has(worker, ALL)  # all has come, but nobody has looked
     assert transfer.wait(SECONDS)
-    assert worker.notifications(1) == [["D", "r1"]]
+    assert worker.notifications(1) == [["D", "hanging"]]
 
 
 def test_an_aborted_transfer_stays_until_it_has_landed(tcp, start_worker, reader):
@@ -159,8 +161,8 @@ def test_a_peer_that_dies_during(transport, start_worker, reader):
     check_lost_and_back(reader, peer, start_worker, transport)
 
 
-def test_a_peer_that_died_after(transport, start_worker, reader):
-    worker = start_worker(**transport)
+def test_a_peer_that_died_after(start_worker, reader):
+    worker = start_worker()
     peer = reader.agent.connect(worker.hello)
     transfer = reader.read(peer, ALL)
     assert transfer.wait(SECONDS)
@@ -169,7 +171,7 @@ def test_a_peer_that_died_after(transport, start_worker, reader):
     assert reader.has(worker, ALL)
     error = dies(lambda: reader.agent.notify(peer, b"are you there"))
     assert "'P'" in str(error)
-    check_lost_and_back(reader, peer, start_worker, transport)
+    check_lost_and_back(reader, peer, start_worker, {})
 
 
 def check_lost_and_back(reader, peer, start_worker, transport):
@@ -192,11 +194,11 @@ def check_lost_and_back(reader, peer, start_worker, transport):
     assert second.notifications(1) == [["D", "back"]]
 
 
-def test_a_restart_nobody_noticed(transport, start_worker, reader):
-    first = start_worker(**transport)
+def test_a_restart_nobody_noticed(start_worker, reader):
+    first = start_worker()
     old = reader.agent.connect(first.hello)
     first.kill()
-    second = start_worker(seed=2, **transport)
+    second = start_worker(seed=2)
     peer = reader.agent.connect(second.hello)
     assert reader.read(peer, ALL).wait(SECONDS)
     assert reader.has(second, ALL)
@@ -217,11 +219,35 @@ def test_two_peers_fail_alone(tcp, start_worker, reader):
     assert to_q.gone is None
 
 
-def test_a_hello_of_a_dead_process(transport, start_worker, reader):
-    worker = start_worker(**transport)
+def test_a_hello_of_a_dead_process(tcp, start_worker, reader):
+    worker = start_worker(**tcp)
     worker.kill()
     with pytest.raises(TransferError, match="cannot take on 'P'"):
         reader.agent.connect(worker.hello)
-    second = start_worker(seed=2, **transport)
+    second = start_worker(seed=2, **tcp)
     assert reader.read(reader.agent.connect(second.hello), ALL).wait(SECONDS)
     assert reader.has(second, ALL)
+
+
+def test_a_peer_that_hangs_does_not_hold_up_others(tcp, start_worker, reader):
+    p, q = start_worker("P", **tcp), start_worker("Q", seed=3, **tcp)
+    p.pause()
+    errors = []
+
+    def connect_to_p():
+        try:
+            reader.agent.connect(p.hello, timeout=1.5)
+        except TransferError as exc:
+            errors.append(str(exc))
+
+    thread = threading.Thread(target=connect_to_p)
+    thread.start()
+    time.sleep(0.2)
+    assert reader.read(reader.agent.connect(q.hello), ALL).wait(SECONDS)
+    assert reader.has(q, ALL)
+    assert not errors
+    thread.join(SECONDS)
+    assert errors == ["peer 'P': no answer in 1.5 s"]
+    p.go_on()
+    assert reader.read(reader.agent.connect(p.hello), ALL).wait(SECONDS)
+    assert reader.has(p, ALL)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvhma._kvhma import expand_views
 from kvhma.errors import HandshakeError, PeerLostError, RequestError
 from kvhma.nixl import Agent, Peer, encode_hello
-from kvhma.nixl.arrays import expand_views
 from kvhma.nixl.fake import merge, runs_of_rows, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of
 
@@ -180,7 +181,7 @@ def test_registered_once(pair):
     pair.d.register(flat_geometry(pair.target))
     pair.d.register(flat_geometry(pair.target[PAGE : 4 * PAGE]))
     assert pair.d._nixl.get_agent_metadata() == before
-    assert len(pair.d._registrations) == 1
+    assert len(pair.d._registrations) == 1 + 1  # the first is for warming up
 
 
 def test_nixl_refuses_before_anything_is_posted(pair):
@@ -248,3 +249,43 @@ def test_a_geometry_beyond_what_is_registered(pair):
         peer = pair.d.connect(agent.hello(flat_geometry(pair.source[: 8 * PAGE])))
         assert pair.d.read(peer, rows_of(pair.target, [1]), rows_of(pair.source, [1])).wait(10)
         pair.d.disconnect(peer)
+
+
+def test_many_threads(pair):
+    """Readers, a poller, notifications and handshakes with somebody else, all at once."""
+    d, peer = pair.d, pair.peers[pair.d]
+    local = d.prepare_local(pair.views(pair.target, DENSE))
+    remote = d.prepare_remote(peer, pair.views(pair.source, DENSE))
+    failures: list[BaseException] = []
+    share = PAGES // 4
+
+    def work(first):
+        try:
+            for turn in range(share):
+                ids = np.arange(first, first + turn + 1, dtype=np.int32)
+                transfer = d.read_ids(local, ids, remote, ids, b"%d" % first)
+                if turn % 3 == 0:
+                    transfer.abort()
+                assert transfer.wait(10)
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(0, PAGES, share)]
+    news = []
+    with Agent("passer-by") as other:
+        geometry = flat_geometry(pair.source)
+        other.register(geometry)
+        hello = other.hello(geometry)
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            d.disconnect(d.connect(hello))
+            d.poll()
+            news += pair.p.notifications()
+        for thread in threads:
+            thread.join(10)
+    assert not failures
+    assert not d._live
+    assert (pair.target == pair.source).all()
+    news += wait_for_notifications(pair.p, PAGES - len(news))
+    assert sorted(news) == sorted(("D", b"%d" % first) for first in range(0, PAGES, share) for _ in range(share))

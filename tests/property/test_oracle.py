@@ -9,13 +9,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import kvhma
-from kvhma.oracle import Oracle, OracleError, check_memory, fill_source, fill_stale
+from kvhma._reference import Read, Transfer
+from kvhma.oracle import Oracle, OracleError, Report, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import Case, generate
 from support.mutate import mutations, plain
 from support.recipe import EQUAL_RANK, draw
+from support.show import show
 
 CHUNKS = 40
 PER_CHUNK = 250
@@ -25,11 +28,7 @@ PER_CHUNK = 250
 def counted(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     total: Counter[str] = Counter()
     yield total
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and total:
-        reporter.write_line("")
-        for name, count in sorted(total.items()):
-            reporter.write_line(f"  {count:>9,}  {name}")
+    show(request.config, "\n".join(f"  {count:>13,}  {name}" for name, count in sorted(total.items())))
 
 
 def run(case: Case, descriptor_bytes: int) -> tuple[Oracle, kvhma.Transfer]:
@@ -80,6 +79,58 @@ def test_the_oracle_rejects_what_is_wrong(counted: Counter[str]) -> None:
     assert not missed
 
 
+def rows(*found: tuple[int, int]) -> NDArray[np.uint64]:
+    return np.array([(address, size, 0) for address, size in found], np.uint64).reshape(-1, 3)
+
+
+def tiny(base: int) -> kvhma.Geometry:
+    """One layer of two tokens a block, two bytes a token, one byte of padding: blocks of 5 bytes."""
+    axes = (kvhma.Axis("tokens", 2, 2), kvhma.Axis("content", 2, 1))
+    page = kvhma.Page((kvhma.Part("kv", "uint8", 1, 0, axes),))
+    layer = kvhma.Layer("layer.0", 0, 0, 0, 5, 5, page)
+    return kvhma.Geometry((kvhma.Region(base, 25),), (kvhma.Group("full", 2),), (layer,))
+
+
+def test_a_transfer_by_hand() -> None:
+    # Three tokens: P has them in blocks 4 and 1, D wants them in blocks 2 and 3. P's last block holds one more.
+    oracle = Oracle(tiny(1000), [tiny(2000)])
+    request = (3, [kvhma.Span(0, [2, 3])], [kvhma.Span(0, [4, 1])])
+    zero = rows((1017, 2))
+
+    def transfer(local: NDArray[np.uint64], remote: NDArray[np.uint64], excess: int = 0) -> Transfer:
+        return Transfer((Read(0, local, remote),), zero, excess)
+
+    exact = oracle.check(*request, transfer(rows((1010, 4), (1015, 2)), rows((2020, 4), (2005, 2))))
+    assert exact == Report(moved=6, excess=0, zeroed=2, untouched=17, mergeable=0)
+    whole = oracle.check(*request, transfer(rows((1010, 4), (1015, 4)), rows((2020, 4), (2005, 4)), excess=2))
+    assert whole == Report(moved=8, excess=2, zeroed=0, untouched=17, mergeable=0)
+    split = oracle.check(
+        *request, transfer(rows((1010, 1), (1011, 3), (1015, 2)), rows((2020, 1), (2021, 3), (2005, 2)))
+    )
+    assert split.mergeable == 1
+
+    wrong = {
+        r"region 0 at 15 \(layer.0/kv token 2\): expected .* token 2 content=0 byte 0, found .* token 0 content=0": (
+            rows((1010, 4), (1015, 2)),
+            rows((2020, 4), (2020, 2)),
+        ),
+        r"at 16 .*found junk of source 0, region 0 at 0": (
+            rows((1010, 4), (1015, 1), (1016, 1)),
+            rows((2020, 4), (2005, 1), (2000, 1)),
+        ),
+        r"at 14 \(padding\): expected stale byte of region 0 at 14": (rows((1010, 7)), rows((2018, 7))),
+        r"at 24 \(padding\)": (rows((1010, 4), (1015, 2), (1024, 1)), rows((2020, 4), (2005, 2), (2007, 1))),
+        r"row 1 \(1024, 2, 0\) is not inside one region": (rows((1010, 4), (1024, 2)), rows((2020, 4), (2005, 2))),
+        r"source 0 remote: row 0": (rows((1010, 4), (1015, 2)), rows((2024, 4), (2005, 2))),
+        r"two reads write region 0 at 13": (rows((1010, 4), (1013, 2)), rows((2020, 4), (2005, 2))),
+        r"not sorted": (rows((1015, 2), (1010, 4)), rows((2005, 2), (2020, 4))),
+        r"lengths differ": (rows((1010, 4), (1015, 2)), rows((2020, 4), (2005, 1))),
+    }
+    for message, sides in wrong.items():
+        with pytest.raises(OracleError, match=message):
+            oracle.check(*request, transfer(*sides))
+
+
 def test_excess_bytes_must_be_told() -> None:
     for seed in range(400):
         case = generate(seed, draw(seed, EQUAL_RANK))
@@ -93,7 +144,7 @@ def test_excess_bytes_must_be_told() -> None:
     pytest.fail("no case moves a last block whole")
 
 
-def _slice(geometry: kvhma.Geometry, memory: list[np.ndarray], row: list[int]) -> np.ndarray:
+def _slice(geometry: kvhma.Geometry, memory: list[NDArray[np.uint8]], row: list[int]) -> NDArray[np.uint8]:
     for region, content in zip(geometry.regions, memory, strict=True):
         if region.base <= row[0] and row[0] + row[1] <= region.base + region.bytes:
             return content[row[0] - region.base : row[0] - region.base + row[1]]
@@ -112,7 +163,7 @@ def test_real_memory_agrees_with_labels() -> None:
         for read in transfer.reads:
             remote = case.remotes[read.source]
             memory = [np.empty(region.bytes, np.uint8) for region in remote.regions]
-            fill_source(memory, remote, case.remote_spans, seed=seed)
+            fill_source(memory, remote, case.spans_of(read.source), seed=seed)
             for to, start in zip(read.local.tolist(), read.remote.tolist(), strict=True):
                 _slice(case.local, local, to)[:] = _slice(remote, memory, start)
         request = (case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)

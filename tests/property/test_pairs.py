@@ -12,6 +12,7 @@ from kvhma.oracle import Oracle, OracleError
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.recipe import AXES, all_pairs, draw, pairs_of
+from support.show import show
 
 CHUNKS = 40
 PER_CHUNK = 150
@@ -39,15 +40,27 @@ def test_every_byte_of_unequal_engines(chunk: int) -> None:
     print(dict(counted))
 
 
+def test_kernel_blocks_that_cut_each_other_in_thousands_of_ways() -> None:
+    def rank(kernel_tokens: int, base: int) -> kvhma.Geometry:
+        axes = (kvhma.Axis("heads", 2, kernel_tokens), kvhma.Axis("tokens", kernel_tokens, 1))
+        page = kvhma.Page((kvhma.Part("kv", "uint8", 1, 0, axes),))
+        layer = kvhma.Layer("layer.0", 0, 0, 0, 8, 2 * kernel_tokens, page)
+        region = kvhma.Region(base, 16 * kernel_tokens)
+        return kvhma.Geometry((region,), (kvhma.Group("full", kernel_tokens),), (layer,))
+
+    local, remote = rank(2049, 4096), rank(2051, 1 << 40)
+    plan = kvhma.plan(local, remote, descriptor_bytes=0)
+    for num_tokens in (1, 2049, 2052, 6200):
+        request = (num_tokens, [kvhma.Span(0, [5, 3, 1, 2])], [kvhma.Span(0, [7, 2, 4, 1])])
+        report = Oracle(local, [remote]).check(*request, plan.transfer(*request))
+        assert (report.moved, report.mergeable) == (2 * num_tokens, 0)
+
+
 def test_every_combination_of_two_axes_is_hit(request: pytest.FixtureRequest) -> None:
     hits: Counter[tuple[str, str]] = Counter()
     for seed in range(CHUNKS * PER_CHUNK):
         hits.update(pairs_of(draw(seed)))
-    table = _table(hits)
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    print(table)
-    if reporter is not None:
-        reporter.write_line("\n" + table)
+    show(request.config, _table(hits))
     assert [pair for pair in all_pairs() if not hits[pair]] == []
 
 

@@ -70,3 +70,48 @@ def test_the_static_rule_never_keeps_less_than_the_exact_one(ids: list[int], win
         exact = _reference.clip_tokens(kvhma.Span(0, ids), group, num_tokens)
         static = _reference.clip_window(ids, window, block_size)
         assert list(exact.ids) == static[len(static) - len(exact.ids) :]
+
+
+IDS = st.lists(st.integers(1, 1 << 20), max_size=40, unique=True)
+
+
+@given(IDS, st.integers(0, 5), st.integers(1, 200), st.integers(1, 64))
+def test_static_windows(ids: list[int], nulls: int, window: int, block_size: int) -> None:
+    keep = kvhma.window_blocks(window, block_size)
+    assert keep == _reference.cdiv(window, block_size) + 1
+    clipped = kvhma.clip_blocks([[0] * nulls + ids, ids], [keep, 0])
+    assert [list(found) for found in clipped] == [_reference.clip_window(ids, window, block_size), ids]
+
+
+@given(IDS, st.integers(0, 5), st.integers(0, 3))
+def test_state_slots(ids: list[int], nulls: int, speculative: int) -> None:
+    (clipped,) = kvhma.clip_blocks([[0] * nulls + ids], [0], speculative=[speculative])
+    assert list(clipped) == _reference.clip_state(ids, speculative)
+
+
+@given(st.lists(st.integers(0, 1 << 20), max_size=40), st.integers(1, 300))
+def test_kernel_blocks(ids: list[int], ratio: int) -> None:
+    assert kvhma.expand_blocks(ids, ratio).tolist() == _reference.expand_blocks(ids, ratio)
+
+
+@given(SEEDS, recipes({axis: AXES[axis] for axis in ("blocks", "positions", "tokens")}))
+@settings(deadline=None)
+def test_live_spans_are_the_exact_clip(seed: int, recipe: Recipe) -> None:
+    case = generate(seed, recipe)
+    geometry, tokens = case.local, case.num_tokens
+    # A block table as the engine's manager keeps it: null blocks stand where the span does not begin yet.
+    if geometry.null_block is None:
+        return
+    tables = [
+        [geometry.null_block] * (0 if group.kind == "ssm" else span.first) + list(span.ids)
+        for group, span in zip(geometry.groups, case.local_spans, strict=True)
+    ]
+    live = kvhma.live_spans(geometry, tokens, tables)
+    for group, span, found in zip(geometry.groups, case.local_spans, live, strict=True):
+        if group.kind == "ssm":
+            assert list(found.ids) == _reference.clip_state(list(span.ids), group.speculative)
+        elif group.kind != "opaque":
+            # The manager's blocks behind the last token stay: they are D's to zero.
+            exact = _reference.clip_tokens(span, group, tokens)
+            assert list(found.ids)[: len(exact.ids)] == list(exact.ids)
+            assert not exact.ids or found.first == exact.first

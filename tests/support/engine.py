@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
+from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region
 from support.model import AxisSpec, Family, PartSpec
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -17,7 +17,7 @@ class GroupShape:
     """A group of an engine: layers of one family, cut into blocks; `kind` may be ``full`` for windows."""
 
     family: Family
-    kind: str
+    kind: Kind
     layers: tuple[str, ...]
     kernel_tokens: int
     ratio: int
@@ -82,8 +82,10 @@ class Placement:
     gap: int
     lead: int
     spare: int
-    memory: str
+    memory: Memory
     device: int
+    devices: int
+    id_type: str
 
 
 def shard(axis: AxisSpec, tp: int, rank: int, overlap: bool) -> tuple[int, int]:
@@ -314,7 +316,9 @@ class Rank:
 
     def _assemble(self) -> Geometry:
         """Give areas their regions and addresses."""
-        place, regions, layers = self.place, [], []
+        place = self.place
+        regions: list[Region] = []
+        layers: list[Layer] = []
         base = place.base + 4096 * 1024 * (self.tp_rank + 8 * self.cp_rank + 32 * self.stage)
         offset = place.lead
         for area in self.areas:
@@ -323,13 +327,14 @@ class Rank:
                 layers.append(Layer(name, group, at, offset + start, blocks, stride, page, kernel))
             offset += area.size
             if place.regions == "each":
-                regions.append(Region(base, offset, place.memory, place.device))  # type: ignore[arg-type]
+                device = place.device + len(regions) % place.devices
+                regions.append(Region(base, offset, place.memory, device))
                 base += offset + place.gap
                 offset = place.lead
             else:
                 offset += place.gap
         if place.regions == "one":
-            regions.append(Region(base, offset + place.gap + 1, place.memory, place.device))  # type: ignore[arg-type]
+            regions.append(Region(base, offset + place.gap + 1, place.memory, place.device))
         layers.sort(key=lambda layer: int(layer.name.split(".")[2]))
         return Geometry(
             regions=tuple(regions),
@@ -343,7 +348,7 @@ class Rank:
     def _group(self, shape: GroupShape) -> Group:
         family = shape.family
         return Group(
-            kind=shape.kind,  # type: ignore[arg-type]
+            kind=shape.kind,
             block_size=shape.block_size,
             ratio=shape.ratio,
             window=family.limit if shape.kind == "sliding" else None,

@@ -6,9 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 
+import numpy as np
+
+from kvhma._oracle_labels import by_source
 from kvhma.geometry import Geometry, Span
+from kvhma.types import IdsLike
 from support.engine import ORDERS, GroupShape, Placement, Rank, Shape
 from support.model import Family, make_model
 from support.recipe import Recipe
@@ -44,6 +49,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"generate({self.seed}, {self.recipe})"
+
+    def spans_of(self, source: int) -> Sequence[Span]:
+        """Return P's spans of one source."""
+        return by_source(self.remote_spans, len(self.remotes))[source]
 
 
 def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Case:
@@ -86,7 +95,10 @@ def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Cas
 
 
 def _spans(entries: Sequence[tuple[int, int]], place: Placement) -> tuple[Span, ...]:
-    return tuple(Span(first, list(ids)) for (first, _), ids in zip(entries, place.ids, strict=True))
+    def ids_as(ids: tuple[int, ...]) -> IdsLike:
+        return list(ids) if place.id_type == "list" else np.array(ids, place.id_type)
+
+    return tuple(Span(first, ids_as(ids)) for (first, _), ids in zip(entries, place.ids, strict=True))
 
 
 def _engines(
@@ -323,7 +335,7 @@ def _features(
     if local.row_pad or local.page_pad or local.block_pad:
         found.add("padding")
     for span in spans:
-        steps = {b - a for a, b in pairwise(span.ids)}
+        steps = {int(b) - int(a) for a, b in pairwise(span.ids)}
         if steps:
             name = "ascending" if steps == {1} else "descending" if steps == {-1} else "scattered"
             found.add(f"ids {name}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from kvhma.geometry import Kind
 from support.recipe import Recipe
 
 
@@ -16,8 +17,8 @@ class AxisSpec:
     Attributes:
         name: name of the axis.
         extent: items; of ``tokens`` it is the engine's to say.
-        rule: ``whole`` on every rank; ``split``, and shared by several ranks if there are more ranks than units;
-            ``groups``: split if the ranks divide the units, else whole.
+        rule: ``whole`` on every rank; ``split``, and shared by several ranks if there are more ranks than
+            units; ``groups``: split if the ranks divide the units, else whole.
         unit: items that stay together.
     """
 
@@ -49,7 +50,7 @@ class Family:
     """
 
     name: str
-    kind: str
+    kind: Kind
     parts: tuple[PartSpec, ...]
     layers: tuple[str, ...]
     limit: int = 0
@@ -128,23 +129,26 @@ def _family(rng: random.Random, name: str, kind: str, layers: tuple[str, ...], e
     if kind in ("mamba1", "mamba2", "gdn"):
         return Family(name, "ssm", _state_parts(rng, kind, extents), layers, speculative=rng.choice([0, 0, 1, 2]))
     if kind == "opaque":
-        return Family(name, kind, (PartSpec("raw", "bytes", 1, (AxisSpec("bytes", rng.randint(1, 40)),)),), layers)
+        raw = PartSpec("raw", "bytes", 1, (AxisSpec("bytes", rng.randint(1, 40)),))
+        return Family(name, "opaque", (raw,), layers)
     item = rng.choice([1, 2, 2])
     heads = AxisSpec("heads", extents.heads, "split")
     if kind == "packed":
         part = PartSpec("kv", "bfloat16/amx-32", 1, (heads, AxisSpec("packed", rng.choice([6, 16, 24]))))
-        return Family(name, rng.choice(["full", "full", "sliding"]), (part,), layers, limit=rng.choice([5, 16]))
+        masks: list[Kind] = ["full", "full", "sliding"]
+        return Family(name, rng.choice(masks), (part,), layers, limit=rng.choice([5, 16]))
     tokens, content = AxisSpec("tokens", 0), AxisSpec("content", rng.choice([1, 2, 3, 4, 8]))
     if kind == "mla":
         parts: tuple[PartSpec, ...] = (PartSpec("kv", f"type{item}", item, (tokens, content)),)
         if rng.random() < 0.3:
             parts += (PartSpec("index", "uint8", 1, (tokens, AxisSpec("content", 2))),)
         return Family(name, "mla", parts, layers)
-    axes = (heads, tokens, content)
+    axes: tuple[AxisSpec, ...] = (heads, tokens, content)
     if rng.random() < 0.3:
         axes = (AxisSpec("kv", 2), *axes)
     limit = 0 if kind == "full" else rng.choice([1, 2, 3, 5, 8, 12, 16, 24, 40])
-    return Family(name, kind, (PartSpec("kv", f"type{item}", item, axes),), layers, limit=limit)
+    mask: Kind = "full" if kind == "full" else "sliding" if kind == "sliding" else "chunked"
+    return Family(name, mask, (PartSpec("kv", f"type{item}", item, axes),), layers, limit=limit)
 
 
 def _state_parts(rng: random.Random, kind: str, extents: Extents) -> tuple[PartSpec, ...]:
@@ -155,7 +159,8 @@ def _state_parts(rng: random.Random, kind: str, extents: Extents) -> tuple[PartS
         return PartSpec(name, f"conv{item}", item, (rows, AxisSpec("channels", extent, rule, unit)))
 
     if kind == "mamba1":
-        return conv("x", extents.channels), PartSpec("ssm", f"ssm{ssm_item}", ssm_item, axes)
+        scan = (AxisSpec("channels", extents.channels, "split"), AxisSpec("state", width))
+        return conv("x", extents.channels), PartSpec("ssm", f"ssm{ssm_item}", ssm_item, scan)
     unit = rng.choice([1, 2])
     axes = (
         AxisSpec("heads", extents.state_heads, "split"),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ways two engines differ: eight axes of choice, drawn from a seed.
 
-Everything else about a pair (sizes, models, ids, addresses) is drawn from the same seed but is not an axis. A case
-is a pure function of seed and recipe, so a failing one is made simpler by resetting an axis to its first choice.
+Everything else about a pair (sizes, models, ids, addresses) is drawn from the same seed but is not an axis. A
+case is a pure function of seed and recipe, so a failing one is made simpler by resetting an axis to its first
+choice.
 """
 
 from __future__ import annotations

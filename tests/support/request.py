@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from kvhma.geometry import Memory
 from support.engine import Placement, Shape
 from support.model import Family
 from support.recipe import Recipe
@@ -101,7 +102,8 @@ def draw_place(rng: random.Random, counts: Sequence[int]) -> Placement:
     for count in counts:
         ids.append(tuple(pool[:count]))
         pool = pool[count:]
-    memory = rng.choice(["DRAM", "DRAM", "VRAM"])
+    memories: list[Memory] = ["DRAM", "DRAM", "VRAM"]
+    memory = rng.choice(memories)
     return Placement(
         ids=tuple(ids),
         null_block=null,
@@ -112,4 +114,6 @@ def draw_place(rng: random.Random, counts: Sequence[int]) -> Placement:
         spare=rng.randint(0, 3),
         memory=memory,
         device=0 if memory == "DRAM" else rng.randint(0, 3),
+        devices=1 if memory == "DRAM" else rng.choice([1, 1, 1, 2]),
+        id_type=rng.choice(["list", "int32", "int64"]),
     )

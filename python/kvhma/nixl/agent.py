@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import expand_views
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
-from kvhma.nixl.arrays import check_ids, check_rows, count_entries, expand_views
+from kvhma.nixl.arrays import check_ids, check_rows, count_entries
 from kvhma.nixl.handshake import WARM_UP, Hello, decode_hello, encode_hello
 from kvhma.nixl.library import LOCAL_SIDE, Handle, NixlAgent, open_nixl, takes_strided, translate
 from kvhma.nixl.transfer import Telemetry, Transfer
 
 _READ = "READ"
 _POLL_SECONDS = 5e-4
+_SCRATCH_BYTES = 4096
 
 
 @dataclass(eq=False)
@@ -101,8 +103,8 @@ class Agent:
         Args:
             name: unique name of the agent.
             backends: NIXL's transports, in order of preference.
-            num_threads: transport threads; they share transfers of 1,024 descriptors or more. With some, a
-                peer that dies under such a transfer makes UCX abort this process when the agent is destroyed.
+            num_threads: transport threads, which share transfers of 1,024 descriptors or more. With 0 a transport
+                that copies inline does it in the calling thread.
             telemetry: let NIXL measure transfers.
             strided: False to write views out even where NIXL takes them; None to ask NIXL.
             nixl: what to use in place of a new ``nixl_agent``, for example the fake one.
@@ -116,10 +118,10 @@ class Agent:
         self._nixl: NixlAgent | None = nixl or open_nixl(name, backends, num_threads, telemetry)
         self.strided = takes_strided(self._nixl) if strided is None else strided
         self._telemetry = telemetry
-        # _setup makes registration, handshake and teardown one after the other; it is held while NIXL
-        # connects or pins memory. _lock guards the fields below and is held only for microseconds, never over
-        # a post, a poll or a wait; so a handle cannot be released by one thread while another makes a
-        # transfer from it. Order: _setup, a transfer's own lock, _lock.
+        # _setup makes registration, adding and removing peers one after the other; it is held while NIXL connects or
+        # pins memory, never while we wait for a peer. _lock guards the fields below, and is held while a transfer is
+        # made, so that no list is released below it; never over a post, a poll or a wait.
+        # Order: _setup, a transfer's own lock, _lock.
         self._setup = threading.RLock()
         self._lock = threading.RLock()
         self._closing = False
@@ -130,6 +132,14 @@ class Agent:
         self._prepared: set[Prepared] = set()
         self._live: set[Transfer] = set()
         self._reaped: list[Transfer] = []
+        # Registered at once, so that later hellos do not differ by it.
+        self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
+        self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
+        try:
+            self._registrations.append(self._nixl.register_memory(_row(self._scratch), self._scratch.memory))
+        except Exception as exc:
+            raise translate(exc, f"cannot register memory of agent {name!r}") from exc
+        self._knows_blobs = self._nixl.get_agent_metadata().startswith(_blob_start(name))
 
     def __enter__(self) -> Agent:
         return self
@@ -155,9 +165,8 @@ class Agent:
             for region in sorted(geometry.regions, key=lambda r: (r.base, -r.bytes)):
                 if self._covers(region):
                     continue
-                row = np.array([[region.base, region.bytes, region.device]], dtype=np.uint64)
                 try:
-                    self._registrations.append(nixl.register_memory(row, region.memory))
+                    self._registrations.append(nixl.register_memory(_row(region), region.memory))
                 except Exception as exc:
                     raise translate(exc, f"cannot register {region}") from exc
                 spans = self._registered.setdefault((region.memory, region.device), [])
@@ -200,13 +209,13 @@ class Agent:
             hello: what the peer's :meth:`hello` returned; any bytes are safe.
             expect: the only name that is accepted. Give it where it is known: else a peer can take another's
                 place.
-            timeout: seconds to wait for transfers from a replaced peer.
+            timeout: seconds to wait for transfers from a replaced peer, and again for the peer to answer.
 
         Raises:
             HandshakeError: not a hello, or one that NIXL refuses or that contradicts itself.
             PeerLostError: the peer is gone already.
-            TransferError: nobody answers at the peer's address, or transfers from the replaced peer did not end
-                in time.
+            TransferError: nobody is at the peer's address, the peer does not answer, its memory cannot be read, or
+                transfers from the replaced peer did not end in time.
         """
         said = decode_hello(hello)
         name = said.name
@@ -214,26 +223,28 @@ class Agent:
             raise HandshakeError(f"the hello is from {name!r}, expected {expect!r}")
         if name == self.name:
             raise HandshakeError(f"the hello has our own name {name!r}")
-        with self._setup:
-            nixl = self._open()
-            known = self._peers.get(name)
-            if known is not None:
+        while True:
+            with self._setup:
+                nixl = self._open()
+                known = self._peers.get(name)
+                if known is None:
+                    self._add(nixl, said)
+                    peer = Peer(name, said.generation, said.geometry, said.extra)
+                    with self._lock:
+                        self._peers[name] = peer
+                        self._hellos[name] = said
+                    break
                 if known.gone is None and said == self._hellos[name]:
                     return known
-                self.disconnect(known, timeout)
-            self._add(nixl, said)
-            peer = Peer(name, said.generation, said.geometry, said.extra)
-            with self._lock:
-                self._peers[name] = peer
-                self._hellos[name] = said
+            self.disconnect(known, timeout)
+        self._warm_up(peer, timeout)
         return peer
 
     def _add(self, nixl: NixlAgent, said: Hello) -> None:
         name = said.name
-        # NIXL merges a blob into whichever agent it names, so a peer could add to what is known of another
-        # one. The blob's form is NIXL's own business: look into it only if ours has the form we know.
-        known_form = nixl.get_agent_metadata().startswith(_blob_start(self.name))
-        if known_form and not said.metadata.startswith(_blob_start(name)):
+        # NIXL merges a blob into whichever agent it names, so a peer could add to what is known of another one. The
+        # blob's form is NIXL's own business: look into it only if ours has the form we know.
+        if self._knows_blobs and not said.metadata.startswith(_blob_start(name)):
             raise HandshakeError(f"the metadata in the hello of {name!r} is not that agent's")
         try:
             added = nixl.add_remote_agent(said.metadata)
@@ -244,10 +255,8 @@ class Agent:
             if loaded != name:
                 raise HandshakeError(f"the metadata in the hello of {name!r} is of agent {loaded!r}")
             for region in said.geometry.regions:
-                row = np.array([[region.base, region.bytes, region.device]], dtype=np.uint64)
-                if not nixl.check_remote_metadata(name, _descriptors(nixl, row, region.memory)):
+                if not nixl.check_remote_metadata(name, _descriptors(nixl, _row(region), region.memory)):
                     raise HandshakeError(f"{name!r} did not register {region}")
-            nixl.send_notif(name, WARM_UP)
         except Exception as exc:
             if loaded not in self._peers:
                 with contextlib.suppress(Exception):
@@ -256,23 +265,43 @@ class Agent:
                 raise
             raise translate(exc, f"cannot connect to {name!r}", HandshakeError) from exc
 
+    def _warm_up(self, peer: Peer, timeout: float) -> None:
+        # Adding an agent and sending it a notification only start to connect, and a transfer that follows waits for
+        # the rest, tens of milliseconds. A small read that is waited for here leaves nothing to set up.
+        region = next((region for region in peer.geometry.regions if region.memory == "DRAM"), None)
+        if region is None:  # whether the transport reads device memory into host memory is not ours to find out
+            self.notify(peer, WARM_UP)
+            return
+        size = min(region.bytes, _SCRATCH_BYTES)
+        try:
+            done = self.read(peer, _row(self._scratch, size), _row(region, size), WARM_UP).wait(timeout)
+        except KvhmaError:
+            self.disconnect(peer, timeout)
+            raise
+        if not done:
+            with self._lock:
+                peer.gone = peer.gone or f"no answer in {timeout} s"
+            raise TransferError(f"peer {peer.name!r}: {peer.gone}")
+
     def disconnect(self, peer: Peer, timeout: float = 10.0) -> None:
         """Forget a peer, lost or not: its transfers end first, then its prepared lists are released.
 
         Raises:
             TransferError: transfers did not end in `timeout` seconds. The peer stays unusable; call again.
         """
+        with self._lock:
+            if self._peers.get(peer.name) is not peer:
+                return
+            peer.gone = peer.gone or "disconnected"
+            live = [transfer for transfer in self._live if transfer.peer is peer]
+        # NIXL would remove it under its transfers, answer "not found" for them from then on, and let them land later
+        # all the same.
+        _drain(live, timeout, f"peer {peer.name!r}")
         with self._setup:
             with self._lock:
-                if self._peers.get(peer.name) is not peer:
+                nixl = self._nixl
+                if nixl is None or self._peers.get(peer.name) is not peer:
                     return
-                peer.gone = peer.gone or "disconnected"
-                nixl = self._open()
-                live = [transfer for transfer in self._live if transfer.peer is peer]
-            # NIXL would remove it under its transfers, answer "not found" for them from then on, and let them
-            # land later all the same.
-            _drain(live, timeout, f"peer {peer.name!r}")
-            with self._lock:
                 self._release_all(prepared for prepared in self._prepared if prepared.peer is peer)
                 del self._peers[peer.name], self._hellos[peer.name]
             try:
@@ -519,24 +548,22 @@ class Agent:
             TransferError: transfers did not end in `timeout` seconds. Nothing was released, nothing new can
                 be started, and the memory must not be freed; call again.
         """
+        with self._lock:
+            self._closing = True
+            live = list(self._live)
+        _drain(live, timeout, f"agent {self.name!r}")
         with self._setup:
             with self._lock:
-                if self._nixl is None:
+                nixl, self._nixl = self._nixl, None
+                if nixl is None:
                     return
-                self._closing = True
-                nixl = self._nixl
-                live = list(self._live)
-            _drain(live, timeout, f"agent {self.name!r}")
-            with self._lock:
                 self._release_all(self._prepared)
                 names = list(self._peers)
                 for peer in self._peers.values():
                     peer.gone = peer.gone or "the agent was closed"
                 self._peers.clear()
                 self._hellos.clear()
-                self._nixl = None
-            # A peer that died may be unknown to NIXL by now, and what cannot be deregistered goes with the
-            # agent.
+            # A peer that died may be unknown to NIXL by now, and what cannot be deregistered goes with the agent.
             for name in names:
                 with contextlib.suppress(Exception):
                     nixl.remove_remote_agent(name)
@@ -562,6 +589,10 @@ class Agent:
         if peer is not None and isinstance(error, PeerLostError):
             with self._lock:
                 peer.gone = peer.gone or str(error)
+
+
+def _row(region: Region, size: int | None = None) -> NDArray[np.uint64]:
+    return np.array([[region.base, region.bytes if size is None else size, region.device]], dtype=np.uint64)
 
 
 def _descriptors(nixl: NixlAgent, rows: NDArray[np.uint64], memory: Memory) -> Any:

@@ -69,18 +69,6 @@ def count_entries(views: NDArray[np.uint64]) -> int:
     return sum(views[:, 4].tolist())
 
 
-def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the rows of shape (n, 5) written out, one row ``(addr, len, device)`` per entry, row after row.
-
-    The order keeps descriptor ids and lets NIXL compress every view back into one run.
-    """
-    count = views[:, 4].astype(np.intp)
-    rows = np.repeat(views[:, :3], count, axis=0)
-    entry = np.arange(len(rows), dtype=np.uint64) - np.repeat((np.cumsum(count) - count).astype(np.uint64), count)
-    rows[:, 0] += entry * np.repeat(views[:, 3], count)
-    return rows
-
-
 def _check_form(array: Any, what: str, dtype: np.dtype[Any], ndim: int) -> None:
     if not isinstance(array, np.ndarray):
         raise RequestError(f"{what}: {type(array).__name__}, expected a numpy array")

@@ -5,7 +5,7 @@ use std::fmt::Display;
 
 use crate::error::{Error, Result};
 use crate::geometry::{Axis, Geometry, Group, Kind, Layer, Page, Part};
-use crate::pieces::{Lane, Window, part_chunks};
+use crate::pieces::{Lane, Window, all_tokens, part_chunks, shard};
 
 const MAX_REGIONS: usize = 4096;
 const MAX_GROUPS: usize = 256;
@@ -155,7 +155,8 @@ fn check_page(place: &str, page: &Page) -> Result<u64> {
 fn parts_apart(place: &str, page: &Page) -> Result<()> {
     let mut chunks = Vec::new();
     for part in &page.parts {
-        part_chunks(part, part, &Window::whole(part), Lane::default(), &mut chunks);
+        let window = Window { ranges: &shard(part), tokens: all_tokens(part) };
+        part_chunks(part, part, window, Lane::default(), &mut chunks);
     }
     chunks.sort_unstable_by_key(|chunk| chunk.local);
     for pair in chunks.windows(2) {

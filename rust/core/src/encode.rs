@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::plan::{Link, Plan, Strides};
+use crate::link::{Row, Strides};
+use crate::plan::{Plan, Source};
 use crate::runs::Run;
 use crate::span::Span;
-use crate::transfer::{ByCut, Pairs, Tail, stretches};
+use crate::table::{Pairs, stretches, unpack};
+use crate::transfer::Tail;
 
 /// A regular cut of a region: `(address, length, device, stride, count)`.
 pub type View = [u64; 5];
@@ -38,6 +40,17 @@ pub fn expand_views(views: &[View]) -> Result<Vec<u64>> {
     Ok(rows)
 }
 
+/// What one request moves and zeroes, as ids.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IdTransfer {
+    /// One entry for each source that something is read from.
+    pub reads: Vec<Ids>,
+    /// Local ranges to zero before the reads are posted; `remote` equals `local`.
+    pub zero: Vec<Run>,
+    /// Bytes of tokens behind the request's: views have whole kernel blocks only.
+    pub excess_bytes: u64,
+}
+
 /// Ids into the prepared views of both sides, pair by pair.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ids {
@@ -53,9 +66,7 @@ pub struct Ids {
     pub merged: u64,
 }
 
-/// Which cut of which link fills a pair of views.
-type Feed = (usize, usize);
-
+/// A row of the plan as entries of two views.
 struct Pair {
     offsets: (u64, u64),
     length: u64,
@@ -63,13 +74,11 @@ struct Pair {
     feeds: usize,
 }
 
-/// Views of one source, and which blocks go into which pair of them.
+/// Views of one source.
 pub(crate) struct ViewTable {
     local: Vec<View>,
     remote: Vec<View>,
     pairs: Vec<Pair>,
-    /// Distinct sets of feeds: layers that alias share one.
-    feeds: Vec<Vec<Feed>>,
 }
 
 fn view(geometry: &Geometry, strides: Strides, blocks: u64, address: u64, length: u64) -> View {
@@ -95,121 +104,98 @@ fn number(views: impl Iterator<Item = View>) -> Result<(Vec<View>, BTreeMap<View
 }
 
 impl ViewTable {
-    fn new(plan: &Plan, source: usize) -> Result<Self> {
-        let remote = &plan.remotes[source];
-        let mut rows: BTreeMap<(View, View), Vec<Feed>> = BTreeMap::new();
-        for (index, link) in plan.links.iter().enumerate().filter(|(_, link)| link.source == source) {
-            if link.classes.is_empty() {
-                return Err(Error::NoViews {
-                    why: "the kernel blocks of the two sides cut each other too often".into(),
-                });
-            }
-            let blocks = (plan.local_blocks[link.local_group], plan.remote_blocks[source][link.remote_group]);
-            for (class, (_, class_rows)) in link.classes.iter().enumerate() {
-                for row in class_rows {
-                    let family = link.families[row.family];
-                    if !family.local.linear() || !family.remote.linear() {
-                        return Err(Error::NoViews {
-                            why: "kernel blocks are not evenly spaced over logical blocks".into(),
-                        });
-                    }
-                    let chunk = row.chunk;
-                    let pair = (
-                        view(&plan.local, family.local, blocks.0, chunk.local, chunk.len),
-                        view(remote, family.remote, blocks.1, chunk.remote, chunk.len),
-                    );
-                    rows.entry(pair).or_default().push((index, class));
-                    if rows.len() > MAX_VIEWS {
-                        return Err(Error::NoViews { why: format!("there are more than {MAX_VIEWS} pairs of them") });
-                    }
-                }
-            }
+    fn new(plan: &Plan, source: &Source) -> Result<Self> {
+        let table = &source.table;
+        if table.links.iter().any(|link| link.cuts.is_empty()) {
+            return Err(Error::NoViews { why: "the kernel blocks of the two sides cut each other too often".into() });
         }
-        let (local, local_offsets) = number(rows.keys().map(|pair| pair.0))?;
-        let (remote, remote_offsets) = number(rows.keys().map(|pair| pair.1))?;
-        let mut feeds: Vec<Vec<Feed>> = Vec::new();
-        let pairs = rows
-            .into_iter()
-            .map(|((mine, theirs), set)| {
-                let known = feeds.iter().position(|known| *known == set).unwrap_or_else(|| {
-                    feeds.push(set);
-                    feeds.len() - 1
-                });
+        if table.rows.iter().any(|(row, _)| !row.family.local.linear() || !row.family.remote.linear()) {
+            return Err(Error::NoViews { why: "kernel blocks are not evenly spaced over logical blocks".into() });
+        }
+        if table.rows.len() > MAX_VIEWS {
+            return Err(Error::NoViews {
+                why: format!("there are {}, at most {MAX_VIEWS} are kept", table.rows.len()),
+            });
+        }
+        let views = |&(Row { chunk, family }, feeds): &(Row, usize)| {
+            // Groups that alias may have different numbers of blocks: all blocks of the largest are in the row.
+            let links = || table.feeds[feeds].iter().map(|&(link, _)| &table.links[link]);
+            let mine = links().map(|link| plan.num_blocks[link.local_group]).max().unwrap_or(0);
+            let theirs = links().map(|link| source.num_blocks[link.remote_group]).max().unwrap_or(0);
+            (
+                view(&plan.local, family.local, mine, chunk.local, chunk.len),
+                view(&source.geometry, family.remote, theirs, chunk.remote, chunk.len),
+            )
+        };
+        let (local, local_offsets) = number(table.rows.iter().map(|row| views(row).0))?;
+        let (remote, remote_offsets) = number(table.rows.iter().map(|row| views(row).1))?;
+        let pairs = table
+            .rows
+            .iter()
+            .map(|row| {
+                let (mine, theirs) = views(row);
                 let offsets = (local_offsets[&mine], remote_offsets[&theirs]);
                 let dense = mine[1] == mine[3] && theirs[1] == theirs[3];
-                Pair { offsets, length: mine[1], dense, feeds: known }
+                Pair { offsets, length: mine[1], dense, feeds: row.1 }
             })
             .collect();
-        Ok(Self { local, remote, pairs, feeds })
+        Ok(Self { local, remote, pairs })
     }
 }
 
 impl Plan {
-    fn table(&self, source: usize) -> Result<&ViewTable> {
-        let Some(slot) = self.views.get(source) else {
-            let expected = format!("there are {} sources", self.views.len());
+    fn view_table(&self, source: usize) -> Result<&ViewTable> {
+        let Some(slot) = self.sources.get(source) else {
+            let expected = format!("there are {} sources", self.sources.len());
             return Err(Error::Value { what: "source".into(), value: source as i128, expected });
         };
-        slot.get_or_init(|| ViewTable::new(self, source)).as_ref().map_err(Clone::clone)
+        slot.views.get_or_init(|| ViewTable::new(self, slot)).as_ref().map_err(Clone::clone)
     }
 
     /// Views of the local and of the remote side, to be prepared once for a source.
     pub fn views(&self, source: usize) -> Result<(&[View], &[View])> {
-        let table = self.table(source)?;
+        let table = self.view_table(source)?;
         Ok((&table.local, &table.remote))
     }
 
     /// The request as ids into the views of each source. Views have whole kernel blocks, so a last block is moved whole.
-    pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<(Vec<Ids>, Vec<Run>, u64)> {
+    pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<IdTransfer> {
         let request = self.check(num_tokens, local, remote, Tail::Whole)?;
-        let mut out: Vec<Ids> = Vec::new();
+        let mut reads: Vec<Ids> = Vec::new();
         for source in self.sources() {
-            let table = self.table(source)?;
-            let mut by_link: BTreeMap<usize, ByCut> = BTreeMap::new();
-            for (index, link) in self.links.iter().enumerate().filter(|(_, link)| link.source == source) {
-                by_link.insert(index, self.segments(&request, link)?);
+            let views = self.view_table(source)?;
+            let lists = self.sources[source].table.gather(&self.segments(&request, source)?);
+            if let Some(twice) = lists.iter().flat_map(|list| list.windows(2)).find(|two| two[0] >> 32 == two[1] >> 32)
+            {
+                return Err(Error::SharedBlock { id: twice[0] >> 32 });
             }
-            let lists = table.feeds.iter().map(|set| fed(set, &self.links, &by_link)).collect::<Result<Vec<_>>>()?;
-            let ids = encode(source, table, &lists);
+            let ids = encode(source, views, &lists);
             if !ids.local.is_empty() {
-                out.push(ids);
+                reads.push(ids);
             }
         }
-        let mut zero = Vec::new();
-        self.zero(&request, &mut zero);
-        crate::runs::join(&mut zero)?;
-        Ok((out, zero, request.excess_bytes))
+        Ok(IdTransfer { reads, zero: self.zero(&request)?, excess_bytes: request.excess_bytes })
     }
-}
-
-/// Block pairs of a set of feeds, sorted by local id: ids that follow each other are joined only when ascending.
-fn fed(set: &[Feed], links: &[Link], by_link: &BTreeMap<usize, ByCut>) -> Result<Pairs> {
-    let mut pairs: Pairs = Vec::new();
-    for &(link, class) in set {
-        let cut = links[link].classes[class].0;
-        pairs.extend(by_link.get(&link).and_then(|cuts| cuts.get(&cut)).into_iter().flatten());
-    }
-    if !pairs.is_sorted_by_key(|pair| pair.0) {
-        pairs.sort_unstable();
-    }
-    if let Some(twice) = pairs.windows(2).find(|two| two[0].0 == two[1].0) {
-        return Err(Error::DuplicateBlock { side: "local", group: links[set[0].0].local_group, id: twice[0].0 as i64 });
-    }
-    Ok(pairs)
 }
 
 fn encode(source: usize, table: &ViewTable, lists: &[Pairs]) -> Ids {
-    let counts: Vec<u64> = lists.iter().map(|list| stretches(list).len() as u64).collect();
+    // Block ids are below the count of their view, and the flat lists of a table fit int32.
+    let columns: Vec<(Vec<i32>, Vec<i32>, u64)> = lists
+        .iter()
+        .map(|list| {
+            let side = |of: fn(u64) -> u64| list.iter().map(|&pair| of(pair) as i32).collect();
+            (side(|pair| unpack(pair).0), side(|pair| unpack(pair).1), stretches(list).len() as u64)
+        })
+        .collect();
     let total = table.pairs.iter().map(|pair| lists[pair.feeds].len()).sum();
     let mut ids = Ids { source, local: Vec::with_capacity(total), remote: Vec::with_capacity(total), ..Ids::default() };
     for pair in &table.pairs {
-        let list = &lists[pair.feeds];
-        // The table's flat lists fit int32 and block ids are below the count of their view.
-        let (mine, theirs) = (pair.offsets.0 as i32, pair.offsets.1 as i32);
-        ids.local.extend(list.iter().map(|block| mine.wrapping_add(block.0 as i32)));
-        ids.remote.extend(list.iter().map(|block| theirs.wrapping_add(block.1 as i32)));
-        ids.bytes += pair.length * list.len() as u64;
-        ids.merged += if pair.dense { counts[pair.feeds] } else { list.len() as u64 };
+        let (mine, theirs, merged) = &columns[pair.feeds];
+        let offsets = (pair.offsets.0 as i32, pair.offsets.1 as i32);
+        ids.local.extend(mine.iter().map(|id| offsets.0.wrapping_add(*id)));
+        ids.remote.extend(theirs.iter().map(|id| offsets.1.wrapping_add(*id)));
+        ids.bytes += pair.length * mine.len() as u64;
+        ids.merged += if pair.dense { *merged } else { mine.len() as u64 };
     }
     ids
 }

@@ -12,15 +12,18 @@ pub mod encode;
 mod error;
 mod geometry;
 pub mod ids;
+mod link;
 mod pieces;
 mod plan;
 mod runs;
 mod segment;
 mod source;
 mod span;
+mod table;
 mod transfer;
 mod validate;
 
+pub use encode::{IdTransfer, Ids};
 pub use error::{Error, Result};
 pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};
 pub use plan::Plan;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The bytes two pages have in common, as the fewest contiguous pieces.
-use crate::axis::Box;
+use crate::axis::{Box, Range};
 use crate::geometry::{Axis, Part};
 
 /// Address of block 0's page on both sides.
@@ -11,7 +11,7 @@ pub(crate) struct Lane {
 }
 
 /// Bytes that are contiguous on both sides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Chunk {
     pub(crate) local: u64,
     pub(crate) remote: u64,
@@ -30,18 +30,15 @@ pub(crate) struct Tokens {
 }
 
 /// What is cut out of a pair of parts: global ranges of the local part's axes, token axis left out, and tokens.
-#[derive(Debug, Clone)]
-pub(crate) struct Window {
-    pub(crate) ranges: Box,
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Window<'a> {
+    pub(crate) ranges: &'a [Range],
     pub(crate) tokens: Option<Tokens>,
 }
 
-impl Window {
-    /// Everything the local part holds.
-    pub(crate) fn whole(local: &Part) -> Self {
-        let tokens = local.tokens().map(|axis| Tokens { local: 0, remote: 0, count: axis.extent });
-        Self { ranges: shard(local), tokens }
-    }
+/// All tokens of a page.
+pub(crate) fn all_tokens(part: &Part) -> Option<Tokens> {
+    part.tokens().map(|axis| Tokens { local: 0, remote: 0, count: axis.extent })
 }
 
 /// The ranges a rank holds of every axis but the tokens.
@@ -68,7 +65,7 @@ struct Dim {
 }
 
 /// Appends the pieces of one pair of parts. The window has to lie inside both shards.
-pub(crate) fn part_chunks(local: &Part, remote: &Part, window: &Window, lane: Lane, out: &mut Vec<Chunk>) {
+pub(crate) fn part_chunks(local: &Part, remote: &Part, window: Window, lane: Lane, out: &mut Vec<Chunk>) {
     let mut first =
         Chunk { local: lane.local + local.offset, remote: lane.remote + remote.offset, len: local.item_bytes };
     let mut dims: Vec<Dim> = Vec::with_capacity(local.axes.len());
@@ -138,11 +135,15 @@ mod tests {
         Part { name: "kv".into(), dtype: "bfloat16".into(), item_bytes: 2, offset: 0, axes }
     }
 
+    fn whole<'a>(part: &Part, ranges: &'a [Range]) -> Window<'a> {
+        Window { ranges, tokens: all_tokens(part) }
+    }
+
     #[test]
     fn equal_pages_are_one_piece() {
         let page = part(vec![axis("heads", 4, 4096), axis("tokens", 16, 256), axis("content", 128, 2)]);
         let mut out = Vec::new();
-        part_chunks(&page, &page, &Window::whole(&page), Lane::default(), &mut out);
+        part_chunks(&page, &page, whole(&page, &shard(&page)), Lane::default(), &mut out);
         assert_eq!(out, [Chunk { local: 0, remote: 0, len: 16_384 }]);
     }
 
@@ -151,7 +152,8 @@ mod tests {
         let channels_first = part(vec![axis("channels", 5, 6), axis("rows", 3, 2)]);
         let rows_first = part(vec![axis("channels", 5, 2), axis("rows", 3, 10)]);
         let mut out = Vec::new();
-        part_chunks(&channels_first, &rows_first, &Window::whole(&channels_first), Lane::default(), &mut out);
+        let ranges = shard(&channels_first);
+        part_chunks(&channels_first, &rows_first, whole(&channels_first, &ranges), Lane::default(), &mut out);
         assert_eq!(out.len(), 15);
         assert!(out.iter().all(|chunk| chunk.len == 2));
     }
@@ -159,9 +161,10 @@ mod tests {
     #[test]
     fn a_token_cut_of_a_heads_first_page_is_a_piece_per_head() {
         let page = part(vec![axis("heads", 4, 4096), axis("tokens", 16, 256), axis("content", 128, 2)]);
-        let window = Window { ranges: shard(&page), tokens: Some(Tokens { local: 0, remote: 0, count: 5 }) };
+        let ranges = shard(&page);
+        let window = Window { ranges: &ranges, tokens: Some(Tokens { local: 0, remote: 0, count: 5 }) };
         let mut out = Vec::new();
-        part_chunks(&page, &page, &window, Lane::default(), &mut out);
+        part_chunks(&page, &page, window, Lane::default(), &mut out);
         assert_eq!(out.len(), 4);
         assert_eq!(out[1], Chunk { local: 4096, remote: 4096, len: 1280 });
     }

@@ -88,10 +88,10 @@ pub(crate) struct Reach {
     pub(crate) end: u64,
 }
 
-/// First local table entry that the request still needs, and the token it starts with.
+/// First token of the first local block that the request still needs.
 pub(crate) fn touched_start(local: &Side, num_tokens: u64) -> u64 {
-    let turn = local.group.block_size * local.group.cp_size;
-    local.start().max(local.group.need_start(num_tokens) / turn * turn)
+    let block_size = local.group.block_size;
+    local.start().max(local.group.need_start(num_tokens) / block_size * block_size)
 }
 
 /// Walks the tokens `start..end` that both sides hold, in the order of the sequence.

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One request: what is read from each source, and what is zeroed before.
-use std::collections::BTreeMap;
-
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Kind};
-use crate::pieces::Tokens;
-use crate::plan::{Link, Plan, Row, STATE};
+use crate::link::{Link, STATE};
+use crate::plan::Plan;
 use crate::runs::{Run, apart, join};
 use crate::segment::{Reach, Segment, Side, pair, touched_start};
 use crate::span::{Blocks, Span, check_spans};
+use crate::table::{ByCut, pack};
 
 /// Reads from one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,12 +24,6 @@ impl Read {
         self.runs.iter().map(|run| run.len).sum()
     }
 }
-
-/// Kernel block ids of both sides that meet.
-pub(crate) type Pairs = Vec<(u64, u64)>;
-
-/// Block pairs by how they cut each other.
-pub(crate) type ByCut = BTreeMap<Tokens, Pairs>;
 
 /// What one request moves and zeroes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,25 +67,16 @@ impl Plan {
     pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
         let request = self.check(num_tokens, local, remote, Tail::Cheapest)?;
         let mut reads: Vec<Read> = Vec::new();
-        for link in &self.links {
-            let geometry = &self.remotes[link.source];
-            let by_cut = self.segments(&request, link)?;
-            if by_cut.is_empty() {
-                continue;
-            }
-            if reads.last().is_none_or(|read| read.source != link.source) {
-                reads.push(Read { source: link.source, runs: Vec::new() });
-            }
-            if let Some(read) = reads.last_mut() {
-                emit(link, &self.local, geometry, by_cut, &mut read.runs);
+        for (index, source) in self.sources.iter().enumerate() {
+            let mut runs = Vec::new();
+            let by_link = self.segments(&request, index)?;
+            source.table.emit(&self.local, &source.geometry, &by_link, &mut runs);
+            join(&mut runs)?;
+            if !runs.is_empty() {
+                reads.push(Read { source: index, runs });
             }
         }
-        for read in &mut reads {
-            join(&mut read.runs)?;
-        }
-        let mut zero = Vec::new();
-        self.zero(&request, &mut zero);
-        join(&mut zero)?;
+        let zero = self.zero(&request)?;
         if reads.len() > 1 || !zero.is_empty() {
             apart(reads.iter().map(|read| read.runs.as_slice()).chain([zero.as_slice()]))?;
         }
@@ -104,15 +88,18 @@ impl Plan {
             let expected = format!("has to be 1 to {MAX_TOKENS}");
             return Err(Error::Value { what: "num_tokens".into(), value: num_tokens.into(), expected });
         }
-        let sources = self.remotes.len();
+        let sources = self.sources.len();
         if remote.len() != 1 && remote.len() != sources {
             return Err(Error::Count { what: "remote spans by source", got: remote.len(), expected: sources });
         }
-        let local = check_spans("local", &self.local, &self.local_blocks, local)?;
-        let remote = (0..sources)
-            .map(|source| {
-                let spans = &remote[if remote.len() == 1 { 0 } else { source }];
-                check_spans("remote", &self.remotes[source], &self.remote_blocks[source], spans)
+        let local = check_spans("local", &self.local, &self.num_blocks, local)?;
+        let remote = self
+            .sources
+            .iter()
+            .enumerate()
+            .map(|(index, source)| {
+                let spans = &remote[if remote.len() == 1 { 0 } else { index }];
+                check_spans("remote", &source.geometry, &source.num_blocks, spans)
             })
             .collect::<Result<Vec<_>>>()?;
         let reach = vec![None; local.len()];
@@ -127,17 +114,24 @@ impl Plan {
         Ok(request)
     }
 
-    fn sides<'a>(&'a self, request: &'a Checked, link: &Link) -> (Side<'a>, Side<'a>) {
-        let theirs = &self.remotes[link.source];
+    fn sides<'a>(&'a self, request: &'a Checked, source: usize, link: &Link) -> (Side<'a>, Side<'a>) {
         (
             local_side(&self.local, request, link.local_group),
             Side {
                 name: "remote",
                 index: link.remote_group,
-                group: &theirs.groups[link.remote_group],
-                blocks: &request.remote[link.source][link.remote_group],
+                group: &self.sources[source].geometry.groups[link.remote_group],
+                blocks: &request.remote[source][link.remote_group],
             },
         )
+    }
+
+    /// Links that read into a local group, each with its source.
+    fn links_into(&self, group: usize) -> impl Iterator<Item = (usize, &Link)> {
+        let links = self.sources.iter().enumerate();
+        links
+            .flat_map(|(index, source)| source.table.links.iter().map(move |link| (index, link)))
+            .filter(move |(_, link)| link.local_group == group)
     }
 
     /// How far a local attention group is moved, and the bytes behind the request's tokens in that: all of its links
@@ -153,77 +147,64 @@ impl Plan {
         }
         local.require(needed, tokens)?;
         let mut reach = Reach { touched, start: touched, end: tokens };
-        let links: Vec<&Link> = self.links.iter().filter(|link| link.local_group == group).collect();
         // Where the kernel blocks of both sides that hold the last token end.
         let mut whole = u64::MAX;
-        for link in &links {
-            let (local, remote) = self.sides(request, link);
+        let last = tokens - 1;
+        for (source, link) in self.links_into(group) {
+            let (local, remote) = self.sides(request, source, link);
             pair_requirement(&local, &remote, needed, tokens)?;
             reach.start = reach.start.max(remote.start());
-            if local.holds(tokens - 1) && remote.holds(tokens - 1) {
-                whole = whole.min(local.kernel_end(tokens - 1)).min(remote.kernel_end(tokens - 1));
+            if local.holds(last) && remote.holds(last) {
+                whole = whole.min(local.kernel_end(last)).min(remote.kernel_end(last));
             }
         }
         if whole == u64::MAX || whole == tokens {
             return Ok((reach, 0));
         }
-        let (pieces, bytes) = self.tail_cost(request, &links, &reach, tokens);
-        let (whole_pieces, whole_bytes) = self.tail_cost(request, &links, &reach, whole);
-        let more = pieces.saturating_sub(whole_pieces).saturating_mul(self.descriptor_bytes);
-        if tail == Tail::Cheapest && more <= whole_bytes - bytes {
+        let (pieces, excess_bytes) = self.whole_tail(request, group, &reach, whole, tail);
+        if tail == Tail::Cheapest && pieces.saturating_mul(self.descriptor_bytes) <= excess_bytes {
             return Ok((reach, 0));
         }
-        Ok((Reach { end: whole, ..reach }, whole_bytes - bytes))
+        Ok((Reach { end: whole, ..reach }, excess_bytes))
     }
 
-    /// Pieces and bytes of the last kernel block when tokens before `end` of it are moved.
-    fn tail_cost(&self, request: &Checked, links: &[&Link], reach: &Reach, end: u64) -> (u64, u64) {
-        let mut cost = (0, 0);
-        for link in links {
-            let (local, remote) = self.sides(request, link);
-            let last = request.num_tokens - 1;
+    /// Pieces saved and bytes added when the last kernel block is moved up to token `end`.
+    fn whole_tail(&self, request: &Checked, group: usize, reach: &Reach, end: u64, tail: Tail) -> (u64, u64) {
+        let last = request.num_tokens - 1;
+        let (mut exact, mut whole, mut bytes) = (0, 0, 0);
+        for (source, link) in self.links_into(group) {
+            let (local, remote) = self.sides(request, source, link);
+            if !(local.holds(last) && remote.holds(last)) {
+                continue;
+            }
+            bytes += link.token_bytes * (end - request.num_tokens);
+            if tail == Tail::Whole {
+                continue;
+            }
             let block = |side: &Side| side.kernel_end(last) - side.group.kernel_tokens();
             let start = block(&local).max(block(&remote)).max(reach.start);
-            pair(&local, &remote, start, end, |segment| {
-                self.with_rows(link, segment.tokens, |rows| {
-                    cost.0 += rows.len() as u64;
-                    cost.1 += rows.iter().map(|row| row.chunk.len).sum::<u64>();
-                });
-            });
+            let geometry = &self.sources[source].geometry;
+            pair(&local, &remote, start, request.num_tokens, |s| exact += link.pieces(&self.local, geometry, s.tokens));
+            pair(&local, &remote, start, end, |s| whole += link.pieces(&self.local, geometry, s.tokens));
         }
-        cost
+        (exact.saturating_sub(whole), bytes)
     }
 
-    fn with_rows(&self, link: &Link, cut: Tokens, use_rows: impl FnOnce(&[Row])) {
-        match link.class(cut) {
-            Some(class) => use_rows(&link.classes[class].1),
-            None => use_rows(&link.rows(&self.local, &self.remotes[link.source], cut)),
-        }
+    /// Kernel block pairs of every link of a source, by how they cut each other.
+    pub(crate) fn segments(&self, request: &Checked, source: usize) -> Result<Vec<ByCut>> {
+        let links = self.sources[source].table.links.iter();
+        links.map(|link| self.link_segments(request, source, link)).collect()
     }
 
-    /// Kernel block pairs of a link, by how they cut each other.
-    pub(crate) fn segments(&self, request: &Checked, link: &Link) -> Result<ByCut> {
-        let mut by_cut = ByCut::new();
-        let (local, remote) = self.sides(request, link);
-        let mut last: Option<(Tokens, Pairs)> = None;
-        let mut put = |segment: Segment| match &mut last {
-            // Nearly all segments of a request are cut alike: look the list up only when the cut changes.
-            Some((cut, list)) if *cut == segment.tokens => list.push((segment.local, segment.remote)),
-            _ => {
-                let mut list = by_cut.remove(&segment.tokens).unwrap_or_default();
-                list.push((segment.local, segment.remote));
-                if let Some((cut, list)) = last.replace((segment.tokens, list)) {
-                    by_cut.insert(cut, list);
-                }
-            }
-        };
-        match self.local_group(link).kind {
+    fn link_segments(&self, request: &Checked, source: usize, link: &Link) -> Result<ByCut> {
+        let (local, remote) = self.sides(request, source, link);
+        let mut cuts = Cuts::default();
+        match local.group.kind {
             Kind::Ssm => {
                 if let Some(mine) = state_slot(&local) {
-                    let expected = 1;
-                    let missing = Error::Count { what: "remote state slots", got: 0, expected };
+                    let missing = Error::Count { what: "remote state slots", got: 0, expected: 1 };
                     let theirs = state_slot(&remote).ok_or(missing)?;
-                    put(Segment { local: mine, remote: theirs, tokens: STATE });
+                    cuts.put(Segment { local: mine, remote: theirs, tokens: STATE });
                 }
             }
             Kind::Opaque => {
@@ -241,43 +222,72 @@ impl Plan {
                     for kernel in 0..local.group.ratio {
                         let local = local.blocks.id(entry) * local.group.ratio + kernel;
                         let remote = remote.blocks.id(entry) * remote.group.ratio + kernel;
-                        put(Segment { local, remote, tokens: STATE });
+                        cuts.put(Segment { local, remote, tokens: STATE });
                     }
                 }
             }
             _ => {
                 if let Some(reach) = request.reach[link.local_group] {
-                    pair(&local, &remote, reach.start, reach.end, put);
+                    pair(&local, &remote, reach.start, reach.end, |segment| cuts.put(segment));
                 }
             }
         }
-        by_cut.extend(last);
-        Ok(by_cut)
+        Ok(cuts.0)
     }
 
     /// Local ranges of the request's blocks that nothing is read into.
-    pub(crate) fn zero(&self, request: &Checked, out: &mut Vec<Run>) {
-        for (links, orphans) in [(&self.own, false), (&self.orphans, true)] {
-            for link in links {
-                let side = local_side(&self.local, request, link.local_group);
-                let mut by_cut = ByCut::new();
-                let mut put = |s: Segment| by_cut.entry(s.tokens).or_default().push((s.local, s.remote));
-                match (request.reach[link.local_group], orphans) {
-                    (Some(reach), false) => {
-                        let end = span_end(&side);
-                        pair(&side, &side, reach.touched, reach.start.min(end), &mut put);
-                        pair(&side, &side, reach.end, end, &mut put);
-                    }
-                    // The rest of these layers is zeroed with the whole group.
-                    (Some(reach), true) => pair(&side, &side, reach.start, reach.end, &mut put),
-                    (None, true) => {
-                        let slots = state_slot(&side).into_iter();
-                        slots.for_each(|slot| put(Segment { local: slot, remote: slot, tokens: STATE }));
-                    }
-                    (None, false) => {}
-                }
-                emit(link, &self.local, &self.local, by_cut, out);
+    pub(crate) fn zero(&self, request: &Checked) -> Result<Vec<Run>> {
+        let mut zero = Vec::new();
+        let own = self.own.links.iter().map(|link| {
+            let side = local_side(&self.local, request, link.local_group);
+            let mut cuts = Cuts::default();
+            if let Some(reach) = request.reach[link.local_group] {
+                let end = span_end(&side);
+                pair(&side, &side, reach.touched, reach.start.min(end), |segment| cuts.put(segment));
+                pair(&side, &side, reach.end, end, |segment| cuts.put(segment));
             }
+            cuts.0
+        });
+        self.own.emit(&self.local, &self.local, &own.collect::<Vec<_>>(), &mut zero);
+        // Of layers without a source, what the group as a whole receives is left; the rest is zeroed above.
+        let orphans = self.orphans.links.iter().map(|link| {
+            let side = local_side(&self.local, request, link.local_group);
+            let mut cuts = Cuts::default();
+            match request.reach[link.local_group] {
+                Some(reach) => pair(&side, &side, reach.start, reach.end, |segment| cuts.put(segment)),
+                None if side.group.kind == Kind::Ssm => {
+                    let slots = state_slot(&side).into_iter();
+                    slots.for_each(|slot| cuts.put(Segment { local: slot, remote: slot, tokens: STATE }));
+                }
+                None => own_blocks(&side, |block| cuts.put(Segment { local: block, remote: block, tokens: STATE })),
+            }
+            cuts.0
+        });
+        self.orphans.emit(&self.local, &self.local, &orphans.collect::<Vec<_>>(), &mut zero);
+        join(&mut zero)?;
+        Ok(zero)
+    }
+}
+
+/// Collects segments by cut.
+#[derive(Default)]
+struct Cuts(ByCut);
+
+impl Cuts {
+    fn put(&mut self, segment: Segment) {
+        let pair = pack(segment.local, segment.remote);
+        // Nearly all segments of a request are cut like the one before.
+        match self.0.last_mut() {
+            Some((cut, pairs)) if *cut == segment.tokens => return pairs.push(pair),
+            _ => {}
+        }
+        match self.0.iter().position(|(cut, _)| *cut == segment.tokens) {
+            Some(index) => {
+                self.0[index].1.push(pair);
+                let last = self.0.len() - 1;
+                self.0.swap(index, last);
+            }
+            None => self.0.push((segment.tokens, vec![pair])),
         }
     }
 }
@@ -310,63 +320,16 @@ fn pair_requirement(local: &Side, remote: &Side, first: u64, end: u64) -> Result
     Ok(())
 }
 
+/// Kernel blocks of a span.
+fn own_blocks(side: &Side, visit: impl FnMut(u64)) {
+    let ratio = side.group.ratio;
+    side.blocks.ids.iter().flat_map(|&id| u64::from(id) * ratio..(u64::from(id) + 1) * ratio).for_each(visit);
+}
+
 /// The slot that carries the last state: speculative slots lie behind it.
 fn state_slot(side: &Side) -> Option<u64> {
     let slots = &side.blocks.ids;
     let index = slots.len().checked_sub(1)?;
     let speculative = usize::try_from(side.group.speculative).unwrap_or(usize::MAX);
     Some(slots[index.saturating_sub(speculative)].into())
-}
-
-/// Appends the copies of one link's block pairs.
-fn emit(link: &Link, local: &Geometry, remote: &Geometry, by_cut: ByCut, out: &mut Vec<Run>) {
-    for (cut, mut pairs) in by_cut {
-        if !pairs.is_sorted_by_key(|pair| pair.0) {
-            pairs.sort_unstable();
-        }
-        let stretches = stretches(&pairs);
-        let computed;
-        let rows = if let Some(class) = link.class(cut) {
-            &link.classes[class].1
-        } else {
-            computed = link.rows(local, remote, cut);
-            &computed
-        };
-        for row in rows {
-            push_row(link, row, &pairs, &stretches, out);
-        }
-    }
-}
-
-/// Block pairs that follow each other on both sides: `(local, remote, count)`.
-pub(crate) fn stretches(pairs: &[(u64, u64)]) -> Vec<(u64, u64, u64)> {
-    let mut found: Vec<(u64, u64, u64)> = Vec::new();
-    for &(local, remote) in pairs {
-        match found.last_mut() {
-            Some(last) if last.0 + last.2 == local && last.1 + last.2 == remote => last.2 += 1,
-            _ => found.push((local, remote, 1)),
-        }
-    }
-    found
-}
-
-fn push_row(link: &Link, row: &Row, pairs: &[(u64, u64)], stretches: &[(u64, u64, u64)], out: &mut Vec<Run>) {
-    let (family, chunk) = (link.families[row.family], row.chunk);
-    let run = |local_offset: u64, remote_offset: u64, len: u64| Run {
-        local: chunk.local + local_offset,
-        remote: chunk.remote + remote_offset,
-        len,
-        local_region: family.local.region,
-        remote_region: family.remote.region,
-    };
-    if family.local.linear() && family.remote.linear() {
-        let (step, other) = (family.local.step(), family.remote.step());
-        if step == chunk.len && other == chunk.len {
-            out.extend(stretches.iter().map(|&(l, r, count)| run(l * step, r * other, count * chunk.len)));
-        } else {
-            out.extend(pairs.iter().map(|&(l, r)| run(l * step, r * other, chunk.len)));
-        }
-    } else {
-        out.extend(pairs.iter().map(|&(l, r)| run(family.local.offset(l), family.remote.offset(r), chunk.len)));
-    }
 }

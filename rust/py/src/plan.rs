@@ -87,10 +87,9 @@ impl Plan {
         let num_tokens = read_u64("num_tokens", num_tokens)?;
         let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
         let transfer = py.detach(|| self.0.transfer(num_tokens, &local, &remote)).or_raise(py)?;
-        let remotes: Vec<_> = self.0.remotes().collect();
         let mut reads = Vec::with_capacity(transfer.reads.len());
         for read in &transfer.reads {
-            let (local, remote) = descriptors(&read.runs, self.0.local(), remotes[read.source]);
+            let (local, remote) = descriptors(&read.runs, self.0.local(), self.0.remote(read.source));
             let (source, bytes, descriptors) = (read.source, read.bytes(), read.runs.len());
             let (local, remote) = (rows(py, local, 3)?.unbind(), rows(py, remote, 3)?.unbind());
             reads.push(Py::new(py, Read { source, local, remote, bytes, descriptors })?);
@@ -120,7 +119,8 @@ impl Plan {
     ) -> PyResult<IdTransfer> {
         let num_tokens = read_u64("num_tokens", num_tokens)?;
         let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
-        let (ids, zero, excess_bytes) = py.detach(|| self.0.ids(num_tokens, &local, &remote)).or_raise(py)?;
+        let kvhma_core::IdTransfer { reads: ids, zero, excess_bytes } =
+            py.detach(|| self.0.ids(num_tokens, &local, &remote)).or_raise(py)?;
         let (bytes, descriptors_after_merge) =
             (ids.iter().map(|read| read.bytes).sum(), ids.iter().map(|read| read.merged).sum());
         let mut reads = Vec::with_capacity(ids.len());
