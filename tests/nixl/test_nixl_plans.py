@@ -20,7 +20,7 @@ from support.recipe import draw
 
 pytestmark = pytest.mark.nixl
 ARENA = 64 << 20
-CASES = 24
+CASES = 16
 SECONDS = 20.0
 
 

@@ -110,7 +110,7 @@ class Agent:
             nixl: what to use in place of a new ``nixl_agent``, for example the fake one.
 
         Raises:
-            ImportError: NIXL is not installed.
+            ImportError: NIXL is not installed, or lacks something it needs.
             TransferError: NIXL cannot start a backend.
         """
         self.name = name

@@ -63,13 +63,13 @@ def open_nixl(name: str, backends: Sequence[str], num_threads: int, telemetry: b
     """Import NIXL and make an agent.
 
     Raises:
-        ImportError: NIXL is not installed.
+        ImportError: NIXL is not installed, or lacks something it needs.
         TransferError: NIXL has no such backend, or cannot start it.
     """
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as exc:
-        raise ImportError("kvhma.nixl needs NIXL, which is not installed: pip install 'kvhma[nixl]'") from exc
+        raise ImportError(f"kvhma.nixl needs NIXL: pip install 'kvhma[nixl]' (importing it: {exc})") from exc
     try:
         config = api.nixl_agent_config(
             # The owner of memory that others read makes progress only in this thread.

@@ -94,6 +94,26 @@ pub(crate) fn touched_start(local: &Side, num_tokens: u64) -> u64 {
     local.start().max(local.group.need_start(num_tokens) / block_size * block_size)
 }
 
+/// Block pairs of `start..end` when both sides have the same blocks and hold every position: entry meets entry.
+/// Returns the pairs and where whole blocks end.
+pub(crate) fn pair_equal<'a>(
+    local: &'a Side,
+    remote: &'a Side,
+    start: u64,
+    end: u64,
+) -> Option<(impl Iterator<Item = (u64, u64)> + 'a, u64)> {
+    let size = local.group.block_size;
+    let plain = |side: &Side| side.group.block_size == size && side.group.ratio == 1 && side.group.cp_size == 1;
+    if !plain(local) || !plain(remote) || start % size != 0 {
+        return None;
+    }
+    let blocks = |side: &'a Side| {
+        let index = |token: u64| (token / size - side.blocks.first) as usize;
+        side.blocks.ids[index(start)..index(end.max(start))].iter().copied().map(u64::from)
+    };
+    Some((blocks(local).zip(blocks(remote)), end / size * size))
+}
+
 /// Walks the tokens `start..end` that both sides hold, in the order of the sequence.
 pub(crate) fn pair(local: &Side, remote: &Side, start: u64, end: u64, mut visit: impl FnMut(Segment)) {
     let mut t = start;

@@ -88,19 +88,29 @@ fn check_span(
             _ => return Err(Error::BlockRange { side, group, index, id, num_blocks }),
         }
     }
-    if let Some(id) = duplicate(&ids) {
+    if let Some(id) = duplicate(&ids, num_blocks) {
         return Err(Error::DuplicateBlock { side, group, id: id.into() });
     }
     Ok(Blocks { first: span.first, ids })
 }
 
-fn duplicate(ids: &[u32]) -> Option<u32> {
-    if ids.windows(2).all(|pair| pair[0] < pair[1]) || ids.windows(2).all(|pair| pair[0] > pair[1]) {
+fn duplicate(ids: &[u32], num_blocks: u64) -> Option<u32> {
+    if ids.is_sorted_by(|a, b| a < b) || ids.is_sorted_by(|a, b| a > b) {
         return None;
     }
-    let mut sorted = ids.to_vec();
-    sorted.sort_unstable();
-    sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
+    let words = num_blocks as usize / 64 + 1;
+    if words > 16 * ids.len() {
+        let mut sorted = ids.to_vec();
+        sorted.sort_unstable();
+        return sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
+    }
+    let mut seen = vec![0u64; words];
+    ids.iter().copied().find(|&id| {
+        let (word, bit) = (&mut seen[id as usize / 64], 1 << (id % 64));
+        let twice = *word & bit != 0;
+        *word |= bit;
+        twice
+    })
 }
 
 /// How many trailing blocks of a sliding-window group vLLM 0.32 keeps: `ceil(window / block_size) + 1`.

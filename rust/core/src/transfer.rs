@@ -3,9 +3,10 @@
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Kind};
 use crate::link::{Link, STATE};
+use crate::pieces::Tokens;
 use crate::plan::Plan;
 use crate::runs::{Run, apart, join};
-use crate::segment::{Reach, Segment, Side, pair, touched_start};
+use crate::segment::{Reach, Segment, Side, pair, pair_equal, touched_start};
 use crate::span::{Blocks, Span, check_spans};
 use crate::table::{ByCut, pack};
 
@@ -227,8 +228,14 @@ impl Plan {
                 }
             }
             _ => {
-                if let Some(reach) = request.reach[link.local_group] {
-                    pair(&local, &remote, reach.start, reach.end, |segment| cuts.put(segment));
+                if let Some(Reach { mut start, end, .. }) = request.reach[link.local_group].filter(|r| r.start < r.end)
+                {
+                    if let Some((pairs, whole)) = pair_equal(&local, &remote, start, end) {
+                        let tokens = Tokens { local: 0, remote: 0, count: local.group.block_size };
+                        cuts.0.push((tokens, pairs.map(|(local, remote)| pack(local, remote)).collect()));
+                        start = whole;
+                    }
+                    pair(&local, &remote, start, end, |segment| cuts.put(segment));
                 }
             }
         }

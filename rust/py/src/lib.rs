@@ -12,8 +12,9 @@ mod plan;
 
 use pyo3::prelude::*;
 
-/// The Rust half of kvhma. Public names are re-exported by the `kvhma` package.
-#[pymodule(gil_used = false)]
+/// The Rust half of kvhma. Public names are re-exported by the `kvhma` package. It asks for the GIL, because lists are
+/// read through borrowed items.
+#[pymodule(gil_used = true)]
 mod _kvhma {
     #[pymodule_export]
     use super::functions::{
