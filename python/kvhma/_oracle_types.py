@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both halves of the oracle say when a byte is wrong."""
+"""What both halves of the oracle take, and what they say when a byte is wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvhma.errors import KvhmaError
 
@@ -39,3 +44,47 @@ class Difference:
         token = "" if self.token is None else f" token {self.token}"
         where = f"region {self.region} at {self.offset} ({place}{token})"
         return f"{where}: expected {self.expected}, found {self.found}"
+
+
+class ReadLike(Protocol):
+    """What is read from one source; ``local`` and ``remote`` are uint64 ``(n, 3)``: address, length, device."""
+
+    @property
+    def source(self) -> int:
+        """Index of the source."""
+
+    @property
+    def local(self) -> NDArray[np.uint64]:
+        """Where to, sorted by address."""
+
+    @property
+    def remote(self) -> NDArray[np.uint64]:
+        """Where from."""
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the lengths."""
+
+
+class TransferLike(Protocol):
+    """A transfer under test: ``kvhma.Transfer``, or anything of its shape."""
+
+    @property
+    def reads(self) -> Sequence[ReadLike]:
+        """What to read, by source."""
+
+    @property
+    def zero(self) -> NDArray[np.uint64]:
+        """Local ranges to zero before the read, uint64 ``(n, 3)``."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all reads."""
+
+    @property
+    def descriptors(self) -> int:
+        """Rows of all reads."""
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of tokens at or behind the token count that come along."""

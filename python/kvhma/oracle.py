@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._oracle_apply import apply_read, apply_zero, reads_by_source, refuse_overlap
 from kvhma._oracle_labels import (
     Blocks,
     Catalog,
@@ -35,7 +35,7 @@ from kvhma._oracle_labels import (
     need,
 )
 from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
-from kvhma._oracle_types import Difference, OracleError
+from kvhma._oracle_types import Difference, OracleError, ReadLike, TransferLike
 from kvhma.geometry import Geometry, Span
 
 __all__ = [
@@ -56,50 +56,6 @@ __all__ = [
 _TOO_LARGE = 1 << 28
 _BEFORE, _BEHIND = 1, 2
 """Why a byte may be P's or zero: before the first token that is needed, or behind the last."""
-
-
-class ReadLike(Protocol):
-    """What is read from one source; ``local`` and ``remote`` are uint64 ``(n, 3)``: address, length, device."""
-
-    @property
-    def source(self) -> int:
-        """Index of the source."""
-
-    @property
-    def local(self) -> NDArray[np.uint64]:
-        """Where to, sorted by address."""
-
-    @property
-    def remote(self) -> NDArray[np.uint64]:
-        """Where from."""
-
-    @property
-    def bytes(self) -> int:
-        """Sum of the lengths."""
-
-
-class TransferLike(Protocol):
-    """A transfer under test: ``kvhma.Transfer``, or anything of its shape."""
-
-    @property
-    def reads(self) -> Sequence[ReadLike]:
-        """What to read, by source."""
-
-    @property
-    def zero(self) -> NDArray[np.uint64]:
-        """Local ranges to zero before the read, uint64 ``(n, 3)``."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all reads."""
-
-    @property
-    def descriptors(self) -> int:
-        """Rows of all reads."""
-
-    @property
-    def excess_bytes(self) -> int:
-        """Bytes of tokens at or behind the token count that come along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +175,17 @@ class Oracle:
         memory = stale.copy()
         held = np.zeros(labels.stale, bool)
 
-        _apply_zero(self._local, transfer.zero, memory)
-        reads = _by_source(transfer, len(self._remotes))
+        apply_zero(self._local, transfer.zero, memory)
+        reads = reads_by_source(transfer, len(self._remotes))
         places = []
         mergeable = 0
         for index, side in enumerate(self._remotes):
             source = self._source_memory(side, theirs[index], labels, index, held)
             for read in reads[index]:
-                local, pairs = _apply_read(self._local, side, read, source, memory)
+                local, pairs = apply_read(self._local, side, read, source, memory)
                 places.append(local)
                 mergeable += pairs
-        _refuse_overlap(self._local, places)
+        refuse_overlap(self._local, places)
 
         expected, optional = self._expected(num_tokens, local_spans, labels, held, stale)
         # In the first and the last block P's byte and zero can both be right: nobody reads them. Only the
@@ -405,79 +361,3 @@ def check(
 def _ceil(value: int, unit: int | Ints) -> Ints:
     """Round `value` up to a multiple of `unit`."""
     return np.asarray(-(-value // np.asarray(unit, np.int64)) * unit, np.int64)
-
-
-def _apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
-    rows = _rows(rows, "zero")
-    flat, _, problem = side.locate(rows)
-    if problem:
-        raise OracleError(f"zero: {problem}")
-    memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
-
-
-def _by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]]:
-    """Sort reads by source and check the sums."""
-    reads: list[list[ReadLike]] = [[] for _ in range(sources)]
-    total = rows = 0
-    for read in transfer.reads:
-        if not 0 <= read.source < sources:
-            raise OracleError(f"read from source {read.source} of {sources}")
-        reads[read.source].append(read)
-        size = int(read.local[:, 1].sum())
-        if size != read.bytes:
-            raise OracleError(f"source {read.source}: bytes is {read.bytes}, the rows have {size}")
-        total += size
-        rows += len(read.local)
-    if (total, rows) != (transfer.bytes, transfer.descriptors):
-        told = (transfer.bytes, transfer.descriptors)
-        raise OracleError(f"bytes and descriptors are said to be {told}, the rows have {(total, rows)}")
-    return reads
-
-
-def _apply_read(
-    local_side: Side, remote_side: Side, read: ReadLike, source: Ints, memory: Ints
-) -> tuple[tuple[Ints, Ints], int]:
-    """Copy, and return the local ranges and how many neighbours could have been one row."""
-    where = f"source {read.source}"
-    local, remote = _rows(read.local, f"{where} local"), _rows(read.remote, f"{where} remote")
-    if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
-        raise OracleError(f"{where}: local and remote lengths differ")
-    to, to_region, problem = local_side.locate(local)
-    if problem:
-        raise OracleError(f"{where} local: {problem}")
-    start, start_region, problem = remote_side.locate(remote)
-    if problem:
-        raise OracleError(f"{where} remote: {problem}")
-    size = local[:, 1].astype(np.int64)
-    if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
-        raise OracleError(f"{where}: not sorted by local address")
-    memory[_bytes(to, size)] = source[_bytes(start, size)]
-    joined = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
-    joined &= (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
-    return (to, size), int(np.count_nonzero(joined))
-
-
-def _refuse_overlap(side: Side, places: list[tuple[Ints, Ints]]) -> None:
-    if not places:
-        return
-    start = np.concatenate([place[0] for place in places])
-    size = np.concatenate([place[1] for place in places])
-    order = np.argsort(start)
-    start, size = start[order], size[order]
-    twice = np.flatnonzero(start[:-1] + size[:-1] > start[1:])
-    if twice.size:
-        region, offset = side.name(int(start[twice[0] + 1]))
-        raise OracleError(f"two reads write region {region} at {offset}")
-
-
-def _rows(rows: NDArray[np.uint64], what: str) -> NDArray[np.uint64]:
-    if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 3 or not rows.flags.c_contiguous:
-        raise OracleError(f"{what}: rows are {rows.dtype} {rows.shape}, expected C-contiguous uint64 (n, 3)")
-    return rows
-
-
-def _bytes(start: Ints, size: Ints) -> Ints:
-    """Return the offsets of all bytes of some ranges, one range after the other."""
-    ends = np.cumsum(size)
-    total = int(ends[-1]) if ends.size else 0
-    return np.repeat(start - (ends - size), size) + np.arange(total, dtype=np.int64)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure both sides in one run and print ratios as Markdown: what benches/RESULTS.md holds.
+
+Times are the best of several repeats, because these are noisy machines; only ratios and counts mean something.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+import kvhma
+from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span
+
+REPEATS = 7
+
+
+def best(call: Callable[[], Any], seconds: float = 0.25) -> float:
+    """Return the fastest mean time of one call, in microseconds."""
+    call()
+    start = time.perf_counter()
+    call()
+    count = max(1, int(seconds / REPEATS / max(time.perf_counter() - start, 1e-7)))
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - start) / count)
+    return min(times) * 1e6
+
+
+def table(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]], note: str = "") -> None:
+    head = list(head)
+    print(f"## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for row in rows:
+        print(f"| {' | '.join(str(cell) for cell in row)} |")
+    print(f"\n{note}\n" if note else "")
+
+
+def attention(regions: int, blocks: int, base: int, groups: int = 1, heads: int = 8, window: int = 1024) -> Geometry:
+    """Groups of `regions` layers each that share regions: the first is full, the others slide."""
+    page = heads * 16 * 512
+    axes = (Axis("heads", heads, 16 * 512), Axis("tokens", 16, 512), Axis("content", 256, 2))
+    part = Page((Part("kv", "bfloat16", 2, 0, axes),))
+    kinds = (Group("full", 16), *(Group("sliding", 16, window=window) for _ in range(groups - 1)))
+    places = tuple(Region(base + index * (page * blocks + 4096), page * blocks) for index in range(regions))
+    layers = tuple(
+        Layer(f"layers.{group}.{index}", group, index, 0, blocks, page, part)
+        for group in range(groups)
+        for index in range(regions)
+    )
+    return Geometry(places, kinds, layers)
+
+
+def plan_of(regions: int, blocks: int, **more: Any) -> kvhma.Plan:
+    return kvhma.plan(attention(regions, blocks, 1 << 30, **more), attention(regions, blocks, 1 << 45, **more))
+
+
+def views() -> None:
+    rows = []
+    for blocks in (1_000, 50_000, 1_000_000):
+        local, remote = attention(64, blocks, 1 << 30), attention(64, blocks, 1 << 45)
+        ours = best(lambda local=local, remote=remote: kvhma.plan(local, remote).views(0))
+        array = kvhma.plan(local, remote).views(0)[0]
+        bases = np.array([region.base for region in local.regions], dtype=np.uint64)
+
+        def listed(bases=bases, blocks=blocks) -> Any:
+            rows = np.empty((64, blocks, 3), dtype=np.uint64)
+            rows[:, :, 0] = bases[:, None] + np.arange(blocks, dtype=np.uint64) * np.uint64(65536)
+            rows[:, :, 1], rows[:, :, 2] = 65536, 0
+            return rows.reshape(-1, 3)
+
+        theirs = best(listed, 0.1)
+        rows.append(
+            (
+                f"{blocks:,}",
+                f"{ours:.0f} µs",
+                f"{array.nbytes:,} B",
+                f"{theirs:,.0f} µs",
+                f"{64 * blocks * 24:,} B",
+                f"{theirs / ours:,.0f}×",
+            )
+        )
+    note = "The plan is in our time, and both sides of it; the list is one side. Ours does not depend on the blocks."
+    table(
+        "Strided views, 64 regions",
+        ("blocks", "plan + views", "memory", "numpy N×3 list", "memory", "ratio"),
+        rows,
+        note,
+    )
+
+
+def gemma_lists(blocks: int, seed: int) -> tuple[list[list[int]], list[Span]]:
+    """The 902 blocks of an 8k prompt: 512 of the full group, 65 of each of six sliding ones."""
+    ids = random.Random(seed).sample(range(1, blocks), 902)
+    tables = [ids[:512], *(ids[512 + 65 * g : 577 + 65 * g] for g in range(6))]
+    return tables, [Span(0, tables[0]), *(Span(447, rest) for rest in tables[1:])]
+
+
+def ids() -> None:
+    # One token less than 8,192 attends to the block before: all 65 blocks are live.
+    blocks, tokens, window = 3000, 8192, 1040
+    plan = plan_of(10, blocks, groups=7, window=window)
+    (mine, local), (theirs, remote) = gemma_lists(blocks, 1), gemma_lists(blocks, 2)
+    starts = np.arange(10, dtype=np.int32)[:, None] * np.int32(blocks)
+
+    def read(tables: list[list[int]]) -> Any:
+        return np.concatenate([np.asarray(table, dtype=np.int32) for table in tables])
+
+    def bare() -> Any:
+        return (starts + read(mine)).ravel(), (starts + read(theirs)).ravel()
+
+    def same() -> Any:
+        sides = read(mine), read(theirs)
+        for side in sides:
+            if side.min() < 1 or side.max() >= blocks or len(np.unique(side)) != len(side):
+                raise ValueError
+        order = np.argsort(sides[0], kind="stable")
+        return tuple((starts + side[order]).ravel() for side in sides)
+
+    def ours() -> Any:
+        return plan.ids(tokens, local, remote)
+
+    got, expected = ours().reads[0], same()
+    assert np.array_equal(got.local, expected[0])
+    assert np.array_equal(got.remote, expected[1])
+    assert len(got.local) == 9020
+    arrays = [[Span(span.first, np.asarray(span.ids, dtype=np.int32)) for span in side] for side in (local, remote)]
+    flat = [block for table in mine + theirs for block in table]
+    times = {
+        "kvhma, lists in": best(ours),
+        "kvhma, int32 arrays in": best(lambda: plan.ids(tokens, *arrays)),
+        "numpy: the same (range and doubles checked, pairs sorted)": best(same),
+        "numpy: ids only": best(bare),
+        "floor: kvhma reads 1,804 ints from lists": best(lambda: kvhma.expand_blocks(flat, 1)),
+        "floor: numpy reads them": best(lambda: np.asarray(flat, dtype=np.int32)),
+    }
+    first = times["kvhma, lists in"]
+    rows = [(name, f"{value:.1f} µs", f"{value / first:.1f}×") for name, value in times.items()]
+    table(
+        "gemma-3-27b, 8k prompt: lists in, both int32 arrays out (902 blocks, 10 regions, 9,020 ids a side)",
+        ("", "time", "of kvhma"),
+        rows,
+    )
+
+
+def scattered() -> None:
+    blocks, count, regions = 9000, 8192, 64
+    plan = plan_of(regions, blocks)
+    rng = random.Random(3)
+    mine, theirs = (np.array(rng.sample(range(1, blocks), count), dtype=np.int32) for _ in range(2))
+    spans = [Span(0, mine)], [Span(0, theirs)]
+    page = np.uint64(65536)
+    bases = [
+        np.array([region.base for region in attention(regions, blocks, base).regions], dtype=np.uint64)
+        for base in (1 << 30, 1 << 45)
+    ]
+
+    def numpy_runs() -> Any:
+        order = np.argsort(mine, kind="stable")
+        sides = [
+            (base[:, None] + side[order].astype(np.uint64) * page).ravel()
+            for base, side in zip(bases, (mine, theirs), strict=True)
+        ]
+        breaks = np.ones(len(sides[0]), dtype=bool)
+        breaks[1:] = (np.diff(sides[0]) != page) | (np.diff(sides[1]) != page)
+        first = np.flatnonzero(breaks)
+        lengths = np.diff(np.append(first, len(breaks))).astype(np.uint64) * page
+        out = []
+        for side in sides:
+            rows = np.zeros((len(first), 3), dtype=np.uint64)
+            rows[:, 0], rows[:, 1] = side[first], lengths
+            out.append(rows)
+        return out
+
+    def ours() -> Any:
+        return plan.transfer(count * 16, *spans)
+
+    got, expected = ours().reads[0], numpy_runs()
+    assert np.array_equal(got.local, expected[0])
+    assert np.array_equal(got.remote, expected[1])
+    fast, slow = best(ours, 1.0), best(numpy_runs, 1.0)
+    rows = [("kvhma", f"{fast / 1e3:.1f} ms", "1×"), ("numpy", f"{slow / 1e3:.1f} ms", f"{slow / fast:.1f}×")]
+    table(
+        f"Scattered arrays to runs: {regions} regions × {count:,} blocks, {len(got.local):,} runs",
+        ("", "time", "of kvhma"),
+        rows,
+    )
+
+
+def lists() -> None:
+    counts, regions = 20_000, 64
+    bases = [(1 << 30) + index * (1 << 36) for index in range(regions)]
+    ours = best(lambda: kvhma.fa_descriptors(bases, [65536] * regions, [65536] * regions, [counts] * regions), 0.5)
+
+    def numpy_list() -> Any:
+        rows = np.empty((regions, counts, 3), dtype=np.uint64)
+        rows[:, :, 0] = np.array(bases, dtype=np.uint64)[:, None] + np.arange(counts, dtype=np.uint64) * np.uint64(
+            65536
+        )
+        rows[:, :, 1], rows[:, :, 2] = 65536, 0
+        return rows.reshape(-1, 3)
+
+    theirs = best(numpy_list, 0.5)
+    rows = [
+        ("kvhma.fa_descriptors", f"{ours / 1e3:.2f} ms", "1×"),
+        ("numpy", f"{theirs / 1e3:.2f} ms", f"{theirs / ours:.1f}×"),
+    ]
+    table(f"Every block as a descriptor, {regions * counts:,} rows", ("", "time", "of kvhma"), rows)
+
+
+def orders() -> None:
+    try:
+        from kvhma.nixl import Agent
+    except ImportError:
+        print("## NIXL\n\nnot installed\n")
+        return
+    blocks, count, regions, page = 4096, 2048, 4, 4096
+    axes = (Axis("tokens", 16, page // 16), Axis("content", page // 16, 1))
+    pages = Page((Part("kv", "uint8", 1, 0, axes),))
+    memories = [np.ones((regions, blocks * page), dtype=np.uint8) for _ in range(2)]
+
+    def geometry(memory: Any) -> Geometry:
+        layers = tuple(Layer(f"l{index}", 0, index, 0, blocks, page, pages) for index in range(regions))
+        return Geometry(tuple(Region(row.ctypes.data, row.nbytes) for row in memory), (Group("full", 16),), layers)
+
+    local, remote = (geometry(memory) for memory in memories)
+    rows = []
+    with Agent("reader") as reader, Agent("source") as source:
+        reader.register(local)
+        source.register(remote)
+        peer = reader.connect(source.hello(remote))
+        source.connect(reader.hello(local))
+        plan = kvhma.plan(local, remote)
+        mine, theirs = plan.views(0)
+        prepared = reader.prepare_local(mine), reader.prepare_remote(peer, theirs)
+        up = list(range(1, count + 1))
+        rng = random.Random(5)
+        shuffled = rng.sample(up, count)
+        scattered = rng.sample(range(1, blocks), count)
+        for name, ours, other in (
+            ("ascending", up, up),
+            ("descending", up[::-1], up[::-1]),
+            ("the same random order on both sides", shuffled, shuffled),
+            ("random on both sides", scattered, rng.sample(range(1, blocks), count)),
+        ):
+            counts = [blocks] * regions
+            given = [kvhma.descriptor_ids([ids], counts, [0] * regions) for ids in (ours, other)]
+            planned = plan.ids(count * 16, [Span(0, ours)], [Span(0, other)]).reads[0]
+
+            def move(local_ids: Any, remote_ids: Any) -> tuple[int, float]:
+                times = []
+                for _ in range(5):
+                    start = time.perf_counter()
+                    transfer = reader.read_ids(prepared[0], local_ids, prepared[1], remote_ids)
+                    transfer.wait(60)
+                    times.append(time.perf_counter() - start)
+                return transfer.telemetry.descriptors, min(times) * 1e3
+
+            as_given, sorted_ones = move(*given), move(planned.local, planned.remote)
+            assert sorted_ones[0] == planned.descriptors
+            rows.append(
+                (
+                    name,
+                    as_given[0],
+                    f"{as_given[1]:.1f} ms",
+                    sorted_ones[0],
+                    f"{sorted_ones[1]:.1f} ms",
+                    f"{as_given[1] / sorted_ones[1]:.1f}×",
+                )
+            )
+    note = "Pairs of random lists on both sides have few neighbours: sorting does not help there, and this is a tie."
+    table(
+        f"Order of the lists on real NIXL: {regions} regions × {count:,} blocks of 4 KiB, two agents in one process",
+        ("lists", "posted as given", "time", "posted sorted", "time", "ratio"),
+        rows,
+        note,
+    )
+
+
+def main() -> None:
+    print("# Results\n\nMade by `make bench`; ratios and counts, since the machine is shared and noisy.\n")
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, kvhma {kvhma.__version__}\n"
+    )
+    for section in (views, ids, scattered, lists, orders):
+        print(f"{section.__name__} ...", file=sys.stderr)
+        section()
+
+
+if __name__ == "__main__":
+    main()

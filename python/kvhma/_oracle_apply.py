@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Doing to labelled memory what a transfer says, and refusing what no transfer may say."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma._oracle_labels import Ints, Side
+from kvhma._oracle_types import OracleError, ReadLike, TransferLike
+
+
+def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
+    """Zero what the zero list names."""
+    rows = _rows(rows, "zero")
+    flat, _, problem = side.locate(rows)
+    if problem:
+        raise OracleError(f"zero: {problem}")
+    memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
+
+
+def reads_by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]]:
+    """Sort reads by source and check the sums."""
+    reads: list[list[ReadLike]] = [[] for _ in range(sources)]
+    total = rows = 0
+    for read in transfer.reads:
+        if not 0 <= read.source < sources:
+            raise OracleError(f"read from source {read.source} of {sources}")
+        reads[read.source].append(read)
+        size = int(read.local[:, 1].sum())
+        if size != read.bytes:
+            raise OracleError(f"source {read.source}: bytes is {read.bytes}, the rows have {size}")
+        total += size
+        rows += len(read.local)
+    if (total, rows) != (transfer.bytes, transfer.descriptors):
+        told = (transfer.bytes, transfer.descriptors)
+        raise OracleError(f"bytes and descriptors are said to be {told}, the rows have {(total, rows)}")
+    return reads
+
+
+def apply_read(
+    local_side: Side, remote_side: Side, read: ReadLike, source: Ints, memory: Ints
+) -> tuple[tuple[Ints, Ints], int]:
+    """Copy, and return the local ranges and how many neighbours could have been one row."""
+    where = f"source {read.source}"
+    local, remote = _rows(read.local, f"{where} local"), _rows(read.remote, f"{where} remote")
+    if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
+        raise OracleError(f"{where}: local and remote lengths differ")
+    to, to_region, problem = local_side.locate(local)
+    if problem:
+        raise OracleError(f"{where} local: {problem}")
+    start, start_region, problem = remote_side.locate(remote)
+    if problem:
+        raise OracleError(f"{where} remote: {problem}")
+    size = local[:, 1].astype(np.int64)
+    if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
+        raise OracleError(f"{where}: not sorted by local address")
+    memory[_bytes(to, size)] = source[_bytes(start, size)]
+    joined = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
+    joined &= (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
+    return (to, size), int(np.count_nonzero(joined))
+
+
+def refuse_overlap(side: Side, places: list[tuple[Ints, Ints]]) -> None:
+    """Fail if two reads write the same byte."""
+    if not places:
+        return
+    start = np.concatenate([place[0] for place in places])
+    size = np.concatenate([place[1] for place in places])
+    order = np.argsort(start)
+    start, size = start[order], size[order]
+    twice = np.flatnonzero(start[:-1] + size[:-1] > start[1:])
+    if twice.size:
+        region, offset = side.name(int(start[twice[0] + 1]))
+        raise OracleError(f"two reads write region {region} at {offset}")
+
+
+def _rows(rows: NDArray[np.uint64], what: str) -> NDArray[np.uint64]:
+    if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 3 or not rows.flags.c_contiguous:
+        raise OracleError(f"{what}: rows are {rows.dtype} {rows.shape}, expected C-contiguous uint64 (n, 3)")
+    return rows
+
+
+def _bytes(start: Ints, size: Ints) -> Ints:
+    """Return the offsets of all bytes of some ranges, one range after the other."""
+    ends = np.cumsum(size)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(start - (ends - size), size) + np.arange(total, dtype=np.int64)
