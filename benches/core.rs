@@ -68,7 +68,7 @@ fn views_of_64_regions(bencher: Bencher, blocks: u64) {
 fn scattered_lists_to_runs_of_64_regions(bencher: Bencher, count: u64) {
     let plan = equal(64, 8_300);
     let (local, remote) = (scattered(count, 2053), vec![scattered(count, 4099)]);
-    bencher.bench(|| plan.transfer(count * 16, &local, &remote).expect("fits").reads[0].runs.len());
+    bencher.bench(|| plan.transfer(count * 16, &local, &remote).expect("fits").reads[0].copies.len());
 }
 
 #[divan::bench(args = [512, 8_192])]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Geometries from a peer that lies, or whose writer made a mistake."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -132,10 +133,8 @@ def test_random_damage_never_raises_anything_else():
         damaged = bytearray(raw)
         for _ in range(rng.randint(1, 4)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        try:
+        with contextlib.suppress(KvhmaError):
             Geometry.from_json(bytes(damaged))
-        except KvhmaError:
-            pass
 
 
 def test_random_numbers_never_raise_anything_else():

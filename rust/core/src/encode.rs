@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The three encodings of a plan's copies: descriptors, views, and ids into views.
+//! Views, and ids into views.
 use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::link::{Row, Strides};
 use crate::plan::{Plan, Source};
-use crate::runs::Run;
+use crate::runs::Descriptor;
 use crate::span::Span;
 use crate::table::{Pairs, stretches, unpack};
 use crate::transfer::Tail;
@@ -17,25 +17,12 @@ pub type View = [u64; 5];
 /// More views than this are slower to prepare than the descriptors of a request are to build.
 const MAX_VIEWS: usize = 65_536;
 
-/// `(address, length, device)` of the local and of the remote side of runs, row after row.
-pub fn descriptors(runs: &[Run], local: &Geometry, remote: &Geometry) -> (Vec<u64>, Vec<u64>) {
-    let side = |geometry: &Geometry, address: fn(&Run) -> u64, region: fn(&Run) -> u32| {
-        let devices: Vec<u64> = geometry.regions.iter().map(|region| region.device.into()).collect();
-        let mut rows = Vec::with_capacity(runs.len() * 3);
-        for run in runs {
-            rows.extend_from_slice(&[address(run), run.len, devices[region(run) as usize]]);
-        }
-        rows
-    };
-    (side(local, |run| run.local, |run| run.local_region), side(remote, |run| run.remote, |run| run.remote_region))
-}
-
 /// Expands views to `(address, length, device)` rows, view after view. Fails if an address overflows.
-pub fn expand_views(views: &[View]) -> Result<Vec<u64>> {
+pub fn expand_views(views: &[View]) -> Result<Vec<Descriptor>> {
     let total = crate::ids::check_views(views)?;
-    let mut rows = Vec::with_capacity(total as usize * 3);
+    let mut rows = Vec::with_capacity(total as usize);
     for &[address, length, device, stride, count] in views {
-        rows.extend((0..count).flat_map(|entry| [address + entry * stride, length, device]));
+        rows.extend((0..count).map(|entry| [address + entry * stride, length, device]));
     }
     Ok(rows)
 }
@@ -45,8 +32,8 @@ pub fn expand_views(views: &[View]) -> Result<Vec<u64>> {
 pub struct IdTransfer {
     /// One entry for each source that something is read from.
     pub reads: Vec<Ids>,
-    /// Local ranges to zero before the reads are posted; `remote` equals `local`.
-    pub zero: Vec<Run>,
+    /// Local ranges to zero before the reads are posted.
+    pub zero: Vec<Descriptor>,
     /// Bytes of tokens behind the request's: views have whole kernel blocks only.
     pub excess_bytes: u64,
 }

@@ -27,7 +27,7 @@ pub use encode::{IdTransfer, Ids};
 pub use error::{Error, Result};
 pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};
 pub use plan::Plan;
-pub use runs::Run;
+pub use runs::{Copies, Descriptor};
 pub use span::Span;
 pub use transfer::{Read, Transfer};
 pub use validate::{Finding, Severity, validate};

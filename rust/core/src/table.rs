@@ -2,10 +2,11 @@
 //! The pieces of all links between two geometries, and which block pairs go into each.
 use std::collections::BTreeMap;
 
+use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::link::{Link, Row};
 use crate::pieces::Tokens;
-use crate::runs::Run;
+use crate::runs::{Copies, Run, devices};
 
 /// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
 pub(crate) type Pairs = Vec<u64>;
@@ -75,20 +76,111 @@ impl Table {
             .collect()
     }
 
-    /// Appends the copies of a request's block pairs.
-    pub(crate) fn emit(&self, local: &Geometry, remote: &Geometry, by_link: &[ByCut], out: &mut Vec<Run>) {
+    /// The copies of a request's block pairs.
+    pub(crate) fn copies(&self, local: &Geometry, remote: &Geometry, by_link: &[ByCut]) -> Result<Copies> {
         let gathered: Vec<_> = self.gather(by_link).into_iter().map(|pairs| (stretches(&pairs), pairs)).collect();
-        for (row, feeds) in &self.rows {
-            let (stretches, pairs) = &gathered[*feeds];
-            push_row(row, pairs, stretches, out);
+        let rare = |link: &Link, cut: Tokens| link.kept(cut).is_none();
+        let has_rare =
+            || self.links.iter().zip(by_link).any(|(link, cuts)| cuts.iter().any(|(cut, _)| rare(link, *cut)));
+        let rows =
+            || self.rows.iter().map(|(row, feeds)| (row, gathered[*feeds].1.as_slice(), gathered[*feeds].0.as_slice()));
+        let in_order =
+            gathered.iter().all(|(_, pairs)| pairs.is_sorted_by(|a, b| a >> 32 < b >> 32)) && ascending(rows());
+        if in_order && !has_rare() {
+            let mut copies =
+                Copies::with_capacity(rows().map(|(row, pairs, stretches)| row.copies(pairs, stretches)).sum());
+            for (row, pairs, stretches) in rows() {
+                row.append(pairs, stretches, local, remote, &mut copies);
+            }
+            return Ok(copies);
         }
+        let mut runs = Vec::new();
+        rows().for_each(|(row, pairs, stretches)| row.runs(pairs, stretches, &mut runs));
         for (link, cuts) in self.links.iter().zip(by_link) {
-            for (cut, pairs) in cuts.iter().filter(|(cut, _)| link.kept(*cut).is_none()) {
+            for (cut, pairs) in cuts.iter().filter(|(cut, _)| rare(link, *cut)) {
                 let mut pairs = pairs.clone();
                 sort(&mut pairs);
                 let stretches = stretches(&pairs);
-                link.rows(local, remote, *cut).iter().for_each(|row| push_row(row, &pairs, &stretches, out));
+                link.rows(local, remote, *cut).iter().for_each(|row| row.runs(&pairs, &stretches, &mut runs));
             }
+        }
+        Copies::from_runs(runs, local, remote)
+    }
+}
+
+/// Whether the copies of each row lie wholly behind those of the row before: then nothing has to be sorted.
+fn ascending<'a>(rows: impl Iterator<Item = (&'a Row, &'a [u64], &'a [(u64, u64)])>) -> bool {
+    let mut behind = 0;
+    for (row, pairs, _) in rows {
+        let (Some(first), Some(last)) = (pairs.first(), pairs.last()) else { continue };
+        let strides = row.family.local;
+        let apart = pairs.len() == 1 || strides.step() >= row.chunk.len;
+        let start = row.chunk.local + strides.offset(unpack(*first).0);
+        if start < behind || !apart || !row.linear() {
+            return false;
+        }
+        behind = row.chunk.local + strides.offset(unpack(*last).0) + row.chunk.len;
+    }
+    true
+}
+
+impl Row {
+    fn linear(&self) -> bool {
+        self.family.local.linear() && self.family.remote.linear()
+    }
+
+    /// Whether entries of neighbouring blocks touch on both sides.
+    fn dense(&self) -> bool {
+        let len = self.chunk.len;
+        self.linear() && self.family.local.step() == len && self.family.remote.step() == len
+    }
+
+    fn regions(&self) -> (u32, u32) {
+        (self.family.local.region, self.family.remote.region)
+    }
+
+    /// How many copies come of it.
+    fn copies(&self, pairs: &[u64], stretches: &[(u64, u64)]) -> usize {
+        if self.dense() { stretches.len() } else { pairs.len() }
+    }
+
+    /// Appends evenly spaced copies that lie behind all others.
+    fn append(&self, pairs: &[u64], stretches: &[(u64, u64)], local: &Geometry, remote: &Geometry, out: &mut Copies) {
+        let (regions, chunk) = (self.regions(), self.chunk);
+        let devices = devices(regions, local, remote);
+        let (step, other) = (self.family.local.step(), self.family.remote.step());
+        let place = move |pair: u64, count: u64| {
+            let (l, r) = unpack(pair);
+            (chunk.local + l * step, chunk.remote + r * other, count * chunk.len)
+        };
+        // Only the first can touch the row before: within a row, stretches and spaced entries do not touch.
+        let mut push = |(local, remote, len)| out.push(Run { local, remote, len, regions }, devices);
+        if self.dense() {
+            let Some((&(pair, count), rest)) = stretches.split_first() else { return };
+            push(place(pair, count));
+            out.extend(rest.iter().map(|&(pair, count)| place(pair, count)), regions, devices);
+        } else {
+            let Some((&pair, rest)) = pairs.split_first() else { return };
+            push(place(pair, 1));
+            out.extend(rest.iter().map(|&pair| place(pair, 1)), regions, devices);
+        }
+    }
+
+    /// Appends copies in any order and spacing.
+    fn runs(&self, pairs: &[u64], stretches: &[(u64, u64)], out: &mut Vec<Run>) {
+        let run = |pair: u64, count: u64| {
+            let (local, remote) = unpack(pair);
+            Run {
+                local: self.chunk.local + self.family.local.offset(local),
+                remote: self.chunk.remote + self.family.remote.offset(remote),
+                len: count * self.chunk.len,
+                regions: self.regions(),
+            }
+        };
+        if self.dense() {
+            out.extend(stretches.iter().map(|&(pair, count)| run(pair, count)));
+        } else {
+            out.extend(pairs.iter().map(|&pair| run(pair, 1)));
         }
     }
 }
@@ -137,36 +229,6 @@ pub(crate) fn stretches(pairs: &[u64]) -> Vec<(u64, u64)> {
         expected = Some(pair + NEXT);
     }
     found
-}
-
-fn push_row(row: &Row, pairs: &[u64], stretches: &[(u64, u64)], out: &mut Vec<Run>) {
-    let Row { chunk, family } = *row;
-    let run = |local_offset: u64, remote_offset: u64, len: u64| Run {
-        local: chunk.local + local_offset,
-        remote: chunk.remote + remote_offset,
-        len,
-        local_region: family.local.region,
-        remote_region: family.remote.region,
-    };
-    if family.local.linear() && family.remote.linear() {
-        let (step, other) = (family.local.step(), family.remote.step());
-        if step == chunk.len && other == chunk.len {
-            out.extend(stretches.iter().map(|&(first, count)| {
-                let (local, remote) = unpack(first);
-                run(local * step, remote * other, count * chunk.len)
-            }));
-        } else {
-            out.extend(pairs.iter().map(|&pair| {
-                let (local, remote) = unpack(pair);
-                run(local * step, remote * other, chunk.len)
-            }));
-        }
-    } else {
-        out.extend(pairs.iter().map(|&pair| {
-            let (local, remote) = unpack(pair);
-            run(family.local.offset(local), family.remote.offset(remote), chunk.len)
-        }));
-    }
 }
 
 #[cfg(test)]

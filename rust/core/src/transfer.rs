@@ -5,7 +5,7 @@ use crate::geometry::{Geometry, Kind};
 use crate::link::{Link, STATE};
 use crate::pieces::Tokens;
 use crate::plan::Plan;
-use crate::runs::{Run, apart, join};
+use crate::runs::{Copies, Descriptor, apart};
 use crate::segment::{Reach, Segment, Side, pair, pair_equal, touched_start};
 use crate::span::{Blocks, Span, check_spans};
 use crate::table::{ByCut, pack};
@@ -15,15 +15,8 @@ use crate::table::{ByCut, pack};
 pub struct Read {
     /// Index of the source.
     pub source: usize,
-    /// Copies, sorted by local address.
-    pub runs: Vec<Run>,
-}
-
-impl Read {
-    /// Bytes moved.
-    pub fn bytes(&self) -> u64 {
-        self.runs.iter().map(|run| run.len).sum()
-    }
+    /// What is copied where.
+    pub copies: Copies,
 }
 
 /// What one request moves and zeroes.
@@ -31,8 +24,8 @@ impl Read {
 pub struct Transfer {
     /// One entry for each source that something is read from.
     pub reads: Vec<Read>,
-    /// Local ranges to zero before the reads are posted; `remote` equals `local`.
-    pub zero: Vec<Run>,
+    /// Local ranges to zero before the reads are posted.
+    pub zero: Vec<Descriptor>,
     /// Bytes of tokens behind the request's that came along because a whole block was cheaper.
     pub excess_bytes: u64,
 }
@@ -69,17 +62,15 @@ impl Plan {
         let request = self.check(num_tokens, local, remote, Tail::Cheapest)?;
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
-            let mut runs = Vec::new();
             let by_link = self.segments(&request, index)?;
-            source.table.emit(&self.local, &source.geometry, &by_link, &mut runs);
-            join(&mut runs)?;
-            if !runs.is_empty() {
-                reads.push(Read { source: index, runs });
+            let copies = source.table.copies(&self.local, &source.geometry, &by_link)?;
+            if !copies.is_empty() {
+                reads.push(Read { source: index, copies });
             }
         }
         let zero = self.zero(&request)?;
         if reads.len() > 1 || !zero.is_empty() {
-            apart(reads.iter().map(|read| read.runs.as_slice()).chain([zero.as_slice()]))?;
+            apart(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero.as_slice()]))?;
         }
         Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes })
     }
@@ -243,8 +234,7 @@ impl Plan {
     }
 
     /// Local ranges of the request's blocks that nothing is read into.
-    pub(crate) fn zero(&self, request: &Checked) -> Result<Vec<Run>> {
-        let mut zero = Vec::new();
+    pub(crate) fn zero(&self, request: &Checked) -> Result<Vec<Descriptor>> {
         let own = self.own.links.iter().map(|link| {
             let side = local_side(&self.local, request, link.local_group);
             let mut cuts = Cuts::default();
@@ -255,7 +245,7 @@ impl Plan {
             }
             cuts.0
         });
-        self.own.emit(&self.local, &self.local, &own.collect::<Vec<_>>(), &mut zero);
+        let mut zero = self.own.copies(&self.local, &self.local, &own.collect::<Vec<_>>())?.local;
         // Of layers without a source, what the group as a whole receives is left; the rest is zeroed above.
         let orphans = self.orphans.links.iter().map(|link| {
             let side = local_side(&self.local, request, link.local_group);
@@ -270,8 +260,12 @@ impl Plan {
             }
             cuts.0
         });
-        self.orphans.emit(&self.local, &self.local, &orphans.collect::<Vec<_>>(), &mut zero);
-        join(&mut zero)?;
+        let orphans = self.orphans.copies(&self.local, &self.local, &orphans.collect::<Vec<_>>())?.local;
+        if !orphans.is_empty() {
+            apart([zero.as_slice(), orphans.as_slice()].into_iter())?;
+            zero.extend(orphans);
+            zero.sort_unstable();
+        }
         Ok(zero)
     }
 }

@@ -154,10 +154,10 @@ pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Sp
     list.iter().map(|item| read_spans(what, item)).collect()
 }
 
-/// Moves a vector out as an array of `columns` columns.
-pub(crate) fn rows(py: Python<'_>, values: Vec<u64>, columns: usize) -> PyResult<Bound<'_, PyArray2<u64>>> {
-    let count = values.len() / columns;
-    values.into_pyarray(py).reshape([count, columns])
+/// Moves rows out as an array of shape `(n, N)`.
+pub(crate) fn rows<const N: usize>(py: Python<'_>, values: Vec<[u64; N]>) -> PyResult<Bound<'_, PyArray2<u64>>> {
+    let count = values.len();
+    values.into_flattened().into_pyarray(py).reshape([count, N])
 }
 
 /// Moves a vector out.

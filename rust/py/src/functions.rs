@@ -128,11 +128,11 @@ impl Lists {
 }
 
 fn as_views(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64>>> {
-    rows(py, views.into_flattened(), 5)
+    rows(py, views)
 }
 
 fn as_descriptors<'py>(py: Python<'py>, views: &[View]) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    rows(py, py.detach(|| encode::expand_views(views)).or_raise(py)?, 3)
+    rows(py, py.detach(|| encode::expand_views(views)).or_raise(py)?)
 }
 
 #[pyfunction]

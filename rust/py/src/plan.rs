@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::sync::Arc;
 
-use kvhma_core::encode::{View, descriptors};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
@@ -87,27 +86,22 @@ impl Plan {
         let num_tokens = read_u64("num_tokens", num_tokens)?;
         let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
         let transfer = py.detach(|| self.0.transfer(num_tokens, &local, &remote)).or_raise(py)?;
+        let (mut bytes, mut descriptors) = (0, 0);
         let mut reads = Vec::with_capacity(transfer.reads.len());
-        for read in &transfer.reads {
-            let (local, remote) = descriptors(&read.runs, self.0.local(), self.0.remote(read.source));
-            let (source, bytes, descriptors) = (read.source, read.bytes(), read.runs.len());
-            let (local, remote) = (rows(py, local, 3)?.unbind(), rows(py, remote, 3)?.unbind());
-            reads.push(Py::new(py, Read { source, local, remote, bytes, descriptors })?);
+        for kvhma_core::Read { source, copies } in transfer.reads {
+            let (read_bytes, count) = (copies.bytes(), copies.len());
+            bytes += read_bytes;
+            descriptors += count;
+            let (local, remote) = (rows(py, copies.local)?.unbind(), rows(py, copies.remote)?.unbind());
+            reads.push(Py::new(py, Read { source, local, remote, bytes: read_bytes, descriptors: count })?);
         }
-        let (zero, _) = descriptors(&transfer.zero, self.0.local(), self.0.local());
-        Ok(Transfer {
-            reads,
-            zero: rows(py, zero, 3)?.unbind(),
-            bytes: transfer.reads.iter().map(kvhma_core::Read::bytes).sum(),
-            descriptors: transfer.reads.iter().map(|read| read.runs.len()).sum(),
-            excess_bytes: transfer.excess_bytes,
-        })
+        let zero = rows(py, transfer.zero)?.unbind();
+        Ok(Transfer { reads, zero, bytes, descriptors, excess_bytes: transfer.excess_bytes })
     }
 
     fn views<'py>(&self, py: Python<'py>, source: usize) -> PyResult<(BoundRows<'py>, BoundRows<'py>)> {
         let (local, remote) = self.0.views(source).or_raise(py)?;
-        let flat = |views: &[View]| views.iter().flatten().copied().collect();
-        Ok((rows(py, flat(local), 5)?, rows(py, flat(remote), 5)?))
+        Ok((rows(py, local.to_vec())?, rows(py, remote.to_vec())?))
     }
 
     fn ids(
@@ -129,8 +123,7 @@ impl Plan {
             let read = IdRead { source: read.source, local, remote, bytes: read.bytes, descriptors: read.merged };
             reads.push(Py::new(py, read)?);
         }
-        let (zero, _) = descriptors(&zero, self.0.local(), self.0.local());
-        let zero = rows(py, zero, 3)?.unbind();
+        let zero = rows(py, zero)?.unbind();
         Ok(IdTransfer { reads, zero, bytes, descriptors: descriptors_after_merge, excess_bytes })
     }
 }
