@@ -119,10 +119,8 @@ impl Link {
     /// Finds the cuts of whole blocks and returns the pieces of each.
     pub(crate) fn cut_whole_blocks(&mut self, local: &Geometry, remote: &Geometry) -> Vec<Vec<Row>> {
         let (mine, theirs) = (&local.groups[self.local_group], &remote.groups[self.remote_group]);
-        let mut cuts = match mine.kind.is_attention() {
-            true => classes(mine, theirs, MAX_CUTS).unwrap_or_default(),
-            false => vec![STATE],
-        };
+        let attention = mine.kind.is_attention();
+        let mut cuts = if attention { classes(mine, theirs, MAX_CUTS).unwrap_or_default() } else { vec![STATE] };
         cuts.sort_unstable();
         let rows: Vec<_> = cuts.iter().map(|&cut| self.rows(local, remote, cut)).collect();
         self.cuts = cuts.into_iter().zip(rows.iter().map(|rows| rows.len() as u64)).collect();

@@ -41,7 +41,9 @@ impl Table {
         let mut fed: BTreeMap<Row, Vec<Feed>> = BTreeMap::new();
         for (index, link) in links.iter_mut().enumerate() {
             for (cut, rows) in link.cut_whole_blocks(local, remote).into_iter().enumerate() {
-                rows.into_iter().for_each(|row| fed.entry(row).or_default().push((index, cut)));
+                for row in rows {
+                    fed.entry(row).or_default().push((index, cut));
+                }
             }
         }
         let mut known: BTreeMap<Vec<Feed>, usize> = BTreeMap::new();
@@ -201,7 +203,9 @@ pub(crate) fn sort(pairs: &mut Pairs) {
     while largest >> (shift - 32) > 0 {
         let digit = |pair: u64| (pair >> shift) as usize & ((1 << BITS) - 1);
         let mut starts = [0u32; 1 << BITS];
-        pairs.iter().for_each(|&pair| starts[digit(pair)] += 1);
+        for &pair in pairs.iter() {
+            starts[digit(pair)] += 1;
+        }
         let mut sum = 0;
         for start in &mut starts {
             sum += std::mem::replace(start, sum);

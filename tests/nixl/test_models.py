@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every model of the table from process to process over NIXL: all layers, real page sizes, few blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+import kvhma
+from kvhma.hybrid import layout
+from kvhma.models import Model, model, models
+from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
+from support.tables import count_blocks, draw_tables
+
+pytestmark = pytest.mark.nixl
+
+CACHE_BYTES = 128 << 20
+"""Of one process. Where a model needs more, one rank of several takes the place of the only one."""
+
+SPARE = 2
+"""Blocks of somebody else, apart from the null block."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with ranks_of_two_engines() as ranks:
+        yield ranks
+
+
+def rank_of(one: Model, num_blocks: int, tp_size: int) -> kvhma.Geometry:
+    return layout(one, num_blocks=num_blocks, tp_rank=tp_size - 1, tp_size=tp_size, kernel_block="flashinfer")
+
+
+def prompt(one: Model, geometry: kvhma.Geometry) -> int:
+    """Return tokens that reach past the window or chunk, and end inside of a kernel block of the third block."""
+    block = max(group.block_size for group in geometry.groups if group.kind != "ssm")
+    return max((one.window or 0) + 4 * block, (one.chunk or 0) + 4 * block, 2 * block, 600) + block // 3 + 6
+
+
+def scaled(one: Model) -> tuple[kvhma.Geometry, int]:
+    """Return the last rank of as few as keep the cache small, with just enough blocks, and the tokens."""
+    for tp_size in (1, 2, 4, 8, 16):
+        probe = rank_of(one, 1, tp_size)
+        tokens = prompt(one, probe)
+        num_blocks = 1 + SPARE + count_blocks(probe, tokens, ahead=1)
+        if num_blocks * sum(region.bytes for region in probe.regions) <= CACHE_BYTES:
+            return rank_of(one, num_blocks, tp_size), tokens
+    raise AssertionError(f"{one.name} does not fit {CACHE_BYTES} bytes")
+
+
+@pytest.mark.parametrize("name", models())
+def test_model(ranks: Ranks, name: str) -> None:
+    geometry, tokens = scaled(model(name))
+    rng = random.Random(name)
+    # D holds three quarters of the prompt already, in whole blocks, but no state.
+    hit = [0 if group.kind == "ssm" else tokens * 3 // 4 // group.block_size for group in geometry.groups]
+    local = kvhma.live_spans(geometry, tokens, draw_tables(geometry, tokens, rng, ahead=1), hit)
+    remote = kvhma.live_spans(geometry, tokens, draw_tables(geometry, tokens, rng))
+    assert all(span.first for span, group in zip(local, geometry.groups, strict=True) if group.kind != "ssm")
+    try:
+        (fetched,) = ranks.hand_off([geometry], [remote], [geometry], [local], tokens)
+    finally:
+        ranks.forget()
+    assert list(fetched) == list(ENCODINGS)
+    for encoding, moved in fetched.items():
+        assert isinstance(moved, Moved), f"{encoding}: {moved}"
+        assert moved.measured == moved.planned, encoding
+        assert list(moved.planned) == [0]
+        assert moved.bytes == moved.report.moved > 0
+        # The block ahead has no tokens.
+        assert moved.report.zeroed > 0
+        assert moved.report.untouched > 0

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of two engines, each a process with real memory and a NIXL agent. They live as long as a test file."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvhma
+from kvhma.errors import UnsupportedPairError
+from kvhma.nixl import Agent, Peer, Transfer
+from kvhma.oracle import MemoryReport, check_memory, fill_source, fill_stale
+
+SECONDS = 60.0
+"""No answer takes longer; most take milliseconds."""
+
+ENCODINGS = ("direct", "strided", "written")
+"""Descriptors of each request; ids into prepared views; ids into the same views, written out row by row."""
+
+Memory = list[NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank of D is to fetch.
+
+    Attributes:
+        hellos: of the ranks of P, in the order of the plan.
+        num_tokens: tokens that P computed.
+        local: D's spans.
+        remote: P's spans, for all sources or for each.
+        descriptor_bytes: as for `kvhma.plan`.
+        encodings: some of :data:`ENCODINGS`; D's memory is made stale before each.
+        seed: that the sources were filled with.
+    """
+
+    hellos: tuple[bytes, ...]
+    num_tokens: int
+    local: Sequence[kvhma.Span]
+    remote: Sequence[kvhma.Span] | Sequence[Sequence[kvhma.Span]]
+    descriptor_bytes: int = kvhma.planning.DEFAULT_DESCRIPTOR_BYTES
+    encodings: tuple[str, ...] = ENCODINGS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Count:
+    """Descriptors and bytes of one read, as planned or as NIXL measured them."""
+
+    descriptors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one encoding of an order did. The bytes were right, else there would be none of these.
+
+    Attributes:
+        planned: for each source that something is read from.
+        measured: the same, by NIXL's telemetry.
+        excess_bytes: bytes of tokens behind the request's, as the plan says.
+        report: what the oracle saw.
+    """
+
+    planned: dict[int, Count]
+    measured: dict[int, Count | None]
+    excess_bytes: int
+    report: MemoryReport
+
+    @property
+    def bytes(self) -> int:
+        return sum(count.nbytes for count in self.planned.values())
+
+    @property
+    def descriptors(self) -> int:
+        return sum(count.descriptors for count in self.planned.values())
+
+
+Fetched = dict[str, Moved | str]
+"""By encoding: what was moved, or why the plan has no views."""
+
+
+class _Rank:
+    """The side of the process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.agents: dict[bool, Agent] = {}
+        # Registered memory has to outlive the agents, and new memory must not lie where old one is registered.
+        self.kept: list[Memory] = []
+
+    def agent(self, strided: bool) -> Agent:
+        if strided not in self.agents:
+            name = self.name if strided else f"{self.name} written"
+            self.agents[strided] = Agent(name, strided=None if strided else False)
+        return self.agents[strided]
+
+    def place(self, text: bytes) -> bytes:
+        """Give a geometry memory; return the hello with its real addresses."""
+        sketch = kvhma.Geometry.from_json(text)
+        self.memory = [np.empty(region.bytes, np.uint8) for region in sketch.regions]
+        self.kept.append(self.memory)
+        regions = tuple(
+            replace(region, base=part.ctypes.data, memory="DRAM", device=0)
+            for region, part in zip(sketch.regions, self.memory, strict=True)
+        )
+        self.geometry = replace(sketch, regions=regions)
+        agent = self.agent(True)
+        agent.register(self.geometry)
+        return agent.hello(self.geometry)
+
+    def fill(self, spans: Sequence[kvhma.Span], seed: int) -> None:
+        fill_source(self.memory, self.geometry, spans, seed=seed)
+
+    def fetch(self, order: Order) -> Fetched:
+        """Read what an order asks for, and check every byte and every count."""
+        found: Fetched = {}
+        stale: Memory = []
+        for encoding in order.encodings:
+            # Making stale bytes takes longer than copying them.
+            if stale:
+                for ours, before in zip(self.memory, stale, strict=True):
+                    ours[:] = before
+            else:
+                fill_stale(self.memory, seed=order.seed)
+                stale = [part.copy() for part in self.memory] if len(order.encodings) > 1 else []
+            agent = self.agent(encoding != "written")
+            agent.register(self.geometry)
+            peers = [agent.connect(hello) for hello in order.hellos]
+            plan = kvhma.plan(
+                self.geometry, [peer.geometry for peer in peers], descriptor_bytes=order.descriptor_bytes
+            )
+            try:
+                start = _direct(agent, peers) if encoding == "direct" else _prepared(agent, peers, plan)
+                make = plan.transfer if encoding == "direct" else plan.ids
+                moved: Any = make(order.num_tokens, order.local, order.remote)
+            except UnsupportedPairError as error:
+                found[encoding] = str(error)
+                continue
+            measured = _move(moved, start)
+            report = check_memory(
+                self.memory,
+                self.geometry,
+                [peer.geometry for peer in peers],
+                order.num_tokens,
+                order.local,
+                order.remote,
+                excess_bytes=moved.excess_bytes,
+                seed=order.seed,
+            )
+            planned = {read.source: Count(read.descriptors, read.bytes) for read in moved.reads}
+            found[encoding] = Moved(planned, measured, moved.excess_bytes, report)
+        return found
+
+    def close(self) -> None:
+        """Forget everything, so that the next geometry finds a new agent and free memory."""
+        for agent in self.agents.values():
+            agent.close()
+        self.agents.clear()
+        self.kept.clear()
+
+
+def _move(moved: Any, start: Callable[[Any], Transfer]) -> dict[int, Count | None]:
+    """Zero, then read from all sources at once; return what NIXL measured."""
+    for address, nbytes, _ in moved.zero.tolist():
+        ctypes.memset(address, 0, nbytes)
+    running = {read.source: start(read) for read in moved.reads}
+    measured = {}
+    for source, transfer in running.items():
+        if not transfer.wait(SECONDS / 2):
+            raise TimeoutError(f"the read from source {source} does not end")
+        told = transfer.telemetry
+        measured[source] = None if told is None else Count(told.descriptors, told.nbytes)
+    return measured
+
+
+def _direct(agent: Agent, peers: Sequence[Peer]) -> Callable[[Any], Transfer]:
+    return lambda read: agent.read(peers[read.source], read.local, read.remote)
+
+
+def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Callable[[Any], Transfer]:
+    lists = {}
+    for source in plan.sources:
+        ours, theirs = plan.views(source)
+        lists[source] = agent.prepare_local(ours), agent.prepare_remote(peers[source], theirs)
+
+    def start(read: Any) -> Transfer:
+        local, remote = lists[read.source]
+        return agent.read_ids(local, read.local, remote, read.remote)
+
+    return start
+
+
+def serve(pipe: Connection, name: str) -> None:
+    """Do what the parent says until it says no more."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    rank = _Rank(name)
+    with contextlib.suppress(EOFError):
+        while (order := pipe.recv()) is not None:
+            what, arguments = order
+            try:
+                answer = True, getattr(rank, what)(*arguments)
+            except Exception:
+                answer = False, traceback.format_exc()
+            pipe.send(answer)
+    rank.close()
+
+
+class Rank:
+    """A rank as the test sees it. Several can work at the same time: first tell all, then hear all."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # NIXL has threads, which a forked process would not survive.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def tell(self, what: str, *arguments: Any) -> None:
+        self._pipe.send((what, arguments))
+
+    def hear(self) -> Any:
+        """Return the answer to what it was told first.
+
+        Raises:
+            AssertionError: it failed; the text has its traceback.
+        """
+        try:
+            good, answer = self._pipe.recv() if self._pipe.poll(SECONDS) else (False, f"nothing for {SECONDS} s")
+        except (EOFError, ConnectionError):
+            good, answer = False, "the process has ended"
+        if not good:
+            raise AssertionError(f"rank {self.name}: {answer}")
+        return answer
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+        self._pipe.close()
+        self._process.close()
+
+
+class Ranks:
+    """Ranks of P and D, started when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, list[Rank]] = {"D": [], "P": []}
+
+    def of(self, engine: str, count: int) -> list[Rank]:
+        """Return the first `count` ranks of an engine."""
+        ranks = self._all[engine]
+        while len(ranks) < count:
+            ranks.append(Rank(f"{engine}{len(ranks)}"))
+        return ranks[:count]
+
+    def hand_off(
+        self,
+        prefill: Sequence[kvhma.Geometry],
+        prefill_spans: Sequence[Sequence[kvhma.Span]],
+        decode: Sequence[kvhma.Geometry],
+        decode_spans: Sequence[Sequence[kvhma.Span]],
+        num_tokens: int,
+        **more: Any,
+    ) -> list[Fetched]:
+        """Move one request to every rank of D, and return what each of them saw.
+
+        Args:
+            prefill: the ranks of P.
+            prefill_spans: for each of them its spans.
+            decode: the ranks of D.
+            decode_spans: for each of them its spans.
+            num_tokens: tokens that P computed.
+            more: other fields of :class:`Order`.
+
+        Raises:
+            AssertionError: a rank failed, or a byte of it was wrong.
+        """
+        p, d = self.of("P", len(prefill)), self.of("D", len(decode))
+        for rank, geometry in [*zip(p, prefill, strict=True), *zip(d, decode, strict=True)]:
+            rank.tell("place", geometry.to_json())
+        hellos = tuple([rank.hear() for rank in [*p, *d]][: len(p)])
+        seed = more.get("seed", 0)
+        for rank, spans in zip(p, prefill_spans, strict=True):
+            rank.tell("fill", spans, seed)
+        for rank in p:
+            rank.hear()
+        for rank, spans in zip(d, decode_spans, strict=True):
+            rank.tell("fetch", Order(hellos, num_tokens, spans, prefill_spans, **more))
+        return [rank.hear() for rank in d]
+
+    def forget(self) -> None:
+        """Free all memory: D first, since it is connected to P."""
+        for ranks in self._all.values():
+            for rank in ranks:
+                rank.tell("close")
+            for rank in ranks:
+                rank.hear()
+
+    def end(self) -> None:
+        for ranks in self._all.values():
+            for rank in ranks:
+                rank.end()
+
+
+@contextlib.contextmanager
+def ranks_of_two_engines() -> Iterator[Ranks]:
+    """Start ranks as they are needed, and see to their end."""
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.end()

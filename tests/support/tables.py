@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables of one sequence, as a block manager with a used pool leaves them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import kvhma
+from kvhma.baselines import first_token
+
+
+def draw_tables(geometry: kvhma.Geometry, num_tokens: int, rng: random.Random, *, ahead: int = 0) -> list[list[int]]:
+    """Return a block table for each group.
+
+    No two groups share an id; half of the ids are in ascending stretches, half scattered; blocks behind a window or
+    chunk are dropped. Attention groups have `ahead` blocks more than the tokens fill.
+    """
+    null = geometry.null_block
+    assert null is not None
+    lives = [_alive(group, num_tokens, ahead) for group in geometry.groups]
+    total = sum(map(sum, lives))
+    blocks = min(layer.num_blocks for layer in geometry.layers)
+    ids = rng.sample([block for block in range(blocks) if block != null], total)
+    fresh = iter(sorted(ids[: total // 2]) + ids[total // 2 :])
+    return [[next(fresh) if alive else null for alive in live] for live in lives]
+
+
+def count_blocks(geometry: kvhma.Geometry, num_tokens: int, *, ahead: int = 0) -> int:
+    """Return how many blocks `draw_tables` takes from the pool."""
+    return sum(sum(_alive(group, num_tokens, ahead)) for group in geometry.groups)
+
+
+def _alive(group: kvhma.Group, num_tokens: int, ahead: int) -> Sequence[bool]:
+    if group.kind == "ssm":
+        return [True] * (1 + group.speculative)
+    unit = group.block_size * group.cp_size
+    dead = first_token(group, num_tokens) // unit
+    return [False] * dead + [True] * (-(-num_tokens // unit) - dead + ahead)
