@@ -11,6 +11,8 @@ from kvhma._kvhma import (
     Finding,
     IdRead,
     IdTransfer,
+    Loss,
+    Losses,
     Plan,
     Read,
     Transfer,
@@ -37,7 +39,7 @@ from kvhma.errors import (
     UnsupportedPairError,
 )
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.planning import live_spans, plan, validate
+from kvhma.planning import Readers, live_spans, plan, readers, validate
 
 __all__ = [
     "AddressOverflowError",
@@ -52,11 +54,14 @@ __all__ = [
     "IdTransfer",
     "KvhmaError",
     "Layer",
+    "Loss",
+    "Losses",
     "Page",
     "Part",
     "PeerLostError",
     "Plan",
     "Read",
+    "Readers",
     "Region",
     "RequestError",
     "Span",
@@ -72,6 +77,7 @@ __all__ = [
     "fa_views",
     "live_spans",
     "plan",
+    "readers",
     "ssm_descriptors",
     "ssm_views",
     "validate",

@@ -15,6 +15,8 @@ __all__ = [
     "Geometry",
     "IdRead",
     "IdTransfer",
+    "Loss",
+    "Losses",
     "Plan",
     "Read",
     "Transfer",
@@ -149,6 +151,31 @@ class IdTransfer:
         """Bytes of tokens behind the request's: views have whole kernel blocks only."""
 
 @final
+class Loss:
+    """What of one layer did not arrive."""
+
+    @property
+    def group(self) -> int:
+        """Local group."""
+    @property
+    def layer(self) -> str:
+        """Name of the layer."""
+    @property
+    def tokens(self) -> list[tuple[int, int]]:
+        """Half-open ranges of absolute token positions, sorted; empty for state, which is lost as a whole."""
+
+@final
+class Losses:
+    """What a request lost."""
+
+    @property
+    def layers(self) -> list[Loss]:
+        """Layers that lost anything, in the order of the geometry."""
+    @property
+    def whole_prefix(self) -> int:
+        """The most leading tokens for which every group has all it needs; never less than `cached`."""
+
+@final
 class Plan:
     """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`."""
 
@@ -174,6 +201,40 @@ class Plan:
         Raises:
             RequestError: a count, type or position does not fit, or two reads would write the same byte.
             BlockIdError: an id is negative, too large, listed twice, or the null block.
+        """
+    @property
+    def num_sources(self) -> int:
+        """Number of sources, read from or not."""
+    def explain(self) -> str:
+        """Say in sentences and numbers what is read from which source, how it is cut, and why."""
+    def losses(
+        self,
+        num_tokens: int,
+        local: Sequence[Span],
+        remote: Sequence[Span] | Sequence[Sequence[Span]],
+        failed: NDArray[np.uint64],
+        *,
+        cached: int = 0,
+    ) -> Losses:
+        """Map failed local descriptors of a request back to layers and tokens.
+
+        Args:
+            num_tokens: as for the transfer.
+            local: as for the transfer.
+            remote: as for the transfer.
+            failed: shape (n, 3): the rows of `Read.local` that did not arrive; of an id read, `id_descriptors`.
+            cached: leading tokens that every group had before the transfer.
+
+        Raises:
+            RequestError: as for `transfer`, or `failed` has another form.
+            BlockIdError: as for `transfer`.
+        """
+    def id_descriptors(self, source: int, ids: IdsLike) -> NDArray[np.uint64]:
+        """Local descriptors that ids into the views of a source stand for: shape (n, 3).
+
+        Raises:
+            BlockIdError: an id is outside the views.
+            UnsupportedPairError: the source has no views.
         """
     def views(self, source: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Local and remote views of a source, to be prepared once.

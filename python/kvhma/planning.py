@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvhma import _kvhma
+from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.types import IdsLike
 
@@ -34,6 +36,44 @@ def plan(
     """
     remotes = [remote] if isinstance(remote, Geometry) else list(remote)
     return _kvhma.Plan(local.core, [other.core for other in remotes], descriptor_bytes=descriptor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who reads from whom when all ranks of the decode side have planned.
+
+    Attributes:
+        counts: for each source, how many notifications it will get: one of each rank that reads from it, or of the one rank
+            that only notifies it.
+        notify_only: for each rank, sources it reads nothing from but has to notify, since nobody reads from them.
+    """
+
+    counts: tuple[int, ...]
+    notify_only: tuple[tuple[int, ...], ...]
+
+
+def readers(plans: Sequence[_kvhma.Plan]) -> Readers:
+    """Count the readers of every source.
+
+    Args:
+        plans: one for each rank of the decode side, all made with the same list of sources.
+
+    Raises:
+        RequestError: the plans have different numbers of sources, or there are none.
+    """
+    numbers = {planned.num_sources for planned in plans}
+    if len(numbers) != 1:
+        raise RequestError(f"plans have {sorted(numbers)} sources, expected one number for all")
+    counts = [0] * numbers.pop()
+    for planned in plans:
+        for source in planned.sources:
+            counts[source] += 1
+    idle: list[list[int]] = [[] for _ in plans]
+    for source, count in enumerate(counts):
+        if not count:
+            idle[source * len(plans) // len(counts)].append(source)
+            counts[source] = 1
+    return Readers(tuple(counts), tuple(map(tuple, idle)))
 
 
 def validate(local: Geometry, remote: Geometry) -> list[_kvhma.Finding]:

@@ -40,7 +40,6 @@ class Order:
         local: D's spans.
         remote: P's spans, for all sources or for each.
         descriptor_bytes: as for `kvhma.plan`.
-        encodings: some of :data:`ENCODINGS`; D's memory is made stale before each.
         seed: that the sources were filled with.
     """
 
@@ -49,7 +48,6 @@ class Order:
     local: Sequence[kvhma.Span]
     remote: Sequence[kvhma.Span] | Sequence[Sequence[kvhma.Span]]
     descriptor_bytes: int = kvhma.planning.DEFAULT_DESCRIPTOR_BYTES
-    encodings: tuple[str, ...] = ENCODINGS
     seed: int = 0
 
 
@@ -95,18 +93,16 @@ class _Rank:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.agents: dict[bool, Agent] = {}
-        # Registered memory has to outlive the agents, and new memory must not lie where old one is registered.
+        # One agent, whatever it is used for: each has a thread that keeps a core busy.
+        self.agent: Agent | None = None
+        # Registered memory has to outlive the agent, and new memory must not lie where old one is registered.
         self.kept: list[Memory] = []
-
-    def agent(self, strided: bool) -> Agent:
-        if strided not in self.agents:
-            name = self.name if strided else f"{self.name} written"
-            self.agents[strided] = Agent(name, strided=None if strided else False)
-        return self.agents[strided]
 
     def place(self, text: bytes) -> bytes:
         """Give a geometry memory; return the hello with its real addresses."""
+        if self.agent is None:
+            self.agent = Agent(self.name)
+            self.takes_strided = self.agent.strided
         sketch = kvhma.Geometry.from_json(text)
         self.memory = [np.empty(region.bytes, np.uint8) for region in sketch.regions]
         self.kept.append(self.memory)
@@ -115,58 +111,51 @@ class _Rank:
             for region, part in zip(sketch.regions, self.memory, strict=True)
         )
         self.geometry = replace(sketch, regions=regions)
-        agent = self.agent(True)
-        agent.register(self.geometry)
-        return agent.hello(self.geometry)
+        self.agent.register(self.geometry)
+        return self.agent.hello(self.geometry)
 
     def fill(self, spans: Sequence[kvhma.Span], seed: int) -> None:
         fill_source(self.memory, self.geometry, spans, seed=seed)
 
     def fetch(self, order: Order) -> Fetched:
-        """Read what an order asks for, and check every byte and every count."""
+        """Read what an order asks for, in each encoding, and check every byte."""
+        assert self.agent is not None
+        peers = [self.agent.connect(hello) for hello in order.hellos]
+        remotes = [peer.geometry for peer in peers]
+        plan = kvhma.plan(self.geometry, remotes, descriptor_bytes=order.descriptor_bytes)
+        request = order.num_tokens, order.local, order.remote
+        fill_stale(self.memory, seed=order.seed)
+        # Making stale bytes takes longer than copying them.
+        stale = [part.copy() for part in self.memory]
         found: Fetched = {}
-        stale: Memory = []
-        for encoding in order.encodings:
-            # Making stale bytes takes longer than copying them.
-            if stale:
-                for ours, before in zip(self.memory, stale, strict=True):
-                    ours[:] = before
-            else:
-                fill_stale(self.memory, seed=order.seed)
-                stale = [part.copy() for part in self.memory] if len(order.encodings) > 1 else []
-            agent = self.agent(encoding != "written")
-            agent.register(self.geometry)
-            peers = [agent.connect(hello) for hello in order.hellos]
-            plan = kvhma.plan(
-                self.geometry, [peer.geometry for peer in peers], descriptor_bytes=order.descriptor_bytes
-            )
+        for encoding in ENCODINGS:
+            for ours, before in zip(self.memory, stale, strict=True):
+                ours[:] = before
+            self.agent.strided = self.takes_strided and encoding == "strided"
+            moved: kvhma.Transfer | kvhma.IdTransfer
             try:
-                start = _direct(agent, peers) if encoding == "direct" else _prepared(agent, peers, plan)
-                make = plan.transfer if encoding == "direct" else plan.ids
-                moved: Any = make(order.num_tokens, order.local, order.remote)
+                if encoding == "direct":
+                    moved = plan.transfer(*request)
+                    measured = _move(moved, _direct(self.agent, peers))
+                else:
+                    moved = plan.ids(*request)
+                    with _prepared(self.agent, peers, plan) as start:
+                        measured = _move(moved, start)
             except UnsupportedPairError as error:
                 found[encoding] = str(error)
                 continue
-            measured = _move(moved, start)
-            report = check_memory(
-                self.memory,
-                self.geometry,
-                [peer.geometry for peer in peers],
-                order.num_tokens,
-                order.local,
-                order.remote,
-                excess_bytes=moved.excess_bytes,
-                seed=order.seed,
-            )
+            excess = moved.excess_bytes
+            report = check_memory(self.memory, self.geometry, remotes, *request, excess_bytes=excess, seed=order.seed)
             planned = {read.source: Count(read.descriptors, read.bytes) for read in moved.reads}
-            found[encoding] = Moved(planned, measured, moved.excess_bytes, report)
+            found[encoding] = Moved(planned, measured, excess, report)
         return found
 
     def close(self) -> None:
         """Forget everything, so that the next geometry finds a new agent and free memory."""
-        for agent in self.agents.values():
-            agent.close()
-        self.agents.clear()
+        if self.agent is not None:
+            self.agent.close()
+        self.agent = None
+        self.memory = []
         self.kept.clear()
 
 
@@ -188,17 +177,16 @@ def _direct(agent: Agent, peers: Sequence[Peer]) -> Callable[[Any], Transfer]:
     return lambda read: agent.read(peers[read.source], read.local, read.remote)
 
 
-def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Callable[[Any], Transfer]:
+@contextlib.contextmanager
+def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Iterator[Callable[[Any], Transfer]]:
     lists = {}
     for source in plan.sources:
         ours, theirs = plan.views(source)
         lists[source] = agent.prepare_local(ours), agent.prepare_remote(peers[source], theirs)
-
-    def start(read: Any) -> Transfer:
-        local, remote = lists[read.source]
-        return agent.read_ids(local, read.local, remote, read.remote)
-
-    return start
+    yield lambda read: agent.read_ids(lists[read.source][0], read.local, lists[read.source][1], read.remote)
+    for pair in lists.values():
+        for one in pair:
+            one.release()
 
 
 def serve(pipe: Connection, name: str) -> None:

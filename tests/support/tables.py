@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain, pairwise
 
 import kvhma
 from kvhma.baselines import first_token
@@ -13,16 +14,17 @@ from kvhma.baselines import first_token
 def draw_tables(geometry: kvhma.Geometry, num_tokens: int, rng: random.Random, *, ahead: int = 0) -> list[list[int]]:
     """Return a block table for each group.
 
-    No two groups share an id; half of the ids are in ascending stretches, half scattered; blocks behind a window or
-    chunk are dropped. Attention groups have `ahead` blocks more than the tokens fill.
+    No two groups share an id; ids are in short ascending stretches, the stretches in any order; blocks behind a
+    window or chunk are dropped. Attention groups have `ahead` blocks more than the tokens fill.
     """
     null = geometry.null_block
     assert null is not None
     lives = [_alive(group, num_tokens, ahead) for group in geometry.groups]
-    total = sum(map(sum, lives))
-    blocks = min(layer.num_blocks for layer in geometry.layers)
-    ids = rng.sample([block for block in range(blocks) if block != null], total)
-    fresh = iter(sorted(ids[: total // 2]) + ids[total // 2 :])
+    pool = [block for block in range(min(layer.num_blocks for layer in geometry.layers)) if block != null]
+    cuts = sorted({0, len(pool), *(rng.sample(range(len(pool)), len(pool) // 3))})
+    stretches = [pool[start:end] for start, end in pairwise(cuts)]
+    rng.shuffle(stretches)
+    fresh = chain.from_iterable(stretches)
     return [[next(fresh) if alive else null for alive in live] for live in lives]
 
 

@@ -127,6 +127,16 @@ impl Link {
         rows
     }
 
+    /// Layers of both sides.
+    pub(crate) fn layers(&self) -> Vec<(usize, usize)> {
+        self.lanes.iter().map(|lane| lane.layers).collect()
+    }
+
+    /// Parts that are read of each pair of layers.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = ((usize, usize), &[LanePart])> {
+        self.lanes.iter().map(|lane| (lane.layers, lane.parts.as_slice()))
+    }
+
     /// Index of a cut that the plan keeps.
     pub(crate) fn kept(&self, cut: Tokens) -> Option<usize> {
         self.cuts.binary_search_by_key(&cut, |known| known.0).ok()

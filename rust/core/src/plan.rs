@@ -76,6 +76,11 @@ impl Plan {
         &self.sources[source].geometry
     }
 
+    /// Number of sources, read from or not.
+    pub fn num_sources(&self) -> usize {
+        self.sources.len()
+    }
+
     /// Indices of the sources that something is read from.
     pub fn sources(&self) -> Vec<usize> {
         (0..self.sources.len()).filter(|&source| !self.sources[source].table.links.is_empty()).collect()

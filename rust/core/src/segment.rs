@@ -36,7 +36,7 @@ impl Side<'_> {
     }
 
     /// First token at or after `t` that this rank holds.
-    fn next_held(&self, t: u64) -> u64 {
+    pub(crate) fn next_held(&self, t: u64) -> u64 {
         if self.holds(t) {
             return t;
         }

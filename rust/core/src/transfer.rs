@@ -42,11 +42,11 @@ pub(crate) enum Tail {
 /// A request whose numbers are checked against both sides.
 pub(crate) struct Checked {
     num_tokens: u64,
-    local: Vec<Blocks>,
+    pub(crate) local: Vec<Blocks>,
     /// Spans of each source.
     remote: Vec<Vec<Blocks>>,
     /// For each local attention group that has something to read or to zero.
-    reach: Vec<Option<Reach>>,
+    pub(crate) reach: Vec<Option<Reach>>,
     pub(crate) excess_bytes: u64,
 }
 
@@ -293,7 +293,7 @@ impl Cuts {
     }
 }
 
-fn local_side<'a>(local: &'a Geometry, request: &'a Checked, group: usize) -> Side<'a> {
+pub(crate) fn local_side<'a>(local: &'a Geometry, request: &'a Checked, group: usize) -> Side<'a> {
     Side { name: "local", index: group, group: &local.groups[group], blocks: &request.local[group] }
 }
 

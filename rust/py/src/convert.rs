@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Block ids and numbers of any accepted form, read in one pass.
 use kvhma_core::Span;
-use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySequence, PyTuple};
@@ -92,6 +95,15 @@ fn not_contiguous(what: &str, value: &Bound<'_, PyAny>) -> PyErr {
 /// Lists of ids, one for each group.
 pub(crate) fn read_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<i64>>> {
     items(what, value)?.iter().map(|item| read_ids(what, item)).collect()
+}
+
+/// `(address, length)` of the rows of a uint64 array of shape `(n, 3)`.
+pub(crate) fn read_descriptors(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
+    let array = value.extract::<PyReadonlyArray2<'_, u64>>();
+    let Some(rows) = array.as_ref().ok().map(|array| array.as_array()).filter(|rows| rows.ncols() == 3) else {
+        return Err(request_error(value.py(), format!("{what}: expected a uint64 array of shape (n, 3)")));
+    };
+    Ok(rows.rows().into_iter().map(|row| (row[0], row[1])).collect())
 }
 
 /// Numbers of 64 bits without sign: a list or a uint64 or int64 array.

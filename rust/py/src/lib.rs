@@ -24,7 +24,7 @@ mod _kvhma {
     #[pymodule_export]
     use super::geometry::{Finding, Geometry};
     #[pymodule_export]
-    use super::plan::{IdRead, IdTransfer, Plan, Read, Transfer};
+    use super::plan::{IdRead, IdTransfer, Loss, Losses, Plan, Read, Transfer};
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
-use crate::convert::{column, read_remote_spans, read_spans, read_u64, rows};
+use crate::convert::{column, read_descriptors, read_ids, read_remote_spans, read_spans, read_u64, rows};
 use crate::error::OrRaise;
 use crate::geometry::{Finding, Geometry};
 
@@ -48,6 +48,27 @@ pub(crate) struct IdTransfer {
     bytes: u64,
     descriptors: u64,
     excess_bytes: u64,
+}
+
+#[pyclass(frozen, get_all, eq, module = "kvhma._kvhma")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct Loss {
+    group: usize,
+    layer: String,
+    tokens: Vec<(u64, u64)>,
+}
+
+#[pymethods]
+impl Loss {
+    fn __repr__(&self) -> String {
+        format!("Loss(group={}, layer={:?}, tokens={:?})", self.group, self.layer, self.tokens)
+    }
+}
+
+#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
+pub(crate) struct Losses {
+    layers: Vec<Loss>,
+    whole_prefix: u64,
 }
 
 #[pymethods]
@@ -97,6 +118,41 @@ impl Plan {
         }
         let zero = rows(py, transfer.zero)?.unbind();
         Ok(Transfer { reads, zero, bytes, descriptors, excess_bytes: transfer.excess_bytes })
+    }
+
+    fn explain(&self) -> String {
+        self.0.explain()
+    }
+
+    #[getter]
+    fn num_sources(&self) -> usize {
+        self.0.num_sources()
+    }
+
+    #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = 0))]
+    fn losses(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, PyAny>,
+        failed: &Bound<'_, PyAny>,
+        cached: u64,
+    ) -> PyResult<Losses> {
+        let num_tokens = read_u64("num_tokens", num_tokens)?;
+        let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
+        let failed = read_descriptors("failed", failed)?;
+        let losses = py.detach(|| self.0.losses(num_tokens, &local, &remote, &failed, cached)).or_raise(py)?;
+        let layers = losses.layers.into_iter();
+        Ok(Losses {
+            layers: layers.map(|kvhma_core::Loss { group, layer, tokens }| Loss { group, layer, tokens }).collect(),
+            whole_prefix: losses.whole_prefix,
+        })
+    }
+
+    fn id_descriptors<'py>(&self, py: Python<'py>, source: usize, ids: &Bound<'_, PyAny>) -> PyResult<BoundRows<'py>> {
+        let ids: Vec<i32> = read_ids("ids", ids)?.into_iter().map(|id| i32::try_from(id).unwrap_or(-1)).collect();
+        rows(py, self.0.id_descriptors(source, &ids).or_raise(py)?)
     }
 
     fn views<'py>(&self, py: Python<'py>, source: usize) -> PyResult<(BoundRows<'py>, BoundRows<'py>)> {
