@@ -44,8 +44,9 @@ pub fn number(u: &mut Unstructured) -> Result<u64> {
     }
 }
 
+/// Chance; never where the bytes have run out and all numbers are 0.
 fn one_in(u: &mut Unstructured, many: u32) -> Result<bool> {
-    u.ratio(1, many)
+    Ok(u.int_in_range(1..=many)? == many)
 }
 
 /// Layers with equal pages.
@@ -53,8 +54,9 @@ struct Family {
     kind: &'static str,
     layers: Vec<String>,
     parts: Vec<PartShape>,
-    /// Tokens of a kernel block, where both sides have to have the same.
+    /// Tokens of a kernel block and kernel blocks in a logical one, where both sides have to have the same.
     kernel: Option<u64>,
+    ratio: Option<u64>,
     window: u64,
     speculative: u64,
 }
@@ -78,7 +80,8 @@ fn model(u: &mut Unstructured) -> Result<Vec<Family>> {
                     format!("l{number_of_layers}")
                 })
                 .collect();
-            let mut kernel = None;
+            let mut kernel = (kind == "opaque").then_some(2);
+            let ratio = if kind == "opaque" && !one_in(u, 4)? { Some(u.int_in_range(1..=3)?) } else { None };
             let parts = (0..u.int_in_range(1..=2)?)
                 .map(|_| {
                     let tokens = attention && !one_in(u, 6)?;
@@ -94,6 +97,7 @@ fn model(u: &mut Unstructured) -> Result<Vec<Family>> {
                 layers,
                 parts,
                 kernel,
+                ratio,
                 window: u.int_in_range(1..=40)?,
                 speculative: u.int_in_range(0..=2)?,
             })
@@ -138,12 +142,12 @@ fn engine<'a>(u: &mut Unstructured, families: &'a [Family], scale: u64) -> Resul
             let own = one_in(u, 4)?;
             let (kernel, ratio) =
                 if own { (*u.choose(&[1, 2, 3, 4, 6, 8, 12, 16])?, u.int_in_range(1..=4)?) } else { common };
-            let layers = layers.iter().map(String::as_str).filter(|_| !u.ratio(1, 20).unwrap_or(false)).collect();
+            let layers = layers.iter().map(String::as_str).filter(|_| !one_in(u, 20).unwrap_or(false)).collect();
             groups.push(Group {
                 family,
                 layers,
                 kernel: family.kernel.unwrap_or(kernel),
-                ratio: if family.kind == "ssm" { 1 } else { ratio },
+                ratio: if family.kind == "ssm" { 1 } else { family.ratio.unwrap_or(ratio) },
                 cp: !matches!(family.kind, "ssm" | "opaque") && !one_in(u, 5)?,
             });
         }
@@ -152,7 +156,7 @@ fn engine<'a>(u: &mut Unstructured, families: &'a [Family], scale: u64) -> Resul
         groups,
         tp: u.int_in_range(1..=3)?,
         cp,
-        blocks: u.int_in_range(6..=40)?,
+        blocks: *u.choose(&[140, 140, 20])?,
         null: *u.choose(&[Some(0), None, Some(3)])?,
         alias: u.arbitrary()?,
         order: u.int_in_range(0..=3)?,
@@ -238,7 +242,8 @@ impl Engine<'_> {
                 .enumerate()
                 .map(|(index, &extent)| {
                     // Only the first axis is cut over the ranks.
-                    let (start, end) = if index == 0 { shard(extent) } else { (0, extent) };
+                    let cut = index == 0 && group.family.kind != "opaque";
+                    let (start, end) = if cut { shard(extent) } else { (0, extent) };
                     (format!("a{index}"), extent, start, end - start)
                 })
                 .collect();
@@ -247,7 +252,7 @@ impl Engine<'_> {
             }
             let outermost = dims.len();
             for (place, (name, extent, start, length)) in dims.into_iter().enumerate() {
-                let far = spread > 0 && place + 1 == outermost && name != "tokens";
+                let far = spread > 0 && place + 1 == outermost && name != "tokens" && group.family.kind != "opaque";
                 let stride = if far { spread } else { bytes };
                 axes.push(json!({"name": name, "extent": extent, "start": start, "length": length, "stride": stride}));
                 if !far {
@@ -260,19 +265,19 @@ impl Engine<'_> {
         (json!({"parts": parts}), offset)
     }
 
-    /// Blocks of a request: mostly just those that `num_tokens` tokens need.
+    /// Blocks of a request: mostly just those that `num_tokens` tokens need, behind the null block.
     fn spans(&self, u: &mut Unstructured, num_tokens: u64) -> Result<Vec<Span>> {
-        let mut next = 1;
+        let mut next = 4;
         let down = u.arbitrary()?;
         self.groups
             .iter()
             .map(|group| {
                 let unit = group.kernel * group.ratio * if group.cp { self.cp } else { 1 };
                 let entries = if group.family.kind == "ssm" { 1 } else { num_tokens.div_ceil(unit) };
-                let first = if one_in(u, 3)? { u.int_in_range(0..=entries)? } else { 0 };
+                let first = if one_in(u, 5)? { u.int_in_range(0..=entries)? } else { 0 };
                 let more = if one_in(u, 3)? { u.int_in_range(0..=2)? } else { 0 };
                 let count = entries - first + more;
-                let mut ids: Vec<i64> = (next..next + count as i64).filter(|&id| self.null != Some(id as u64)).collect();
+                let mut ids: Vec<i64> = (next..next + count as i64).collect();
                 next += count as i64;
                 if down {
                     ids.reverse();
@@ -314,7 +319,7 @@ impl Arbitrary<'_> for Case {
         let scale = 1 << *u.choose(&[0, 0, 0, 0, 3, 20, 40, 44, 48])?;
         let receiver = engine(u, &families, scale)?;
         let sender = engine(u, &families, scale)?;
-        let num_tokens = if one_in(u, 40)? { number(u)? } else { u.int_in_range(1..=60)? };
+        let num_tokens = if one_in(u, 40)? { number(u)? } else { u.int_in_range(1..=40)? };
         let place = (u.int_in_range(0..=receiver.tp - 1)?, u.int_in_range(0..=receiver.cp - 1)?);
         let mut local = receiver.geometry(place.0, place.1);
         let ranks = (0..sender.tp).flat_map(|tp| (0..sender.cp).map(move |cp| (tp, cp)));
@@ -325,8 +330,12 @@ impl Arbitrary<'_> for Case {
         if one_in(u, 8)? {
             remote_spans = remotes.iter().map(|_| sender.spans(u, bounded)).collect::<Result<_>>()?;
         }
-        if one_in(u, 10)? {
-            remotes.remove(u.choose_index(remotes.len())?);
+        if remotes.len() > 1 && one_in(u, 20)? {
+            let lost = u.choose_index(remotes.len())?;
+            remotes.remove(lost);
+            if remote_spans.len() > 1 {
+                remote_spans.remove(lost);
+            }
         }
         for _ in 0..u.int_in_range(0..=5)?.max(3) - 3 {
             let which = u.choose_index(remotes.len() + 1)?;

@@ -31,7 +31,7 @@ from support.recipe import draw
 from support.where import Place, addresses, copies, places
 
 CHUNKS = 6
-PER_CHUNK = 60
+PER_CHUNK = 50
 MAX_TOKENS = 40
 
 

@@ -8,7 +8,7 @@ import ctypes
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +20,7 @@ import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.nixl import Agent, Peer, Transfer
 from kvhma.oracle import MemoryReport, check_memory, fill_source, fill_stale
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 SECONDS = 60.0
 """No answer takes longer; most take milliseconds."""
@@ -47,7 +48,7 @@ class Order:
     num_tokens: int
     local: Sequence[kvhma.Span]
     remote: Sequence[kvhma.Span] | Sequence[Sequence[kvhma.Span]]
-    descriptor_bytes: int = kvhma.planning.DEFAULT_DESCRIPTOR_BYTES
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     seed: int = 0
 
 
@@ -219,19 +220,15 @@ class Rank:
     def tell(self, what: str, *arguments: Any) -> None:
         self._pipe.send((what, arguments))
 
-    def hear(self) -> Any:
-        """Return the answer to what it was told first.
-
-        Raises:
-            AssertionError: it failed; the text has its traceback.
-        """
+    def hear(self) -> tuple[bool, Any]:
+        """Return whether it did what it was told first, and its answer or what went wrong."""
         try:
-            good, answer = self._pipe.recv() if self._pipe.poll(SECONDS) else (False, f"nothing for {SECONDS} s")
+            if self._pipe.poll(SECONDS):
+                return self._pipe.recv()
         except (EOFError, ConnectionError):
-            good, answer = False, "the process has ended"
-        if not good:
-            raise AssertionError(f"rank {self.name}: {answer}")
-        return answer
+            return False, "the process has ended"
+        self._process.kill()  # its answer must not be taken for that to the next question
+        return False, f"no answer in {SECONDS} s"
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -244,18 +241,22 @@ class Rank:
         self._process.close()
 
 
+def _answers(ranks: Iterable[Rank]) -> list[Any]:
+    """Hear all ranks, so that no answer is left over, then fail if one of them did."""
+    heard = [(rank.name, *rank.hear()) for rank in ranks]
+    for name, good, answer in heard:
+        assert good, f"rank {name}: {answer}"
+    return [answer for _, _, answer in heard]
+
+
 class Ranks:
-    """Ranks of P and D, started when they are first asked for."""
+    """Ranks of P and D."""
 
-    def __init__(self) -> None:
-        self._all: dict[str, list[Rank]] = {"D": [], "P": []}
-
-    def of(self, engine: str, count: int) -> list[Rank]:
-        """Return the first `count` ranks of an engine."""
-        ranks = self._all[engine]
-        while len(ranks) < count:
-            ranks.append(Rank(f"{engine}{len(ranks)}"))
-        return ranks[:count]
+    def __init__(self, count: int) -> None:
+        """Start `count` ranks of each engine. They become ready side by side, and have no agents yet."""
+        self._p = [Rank(f"P{at}") for at in range(count)]
+        self._d = [Rank(f"D{at}") for at in range(count)]
+        self._awake: set[Rank] = set()
 
     def hand_off(
         self,
@@ -279,37 +280,40 @@ class Ranks:
         Raises:
             AssertionError: a rank failed, or a byte of it was wrong.
         """
-        p, d = self.of("P", len(prefill)), self.of("D", len(decode))
+        p, d = self._p[: len(prefill)], self._d[: len(decode)]
+        # An agent that idles keeps a core busy all the same.
+        self._close(self._awake - {*p, *d})
+        self._awake |= {*p, *d}
         for rank, geometry in [*zip(p, prefill, strict=True), *zip(d, decode, strict=True)]:
             rank.tell("place", geometry.to_json())
-        hellos = tuple([rank.hear() for rank in [*p, *d]][: len(p)])
+        hellos = tuple(_answers([*p, *d])[: len(p)])
         seed = more.get("seed", 0)
         for rank, spans in zip(p, prefill_spans, strict=True):
             rank.tell("fill", spans, seed)
-        for rank in p:
-            rank.hear()
+        _answers(p)
         for rank, spans in zip(d, decode_spans, strict=True):
             rank.tell("fetch", Order(hellos, num_tokens, spans, prefill_spans, **more))
-        return [rank.hear() for rank in d]
+        return _answers(d)
 
     def forget(self) -> None:
-        """Free all memory: D first, since it is connected to P."""
-        for ranks in self._all.values():
-            for rank in ranks:
-                rank.tell("close")
-            for rank in ranks:
-                rank.hear()
+        """Close all agents and free all memory."""
+        self._close(self._awake)
+
+    def _close(self, ranks: set[Rank]) -> None:
+        self._awake = self._awake - ranks
+        for rank in ranks:
+            rank.tell("close")
+        _answers(ranks)
 
     def end(self) -> None:
-        for ranks in self._all.values():
-            for rank in ranks:
-                rank.end()
+        for rank in [*self._d, *self._p]:
+            rank.end()
 
 
 @contextlib.contextmanager
-def ranks_of_two_engines() -> Iterator[Ranks]:
-    """Start ranks as they are needed, and see to their end."""
-    ranks = Ranks()
+def ranks_of_two_engines(count: int = 1) -> Iterator[Ranks]:
+    """Start as many ranks of each engine, and see to their end."""
+    ranks = Ranks(count)
     try:
         yield ranks
     finally:

@@ -14,7 +14,7 @@ const MAX_PARTS: usize = 64;
 const MAX_AXES: usize = 8;
 const MAX_LAYERS: usize = 16_384;
 const MAX_NAME: usize = 256;
-/// Pages whose parts interleave more finely than this cannot be checked for overlap in reasonable time.
+/// Pieces of all pages: finer ones can neither be checked for overlap nor moved in reasonable time.
 const MAX_CHUNKS: u64 = 1 << 20;
 
 fn wrong(place: &str, field: &'static str, value: impl Display, expected: impl Display) -> Error {
@@ -63,8 +63,9 @@ pub(crate) fn check(geometry: &mut Geometry) -> Result<()> {
         check_group(&format!("group {index}"), group)?;
     }
     let mut spans = Vec::with_capacity(geometry.pages.len());
+    let mut chunks = 0;
     for (index, page) in geometry.pages.iter().enumerate() {
-        spans.push(check_page(&format!("page {index}"), page)?);
+        spans.push(check_page(&format!("page {index}"), page, &mut chunks)?);
     }
     for index in 0..geometry.layers.len() {
         let kernel_stride = check_layer(geometry, index, &spans)?;
@@ -124,14 +125,13 @@ fn check_group(place: &str, group: &Group) -> Result<()> {
     Ok(())
 }
 
-/// Checks a page and returns one past its last byte.
-fn check_page(place: &str, page: &Page) -> Result<u64> {
+/// Checks a page and returns one past its last byte. `chunks` counts the pieces of all pages.
+fn check_page(place: &str, page: &Page, chunks: &mut u64) -> Result<u64> {
     if page.parts.is_empty() {
         return Err(wrong(place, "parts", "empty", "a page has at least one part"));
     }
     at_most(place, "parts", page.parts.len(), MAX_PARTS)?;
     let mut end = 0;
-    let mut chunks = 0u64;
     for (index, part) in page.parts.iter().enumerate() {
         let place = format!("{place} part {:?}", part.name);
         name(&place, "name", &part.name)?;
@@ -140,13 +140,13 @@ fn check_page(place: &str, page: &Page) -> Result<u64> {
         }
         let (part_end, part_chunk_count) = check_part(&place, part)?;
         end = end.max(part_end);
-        chunks = chunks.saturating_add(part_chunk_count);
+        *chunks = chunks.saturating_add(part_chunk_count);
+    }
+    if *chunks > MAX_CHUNKS {
+        let value = format!("cut into {chunks} pieces with the pages before");
+        return Err(wrong(place, "parts", value, format!("at most {MAX_CHUNKS} are allowed")));
     }
     if page.parts.len() > 1 {
-        if chunks > MAX_CHUNKS {
-            let value = format!("cut into {chunks} pieces");
-            return Err(wrong(place, "parts", value, format!("at most {MAX_CHUNKS} are allowed")));
-        }
         parts_apart(place, page)?;
     }
     Ok(end)

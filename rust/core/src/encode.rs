@@ -148,20 +148,32 @@ impl Plan {
     /// The request as ids into the views of each source. Views have whole kernel blocks, so a last block is moved whole.
     pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<IdTransfer> {
         let request = self.check(num_tokens, local, remote, Tail::Whole)?;
+        let zero = self.zero(&request)?;
         let mut reads: Vec<Ids> = Vec::new();
+        let mut clear = true;
         for source in self.sources() {
             let views = self.view_table(source)?;
-            let lists = self.sources[source].table.gather(&self.segments(&request, source)?);
-            if let Some(twice) = lists.iter().flat_map(|list| list.windows(2)).find(|two| two[0] >> 32 == two[1] >> 32)
-            {
-                return Err(Error::SharedBlock { id: twice[0] >> 32 });
+            let table = &self.sources[source].table;
+            let by_link = self.segments(&request, source)?;
+            for (link, cuts) in table.links.iter().zip(&by_link) {
+                if cuts.iter().any(|(cut, _)| link.kept(*cut).is_none()) {
+                    return Err(Error::NoViews {
+                        why: "two links cut a group's first or last block differently".into(),
+                    });
+                }
             }
+            let lists = table.gather(&by_link);
+            clear &= reads.is_empty() && table.surely_apart(&lists, &zero);
             let ids = encode(source, views, &lists);
             if !ids.local.is_empty() {
                 reads.push(ids);
             }
         }
-        Ok(IdTransfer { reads, zero: self.zero(&request)?, excess_bytes: request.excess_bytes })
+        if !clear {
+            // Several sources, interleaved rows, or an overlap: what is written where has to be looked at one by one.
+            self.apart(&request, &zero)?;
+        }
+        Ok(IdTransfer { reads, zero, excess_bytes: request.excess_bytes })
     }
 }
 
@@ -181,7 +193,7 @@ fn encode(source: usize, table: &ViewTable, lists: &[Pairs]) -> Ids {
         let offsets = (pair.offsets.0 as i32, pair.offsets.1 as i32);
         ids.local.extend(mine.iter().map(|id| offsets.0.wrapping_add(*id)));
         ids.remote.extend(theirs.iter().map(|id| offsets.1.wrapping_add(*id)));
-        ids.bytes += pair.length * mine.len() as u64;
+        ids.bytes = pair.length.saturating_mul(mine.len() as u64).saturating_add(ids.bytes);
         ids.merged += if pair.dense { *merged } else { mine.len() as u64 };
     }
     ids

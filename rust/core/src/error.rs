@@ -116,12 +116,6 @@ pub enum Error {
         /// The id.
         id: i64,
     },
-    /// A block in the spans of two groups that share memory.
-    #[error("local block id {id} is listed in two groups that share memory")]
-    SharedBlock {
-        /// The kernel block id.
-        id: u64,
-    },
     /// A span does not hold tokens that the request needs.
     #[error("{side} group {group}: blocks hold no token {token}, needed are tokens {first}..{end}")]
     MissingTokens {

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One worker's cache as data, read from its JSON form.
-use serde::Deserialize;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
 use crate::check::check;
 use crate::error::{Error, Result};
@@ -12,13 +17,25 @@ pub const MAX_JSON_BYTES: usize = 16 << 20;
 
 /// Kind of memory, in the transfer library's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize)]
-#[serde(rename_all = "UPPERCASE")]
+#[serde(try_from = "String")]
 pub enum Memory {
     /// Host memory.
     #[default]
     Dram,
     /// Device memory.
     Vram,
+}
+
+impl TryFrom<String> for Memory {
+    type Error = String;
+
+    fn try_from(word: String) -> std::result::Result<Self, String> {
+        match word.as_str() {
+            "DRAM" => Ok(Self::Dram),
+            "VRAM" => Ok(Self::Vram),
+            _ => Err(format!("unknown memory {word:?}, expected \"DRAM\" or \"VRAM\"")),
+        }
+    }
 }
 
 /// One contiguous registered range.
@@ -39,7 +56,7 @@ pub struct Region {
 
 /// What the blocks of a group hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(try_from = "String")]
 pub enum Kind {
     /// Attention to every earlier token.
     Full,
@@ -53,6 +70,16 @@ pub enum Kind {
     Ssm,
     /// State that only its owner understands.
     Opaque,
+}
+
+impl TryFrom<String> for Kind {
+    type Error = String;
+
+    fn try_from(word: String) -> std::result::Result<Self, String> {
+        let kinds = [Self::Full, Self::Sliding, Self::Chunked, Self::Mla, Self::Ssm, Self::Opaque];
+        let found = kinds.into_iter().find(|kind| kind.word() == word);
+        found.ok_or_else(|| format!("unknown kind {word:?}, expected one of {:?}", kinds.map(Self::word)))
+    }
 }
 
 impl Kind {
@@ -111,7 +138,7 @@ impl Group {
     /// First token that the token after `num_tokens` tokens still attends to.
     pub fn need_start(&self, num_tokens: u64) -> u64 {
         match self.kind {
-            Kind::Sliding => (num_tokens + 1).saturating_sub(self.window.unwrap_or(u64::MAX)),
+            Kind::Sliding => num_tokens.saturating_add(1).saturating_sub(self.window.unwrap_or(u64::MAX)),
             Kind::Chunked => self.chunk.map_or(0, |chunk| num_tokens / chunk * chunk),
             _ => 0,
         }
@@ -169,6 +196,7 @@ pub struct Part {
     /// Bytes from the start of the page.
     pub offset: u64,
     /// Dimensions in any order.
+    #[serde(deserialize_with = "objects")]
     pub axes: Vec<Axis>,
 }
 
@@ -184,6 +212,7 @@ impl Part {
 #[serde(deny_unknown_fields)]
 pub struct Page {
     /// What it holds; other bytes are padding.
+    #[serde(deserialize_with = "objects")]
     pub parts: Vec<Part>,
 }
 
@@ -220,10 +249,40 @@ struct Form {
     tp_size: u32,
     #[serde(default = "null_zero")]
     null_block: Option<u64>,
+    #[serde(deserialize_with = "objects")]
     regions: Vec<Region>,
+    #[serde(deserialize_with = "objects")]
     groups: Vec<Group>,
+    #[serde(deserialize_with = "objects")]
     pages: Vec<Page>,
+    #[serde(deserialize_with = "objects")]
     layers: Vec<Layer>,
+}
+
+/// A value written as an object. By itself serde takes an array of the fields' values for one too.
+struct Object<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
+                formatter.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<Self::Value, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(map)).map(Object)
+            }
+        }
+        deserializer.deserialize_map(Fields(PhantomData))
+    }
+}
+
+fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> std::result::Result<Vec<T>, D::Error> {
+    let list: Vec<Object<T>> = Vec::deserialize(deserializer)?;
+    Ok(list.into_iter().map(|object| object.0).collect())
 }
 
 fn one() -> u64 {
@@ -258,7 +317,7 @@ impl Geometry {
             return Err(Error::TooLarge { bytes: json.len(), limit: MAX_JSON_BYTES });
         }
         let bad = |reason: String| Error::Json { version: SCHEMA_VERSION, reason };
-        let form: Form = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
+        let Object(form): Object<Form> = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
         if form.kvhma != SCHEMA_VERSION {
             return Err(bad(format!("its kvhma field is {}", form.kvhma)));
         }

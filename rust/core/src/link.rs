@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What one local group reads from one group of another geometry, block by block.
 use crate::axis::Box;
+use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::pieces::{Chunk, Lane, Tokens, Window, join, part_chunks};
+use crate::pieces::{Chunk, Lane, Tokens, Window, join, part_chunks, part_pieces};
 use crate::segment::classes;
 
 /// Cuts of whole kernel blocks kept with a plan; rarer ones are computed for each request.
 const MAX_CUTS: usize = 4096;
+
+/// Pieces of the blocks of one link. Conv states of a large model laid out the other way round have about a million.
+const MAX_PIECES: u64 = 1 << 21;
 
 /// The only cut of blocks that hold no tokens.
 pub(crate) const STATE: Tokens = Tokens { local: 0, remote: 0, count: 1 };
@@ -39,7 +43,7 @@ impl Strides {
 
     /// Whether kernel blocks are evenly spaced over all logical blocks.
     pub(crate) fn linear(self) -> bool {
-        self.ratio == 1 || self.block == self.kernel * self.ratio
+        self.ratio == 1 || self.kernel.checked_mul(self.ratio) == Some(self.block)
     }
 
     /// Bytes from kernel block 0 to kernel block `id`.
@@ -104,8 +108,10 @@ impl Link {
         for share in &parts {
             let part = &page.parts[share.local];
             if part.tokens().is_some() {
-                let items: u64 = share.ranges.iter().map(|range| range.1 - range.0).product();
-                self.token_bytes += items * part.item_bytes;
+                let items = share.ranges.iter().map(|range| range.1 - range.0);
+                // Layers that alias can add up to more than there is memory; nothing can be moved into them then.
+                let bytes = items.fold(part.item_bytes, u64::saturating_mul);
+                self.token_bytes = self.token_bytes.saturating_add(bytes);
             }
         }
         let address = |geometry: &Geometry, layer: usize| {
@@ -117,14 +123,43 @@ impl Link {
     }
 
     /// Finds the cuts of whole blocks and returns the pieces of each.
-    pub(crate) fn cut_whole_blocks(&mut self, local: &Geometry, remote: &Geometry) -> Vec<Vec<Row>> {
+    pub(crate) fn cut_whole_blocks(&mut self, local: &Geometry, remote: &Geometry) -> Result<Vec<Vec<Row>>> {
         let (mine, theirs) = (&local.groups[self.local_group], &remote.groups[self.remote_group]);
         let attention = mine.kind.is_attention();
         let mut cuts = if attention { classes(mine, theirs, MAX_CUTS).unwrap_or_default() } else { vec![STATE] };
         cuts.sort_unstable();
-        let rows: Vec<_> = cuts.iter().map(|&cut| self.rows(local, remote, cut)).collect();
+        let mut left = MAX_PIECES;
+        let mut rows = Vec::with_capacity(cuts.len());
+        for &cut in &cuts {
+            left = left.saturating_sub(self.finest(local, remote, cut, left)?);
+            rows.push(self.rows(local, remote, cut)?);
+        }
         self.cuts = cuts.into_iter().zip(rows.iter().map(|rows| rows.len() as u64)).collect();
-        rows
+        Ok(rows)
+    }
+
+    /// Number of pieces of a block for one cut before they are joined; fails if that is more than `limit`.
+    fn finest(&self, local: &Geometry, remote: &Geometry, cut: Tokens, limit: u64) -> Result<u64> {
+        let mut pieces = 0u64;
+        for lane in &self.lanes {
+            let layer = &local.layers[lane.layers.0];
+            let (page, other) = (local.page(layer), remote.page(&remote.layers[lane.layers.1]));
+            for share in &lane.parts {
+                let window = Window { ranges: &share.ranges, tokens: Some(cut) };
+                let part = part_pieces(&page.parts[share.local], &other.parts[share.remote], window);
+                pieces = pieces.saturating_add(part);
+                if pieces > limit {
+                    return Err(Error::Unpairable {
+                        place: format!("layer {:?} part {:?}", layer.name, page.parts[share.local].name),
+                        field: "strides",
+                        left: format!("{pieces} pieces"),
+                        right: format!("at most {limit}"),
+                        why: "the bytes of the two sides lie too differently",
+                    });
+                }
+            }
+        }
+        Ok(pieces)
     }
 
     /// Layers of both sides.
@@ -143,15 +178,16 @@ impl Link {
     }
 
     /// Number of pieces of a block for one cut.
-    pub(crate) fn pieces(&self, local: &Geometry, remote: &Geometry, cut: Tokens) -> u64 {
+    pub(crate) fn pieces(&self, local: &Geometry, remote: &Geometry, cut: Tokens) -> Result<u64> {
         match self.kept(cut) {
-            Some(index) => self.cuts[index].1,
-            None => self.rows(local, remote, cut).len() as u64,
+            Some(index) => Ok(self.cuts[index].1),
+            None => Ok(self.rows(local, remote, cut)?.len() as u64),
         }
     }
 
     /// Pieces of a block for one cut, joined over parts and layers.
-    pub(crate) fn rows(&self, local: &Geometry, remote: &Geometry, cut: Tokens) -> Vec<Row> {
+    pub(crate) fn rows(&self, local: &Geometry, remote: &Geometry, cut: Tokens) -> Result<Vec<Row>> {
+        self.finest(local, remote, cut, MAX_PIECES)?;
         let mut by_family: Vec<Vec<Chunk>> = vec![Vec::new(); self.families.len()];
         for lane in &self.lanes {
             let page = local.page(&local.layers[lane.layers.0]);
@@ -171,6 +207,6 @@ impl Link {
             join(&mut chunks);
             rows.extend(chunks.into_iter().map(|chunk| Row { chunk, family: self.families[family] }));
         }
-        rows
+        Ok(rows)
     }
 }

@@ -66,17 +66,30 @@ struct Dim {
 
 /// Appends the pieces of one pair of parts. The window has to lie inside both shards.
 pub(crate) fn part_chunks(local: &Part, remote: &Part, window: Window, lane: Lane, out: &mut Vec<Chunk>) {
+    if let Some((dims, first)) = outline(local, remote, window, lane) {
+        walk(&dims, first, out);
+    }
+}
+
+/// How many pieces that gives.
+pub(crate) fn part_pieces(local: &Part, remote: &Part, window: Window) -> u64 {
+    let outline = outline(local, remote, window, Lane::default());
+    outline.map_or(0, |(dims, _)| dims.iter().fold(1, |pieces, dim| dim.count.saturating_mul(pieces)))
+}
+
+/// The first piece, and the dimensions over which it repeats, innermost first.
+fn outline(local: &Part, remote: &Part, window: Window, lane: Lane) -> Option<(Vec<Dim>, Chunk)> {
     let mut first =
         Chunk { local: lane.local + local.offset, remote: lane.remote + remote.offset, len: local.item_bytes };
     let mut dims: Vec<Dim> = Vec::with_capacity(local.axes.len());
     let mut ranges = window.ranges.iter();
     for axis in &local.axes {
-        let Some(other) = remote.axes.iter().find(|other| other.name == axis.name) else { return };
+        let other = remote.axes.iter().find(|other| other.name == axis.name)?;
         let (local_index, remote_index, count) = if axis.is_tokens() {
-            let Some(tokens) = window.tokens else { return };
+            let tokens = window.tokens?;
             (tokens.local, tokens.remote, tokens.count)
         } else {
-            let Some(&(start, end)) = ranges.next() else { return };
+            let &(start, end) = ranges.next()?;
             (start - axis.start, start - other.start, end - start)
         };
         first.local += local_index * axis.stride;
@@ -96,7 +109,8 @@ pub(crate) fn part_chunks(local: &Part, remote: &Part, window: Window, lane: Lan
             inner
         })
         .count();
-    walk(&dims[dense..], first, out);
+    dims.drain(..dense);
+    Some((dims, first))
 }
 
 fn walk(dims: &[Dim], chunk: Chunk, out: &mut Vec<Chunk>) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Everything about a local rank and its sources that does not depend on a request.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use crate::encode::ViewTable;
@@ -45,7 +45,7 @@ impl Plan {
         let findings = find(&local, &remotes)?;
         let geometries: Vec<&Geometry> = remotes.iter().map(AsRef::as_ref).collect();
         let shares = assign(&local, &geometries)?;
-        let tables = tables(&local, &geometries, &shares);
+        let tables = tables(&local, &geometries, &shares)?;
         let sources = remotes
             .into_iter()
             .zip(tables)
@@ -56,8 +56,8 @@ impl Plan {
                 table,
             })
             .collect();
-        let own = own_table(&local, |_| true);
-        let orphans = own_table(&local, |layer| shares[layer].is_empty());
+        let own = own_table(&local, |_| true)?;
+        let orphans = own_table(&local, |layer| shares[layer].is_empty())?;
         Ok(Self { num_blocks: local.blocks_by_group(), local, sources, own, orphans, descriptor_bytes, findings })
     }
 
@@ -89,10 +89,8 @@ impl Plan {
 
 /// Compares the local side with every source. A layer that some source has is not missing.
 fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Finding)>> {
-    let anywhere = |place: &str| {
-        let mut layers = remotes.iter().flat_map(|remote| &remote.layers);
-        layers.any(|layer| place == format!("layer {:?}", layer.name))
-    };
+    let layers = remotes.iter().flat_map(|remote| &remote.layers);
+    let anywhere: HashSet<String> = layers.map(|layer| format!("layer {:?}", layer.name)).collect();
     let mut findings = Vec::new();
     let mut apart = 0;
     for (source, remote) in remotes.iter().enumerate() {
@@ -106,14 +104,14 @@ fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Findi
         }
         refuse_errors(&found)?;
         found.retain(|finding| {
-            finding.code != "one-sided-layer" || finding.local == "absent" || !anywhere(&finding.place)
+            finding.code != "one-sided-layer" || finding.local == "absent" || !anywhere.contains(&finding.place)
         });
         findings.extend(found.into_iter().map(|finding| (source, finding)));
     }
     Ok(findings)
 }
 
-fn tables(local: &Geometry, sources: &[&Geometry], shares: &[Vec<Share>]) -> Vec<Table> {
+fn tables(local: &Geometry, sources: &[&Geometry], shares: &[Vec<Share>]) -> Result<Vec<Table>> {
     let mut building: Vec<BTreeMap<(usize, usize), Link>> = sources.iter().map(|_| BTreeMap::new()).collect();
     for (layer, shares) in shares.iter().enumerate() {
         let mut by_source: BTreeMap<(usize, usize), Vec<LanePart>> = BTreeMap::new();
@@ -135,7 +133,7 @@ fn tables(local: &Geometry, sources: &[&Geometry], shares: &[Vec<Share>]) -> Vec
 }
 
 /// Some of the local layers, paired with themselves.
-fn own_table(local: &Geometry, wanted: impl Fn(usize) -> bool) -> Table {
+fn own_table(local: &Geometry, wanted: impl Fn(usize) -> bool) -> Result<Table> {
     let mut links: BTreeMap<usize, Link> = BTreeMap::new();
     for (index, layer) in local.layers.iter().enumerate().filter(|(index, _)| wanted(*index)) {
         let parts = local.page(layer).parts.iter().enumerate();

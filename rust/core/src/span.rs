@@ -146,7 +146,8 @@ pub fn live_spans(geometry: &Geometry, num_tokens: u64, tables: &[Vec<i64>], cac
             let leading = table.iter().take_while(|&&id| id == null).count();
             if group.kind == Kind::Ssm {
                 let live = &table[leading..];
-                let state = live.len().saturating_sub(1 + group.speculative as usize);
+                let slots = usize::try_from(group.speculative).unwrap_or(usize::MAX);
+                let state = live.len().saturating_sub(slots.saturating_add(1));
                 return Span { first: 0, ids: live.get(state).map(|&id| vec![id]).unwrap_or_default() };
             }
             let span_tokens = group.block_size * group.cp_size;

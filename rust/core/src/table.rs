@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::link::{Link, Row};
 use crate::pieces::Tokens;
-use crate::runs::{Copies, Run, devices};
+use crate::runs::{Copies, Descriptor, Run, devices};
 
 /// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
 pub(crate) type Pairs = Vec<u64>;
@@ -19,7 +19,7 @@ pub(crate) fn unpack(pair: u64) -> (u64, u64) {
     (pair >> 32, pair & 0xffff_ffff)
 }
 
-/// Block pairs of one link, by how they cut each other.
+/// Block pairs of one link, by how they cut each other, sorted by that.
 pub(crate) type ByCut = Vec<(Tokens, Pairs)>;
 
 /// Which cut of which link fills a row.
@@ -37,10 +37,10 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(mut links: Vec<Link>, local: &Geometry, remote: &Geometry) -> Self {
+    pub(crate) fn new(mut links: Vec<Link>, local: &Geometry, remote: &Geometry) -> Result<Self> {
         let mut fed: BTreeMap<Row, Vec<Feed>> = BTreeMap::new();
         for (index, link) in links.iter_mut().enumerate() {
-            for (cut, rows) in link.cut_whole_blocks(local, remote).into_iter().enumerate() {
+            for (cut, rows) in link.cut_whole_blocks(local, remote)?.into_iter().enumerate() {
                 for row in rows {
                     fed.entry(row).or_default().push((index, cut));
                 }
@@ -58,7 +58,7 @@ impl Table {
                 (row, index)
             })
             .collect();
-        Self { links, rows, feeds }
+        Ok(Self { links, rows, feeds })
     }
 
     /// Block pairs of each set of feeds, sorted by local id.
@@ -69,13 +69,25 @@ impl Table {
                 let mut pairs = Pairs::new();
                 for &(link, cut) in set {
                     let cut = self.links[link].cuts[cut].0;
-                    let lists = by_link[link].iter().filter(|(found, _)| *found == cut);
-                    lists.for_each(|(_, list)| pairs.extend_from_slice(list));
+                    if let Ok(found) = by_link[link].binary_search_by_key(&cut, |entry| entry.0) {
+                        pairs.extend_from_slice(&by_link[link][found].1);
+                    }
                 }
                 sort(&mut pairs);
                 pairs
             })
             .collect()
+    }
+
+    /// Whether the pairs are surely written without overlap, and clear of sorted `others`: a look at every row, not at
+    /// every copy.
+    pub(crate) fn surely_apart(&self, gathered: &[Pairs], others: &[Descriptor]) -> bool {
+        let rows = || self.rows.iter().map(|(row, feeds)| (row, gathered[*feeds].as_slice()));
+        let doubled = |pairs: &Pairs| !pairs.is_sorted_by(|a, b| a >> 32 < b >> 32);
+        !gathered.iter().any(doubled)
+            && ascending(rows())
+            && rows()
+                .all(|(row, pairs)| others.iter().all(|other| !row.writes_into(pairs, (other[0], other[0] + other[1]))))
     }
 
     /// The copies of a request's block pairs.
@@ -86,8 +98,8 @@ impl Table {
             || self.links.iter().zip(by_link).any(|(link, cuts)| cuts.iter().any(|(cut, _)| rare(link, *cut)));
         let rows =
             || self.rows.iter().map(|(row, feeds)| (row, gathered[*feeds].1.as_slice(), gathered[*feeds].0.as_slice()));
-        let in_order =
-            gathered.iter().all(|(_, pairs)| pairs.is_sorted_by(|a, b| a >> 32 < b >> 32)) && ascending(rows());
+        let in_order = gathered.iter().all(|(_, pairs)| pairs.is_sorted_by(|a, b| a >> 32 < b >> 32))
+            && ascending(rows().map(|(row, pairs, _)| (row, pairs)));
         if in_order && !has_rare() {
             let mut copies =
                 Copies::with_capacity(rows().map(|(row, pairs, stretches)| row.copies(pairs, stretches)).sum());
@@ -103,7 +115,7 @@ impl Table {
                 let mut pairs = pairs.clone();
                 sort(&mut pairs);
                 let stretches = stretches(&pairs);
-                link.rows(local, remote, *cut).iter().for_each(|row| row.runs(&pairs, &stretches, &mut runs));
+                link.rows(local, remote, *cut)?.iter().for_each(|row| row.runs(&pairs, &stretches, &mut runs));
             }
         }
         Copies::from_runs(runs, local, remote)
@@ -111,9 +123,9 @@ impl Table {
 }
 
 /// Whether the copies of each row lie wholly behind those of the row before: then nothing has to be sorted.
-fn ascending<'a>(rows: impl Iterator<Item = (&'a Row, &'a [u64], &'a [(u64, u64)])>) -> bool {
+fn ascending<'a>(rows: impl Iterator<Item = (&'a Row, &'a [u64])>) -> bool {
     let mut behind = 0;
-    for (row, pairs, _) in rows {
+    for (row, pairs) in rows {
         let (Some(first), Some(last)) = (pairs.first(), pairs.last()) else { continue };
         let strides = row.family.local;
         let apart = pairs.len() == 1 || strides.step() >= row.chunk.len;
@@ -135,6 +147,19 @@ impl Row {
     fn dense(&self) -> bool {
         let len = self.chunk.len;
         self.linear() && self.family.local.step() == len && self.family.remote.step() == len
+    }
+
+    /// Whether any pair's copy of an evenly spaced row meets a local range.
+    fn writes_into(&self, pairs: &[u64], range: (u64, u64)) -> bool {
+        let (start, step) = (self.chunk.local, self.family.local.step());
+        if range.1 <= start {
+            return false;
+        }
+        // Entries from the first that ends behind the range's start to the last that starts before its end.
+        let first = (range.0 + 1).saturating_sub(start + self.chunk.len).div_ceil(step);
+        let last = (range.1 - 1 - start) / step;
+        let from = pairs.partition_point(|&pair| unpack(pair).0 < first);
+        pairs.get(from).is_some_and(|&pair| unpack(pair).0 <= last)
     }
 
     fn regions(&self) -> (u32, u32) {

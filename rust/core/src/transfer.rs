@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One request: what is read from each source, and what is zeroed before.
+use std::collections::BTreeMap;
+
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Kind};
 use crate::link::{Link, STATE};
@@ -8,7 +10,7 @@ use crate::plan::Plan;
 use crate::runs::{Copies, Descriptor, apart};
 use crate::segment::{Reach, Segment, Side, pair, pair_equal, touched_start};
 use crate::span::{Blocks, Span, check_spans};
-use crate::table::{ByCut, pack};
+use crate::table::{ByCut, Pairs, pack};
 
 /// Reads from one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,19 +62,25 @@ impl Plan {
     /// each of its groups; a single entry holds for all sources.
     pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
         let request = self.check(num_tokens, local, remote, Tail::Cheapest)?;
+        let zero = self.zero(&request)?;
+        let reads = self.apart(&request, &zero)?;
+        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes })
+    }
+
+    /// The copies of every source. Fails if a byte is written twice, also by `zero`.
+    pub(crate) fn apart(&self, request: &Checked, zero: &[Descriptor]) -> Result<Vec<Read>> {
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
-            let by_link = self.segments(&request, index)?;
+            let by_link = self.segments(request, index)?;
             let copies = source.table.copies(&self.local, &source.geometry, &by_link)?;
             if !copies.is_empty() {
                 reads.push(Read { source: index, copies });
             }
         }
-        let zero = self.zero(&request)?;
         if reads.len() > 1 || !zero.is_empty() {
-            apart(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero.as_slice()]))?;
+            apart(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero]))?;
         }
-        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes })
+        Ok(reads)
     }
 
     pub(crate) fn check(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>], tail: Tail) -> Result<Checked> {
@@ -100,7 +108,7 @@ impl Plan {
             if self.local.groups[group].kind.is_attention() {
                 let (reach, excess_bytes) = self.reach(&request, group, tail)?;
                 request.reach[group] = Some(reach);
-                request.excess_bytes += excess_bytes;
+                request.excess_bytes = request.excess_bytes.saturating_add(excess_bytes);
             }
         }
         Ok(request)
@@ -153,7 +161,7 @@ impl Plan {
         if whole == u64::MAX || whole == tokens {
             return Ok((reach, 0));
         }
-        let (pieces, excess_bytes) = self.whole_tail(request, group, &reach, whole, tail);
+        let (pieces, excess_bytes) = self.whole_tail(request, group, &reach, whole, tail)?;
         if tail == Tail::Cheapest && pieces.saturating_mul(self.descriptor_bytes) <= excess_bytes {
             return Ok((reach, 0));
         }
@@ -161,7 +169,7 @@ impl Plan {
     }
 
     /// Pieces saved and bytes added when the last kernel block is moved up to token `end`.
-    fn whole_tail(&self, request: &Checked, group: usize, reach: &Reach, end: u64, tail: Tail) -> (u64, u64) {
+    fn whole_tail(&self, request: &Checked, group: usize, reach: &Reach, end: u64, tail: Tail) -> Result<(u64, u64)> {
         let last = request.num_tokens - 1;
         let (mut exact, mut whole, mut bytes) = (0, 0, 0);
         for (source, link) in self.links_into(group) {
@@ -169,17 +177,21 @@ impl Plan {
             if !(local.holds(last) && remote.holds(last)) {
                 continue;
             }
-            bytes += link.token_bytes * (end - request.num_tokens);
+            bytes = link.token_bytes.saturating_mul(end - request.num_tokens).saturating_add(bytes);
             if tail == Tail::Whole {
                 continue;
             }
             let block = |side: &Side| side.kernel_end(last) - side.group.kernel_tokens();
             let start = block(&local).max(block(&remote)).max(reach.start);
             let geometry = &self.sources[source].geometry;
-            pair(&local, &remote, start, request.num_tokens, |s| exact += link.pieces(&self.local, geometry, s.tokens));
-            pair(&local, &remote, start, end, |s| whole += link.pieces(&self.local, geometry, s.tokens));
+            for (end, pieces) in [(request.num_tokens, &mut exact), (end, &mut whole)] {
+                let mut cut = None;
+                pair(&local, &remote, start, end, |segment| cut = Some(segment.tokens));
+                // One kernel block of either side holds the last token, so there is one segment.
+                *pieces += cut.map_or(Ok(0), |cut| link.pieces(&self.local, geometry, cut))?;
+            }
         }
-        (exact.saturating_sub(whole), bytes)
+        Ok((exact.saturating_sub(whole), bytes))
     }
 
     /// Kernel block pairs of every link of a source, by how they cut each other.
@@ -223,14 +235,14 @@ impl Plan {
                 {
                     if let Some((pairs, whole)) = pair_equal(&local, &remote, start, end) {
                         let tokens = Tokens { local: 0, remote: 0, count: local.group.block_size };
-                        cuts.0.push((tokens, pairs.map(|(local, remote)| pack(local, remote)).collect()));
+                        cuts.extend(tokens, pairs);
                         start = whole;
                     }
                     pair(&local, &remote, start, end, |segment| cuts.put(segment));
                 }
             }
         }
-        Ok(cuts.0)
+        Ok(cuts.sorted())
     }
 
     /// Local ranges of the request's blocks that nothing is read into.
@@ -243,7 +255,7 @@ impl Plan {
                 pair(&side, &side, reach.touched, reach.start.min(end), |segment| cuts.put(segment));
                 pair(&side, &side, reach.end, end, |segment| cuts.put(segment));
             }
-            cuts.0
+            cuts.sorted()
         });
         let mut zero = self.own.copies(&self.local, &self.local, &own.collect::<Vec<_>>())?.local;
         // Of layers without a source, what the group as a whole receives is left; the rest is zeroed above.
@@ -258,7 +270,7 @@ impl Plan {
                 }
                 None => own_blocks(&side, |block| cuts.put(Segment { local: block, remote: block, tokens: STATE })),
             }
-            cuts.0
+            cuts.sorted()
         });
         let orphans = self.orphans.copies(&self.local, &self.local, &orphans.collect::<Vec<_>>())?.local;
         if !orphans.is_empty() {
@@ -272,24 +284,36 @@ impl Plan {
 
 /// Collects segments by cut.
 #[derive(Default)]
-struct Cuts(ByCut);
+struct Cuts {
+    lists: BTreeMap<Tokens, Pairs>,
+    /// The list in use: nearly all segments of a request are cut like the one before.
+    last: Option<(Tokens, Pairs)>,
+}
 
 impl Cuts {
+    fn list(&mut self, cut: Tokens) -> &mut Pairs {
+        if self.last.as_ref().is_none_or(|last| last.0 != cut) {
+            let next = (cut, self.lists.remove(&cut).unwrap_or_default());
+            self.lists.extend(self.last.replace(next));
+        }
+        &mut self.last.get_or_insert((cut, Pairs::new())).1
+    }
+
     fn put(&mut self, segment: Segment) {
-        let pair = pack(segment.local, segment.remote);
-        // Nearly all segments of a request are cut like the one before.
-        match self.0.last_mut() {
-            Some((cut, pairs)) if *cut == segment.tokens => return pairs.push(pair),
-            _ => {}
+        self.list(segment.tokens).push(pack(segment.local, segment.remote));
+    }
+
+    fn extend(&mut self, cut: Tokens, pairs: impl Iterator<Item = (u64, u64)>) {
+        let packed = pairs.map(|(local, remote)| pack(local, remote));
+        self.list(cut).extend(packed);
+    }
+
+    fn sorted(mut self) -> ByCut {
+        if self.lists.is_empty() {
+            return self.last.into_iter().collect();
         }
-        match self.0.iter().position(|(cut, _)| *cut == segment.tokens) {
-            Some(index) => {
-                self.0[index].1.push(pair);
-                let last = self.0.len() - 1;
-                self.0.swap(index, last);
-            }
-            None => self.0.push((segment.tokens, vec![pair])),
-        }
+        self.lists.extend(self.last);
+        self.lists.into_iter().collect()
     }
 }
 

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What keeps two geometries from being paired, or is worth knowing; the same words in both directions.
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Group, Kind, Layer, Part};
+
+/// More than a person reads; a peer decides how many layers it names.
+const MAX_FINDINGS: usize = 1000;
+/// Bytes of a value that are quoted.
+const MAX_VALUE: usize = 200;
 
 /// How bad a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,14 +65,27 @@ impl Finding {
 /// Compares two geometries. Never fails: whatever is wrong is a finding.
 pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let theirs: HashMap<&str, &Layer> = remote.layers.iter().map(|layer| (layer.name.as_str(), layer)).collect();
-    let ours: BTreeSet<&str> = local.layers.iter().map(|layer| layer.name.as_str()).collect();
+    // Both sides walk all names in one order, so that they find the same things in the same order.
+    let mut layers: BTreeMap<&str, (Option<&Layer>, Option<&Layer>)> = BTreeMap::new();
+    for layer in &local.layers {
+        layers.entry(&layer.name).or_default().0 = Some(layer);
+    }
+    for layer in &remote.layers {
+        layers.entry(&layer.name).or_default().1 = Some(layer);
+    }
     let mut compared = HashSet::new();
     let mut common = 0;
-    for layer in &local.layers {
-        let Some(other) = theirs.get(layer.name.as_str()) else {
-            findings.push(one_sided(&layer.name, "present", "absent"));
-            continue;
+    for (name, sides) in layers {
+        if findings.len() >= MAX_FINDINGS {
+            break;
+        }
+        let (layer, other) = match sides {
+            (Some(layer), Some(other)) => (layer, other),
+            (mine, _) => {
+                let side = |has: bool| if has { "present" } else { "absent" };
+                findings.push(one_sided(name, side(mine.is_some()), side(mine.is_none())));
+                continue;
+            }
         };
         common += 1;
         // Layers share pages and groups; what was said of one pair of them is not said again for every layer.
@@ -75,9 +93,6 @@ pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
         if compared.insert(key) {
             compare_layers(local, layer, remote, other, &mut findings);
         }
-    }
-    for layer in remote.layers.iter().filter(|layer| !ours.contains(layer.name.as_str())) {
-        findings.push(one_sided(&layer.name, "absent", "present"));
     }
     if common == 0 {
         findings.push(Finding {
@@ -113,10 +128,19 @@ fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
     }
 }
 
+fn shortened(mut value: String) -> String {
+    if let Some((end, _)) = value.char_indices().nth(MAX_VALUE) {
+        value.truncate(end);
+        value.push('…');
+    }
+    value
+}
+
 fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &Layer, out: &mut Vec<Finding>) {
     let place = format!("layer {:?}", layer.name);
     let (group, other_group) = (&local.groups[layer.group], &remote.groups[other.group]);
     let mut add = |place: &str, code, field, local: String, remote: String, why| {
+        let (local, remote) = (shortened(local), shortened(remote));
         out.push(Finding { code, severity: Severity::Error, place: place.into(), field, local, remote, why });
     };
     let (kind, other_kind) = (group.kind, other_group.kind);
@@ -125,9 +149,15 @@ fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &La
         return add(&place, "kind", "kind", kind.word().into(), other_kind.word().into(), why);
     }
     let (page, other_page) = (local.page(layer), remote.page(other));
-    if kind == Kind::Opaque && (page != other_page || group.block_size != other_group.block_size) {
+    let blocks = |group: &Group| (group.block_size, group.ratio);
+    if kind == Kind::Opaque && (page != other_page || blocks(group) != blocks(other_group)) {
         let why = "opaque pages are moved only between equal geometries";
-        let describe = |group: &Group, parts: &[Part]| format!("blocks of {} with {parts:?}", group.block_size);
+        // The first part that differs is the one worth quoting.
+        let same = page.parts.iter().zip(&other_page.parts).take_while(|(mine, theirs)| mine == theirs).count();
+        let describe = |group: &Group, parts: &[Part]| {
+            let part = parts.get(same).map_or_else(|| "equal parts".to_owned(), |part| format!("{part:?}"));
+            format!("blocks of {} / {}, {} parts: {part}", group.block_size, group.ratio, parts.len())
+        };
         let (mine, theirs) = (describe(group, &page.parts), describe(other_group, &other_page.parts));
         return add(&place, "opaque", "page", mine, theirs, why);
     }

@@ -28,10 +28,7 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Error::Json { .. } | Error::TooLarge { .. } | Error::Geometry { .. } => "GeometryError",
         Error::Overflow { .. } => "AddressOverflowError",
         Error::Unpairable { .. } | Error::NoViews { .. } => "UnsupportedPairError",
-        Error::BlockRange { .. }
-        | Error::NullBlock { .. }
-        | Error::DuplicateBlock { .. }
-        | Error::SharedBlock { .. } => "BlockIdError",
+        Error::BlockRange { .. } | Error::NullBlock { .. } | Error::DuplicateBlock { .. } => "BlockIdError",
         _ => "RequestError",
     };
     raise(py, class, error.to_string())
