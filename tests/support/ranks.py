@@ -182,12 +182,14 @@ def _direct(agent: Agent, peers: Sequence[Peer]) -> Callable[[Any], Transfer]:
 def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Iterator[Callable[[Any], Transfer]]:
     lists = {}
     for source in plan.sources:
-        ours, theirs = plan.views(source)
-        lists[source] = agent.prepare_local(ours), agent.prepare_remote(peers[source], theirs)
-    yield lambda read: agent.read_ids(lists[read.source][0], read.local, lists[read.source][1], read.remote)
-    for pair in lists.values():
-        for one in pair:
-            one.release()
+        views = plan.views(source)
+        lists[source] = agent.prepare_local(views[0]), agent.prepare_remote(peers[source], views[1])
+    try:
+        yield lambda read: agent.read_ids(lists[read.source][0], read.local, lists[read.source][1], read.remote)
+    finally:
+        for ours, theirs in lists.values():
+            ours.release()
+            theirs.release()
 
 
 def serve(pipe: Connection, name: str) -> None:
@@ -218,7 +220,8 @@ class Rank:
         theirs.close()
 
     def tell(self, what: str, *arguments: Any) -> None:
-        self._pipe.send((what, arguments))
+        with contextlib.suppress(OSError):  # it has ended, as it will be heard
+            self._pipe.send((what, arguments))
 
     def hear(self) -> tuple[bool, Any]:
         """Return whether it did what it was told first, and its answer or what went wrong."""

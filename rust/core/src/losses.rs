@@ -115,7 +115,7 @@ impl Plan {
                 let needed = group.need_start(prefix);
                 // What a window has dropped is not there for a shorter prefix either.
                 let drops = matches!(group.kind, Kind::Sliding | Kind::Chunked);
-                if drops && needed < reach.start.min(prefix) && reach.start > cached {
+                if drops && prefix < num_tokens && needed < reach.start.min(prefix) && reach.start > cached {
                     prefix = cached;
                 }
                 let ranges = of_group().flat_map(|loss| &loss.tokens);

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases: a pair of engines and a request in one file, checked to the byte, and made smaller while they still fail.
+
+docs/cases.md has the format. What is read is bounded and checked, so a case from anywhere is safe to load.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+from kvhma._oracle_labels import by_source, held, kernel_stride, row_axes
+from kvhma.errors import KvhmaError, RequestError
+from kvhma.geometry import Geometry, Group, Layer, Page, Part, Span
+from kvhma.oracle import Oracle, OracleError, Report, TransferLike
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
+
+CASE_VERSION = 1
+"""Version of the format, the value of its ``kvhma_case`` key."""
+
+MAX_FILE_BYTES = 1 << 24
+"""Longer files are not read."""
+
+_MAX_CONTENT = 1 << 24
+_MAX_MEMORY = 1 << 25
+_MAX_LABELS = 1 << 26
+"""What is simulated: bytes of the request's blocks, bytes of all regions, and items of the global cache. Together
+they keep a check below 2 GiB."""
+
+Spans: TypeAlias = "tuple[Span, ...]"
+Outcome: TypeAlias = Literal["right", "wrong", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a case must come to, beside right bytes. Either `error`, or one or both of the others.
+
+    Attributes:
+        error: is in ``"ErrorClass: message"`` of the refusal.
+        runs: what is read: source, local address, remote address, length; in any order.
+        zero: what is zeroed: address, length; in any order.
+    """
+
+    error: str | None = None
+    runs: tuple[tuple[int, int, int, int], ...] | None = None
+    zero: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One D rank, the P ranks it reads from, and a request.
+
+    Attributes:
+        local: the D rank.
+        remotes: the P ranks.
+        num_tokens: tokens that P computed.
+        local_spans: D's blocks, by D's groups.
+        remote_spans: P's blocks, by P's groups, for all sources; or a tuple of such for each source.
+        descriptor_bytes: as for `kvhma.plan`.
+        expect: what the case must come to; None for right bytes only.
+    """
+
+    local: Geometry
+    remotes: tuple[Geometry, ...]
+    num_tokens: int
+    local_spans: Spans
+    remote_spans: Spans | tuple[Spans, ...]
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
+    expect: Expected | None = None
+
+    def __post_init__(self) -> None:
+        """Turn ids into lists of int: arrays neither compare nor serialise."""
+        object.__setattr__(self, "local_spans", _plain(self.local_spans))
+        nested = any(not isinstance(spans, Span) for spans in self.remote_spans)
+        remote = tuple(map(_plain, self.remote_spans)) if nested else _plain(cast("Spans", self.remote_spans))
+        object.__setattr__(self, "remote_spans", remote)
+
+    def spans_of(self, source: int) -> Spans:
+        """Return P's spans of one source."""
+        return tuple(by_source(self.remote_spans, len(self.remotes))[source])
+
+    def to_json(self, *, indent: int | None = None) -> bytes:
+        """Return the UTF-8 JSON form."""
+        nested = any(not isinstance(spans, Span) for spans in self.remote_spans)
+        remote = [_span_forms(spans) for spans in cast("tuple[Spans, ...]", self.remote_spans)] if nested else None
+        form: dict[str, Any] = {
+            "kvhma_case": CASE_VERSION,
+            "local": json.loads(self.local.to_json()),
+            "remote": [json.loads(other.to_json()) for other in self.remotes],
+            "num_tokens": self.num_tokens,
+            "local_spans": _span_forms(self.local_spans),
+            "remote_spans": _span_forms(cast("Spans", self.remote_spans)) if remote is None else remote,
+            "descriptor_bytes": self.descriptor_bytes,
+        }
+        if self.expect is not None:
+            found = {name: getattr(self.expect, name) for name in ("error", "runs", "zero")}
+            form["expect"] = {name: value for name, value in found.items() if value is not None}
+        return json.dumps(form, indent=indent).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Case:
+        """Read the JSON form. Safe on any input.
+
+        Raises:
+            RequestError: whatever is wrong with it; the text says where.
+        """
+        required = ("kvhma_case", "local", "remote", "num_tokens", "local_spans", "remote_spans")
+        form = _object(_parse(data), "case", required, ("descriptor_bytes", "expect"))
+        if (version := _int(form["kvhma_case"], "kvhma_case")) != CASE_VERSION:
+            raise RequestError(f"kvhma_case is {version}, this build reads {CASE_VERSION}")
+        descriptor_bytes = _int(form.get("descriptor_bytes", DEFAULT_DESCRIPTOR_BYTES), "descriptor_bytes")
+        if not 0 <= descriptor_bytes <= 1 << 62:
+            raise RequestError(f"descriptor_bytes is {descriptor_bytes}, has to be 0 to 2**62")
+        return cls(
+            local=_geometry(form["local"], "local"),
+            remotes=tuple(_geometry(value, place) for place, value in _items(form["remote"], "remote")),
+            num_tokens=_int(form["num_tokens"], "num_tokens"),
+            local_spans=_spans(form["local_spans"], "local_spans"),
+            remote_spans=_remote_spans(form["remote_spans"]),
+            descriptor_bytes=descriptor_bytes,
+            expect=_expected(form["expect"]) if "expect" in form else None,
+        )
+
+
+def load(path: Path) -> Case:
+    """Read a case file.
+
+    Raises:
+        RequestError: it is too long, or not a case.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        # One byte more than the limit, so that a file without an end is refused too.
+        return Case.from_json(file.read(MAX_FILE_BYTES + 1))
+
+
+def save(case: Case, path: Path) -> None:
+    """Write a case file, to be read by people too."""
+    path.write_bytes(case.to_json(indent=1) + b"\n")
+
+
+# --- Checking -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a case came to.
+
+    Attributes:
+        outcome: ``right``; ``wrong``: bytes, counts or what was expected; ``refused``: the plan or the request was,
+            and the case did not expect it.
+        text: why, if not right.
+        report: what the transfer did to D's memory, if it was right.
+        bytes: bytes moved.
+        descriptors: descriptors moved.
+    """
+
+    outcome: Outcome
+    text: str = ""
+    report: Report | None = None
+    bytes: int = 0
+    descriptors: int = 0
+
+
+def check(case: Case) -> Verdict:
+    """Plan a case, and prove the transfer with the byte oracle.
+
+    Raises:
+        RequestError: the case cannot be simulated: it is too large, or its ranks are not of one global cache.
+    """
+    _refuse_large(case)
+    expect = case.expect or Expected()
+    try:
+        transfer = plan(case.local, case.remotes, descriptor_bytes=case.descriptor_bytes).transfer(
+            case.num_tokens, case.local_spans, case.remote_spans
+        )
+    except KvhmaError as error:
+        text = f"{type(error).__name__}: {error}"
+        if expect.error is not None and expect.error in text:
+            return Verdict("right", text)
+        if case.expect is not None:
+            return Verdict("wrong", f"expected {_words(expect)}, refused with {text}")
+        return Verdict("refused", text)
+    try:
+        report = Oracle(case.local, case.remotes).check(
+            case.num_tokens, case.local_spans, case.remote_spans, cast("TransferLike", transfer)
+        )
+    except OracleError as error:
+        return Verdict("wrong", str(error))
+    except ValueError as error:
+        raise RequestError(f"cannot be simulated: {error}") from error
+    problems = []
+    if report.mergeable:
+        problems.append(f"{report.mergeable} descriptors could have been one with their neighbour")
+    if report.excess and not case.descriptor_bytes:
+        problems.append(f"{report.excess} bytes behind the last token were moved, descriptor_bytes is 0")
+    if expect.error is not None:
+        problems.append(f"expected {_words(expect)}, was accepted")
+    found: dict[str, list[tuple[int, ...]]] = {
+        "runs": [
+            (read.source, ours[0], theirs[0], ours[1])
+            for read in transfer.reads
+            for ours, theirs in zip(read.local.tolist(), read.remote.tolist(), strict=True)
+        ],
+        "zero": [(address, length) for address, length, _ in transfer.zero.tolist()],
+    }
+    for name, rows in found.items():
+        wanted = getattr(expect, name)
+        if wanted is not None and sorted(wanted) != sorted(rows):
+            problems.append(_difference(name, wanted, rows))
+    if problems:
+        return Verdict("wrong", "\n".join(problems))
+    return Verdict("right", "", report, transfer.bytes, transfer.descriptors)
+
+
+def failure(case: Case) -> str | None:
+    """Return what sort of failure a case is, without its numbers and names; None if it is right.
+
+    Raises:
+        RequestError: the case cannot be simulated.
+    """
+    verdict = check(case)
+    if verdict.outcome == "right":
+        return None
+    first = verdict.text.splitlines()[0] if verdict.text else ""
+    return f"{verdict.outcome}: " + re.sub(r"\d+", "#", re.sub(r'"(\\.|[^"\\])*"', '""', first))
+
+
+def _words(expect: Expected) -> str:
+    return f"error {expect.error!r}" if expect.error is not None else "runs"
+
+
+def _difference(name: str, wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> str:
+    missing, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    text = f"{name}: {len(found)} instead of {len(wanted)}"
+    if missing:
+        text += f", without {list(missing[0])}"
+    return f"{text}, but with {list(more[0])}" if more else text
+
+
+def _refuse_large(case: Case) -> None:
+    """Refuse what would take too much memory, in exact arithmetic: every number here may be hostile."""
+    content = memory = rows = 0
+    low, high = [], [1]
+    sides: list[tuple[Geometry, Sequence[Span]]] = [(case.local, case.local_spans)]
+    try:
+        theirs = by_source(case.remote_spans, len(case.remotes))
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    sides += zip(case.remotes, theirs, strict=True)
+    for geometry, spans in sides:
+        memory += sum(region.bytes for region in geometry.regions)
+        for layer in geometry.layers:
+            group = geometry.groups[layer.group]
+            count = len(spans[layer.group].ids) if layer.group < len(spans) else 0
+            content += max(1, count) * group.ratio * layer.page.nbytes
+            rows += sum(_row_bytes(part) for part in layer.page.parts)
+        for group, span in zip(geometry.groups, spans, strict=False):
+            if group.kind != "ssm" and len(span.ids):
+                turn = group.block_size * group.cp_size
+                low.append(span.first * turn)
+                high.append((span.first + len(span.ids)) * turn)
+    labels = rows * (max(high) - min(low, default=0))
+    for what, value, limit in (
+        ("bytes of the request's blocks", content, _MAX_CONTENT),
+        ("bytes of all regions", memory, _MAX_MEMORY),
+        ("bytes of all tokens between the first and the last block", labels, _MAX_LABELS),
+    ):
+        if value > limit:
+            raise RequestError(f"too large to simulate: {value} {what}, at most {limit}")
+
+
+def _row_bytes(part: Part) -> int:
+    size = part.item_bytes
+    for _, extent in row_axes(part):
+        size *= extent
+    return size
+
+
+# --- Reading --------------------------------------------------------------------------------------------
+
+
+def _parse(data: bytes | str) -> object:
+    if len(data) > MAX_FILE_BYTES:
+        raise RequestError(f"more than {MAX_FILE_BYTES} bytes")
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    form = dict(pairs)
+    if len(form) != len(pairs):
+        raise ValueError("a field is there twice")
+    return form
+
+
+def _object(value: object, place: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{place} is {_what(value)}, not an object")
+    for name in required:
+        if name not in value:
+            raise RequestError(f"{place}: field {name!r} is missing")
+    for name in value:
+        if name not in required and name not in optional:
+            raise RequestError(f"{place}: unknown field {name[:80]!r}")
+    return value
+
+
+def _items(value: object, place: str) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a list, each with its place."""
+    if not isinstance(value, list):
+        raise RequestError(f"{place} is {_what(value)}, not a list")
+    for index, entry in enumerate(value):
+        yield f"{place}[{index}]", entry
+
+
+def _int(value: object, place: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{place} is {_what(value)}, not an integer")
+    return value
+
+
+def _what(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a float"}
+    return names.get(type(value), "null")
+
+
+def _geometry(value: object, place: str) -> Geometry:
+    if not isinstance(value, dict):
+        raise RequestError(f"{place} is {_what(value)}, not an object")
+    try:
+        return Geometry.from_json(json.dumps(value))
+    except (KvhmaError, RecursionError) as error:
+        raise RequestError(f"{place}: {error}") from error
+
+
+def _spans(value: object, place: str) -> Spans:
+    return tuple(_span(entry, at) for at, entry in _items(value, place))
+
+
+def _span(value: object, place: str) -> Span:
+    form = _object(value, place, ("first", "ids"))
+    ids = [_int(entry, at) for at, entry in _items(form["ids"], f"{place}.ids")]
+    return Span(_int(form["first"], f"{place}.first"), ids)
+
+
+def _remote_spans(value: object) -> Spans | tuple[Spans, ...]:
+    place = "remote_spans"
+    if any(isinstance(entry, list) for _, entry in _items(value, place)):
+        return tuple(_spans(entry, at) for at, entry in _items(value, place))
+    return _spans(value, place)
+
+
+def _expected(value: object) -> Expected:
+    form = _object(value, "expect", (), ("error", "runs", "zero"))
+    if not form or ("error" in form and len(form) > 1):
+        raise RequestError("expect has either 'error', or 'runs', 'zero' or both")
+    if "error" in form and not isinstance(form["error"], str):
+        raise RequestError(f"expect.error is {_what(form['error'])}, not a string")
+    return Expected(
+        error=form.get("error"),
+        runs=cast("tuple[tuple[int, int, int, int], ...] | None", _rows(form, "runs", 4)),
+        zero=cast("tuple[tuple[int, int], ...] | None", _rows(form, "zero", 2)),
+    )
+
+
+def _rows(form: dict[str, Any], name: str, width: int) -> tuple[tuple[int, ...], ...] | None:
+    if name not in form:
+        return None
+    rows = []
+    for place, entry in _items(form[name], f"expect.{name}"):
+        row = tuple(_int(number, at) for at, number in _items(entry, place))
+        if len(row) != width:
+            raise RequestError(f"{place} has {len(row)} numbers, expected {width}")
+        rows.append(row)
+    return tuple(rows)
+
+
+def _plain(spans: Sequence[Span]) -> Spans:
+    return tuple(Span(int(span.first), [int(block) for block in span.ids]) for span in spans)
+
+
+def _span_forms(spans: Sequence[Span]) -> list[dict[str, object]]:
+    return [{"first": span.first, "ids": list(span.ids)} for span in spans]
