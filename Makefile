@@ -71,3 +71,7 @@ wheel: build ## build the wheel into dist/
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
 	rm -rf target dist $(VENV) .venv-e2e
+
+.PHONY: test-long
+test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_PAIRS=n for another number)
+	KVHMA_PAIRS=$${KVHMA_PAIRS:-100000} $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 7200 tests/property/test_pairs.py $(ARGS)

@@ -348,9 +348,7 @@ def vllm_request(pair: Pair, asked: Request) -> Callable[[], list[tuple[Any, Any
         mine = worker._logical_to_kernel_block_ids(d.get_exchange_clipped_blocks(asked.unhashed), ratios[0])
         theirs = worker._logical_to_kernel_block_ids(p.get_exchange_clipped_blocks(asked.remote), ratios[1])
         mine, theirs = worker._apply_prefix_caching(mine, theirs, *ratios)
-        remote = worker._compute_desc_ids(
-            theirs, blocks["P"], None, ratios[1], regions["P"], groups["P"], mapping["P"]
-        )
+        remote = worker._compute_desc_ids(theirs, blocks["P"], None, ratios[1], regions["P"], groups["P"], mapping["P"])
         local = worker._compute_desc_ids(mine, blocks["D"], 1, ratios[0], regions["D"], groups["D"], mapping["D"])
         return [(local, remote)]
 
@@ -431,7 +429,9 @@ def cut(copies: Copies, bounds: NDArray[np.int64]) -> Copies:
 
 def difference(ours: Copies, theirs: Copies) -> tuple[Copies, Copies]:
     """Return the copies that only `ours` has, and those that only `theirs` has."""
-    bounds = np.unique(np.concatenate([edge for rows in (ours, theirs) for edge in (rows[:, 0], rows[:, 0] + rows[:, 2])]))
+    bounds = np.unique(
+        np.concatenate([edge for rows in (ours, theirs) for edge in (rows[:, 0], rows[:, 0] + rows[:, 2])])
+    )
     sets = [set(map(tuple, cut(rows, bounds).tolist())) for rows in (ours, theirs)]
     return tuple(  # type: ignore[return-value]
         np.array(sorted(one - other), dtype=np.int64).reshape(-1, 3) for one, other in (sets, sets[::-1])
@@ -442,7 +442,9 @@ def why(pair: Pair, asked: Request, extra: Copies) -> dict[str, int]:
     """Say of every byte that only vLLM moves why kvhma does not."""
     geometry = pair.local
     stride = geometry.layers[0].block_stride
-    owner = {block: (group, entry) for group, table in enumerate(asked.local) for entry, block in enumerate(table) if block}
+    owner = {
+        block: (group, entry) for group, table in enumerate(asked.local) for entry, block in enumerate(table) if block
+    }
     present = {(layer.group, layer.region) for layer in geometry.layers}
     bases = np.array([region.base for region in geometry.regions], dtype=np.int64)
     found: dict[str, int] = defaultdict(int)
@@ -712,7 +714,13 @@ def plans() -> None:
     state = model("NVIDIA-Nemotron-3-Nano-30B-A3B").state
     kinds = (
         Model("100 full layers", ("full",) * 100, 8, 128),
-        Model("100 layers, 5 sliding to 1 full", (("sliding",) * 5 + ("full",)) * 16 + ("sliding",) * 4, 8, 128, window=1024),
+        Model(
+            "100 layers, 5 sliding to 1 full",
+            (("sliding",) * 5 + ("full",)) * 16 + ("sliding",) * 4,
+            8,
+            128,
+            window=1024,
+        ),
         Model("100 layers, 4 Mamba2 to 1 full", (("mamba2",) * 4 + ("full",)) * 20, 8, 128, state=state),
     )
     for one in kinds:
@@ -720,7 +728,14 @@ def plans() -> None:
         for blocks in (100, 10_000, 1_000_000):
             sides = [
                 [
-                    layout(one, num_blocks=blocks, tp_rank=rank, tp_size=8, kernel_block="flashinfer", base=base + (rank << 52))
+                    layout(
+                        one,
+                        num_blocks=blocks,
+                        tp_rank=rank,
+                        tp_size=8,
+                        kernel_block="flashinfer",
+                        base=base + (rank << 52),
+                    )
                     for rank in ranks
                 ]
                 for ranks, base in (([3], 1 << 40), (range(8), 1 << 56))
@@ -742,7 +757,9 @@ def spread(values: Iterable[float]) -> str:
 
 def main() -> None:
     print("# kvhma against vLLM's own functions\n")
-    print("Made by `make bench-vllm`. Both sides in one process, taking turns, the best of several rounds; the machine is")
+    print(
+        "Made by `make bench-vllm`. Both sides in one process, taking turns, the best of several rounds; the machine is"
+    )
     print("shared and noisy, so only ratios and counts mean something.\n")
     print(
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, vLLM {vllm.__version__}, "

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from kvhma._oracle_labels import by_source, held, kernel_stride, row_axes
+from kvhma._cases_shrink import shrink
+from kvhma._oracle_labels import by_source, row_axes
 from kvhma.errors import KvhmaError, RequestError
-from kvhma.geometry import Geometry, Group, Layer, Page, Part, Span
+from kvhma.geometry import Geometry, Part, Span
 from kvhma.oracle import Oracle, OracleError, Report, TransferLike
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
+
+__all__ = [
+    "CASE_VERSION",
+    "MAX_FILE_BYTES",
+    "Case",
+    "Expected",
+    "Verdict",
+    "check",
+    "failure",
+    "load",
+    "save",
+    "shrink",
+]
 
 CASE_VERSION = 1
 """Version of the format, the value of its ``kvhma_case`` key."""
@@ -75,9 +89,10 @@ class Case:
     def __post_init__(self) -> None:
         """Turn ids into lists of int: arrays neither compare nor serialise."""
         object.__setattr__(self, "local_spans", _plain(self.local_spans))
-        nested = any(not isinstance(spans, Span) for spans in self.remote_spans)
-        remote = tuple(map(_plain, self.remote_spans)) if nested else _plain(cast("Spans", self.remote_spans))
-        object.__setattr__(self, "remote_spans", remote)
+        if _is_nested(self.remote_spans):
+            object.__setattr__(self, "remote_spans", tuple(_plain(cast("Spans", s)) for s in self.remote_spans))
+        else:
+            object.__setattr__(self, "remote_spans", _plain(cast("Spans", self.remote_spans)))
 
     def spans_of(self, source: int) -> Spans:
         """Return P's spans of one source."""
@@ -85,15 +100,15 @@ class Case:
 
     def to_json(self, *, indent: int | None = None) -> bytes:
         """Return the UTF-8 JSON form."""
-        nested = any(not isinstance(spans, Span) for spans in self.remote_spans)
-        remote = [_span_forms(spans) for spans in cast("tuple[Spans, ...]", self.remote_spans)] if nested else None
+        spans = self.remote_spans if _is_nested(self.remote_spans) else [self.remote_spans]
+        remote = [_span_forms(cast("Spans", one)) for one in spans]
         form: dict[str, Any] = {
             "kvhma_case": CASE_VERSION,
             "local": json.loads(self.local.to_json()),
             "remote": [json.loads(other.to_json()) for other in self.remotes],
             "num_tokens": self.num_tokens,
             "local_spans": _span_forms(self.local_spans),
-            "remote_spans": _span_forms(cast("Spans", self.remote_spans)) if remote is None else remote,
+            "remote_spans": remote if _is_nested(self.remote_spans) else remote[0],
             "descriptor_bytes": self.descriptor_bytes,
         }
         if self.expect is not None:
@@ -244,31 +259,33 @@ def _difference(name: str, wanted: Sequence[tuple[int, ...]], found: Sequence[tu
 
 def _refuse_large(case: Case) -> None:
     """Refuse what would take too much memory, in exact arithmetic: every number here may be hostile."""
-    content = memory = rows = 0
-    low, high = [], [1]
-    sides: list[tuple[Geometry, Sequence[Span]]] = [(case.local, case.local_spans)]
     try:
         theirs = by_source(case.remote_spans, len(case.remotes))
     except ValueError as error:
         raise RequestError(str(error)) from error
-    sides += zip(case.remotes, theirs, strict=True)
-    for geometry, spans in sides:
+    content = memory = 0
+    low, high = [], [1]
+    rows: dict[tuple[str, str, bool], int] = {}
+    for geometry, spans in [(case.local, case.local_spans), *zip(case.remotes, theirs, strict=True)]:
         memory += sum(region.bytes for region in geometry.regions)
         for layer in geometry.layers:
             group = geometry.groups[layer.group]
             count = len(spans[layer.group].ids) if layer.group < len(spans) else 0
             content += max(1, count) * group.ratio * layer.page.nbytes
-            rows += sum(_row_bytes(part) for part in layer.page.parts)
+            for part in layer.page.parts:
+                key = (layer.name, part.name, group.kind == "ssm")
+                rows[key] = max(rows.get(key, 0), _row_bytes(part))
         for group, span in zip(geometry.groups, spans, strict=False):
             if group.kind != "ssm" and len(span.ids):
                 turn = group.block_size * group.cp_size
                 low.append(span.first * turn)
                 high.append((span.first + len(span.ids)) * turn)
-    labels = rows * (max(high) - min(low, default=0))
+    tokens = max(high) - min(low, default=0)
+    labels = sum(size * (1 if state else tokens) for (_, _, state), size in rows.items())
     for what, value, limit in (
-        ("bytes of the request's blocks", content, _MAX_CONTENT),
-        ("bytes of all regions", memory, _MAX_MEMORY),
-        ("bytes of all tokens between the first and the last block", labels, _MAX_LABELS),
+        ("bytes in the request's blocks", content, _MAX_CONTENT),
+        ("bytes in all regions", memory, _MAX_MEMORY),
+        ("bytes of all ranks between the first block and the last", labels, _MAX_LABELS),
     ):
         if value > limit:
             raise RequestError(f"too large to simulate: {value} {what}, at most {limit}")
@@ -380,6 +397,10 @@ def _rows(form: dict[str, Any], name: str, width: int) -> tuple[tuple[int, ...],
             raise RequestError(f"{place} has {len(row)} numbers, expected {width}")
         rows.append(row)
     return tuple(rows)
+
+
+def _is_nested(spans: Spans | tuple[Spans, ...]) -> bool:
+    return any(not isinstance(entry, Span) for entry in spans)
 
 
 def _plain(spans: Sequence[Span]) -> Spans:

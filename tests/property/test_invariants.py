@@ -28,7 +28,7 @@ from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.mutate import mutations, plain
 from support.recipe import draw
-from support.where import Place, addresses, copies, places
+from support.where import Place, addresses, copies, first_needed, places, stands_for
 
 CHUNKS = 6
 PER_CHUNK = 50
@@ -78,30 +78,12 @@ def broken(
     return [f"{name}: {text}" for name, text in lines.items()]
 
 
-def _span_of(place: Place, group: Group) -> range:
-    """Return the tokens a byte stands for: one, or those of its kernel block."""
-    cut = any(name == "tokens" for name, _ in place.content.at)
-    kernel = group.block_size // group.ratio
-    return range(place.content.token, place.content.token + (1 if cut else kernel))
-
-
-def _low(group: Group, tokens: int) -> int:
-    """Return the first token that the token behind the last one still sees."""
-    if group.kind == "sliding":
-        assert group.window is not None
-        return max(0, tokens - group.window + 1)
-    if group.kind == "chunked":
-        assert group.chunk is not None
-        return tokens // group.chunk * group.chunk
-    return 0
-
-
 def _gone(place: Place, groups: dict[str, Group], tokens: int) -> bool:
     """Return whether a byte's logical block lies wholly before what is needed: then it is left alone."""
     group = groups[place.content.layer]
     if group.kind in ("ssm", "opaque"):
         return False
-    return (place.content.token // group.block_size + 1) * group.block_size <= _low(group, tokens)
+    return (place.content.token // group.block_size + 1) * group.block_size <= first_needed(group, tokens)
 
 
 def _behind(place: Place, groups: dict[str, Group], tokens: int) -> bool:
@@ -112,8 +94,8 @@ def _matched(place: Place, groups: dict[str, Group], tokens: int) -> bool:
     group = groups[place.content.layer]
     if group.kind in ("ssm", "opaque"):
         return True
-    stands = _span_of(place, group)
-    return max(stands.start, _low(group, tokens)) < min(stands.stop, tokens)
+    stands = stands_for(place.content, group)
+    return max(stands.start, first_needed(group, tokens)) < min(stands.stop, tokens)
 
 
 # --- Generated pairs ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -12,10 +13,13 @@ from kvhma.oracle import Oracle, OracleError
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.recipe import AXES, all_pairs, draw, pairs_of
+from support.save import saved
 from support.show import show
 
 CHUNKS = 40
-PER_CHUNK = 150
+PAIRS = int(os.environ.get("KVHMA_PAIRS", "6000"))
+"""At least 5,000 in every run, 100,000 in the long one."""
+PER_CHUNK = -(-PAIRS // CHUNKS)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -30,9 +34,9 @@ def test_every_byte_of_unequal_engines(chunk: int) -> None:
             transfer = plan.transfer(case.num_tokens, case.local_spans, case.remote_spans)
             report = oracle.check(case.num_tokens, case.local_spans, case.remote_spans, transfer)
         except (OracleError, kvhma.KvhmaError) as error:
-            pytest.fail(f"{case} descriptor_bytes={descriptor_bytes}: {error}")
-        assert report.mergeable == 0, f"{case}: {report.mergeable} descriptors too many"
-        assert descriptor_bytes or not report.excess, f"{case}: exact, but {report}"
+            pytest.fail(f"{case} descriptor_bytes={descriptor_bytes}: {error}\n{saved(case, descriptor_bytes)}")
+        assert report.mergeable == 0, f"{case}: {report.mergeable} too many\n{saved(case, descriptor_bytes)}"
+        assert descriptor_bytes or not report.excess, f"{case}: exact, but {report}\n{saved(case, descriptor_bytes)}"
         counted["pairs"] += 1
         counted["sources"] += len(case.remotes)
         counted["bytes moved"] += report.moved

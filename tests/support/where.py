@@ -24,6 +24,7 @@ class Content(NamedTuple):
         token: absolute token; the first of the kernel block if the part has no ``tokens`` axis; -1 for a state.
         at: global index on every other axis, by the axis' name.
         byte: byte of the item.
+        token_axis: whether the part has a ``tokens`` axis.
     """
 
     layer: str
@@ -31,6 +32,7 @@ class Content(NamedTuple):
     token: int
     at: tuple[tuple[str, int], ...]
     byte: int
+    token_axis: bool
 
 
 class Place(NamedTuple):
@@ -60,6 +62,23 @@ def held(axis: Axis) -> int:
     """Return how many indices of an axis a rank holds."""
     assert axis.length is not None
     return axis.length
+
+
+def first_needed(group: Group, tokens: int) -> int:
+    """Return the first token that the token behind the last one still sees."""
+    if group.kind == "sliding":
+        assert group.window is not None
+        return max(0, tokens - group.window + 1)
+    if group.kind == "chunked":
+        assert group.chunk is not None
+        return tokens // group.chunk * group.chunk
+    return 0
+
+
+def stands_for(content: Content, group: Group) -> range:
+    """Return the tokens of an attention byte: one, or those of its kernel block if tokens cannot cut it."""
+    cut = content.token_axis
+    return range(content.token, content.token + (1 if cut else group.block_size // group.ratio))
 
 
 def copies(local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
@@ -141,11 +160,11 @@ def _page(layer: Layer, token: int) -> Iterator[tuple[Content, int]]:
 
 def _item(layer: Layer, part: Part, local: tuple[int, ...], token: int) -> Iterator[tuple[Content, int]]:
     offset = part.offset + sum(index * axis.stride for index, axis in zip(local, part.axes, strict=True))
-    at = []
+    at, cut = [], any(axis.name == "tokens" for axis in part.axes)
     for index, axis in zip(local, part.axes, strict=True):
         if axis.name == "tokens":
             token += index
         else:
             at.append((axis.name, axis.start + index))
     for byte in range(part.item_bytes):
-        yield Content(layer.name, part.name, token, tuple(sorted(at)), byte), offset + byte
+        yield Content(layer.name, part.name, token, tuple(sorted(at)), byte, cut), offset + byte

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvhma import __version__
+from kvhma.cli.check import check
 from kvhma.cli.demo import demo
 from kvhma.cli.plan import plan
 from kvhma.errors import KvhmaError
@@ -32,5 +33,6 @@ def app() -> None:
     """What must move when a prefill engine hands a hybrid KV cache to a decode engine."""
 
 
+app.add_command(check)
 app.add_command(demo)
 app.add_command(plan)

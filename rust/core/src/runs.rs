@@ -22,13 +22,15 @@ pub struct Copies {
     pub local: Vec<Descriptor>,
     /// Where from, with equal lengths.
     pub remote: Vec<Descriptor>,
+    /// Bytes of all copies.
+    pub bytes: u64,
     /// Regions of the last copy.
     last: (u32, u32),
 }
 
 impl Copies {
     pub(crate) fn with_capacity(count: usize) -> Self {
-        Self { local: Vec::with_capacity(count), remote: Vec::with_capacity(count), last: (0, 0) }
+        Self { local: Vec::with_capacity(count), remote: Vec::with_capacity(count), bytes: 0, last: (0, 0) }
     }
 
     /// Number of copies.
@@ -41,13 +43,9 @@ impl Copies {
         self.local.is_empty()
     }
 
-    /// Bytes of all copies.
-    pub fn bytes(&self) -> u64 {
-        self.local.iter().map(|row| row[1]).sum()
-    }
-
     /// Appends a copy behind all others, or lengthens the last one if it goes on on both sides.
     pub(crate) fn push(&mut self, run: Run, devices: (u64, u64)) {
+        self.bytes += run.len;
         if let (Some(local), Some(remote)) = (self.local.last_mut(), self.remote.last_mut()) {
             let goes_on = local[0] + local[1] == run.local && remote[0] + remote[1] == run.remote;
             if goes_on && self.last == run.regions {
@@ -61,15 +59,17 @@ impl Copies {
         self.remote.push([run.remote, run.len, devices.1]);
     }
 
-    /// Appends copies that neither touch each other nor the last one.
+    /// Appends copies `(local, remote, length)` that neither touch each other nor the last one, `bytes` in all.
     pub(crate) fn extend(
         &mut self,
         runs: impl Iterator<Item = (u64, u64, u64)> + Clone,
+        bytes: u64,
         regions: (u32, u32),
         devices: (u64, u64),
     ) {
         self.local.extend(runs.clone().map(|(local, _, len)| [local, len, devices.0]));
         self.remote.extend(runs.map(|(_, remote, len)| [remote, len, devices.1]));
+        self.bytes += bytes;
         self.last = regions;
     }
 

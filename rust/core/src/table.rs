@@ -185,11 +185,12 @@ impl Row {
         if self.dense() {
             let Some((&(pair, count), rest)) = stretches.split_first() else { return };
             push(place(pair, count));
-            out.extend(rest.iter().map(|&(pair, count)| place(pair, count)), regions, devices);
+            let bytes = (pairs.len() as u64 - count) * chunk.len;
+            out.extend(rest.iter().map(|&(pair, count)| place(pair, count)), bytes, regions, devices);
         } else {
             let Some((&pair, rest)) = pairs.split_first() else { return };
             push(place(pair, 1));
-            out.extend(rest.iter().map(|&pair| place(pair, 1)), regions, devices);
+            out.extend(rest.iter().map(|&pair| place(pair, 1)), rest.len() as u64 * chunk.len, regions, devices);
         }
     }
 

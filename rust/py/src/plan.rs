@@ -110,7 +110,7 @@ impl Plan {
         let (mut bytes, mut descriptors) = (0, 0);
         let mut reads = Vec::with_capacity(transfer.reads.len());
         for kvhma_core::Read { source, copies } in transfer.reads {
-            let (read_bytes, count) = (copies.bytes(), copies.len());
+            let (read_bytes, count) = (copies.bytes, copies.len());
             bytes += read_bytes;
             descriptors += count;
             let (local, remote) = (rows(py, copies.local)?.unbind(), rows(py, copies.remote)?.unbind());

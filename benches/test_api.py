@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Micro-benchmarks of the Python API, for pytest-benchmark; benches/ratios.py compares with others."""
+
+import random
+
+import pytest
+
+import kvhma
+from kvhma import Span, baselines
+from kvhma.hybrid import layout
+from kvhma.models import model
+
+MODELS = {"gemma-3-27b": (8192, 2000), "gpt-oss-120b": (131_072, 9000), "NVIDIA-Nemotron-3-Nano-30B-A3B": (131_072, 90)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    """A plan, and one request with scattered blocks."""
+    tokens, blocks = MODELS[request.param]
+    sides = [
+        layout(model(request.param), num_blocks=blocks, kernel_block="flashinfer", base=base)
+        for base in (1 << 30, 1 << 45)
+    ]
+    rng = random.Random(1)
+    spans = []
+    for side in sides:
+        ids = iter(rng.sample(range(1, blocks), blocks - 1))
+        tables = baselines.sequence_blocks(side, tokens)
+        tables = [[next(ids) if block else 0 for block in table.tolist()] for table in tables]
+        spans.append(kvhma.live_spans(side, tokens, tables))
+    return sides, kvhma.plan(*sides), (tokens, *spans)
+
+
+def test_plan(benchmark, case):
+    benchmark(kvhma.plan, *case[0])
+
+
+def test_transfer(benchmark, case):
+    assert benchmark(case[1].transfer, *case[2]).bytes
+
+
+def test_ids(benchmark, case):
+    assert benchmark(case[1].ids, *case[2]).bytes
+
+
+def test_geometry_from_json(benchmark, case):
+    benchmark(kvhma.Geometry.from_json, case[0][0].to_json())
+
+
+def test_clip_and_expand(benchmark):
+    ids = list(range(1, 513))
+    benchmark(lambda: kvhma.expand_blocks(kvhma.clip_blocks([ids], [65])[0], 4))
+
+
+def test_descriptor_ids(benchmark):
+    ids = list(range(1, 903))
+    assert len(benchmark(kvhma.descriptor_ids, [ids], [2000] * 10, [0] * 10)) == 9020
+
+
+def test_spans_of_arrays(benchmark, case):
+    tokens, local, remote = case[2]
+    arrays = [[Span(span.first, kvhma.expand_blocks(span.ids, 1)) for span in side] for side in (local, remote)]
+    benchmark(case[1].ids, tokens, *arrays)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making a failing case smaller: by structure, deterministically, as long as it still fails.
+
+Every pass tries large cuts before small ones and only ever takes something away, so shrinking ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvhma._oracle_labels import held, kernel_stride
+from kvhma.errors import KvhmaError
+from kvhma.geometry import Geometry, Layer, Page, Span
+
+if TYPE_CHECKING:
+    from kvhma.cases import Case
+
+_Side: TypeAlias = "tuple[Geometry, tuple[Span, ...]]"
+_Sides: TypeAlias = "list[_Side]"
+"""The local side, then every source, each with its spans."""
+
+_Make: TypeAlias = "Callable[[], Case]"
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000) -> Case:
+    """Return the smallest case found that still fails.
+
+    Sources, layers, groups, parts and block ids are dropped, tokens and pools cut, ids numbered anew. The same
+    input gives the same output.
+
+    Args:
+        case: a case that fails.
+        fails: says whether a smaller one still does, e.g. ``lambda c: failure(c) == sort``. Cases that make it
+            raise a KvhmaError do not count as failing.
+        max_tries: calls of `fails` after which the best case so far is returned.
+    """
+    tries = max_tries
+    sides = [(case.local, case.local_spans)]
+    sides += [(remote, case.spans_of(index)) for index, remote in enumerate(case.remotes)]
+    case = _with_sides(case, sides)
+    improved = True
+    while improved:
+        improved = False
+        for candidates in _PASSES:
+            again = True
+            while again:
+                again = False
+                for make in candidates(case):
+                    if tries == 0:
+                        return _flat(case)
+                    try:
+                        smaller = make()
+                        tries -= 1
+                        failed = fails(smaller)
+                    except KvhmaError:
+                        continue
+                    if failed:
+                        case, again, improved = smaller, True, True
+                        break
+    return _flat(case)
+
+
+def _sides(case: Case) -> _Sides:
+    return [
+        (case.local, case.local_spans),
+        *((remote, case.spans_of(index)) for index, remote in enumerate(case.remotes)),
+    ]
+
+
+def _with_sides(case: Case, sides: Sequence[_Side]) -> Case:
+    return replace(
+        case,
+        local=sides[0][0],
+        local_spans=sides[0][1],
+        remotes=tuple(geometry for geometry, _ in sides[1:]),
+        remote_spans=tuple(spans for _, spans in sides[1:]),
+    )
+
+
+def _flat(case: Case) -> Case:
+    """Give the spans of sources only once if they are the same for all."""
+    spans = [case.spans_of(index) for index in range(len(case.remotes))]
+    return replace(case, remote_spans=spans[0]) if spans and all(other == spans[0] for other in spans) else case
+
+
+def _runs(count: int) -> Iterator[range]:
+    """Yield what to leave out of `count` entries: halves, quarters, .., single ones."""
+    size = count // 2
+    while size:
+        for start in range(0, count, size):
+            yield range(start, min(count, start + size))
+        size //= 2
+
+
+# Each pass yields how to make a smaller case, so that what cannot be made (a geometry that contradicts itself) fails
+# where it is tried.
+
+
+def _fewer_sources(case: Case) -> Iterator[_Make]:
+    sides = _sides(case)
+    for gone in _runs(len(case.remotes)):
+        kept = [side for index, side in enumerate(sides[1:]) if index not in gone]
+        if kept:
+            yield partial(_with_sides, case, [sides[0], *kept])
+
+
+def _fewer_layers(case: Case) -> Iterator[_Make]:
+    names = list(dict.fromkeys(layer.name for geometry, _ in _sides(case) for layer in geometry.layers))
+    for gone in _runs(len(names)):
+        lost = {names[index] for index in gone}
+        yield partial(_each, case, partial(_without_layers, lost))
+
+
+def _fewer_layers_on_one_side(case: Case) -> Iterator[_Make]:
+    sides = _sides(case)
+    for at, (geometry, _) in enumerate(sides):
+        for layer in geometry.layers:
+            yield partial(_one, case, at, partial(_without_layers, {layer.name}))
+
+
+def _without_layers(lost: set[str], geometry: Geometry) -> Geometry:
+    return replace(geometry, layers=tuple(layer for layer in geometry.layers if layer.name not in lost))
+
+
+def _fewer_groups(case: Case) -> Iterator[_Make]:
+    """Drop groups without a layer, with their spans."""
+    for at, (geometry, _) in enumerate(_sides(case)):
+        used = {layer.group for layer in geometry.layers}
+        if len(used) < len(geometry.groups):
+            yield partial(_without_idle_groups, case, at)
+
+
+def _without_idle_groups(case: Case, at: int) -> Case:
+    sides = _sides(case)
+    geometry, spans = sides[at]
+    used = sorted({layer.group for layer in geometry.layers})
+    layers = tuple(replace(layer, group=used.index(layer.group)) for layer in geometry.layers)
+    groups = tuple(geometry.groups[index] for index in used)
+    sides[at] = (replace(geometry, layers=layers, groups=groups), tuple(spans[index] for index in used))
+    return _with_sides(case, sides)
+
+
+def _fewer_parts(case: Case) -> Iterator[_Make]:
+    names = dict.fromkeys(part.name for layer in case.local.layers for part in layer.page.parts)
+    for name in names:
+        if any(len(layer.page.parts) > 1 and _has(layer, name) for layer in case.local.layers):
+            yield partial(_each, case, partial(_without_part, name))
+
+
+def _has(layer: Layer, part: str) -> bool:
+    return any(other.name == part for other in layer.page.parts)
+
+
+def _without_part(name: str, geometry: Geometry) -> Geometry:
+    layers = []
+    for layer in geometry.layers:
+        parts = tuple(part for part in layer.page.parts if part.name != name)
+        layers.append(replace(layer, page=Page(parts)) if parts else layer)
+    return replace(geometry, layers=tuple(layers))
+
+
+def _fewer_tokens(case: Case) -> Iterator[_Make]:
+    tokens = case.num_tokens
+    for fewer in sorted({1, tokens // 4, tokens // 2, tokens - tokens // 4, tokens - 1}):
+        if 0 < fewer < tokens:
+            yield partial(replace, case, num_tokens=fewer)
+
+
+def _fewer_ids(case: Case) -> Iterator[_Make]:
+    """Drop blocks from the end of a span, or from its start, where the span then begins later."""
+    for at, (_, spans) in enumerate(_sides(case)):
+        for group, span in enumerate(spans):
+            count = len(span.ids)
+            for gone in sorted({count, count // 2, 1}, reverse=True):
+                if 0 < gone <= count:
+                    for front in (0, gone):
+                        cut = Span(span.first + front, list(span.ids)[front : front + count - gone])
+                        yield partial(_with_span, case, at, group, cut)
+
+
+def _with_span(case: Case, at: int, group: int, span: Span) -> Case:
+    sides = _sides(case)
+    geometry, spans = sides[at]
+    sides[at] = (geometry, (*spans[:group], span, *spans[group + 1 :]))
+    return _with_sides(case, sides)
+
+
+def _lower_ids(case: Case) -> Iterator[_Make]:
+    """Number the blocks in use from 1, in their order; those of a side all at once, since groups share memory."""
+    for at, (geometry, spans) in enumerate(_sides(case)):
+        used = sorted({block for span in spans for block in span.ids})
+        free = [block for block in range(len(used) + 1) if block != geometry.null_block]
+        if any(block > new for block, new in zip(used, free, strict=False)):
+            names = dict(zip(used, free, strict=False))
+            renamed = tuple(Span(span.first, [names[block] for block in span.ids]) for span in spans)
+            yield partial(_with_side, case, at, (geometry, renamed))
+
+
+def _with_side(case: Case, at: int, side: _Side) -> Case:
+    sides = _sides(case)
+    sides[at] = side
+    return _with_sides(case, sides)
+
+
+def _smaller_pools(case: Case) -> Iterator[_Make]:
+    """Cut every pool behind the last block in use, and regions behind their last layer; drop idle regions."""
+    for at, (geometry, spans) in enumerate(_sides(case)):
+        cut = _cut_pools(geometry, spans)
+        if cut != geometry:
+            yield partial(_with_side, case, at, (cut, spans))
+
+
+def _cut_pools(geometry: Geometry, spans: Sequence[Span]) -> Geometry:
+    layers, ends = [], dict[int, int]()
+    for layer in geometry.layers:
+        blocks = max(spans[layer.group].ids, default=0) + 1 if layer.group < len(spans) else layer.num_blocks
+        layer = replace(layer, num_blocks=max(1, min(layer.num_blocks, blocks)))
+        layers.append(layer)
+        ends[layer.region] = max(ends.get(layer.region, 0), _end(geometry, layer))
+    used = sorted(ends)
+    return replace(
+        geometry,
+        layers=tuple(replace(layer, region=used.index(layer.region)) for layer in layers),
+        regions=tuple(replace(geometry.regions[index], bytes=ends[index]) for index in used),
+    )
+
+
+def _end(geometry: Geometry, layer: Layer) -> int:
+    """Return one past the last byte of a layer's last page."""
+    group = geometry.groups[layer.group]
+    page = max(
+        part.offset + part.item_bytes + sum((held(axis) - 1) * axis.stride for axis in part.axes)
+        for part in layer.page.parts
+    )
+    last = (layer.num_blocks - 1) * layer.block_stride + (group.ratio - 1) * kernel_stride(layer, group)
+    return layer.offset + last + page
+
+
+def _exact(case: Case) -> Iterator[_Make]:
+    if case.descriptor_bytes:
+        yield partial(replace, case, descriptor_bytes=0)
+
+
+def _each(case: Case, change: Callable[[Geometry], Geometry]) -> Case:
+    return _with_sides(case, [(change(geometry), spans) for geometry, spans in _sides(case)])
+
+
+def _one(case: Case, at: int, change: Callable[[Geometry], Geometry]) -> Case:
+    geometry, spans = _sides(case)[at]
+    return _with_side(case, at, (change(geometry), spans))
+
+
+_PASSES: tuple[Callable[[Case], Iterator[_Make]], ...] = (
+    _exact,
+    _fewer_sources,
+    _fewer_layers,
+    _fewer_layers_on_one_side,
+    _fewer_groups,
+    _fewer_parts,
+    _fewer_tokens,
+    _fewer_ids,
+    _lower_ids,
+    _smaller_pools,
+)

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvhma
+from kvhma.cli import main
+from kvhma.models import models
+from support.tiny import tiny_hybrid
+
+SECONDS = 120.0
+"""Far more than a run takes: two processes that import NIXL are ready within seconds."""
+
+TOKENS = 40
+SPANS = {
+    "local": [{"first": 0, "ids": [1, 2, 3]}, {"first": 0, "ids": [5, 6, 7]}, {"first": 0, "ids": [9]}],
+    "remote": [{"first": 0, "ids": [8, 7, 6]}, {"first": 0, "ids": [1, 2, 3]}, {"first": 0, "ids": [4]}],
+}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run ``kvhma`` with some arguments; it is killed if it takes too long."""
+    return subprocess.run(
+        [sys.executable, "-c", "from kvhma.cli import main; main()", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+def refused(*arguments: object) -> str:
+    """Return the last line that a run says before it ends with exit code 2: nothing else, and no traceback."""
+    done = run(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    *before, last = done.stderr.splitlines()
+    # click puts how to call a command in front where an option itself is wrong.
+    assert not before or before[0].startswith("Usage: "), done.stderr
+    return last
+
+
+def refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[object]) -> str:
+    """Do what `refused` does within this process, for inputs that are many."""
+    monkeypatch.setattr(sys, "argv", ["kvhma", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    return line
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nixl
+def test_demo_in_json() -> None:
+    name = "granite-4.0-h-tiny"
+    done = run("demo", "--json", "--model", name, "--requests", 2, "--tokens", 300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == [name]
+    rows = found[name]
+    assert [row["name"] for row in rows] == ["short prompt", "prefix hit"]
+    for row in rows:
+        assert row["verified"] is True
+        assert row["wrong"] is None
+        assert 0 < row["tokens"] <= 300
+        assert row["moved"] == row["bytes"] > 0
+        assert row["zeroed"] > 0
+        assert row["bytes"] < row["vllm"]["bytes"] < row["plain"]["bytes"]
+        assert row["descriptors"] < row["vllm"]["descriptors"] < row["plain"]["descriptors"]
+    # Every byte of D is one of three things, whatever the request.
+    assert len({row["moved"] + row["zeroed"] + row["untouched"] for row in rows}) == 1
+    assert f"{name} 1/2: short prompt, verified" in done.stderr
+
+
+@pytest.mark.nixl
+def test_demo_in_a_table() -> None:
+    done = run("demo", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "gpt-oss-20b 1/1: short prompt, verified" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.strip().endswith("yes"))
+    assert row.split()[:2] == ["short", "prompt"]
+
+
+@pytest.mark.nixl
+def test_demo_finds_a_spoilt_byte() -> None:
+    done = run("demo", "--json", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300, "--corrupt")
+    assert done.returncode == 1, done.stderr
+    (row,) = json.loads(done.stdout)["gpt-oss-20b"]
+    assert row["verified"] is False
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wrong byte: ")]
+    assert line == f"wrong byte: gpt-oss-20b: short prompt: {row['wrong']}"
+    place = (
+        r"1 wrong bytes in region 0, .* \(model\.layers\.\d+\.self_attn\.attn/kv token \d+\): expected 0x.., found 0x"
+    )
+    assert re.search(place, line), line
+
+
+@pytest.mark.nixl
+def test_demo_ends_when_a_worker_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it, nor for the other one."""
+    monkeypatch.setenv("UCX_TLS", "self")
+    done = run("demo", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 100)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "Error: the prefill process ended early; its output says why"
+
+
+def test_list_of_models() -> None:
+    done = run("demo", "--list-models")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == list(models())
+
+
+def test_unknown_model() -> None:
+    assert refused("demo", "--model", "gpt-4").startswith("Error: unknown model 'gpt-4'; known are gemma-3-4b, ")
+
+
+def test_too_many_tokens() -> None:
+    line = refused("demo", "--model", "granite-4.0-h-tiny", "--tokens", 9_999_999)
+    wanted = (
+        r"Error: granite-4\.0-h-tiny: 9999999 tokens need a cache of \d+ MiB, at most \d+ are used; try --tokens \d+"
+    )
+    assert re.fullmatch(wanted, line), line
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tokens", 0), ("--tokens", 10**9), ("--requests", 65)])
+def test_numbers_out_of_range(option: str, value: int) -> None:
+    assert refused("demo", option, value).startswith(
+        f"Error: Invalid value for '{option}': {value} is not in the range"
+    )
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """What `kvhma plan` is given, on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.local, self.remote = tiny_hybrid(10), tiny_hybrid(10, base=1 << 24)
+        self.write("local", self.local.to_json())
+        self.write("remote", self.remote.to_json())
+        self.write("request", json.dumps({"num_tokens": TOKENS, **SPANS}).encode())
+
+    def write(self, name: str, content: bytes) -> None:
+        self.folder.joinpath(name).write_bytes(content)
+
+    def arguments(self, **instead: object) -> list[object]:
+        """Return the command; `instead` replaces files."""
+        files = {name: self.folder / name for name in ("local", "remote", "request")} | instead
+        return ["plan", *(word for name, path in files.items() for word in (f"--{name}", path))]
+
+    def transfer(self, **options: Any) -> kvhma.Transfer:
+        local, remote = ([kvhma.Span(**span) for span in SPANS[side]] for side in ("local", "remote"))
+        return kvhma.plan(self.local, self.remote, **options).transfer(TOKENS, local, remote)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"), [([], {}), (["--descriptor-bytes", 0], {"descriptor_bytes": 0})], ids=["default", "exact"]
+)
+def test_plan_in_json(files: Files, words: list[object], options: dict[str, Any]) -> None:
+    done = run(*files.arguments(), "--json", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    transfer = files.transfer(**options)
+    (read,) = transfer.reads
+    ours, theirs = read.local.tolist(), read.remote.tolist()
+    assert json.loads(done.stdout) == {
+        "bytes": transfer.bytes,
+        "descriptors": transfer.descriptors,
+        "excess_bytes": transfer.excess_bytes,
+        "reads": [
+            {
+                "source": 0,
+                "bytes": read.bytes,
+                "descriptors": read.descriptors,
+                "runs": [[to, at, size] for (to, size, _), (at, _, _) in zip(ours, theirs, strict=True)],
+            }
+        ],
+        "zero": [[address, size] for address, size, _ in transfer.zero.tolist()],
+        "findings": [],
+    }
+    assert bool(transfer.excess_bytes) == (not options)
+
+
+def test_plan_addresses_by_hand(files: Files) -> None:
+    """The first block of the first layer: block 1 of D from block 8 of P, 4,096 bytes each."""
+    runs = json.loads(run(*files.arguments(), "--json").stdout)["reads"][0]["runs"]
+    assert runs[0] == [(1 << 20) + 4096, (1 << 24) + 8 * 4096, 4096]
+
+
+def test_plan_in_tables(files: Files) -> None:
+    done = run(*files.arguments())
+    assert (done.returncode, done.stderr) == (0, "")
+    transfer = files.transfer()
+    assert f"read from source 0: {transfer.descriptors} runs, {transfer.bytes:,} bytes" in done.stdout
+    (read,) = transfer.reads
+    for (ours, size, _), (theirs, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
+        assert re.search(rf"{ours:#x}\W+{theirs:#x}\W+{size:,}\W", done.stdout)
+    zeroed = sum(row[1] for row in transfer.zero.tolist())
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"{transfer.descriptors} descriptors, {transfer.bytes:,} bytes read")
+    assert f" {zeroed:,} bytes zeroed in {len(transfer.zero)} ranges" in " ".join(done.stdout.split())
+
+
+def test_plan_with_two_sources(files: Files) -> None:
+    """Each of them has one of the two layers of every group."""
+    stages = [
+        kvhma.Geometry(files.remote.regions, files.remote.groups, files.remote.layers[3 * stage : 3 * stage + 3])
+        for stage in range(2)
+    ]
+    for stage, geometry in enumerate(stages):
+        files.write(f"stage{stage}", geometry.to_json())
+    words = files.arguments(remote=files.folder / "stage0")
+    form = json.loads(run(*words, "--remote", files.folder / "stage1", "--json").stdout)
+    assert [read["source"] for read in form["reads"]] == [0, 1]
+    whole = files.transfer().reads[0]
+    runs = [one for read in form["reads"] for one in read["runs"]]
+    assert sorted(runs) == [
+        [to, at, size]
+        for (to, size, _), (at, _, _) in zip(whole.local.tolist(), whole.remote.tolist(), strict=True)
+    ]  # fmt: skip
+
+
+def test_plan_says_what_is_worth_knowing(files: Files) -> None:
+    """D has a layer that P does not have: it is zeroed, which the findings say."""
+    lacking = kvhma.Geometry(files.remote.regions, files.remote.groups, files.remote.layers[:-1])
+    files.write("lacking", lacking.to_json())
+    words = files.arguments(remote=files.folder / "lacking")
+    (finding,) = json.loads(run(*words, "--json").stdout)["findings"]
+    assert finding["source"] == 0
+    assert "layers.5" in finding["text"]
+    assert finding["text"] in " ".join(run(*words).stdout.split())
+
+
+@pytest.mark.parametrize("name", ["local", "remote", "request"])
+def test_plan_of_a_missing_file(files: Files, name: str) -> None:
+    line = refused(*files.arguments(**{name: files.folder / "absent"}))
+    assert line.startswith(f"Error: Invalid value for '--{name}': File '{files.folder / 'absent'}' does not exist.")
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda form: form.pop(name)
+
+
+def with_ids(side: str, group: int, *ids: object) -> Callable[[dict[str, Any]], object]:
+    return lambda form: form[side][group].update(ids=list(ids))
+
+
+def having(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda form: form.update({name: value})
+
+
+BAD_REQUESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no-tokens": (without("num_tokens"), "field 'num_tokens' is missing"),
+    "no-remote": (without("remote"), "field 'remote' is missing"),
+    "no-first": (lambda form: form["local"][0].pop("first"), "field 'first' is missing"),
+    "no-spans": (having("local", [1, 2, 3]), "a request is an object with lists of spans"),
+    "two-spans": (lambda form: form["local"].pop(), "local spans has 2 entries, expected 3"),
+    "0-tokens": (having("num_tokens", 0), "num_tokens"),
+    "half-a-token": (having("num_tokens", 1.5), "num_tokens: 1.5 of type float"),
+    "1e30-tokens": (having("num_tokens", 10**30), "num_tokens"),
+    "negative-first": (lambda form: form["local"][0].update(first=-1), "local: first: -1"),
+    "text-id": (with_ids("local", 0, 1, 2, "3"), "local: '3' of type str"),
+    "id-twice": (with_ids("local", 0, 1, 2, 1), "local group 0"),
+    "null-block": (with_ids("remote", 1, 1, 0, 3), "remote group 1: block id 0 at index 1 is the null block"),
+    "id-too-large": (with_ids("remote", 2, 10), "remote group 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_plan_of_a_bad_request(
+    files: Files, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, text = BAD_REQUESTS[name]
+    form = json.loads((files.folder / "request").read_text())
+    change(form)
+    files.write("request", json.dumps(form).encode())
+    line = refused_here(monkeypatch, capsys, files.arguments())
+    assert line.startswith("Error: ")
+    assert text in line
+
+
+@pytest.mark.parametrize("name", ["local", "remote", "request"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe{", b"[" * 100_000], ids=["empty", "cut", "list", "binary", "deep"]
+)
+def test_plan_of_something_else(
+    files: Files, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.write(name, content)
+    assert refused_here(monkeypatch, capsys, files.arguments()).startswith("Error: ")
+
+
+def test_plan_of_a_pair_that_does_not_fit(files: Files) -> None:
+    text = files.remote.to_json().replace(b'"float32"', b'"bfloat16"')
+    files.write("remote", text)
+    line = refused(*files.arguments())
+    assert "float32" in line
+    assert "bfloat16" in line
