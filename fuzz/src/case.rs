@@ -135,7 +135,7 @@ struct Engine<'a> {
 fn engine<'a>(u: &mut Unstructured, families: &'a [Family], scale: u64) -> Result<Engine<'a>> {
     let mut groups = Vec::new();
     let common = (u.int_in_range(1..=8)?, u.int_in_range(1..=3)?);
-    let cp = if one_in(u, 3)? { u.int_in_range(2..=3)? } else { 1 };
+    let cp = *u.choose(&[1, 1, 1, 2, 3])?;
     for family in families {
         let size = u.int_in_range(1..=3)?;
         for layers in family.layers.chunks(size) {
@@ -154,7 +154,7 @@ fn engine<'a>(u: &mut Unstructured, families: &'a [Family], scale: u64) -> Resul
     }
     Ok(Engine {
         groups,
-        tp: u.int_in_range(1..=3)?,
+        tp: *u.choose(&[1, 1, 2, 3])?,
         cp,
         blocks: *u.choose(&[140, 140, 20])?,
         null: *u.choose(&[Some(0), None, Some(3)])?,

@@ -8,6 +8,7 @@ import pytest
 import kvhma
 from kvhma.hybrid import layout
 from kvhma.models import model
+from kvhma.oracle import Oracle
 
 
 def ranks(name, size, **more):
@@ -126,3 +127,23 @@ def test_ids_refuse_what_views_cannot_say():
     with pytest.raises(kvhma.UnsupportedPairError, match="cut a group's first or last block differently"):
         plan.ids(5, *spans)
     assert plan.ids(16, *spans).bytes == plan.transfer(16, *spans).bytes == 128
+
+
+def test_context_parallel_ranks_that_dropped_different_blocks():
+    # Window 4 after 9 tokens: 6, 7 and 8 are needed. Rank 0 of P holds blocks 0, 2, .. and has dropped block 0; rank 1 has
+    # its first block, tokens 4..8, still.
+    page = kvhma.Page((kvhma.Part("kv", "uint8", 1, 0, (kvhma.Axis("tokens", 4, 8), kvhma.Axis("content", 8, 1))),))
+
+    def rank(base, **parallel):
+        group = kvhma.Group("sliding", 4, window=4, **parallel)
+        return kvhma.Geometry((kvhma.Region(base, 320),), (group,), (kvhma.Layer("l", 0, 0, 0, 10, 32, page),))
+
+    local = rank(4096)
+    sources = [rank((1 + index) << 20, cp_rank=index, cp_size=2) for index in range(2)]
+    spans = [kvhma.Span(1, [3, 5])], [[kvhma.Span(1, [2])], [kvhma.Span(0, [4])]]
+    transfer = kvhma.plan(local, sources, descriptor_bytes=0).transfer(9, *spans)
+    Oracle(local, sources).check(9, *spans, transfer)
+    assert [(read.source, read.local[:, :2].tolist()) for read in transfer.reads] == [
+        (0, [[4096 + 5 * 32, 8]]),
+        (1, [[4096 + 3 * 32, 32]]),
+    ]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Views, and ids into views.
+//! A plan's views, and requests as ids into them.
 use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
@@ -10,22 +10,10 @@ use crate::runs::Descriptor;
 use crate::span::Span;
 use crate::table::{Pairs, stretches, unpack};
 use crate::transfer::Tail;
-
-/// A regular cut of a region: `(address, length, device, stride, count)`.
-pub type View = [u64; 5];
+use crate::views::View;
 
 /// More views than this are slower to prepare than the descriptors of a request are to build.
 const MAX_VIEWS: usize = 65_536;
-
-/// Expands views to `(address, length, device)` rows, view after view. Fails if an address overflows.
-pub fn expand_views(views: &[View]) -> Result<Vec<Descriptor>> {
-    let total = crate::ids::check_views(views)?;
-    let mut rows = Vec::with_capacity(total as usize);
-    for &[address, length, device, stride, count] in views {
-        rows.extend((0..count).map(|entry| [address + entry * stride, length, device]));
-    }
-    Ok(rows)
-}
 
 /// What one request moves and zeroes, as ids.
 #[derive(Debug, Clone, PartialEq, Eq)]

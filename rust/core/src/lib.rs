@@ -8,7 +8,7 @@
 
 mod axis;
 mod check;
-pub mod encode;
+mod encode;
 mod error;
 mod explain;
 mod geometry;
@@ -24,6 +24,7 @@ mod span;
 mod table;
 mod transfer;
 mod validate;
+pub mod views;
 
 pub use encode::{IdTransfer, Ids};
 pub use error::{Error, Result};

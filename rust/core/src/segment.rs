@@ -29,6 +29,17 @@ impl Side<'_> {
         self.blocks.first * self.group.block_size * self.group.cp_size
     }
 
+    /// First token from which on the span has all that this side holds before `needed`. At most `needed`: what it holds
+    /// from there on is required.
+    pub(crate) fn start_before(&self, needed: u64) -> u64 {
+        let Group { block_size, cp_size, cp_rank, .. } = *self.group;
+        let started = (needed.div_ceil(block_size) + cp_size - 1 - cp_rank) / cp_size;
+        match self.blocks.first.min(started) {
+            0 => 0,
+            missing => (self.group.entry_start(missing - 1) + block_size).min(needed),
+        }
+    }
+
     /// Block table entry that holds token `t`, if this rank does.
     fn entry(&self, t: u64) -> Option<u64> {
         let block = t / self.group.block_size;

@@ -153,7 +153,7 @@ impl Plan {
         for (source, link) in self.links_into(group) {
             let (local, remote) = self.sides(request, source, link);
             pair_requirement(&local, &remote, needed, tokens)?;
-            reach.start = reach.start.max(remote.start());
+            reach.start = reach.start.max(remote.start_before(needed));
             if local.holds(last) && remote.holds(last) {
                 whole = whole.min(local.kernel_end(last)).min(remote.kernel_end(last));
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-use kvhma_core::encode::{self, View};
+use kvhma_core::views::{self, View};
 use kvhma_core::{Span, ids};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
 use pyo3::prelude::*;
@@ -112,7 +112,7 @@ impl Lists {
 
     fn attention(&self, py: Python<'_>, lengths: &Bound<'_, PyAny>) -> PyResult<Vec<View>> {
         let lengths = read_u64s("lengths", lengths)?;
-        ids::attention_views(&self.bases, &lengths, &self.strides, &self.counts, &self.devices).or_raise(py)
+        views::attention_views(&self.bases, &lengths, &self.strides, &self.counts, &self.devices).or_raise(py)
     }
 
     fn state(&self, py: Python<'_>, parts: &Bound<'_, PyAny>) -> PyResult<Vec<View>> {
@@ -123,7 +123,7 @@ impl Lists {
                 _ => Err(request_error(py, "parts: every entry is a pair (offset, length)".to_owned())),
             })
             .collect::<PyResult<Vec<_>>>()?;
-        ids::state_views(&self.bases, &parts, &self.strides, &self.counts, &self.devices).or_raise(py)
+        views::state_views(&self.bases, &parts, &self.strides, &self.counts, &self.devices).or_raise(py)
     }
 }
 
@@ -132,7 +132,7 @@ fn as_views(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64
 }
 
 fn as_descriptors<'py>(py: Python<'py>, views: &[View]) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    rows(py, py.detach(|| encode::expand_views(views)).or_raise(py)?)
+    rows(py, py.detach(|| views::expand_views(views)).or_raise(py)?)
 }
 
 #[pyfunction]

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Views: regular cuts of regions, many descriptors in one row.
+use crate::error::{Error, Result};
+use crate::runs::Descriptor;
+
+/// A regular cut of a region: `(address, length, device, stride, count)`.
+pub type View = [u64; 5];
+
+/// Expands views to `(address, length, device)` rows, view after view. Fails if an address overflows.
+pub fn expand_views(views: &[View]) -> Result<Vec<Descriptor>> {
+    let total = check_views(views)?;
+    let mut rows = Vec::with_capacity(total as usize);
+    for &[address, length, device, stride, count] in views {
+        rows.extend((0..count).map(|entry| [address + entry * stride, length, device]));
+    }
+    Ok(rows)
+}
+
+/// Views of attention regions: one for each region, in the order given.
+pub fn attention_views(
+    bases: &[u64],
+    lengths: &[u64],
+    strides: &[u64],
+    counts: &[u64],
+    devices: &[u64],
+) -> Result<Vec<View>> {
+    let lists = [("lengths", lengths), ("strides", strides), ("counts", counts), ("devices", devices)];
+    same_length(bases.len(), &lists)?;
+    let views = (0..bases.len()).map(|i| [bases[i], lengths[i], devices[i], strides[i], counts[i]]).collect::<Vec<_>>();
+    check_views(&views)?;
+    Ok(views)
+}
+
+/// Views of state regions: for each region in turn, one for each `(offset, length)` of its parts.
+pub fn state_views(
+    bases: &[u64],
+    parts: &[(u64, u64)],
+    strides: &[u64],
+    counts: &[u64],
+    devices: &[u64],
+) -> Result<Vec<View>> {
+    same_length(bases.len(), &[("strides", strides), ("counts", counts), ("devices", devices)])?;
+    let mut views = Vec::with_capacity(bases.len().saturating_mul(parts.len()));
+    for region in 0..bases.len() {
+        for &(offset, length) in parts {
+            let address = bases[region].checked_add(offset).ok_or_else(|| Error::Overflow {
+                place: format!("region {region}"),
+                what: format!("base {:#x} + offset {offset}", bases[region]),
+                bits: 64,
+            })?;
+            views.push([address, length, devices[region], strides[region], counts[region]]);
+        }
+    }
+    check_views(&views)?;
+    Ok(views)
+}
+
+fn same_length(expected: usize, lists: &[(&'static str, &[u64])]) -> Result<()> {
+    match lists.iter().find(|(_, list)| list.len() != expected) {
+        Some(&(what, list)) => Err(Error::Count { what, got: list.len(), expected }),
+        None => Ok(()),
+    }
+}
+
+/// Fails if a view is empty, has no stride, or leaves the address space.
+pub fn check_views(views: &[View]) -> Result<u64> {
+    let mut total = 0u64;
+    for (index, &[address, length, _, stride, count]) in views.iter().enumerate() {
+        for (what, value) in [("length", length), ("stride", stride), ("count", count)] {
+            if value == 0 {
+                let what = format!("view {index}: {what}");
+                return Err(Error::Value { what, value: 0, expected: "has to be at least 1".into() });
+            }
+        }
+        let end = (count - 1).checked_mul(stride).and_then(|far| far.checked_add(length)?.checked_add(address));
+        if end.is_none() {
+            let what = format!("{address:#x} + ({count} - 1) x {stride} + {length}");
+            return Err(Error::Overflow { place: format!("view {index}"), what, bits: 64 });
+        }
+        // Ids into a list are int32, so a longer list could never be addressed.
+        total = total.saturating_add(count);
+        if total > i32::MAX as u64 {
+            return Err(Error::Overflow {
+                place: format!("view {index}"),
+                what: format!("{total} descriptors"),
+                bits: 31,
+            });
+        }
+    }
+    Ok(total)
+}
