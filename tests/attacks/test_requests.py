@@ -164,6 +164,8 @@ def test_every_form_of_ids_gives_the_same(move, kind):
         (lambda: kvhma.clip_blocks([[1]], [-1]), RequestError),
         (lambda: kvhma.clip_blocks([[1]], [1], speculative=[]), RequestError),
         (lambda: kvhma.clip_blocks(5, [1]), RequestError),
+        (lambda: kvhma.clip_blocks([[1]], [1], null_block="0"), RequestError),
+        (lambda: kvhma.clip_blocks([[1]], [1], null_block=2**70), RequestError),
         (lambda: kvhma.expand_blocks([1], 0), RequestError),
         (lambda: kvhma.expand_blocks([-1], 2), BlockIdError),
         (lambda: kvhma.expand_blocks([2**30], 2), BlockIdError),
@@ -196,3 +198,29 @@ def test_every_form_of_ids_gives_the_same(move, kind):
 def test_low_level_functions(call, error):
     with pytest.raises(error):
         call()
+
+
+@pytest.mark.parametrize("source", [-1, 1, 2**64, 1.5, None, "0"])
+def test_sources_that_are_not_there(plan, source):
+    with pytest.raises(RequestError, match="source"):
+        plan.views(source)
+    with pytest.raises(RequestError, match="source"):
+        plan.id_descriptors(source, [1])
+
+
+@pytest.mark.parametrize("value", [-1, 2**64, 1.5, "0"])
+def test_numbers_of_the_wrong_type(plan, value):
+    with pytest.raises(RequestError, match="descriptor_bytes"):
+        kvhma.plan(tiny_hybrid(5), tiny_hybrid(5), descriptor_bytes=value)
+    with pytest.raises(RequestError, match="cached"):
+        plan.losses(TOKENS, GOOD, GOOD, np.zeros((0, 3), dtype=np.uint64), cached=value)
+
+
+def test_block_tables_from_hell():
+    geometry = tiny_hybrid(50, speculative=2**64 - 1)
+    tables = [[1, 2], [0, 0, 3], [7, 8]]
+    assert kvhma.live_spans(geometry, 2**64 - 1, tables)[2].ids == [7]
+    assert kvhma.live_spans(geometry, 40, tables, cached=[2**64 - 1] * 3)[0].ids == []
+    for bad in ([tables[0]], None, [[1.5], [], []], 7):
+        with pytest.raises(RequestError):
+            kvhma.live_spans(geometry, 40, bad, cached=[0, 0, 0])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvhma
-from kvhma.hybrid import layout
+from kvhma.hybrid import layout, summary
 from kvhma.models import Model, model, models
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
 from support.tables import count_blocks, draw_tables
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.nixl
 CACHE_BYTES = 128 << 20
 """Of one process. Where a model needs more, one rank of several takes the place of the only one."""
 
-SPARE = 2
+SPARE = 1
 """Blocks of somebody else, apart from the null block."""
 
 
@@ -29,14 +29,26 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+MANY_TENSORS = 16
+"""With more they are one region, as engines have them too: the oracle makes other stale bytes for each region."""
+
+
 def rank_of(one: Model, num_blocks: int, tp_size: int) -> kvhma.Geometry:
-    return layout(one, num_blocks=num_blocks, tp_rank=tp_size - 1, tp_size=tp_size, kernel_block="flashinfer")
+    return layout(
+        one,
+        num_blocks=num_blocks,
+        tp_rank=tp_size - 1,
+        tp_size=tp_size,
+        kernel_block="flashinfer",
+        one_storage=summary(one).tensors > MANY_TENSORS,
+    )
 
 
 def prompt(one: Model, geometry: kvhma.Geometry) -> int:
-    """Return tokens that reach past the window or chunk, and end inside of a kernel block of the third block."""
+    """Return tokens that reach past the window or chunk, fill two blocks and end inside of a kernel block."""
     block = max(group.block_size for group in geometry.groups if group.kind != "ssm")
-    return max((one.window or 0) + 4 * block, (one.chunk or 0) + 4 * block, 2 * block, 600) + block // 3 + 6
+    limit = one.window or one.chunk
+    return max(limit + 4 * block if limit else 0, 2 * block, 600) + block // 3 + 6
 
 
 def scaled(one: Model) -> tuple[kvhma.Geometry, int]:

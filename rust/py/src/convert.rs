@@ -15,7 +15,7 @@ fn type_name(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
-fn read_item(what: &str, item: &Bound<'_, PyAny>) -> PyResult<i64> {
+pub(crate) fn read_item(what: &str, item: &Bound<'_, PyAny>) -> PyResult<i64> {
     item.extract::<i64>().map_err(|_| {
         let text = format!("{what}: {} of type {} is not an integer of 64 bits", show(item), type_name(item));
         request_error(item.py(), text)

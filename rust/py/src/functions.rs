@@ -2,10 +2,11 @@
 use kvhma_core::views::{self, View};
 use kvhma_core::{Span, ids};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
+use pyo3::Borrowed;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::convert::{column, items, read_groups, read_ids, read_u64, read_u64s, rows};
+use crate::convert::{column, items, read_groups, read_ids, read_item, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, request_error};
 use crate::geometry::{Finding, Geometry};
 
@@ -19,14 +20,25 @@ pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_siz
     ids::window_blocks(read_u64("window", window)?, read_u64("block_size", block_size)?).or_raise(py)
 }
 
+/// The id that stands for "no block", or None.
+pub(crate) struct NullBlock(Option<i64>);
+
+impl<'py> FromPyObject<'_, 'py> for NullBlock {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if value.is_none() { Ok(Self(None)) } else { read_item("null_block", &value).map(|id| Self(Some(id))) }
+    }
+}
+
 #[pyfunction]
-#[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = Some(0)), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
+#[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = NullBlock(Some(0))), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
 pub(crate) fn clip_blocks(
     py: Python<'_>,
     block_ids: &Bound<'_, PyAny>,
     keep: &Bound<'_, PyAny>,
     speculative: Option<&Bound<'_, PyAny>>,
-    null_block: Option<i64>,
+    null_block: NullBlock,
 ) -> PyResult<Vec<Vec<i64>>> {
     let groups = read_groups("block_ids", block_ids)?;
     let speculative = match speculative {
@@ -36,7 +48,7 @@ pub(crate) fn clip_blocks(
             .map(|item| if item.is_none() { Ok(None) } else { read_u64("speculative", item).map(Some) })
             .collect::<PyResult<_>>()?,
     };
-    ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block).or_raise(py)
+    ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block.0).or_raise(py)
 }
 
 #[pyfunction]

@@ -8,6 +8,11 @@ use crate::convert::{column, read_descriptors, read_ids, read_remote_spans, read
 use crate::error::OrRaise;
 use crate::geometry::{Finding, Geometry};
 
+/// A source's index; one too large for any list is refused where the list is known.
+fn read_index(source: &Bound<'_, PyAny>) -> PyResult<usize> {
+    Ok(usize::try_from(read_u64("source", source)?).unwrap_or(usize::MAX))
+}
+
 type Rows = Py<PyArray2<u64>>;
 type BoundRows<'py> = Bound<'py, PyArray2<u64>>;
 
@@ -79,8 +84,9 @@ impl Plan {
         py: Python<'_>,
         local: &Bound<'_, Geometry>,
         remotes: Vec<Bound<'_, Geometry>>,
-        descriptor_bytes: u64,
+        descriptor_bytes: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
+        let descriptor_bytes = read_u64("descriptor_bytes", descriptor_bytes)?;
         let local = Arc::clone(&local.get().0);
         let remotes = remotes.iter().map(|remote| Arc::clone(&remote.get().0)).collect();
         let plan = py.detach(|| kvhma_core::Plan::new(local, remotes, descriptor_bytes)).or_raise(py)?;
@@ -129,7 +135,7 @@ impl Plan {
         self.0.num_sources()
     }
 
-    #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = 0))]
+    #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = None), text_signature = "($self, num_tokens, local, remote, failed, *, cached=0)")]
     fn losses(
         &self,
         py: Python<'_>,
@@ -137,8 +143,9 @@ impl Plan {
         local: &Bound<'_, PyAny>,
         remote: &Bound<'_, PyAny>,
         failed: &Bound<'_, PyAny>,
-        cached: u64,
+        cached: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Losses> {
+        let cached = cached.map_or(Ok(0), |tokens| read_u64("cached", tokens))?;
         let num_tokens = read_u64("num_tokens", num_tokens)?;
         let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
         let failed = read_descriptors("failed", failed)?;
@@ -150,13 +157,18 @@ impl Plan {
         })
     }
 
-    fn id_descriptors<'py>(&self, py: Python<'py>, source: usize, ids: &Bound<'_, PyAny>) -> PyResult<BoundRows<'py>> {
+    fn id_descriptors<'py>(
+        &self,
+        py: Python<'py>,
+        source: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
+    ) -> PyResult<BoundRows<'py>> {
         let ids: Vec<i32> = read_ids("ids", ids)?.into_iter().map(|id| i32::try_from(id).unwrap_or(-1)).collect();
-        rows(py, self.0.id_descriptors(source, &ids).or_raise(py)?)
+        rows(py, self.0.id_descriptors(read_index(source)?, &ids).or_raise(py)?)
     }
 
-    fn views<'py>(&self, py: Python<'py>, source: usize) -> PyResult<(BoundRows<'py>, BoundRows<'py>)> {
-        let (local, remote) = self.0.views(source).or_raise(py)?;
+    fn views<'py>(&self, py: Python<'py>, source: &Bound<'_, PyAny>) -> PyResult<(BoundRows<'py>, BoundRows<'py>)> {
+        let (local, remote) = self.0.views(read_index(source)?).or_raise(py)?;
         Ok((rows(py, local.to_vec())?, rows(py, remote.to_vec())?))
     }
 

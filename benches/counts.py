@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count descriptors and bytes of one request for every model, kvhma against vLLM 0.32: what benches/COUNTS.md holds.
+
+No clock is read and every random number is seeded, so the output is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import kvhma
+from kvhma.baselines import Count, sequence_blocks, vllm_selection
+from kvhma.errors import UnsupportedPairError
+from kvhma.geometry import Geometry, Group
+from kvhma.hybrid import cache_groups, hybrid_block_size, layout, summary
+from kvhma.models import Model, models
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+
+Pool: TypeAlias = Literal["fresh", "used"]
+Tables: TypeAlias = list[list[int]]
+
+PROMPTS = (128, 1_000, 5_000, 32_000)
+POOLS: tuple[Pool, ...] = ("fresh", "used")
+NEVER_CUT = 2**62
+"""As `descriptor_bytes`: a last block is always moved whole."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One side of a pair.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        options: what `layout` is told besides.
+    """
+
+    tp: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def ranks(self, one: Model, num_blocks: int, base: int, **other: Any) -> list[Geometry]:
+        options = {"kernel_block": "flashinfer", **self.options, **other}
+        return [
+            layout(one, num_blocks=num_blocks, tp_rank=rank, tp_size=self.tp, base=base + (rank << 50), **options)
+            for rank in range(self.tp)
+        ]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A prefill and a decode engine.
+
+    Attributes:
+        name: heading of its table.
+        p: the prefill engine.
+        d: the decode engine.
+        models: ``"all"``; ``"state"`` for those with recurrent state; ``"block"`` for those whose logical blocks the
+            two TP sizes make different.
+    """
+
+    name: str
+    p: Engine
+    d: Engine
+    models: Literal["all", "state", "block"] = "all"
+
+    def takes(self, one: Model) -> bool:
+        if self.models == "block":
+            blocks = {hybrid_block_size(one, tp_size=side.tp) for side in (self.p, self.d)}
+            return one.state is not None and len(blocks) == 2
+        return self.models == "all" or one.state is not None
+
+
+TOKENS_OUTSIDE = {"order": "LBNHC"}
+LONG = {"block_size": 64}
+
+PAIRINGS = (
+    Pairing("equal ranks", Engine(), Engine()),
+    Pairing("equal ranks, kernel block = logical block", *[Engine(1, {"kernel_block": None})] * 2, models="state"),
+    Pairing("P TP 1 → D TP 2", Engine(1), Engine(2)),
+    Pairing("P TP 2 → D TP 1", Engine(2), Engine(1)),
+    Pairing("P TP 2 → D TP 4, logical blocks differ", Engine(2), Engine(4), models="block"),
+    Pairing("P TP 4 → D TP 2, logical blocks differ", Engine(4), Engine(2), models="block"),
+    Pairing("P block 16 → D block 64, heads outside of tokens", Engine(), Engine(1, LONG)),
+    Pairing(
+        "P block 16 → D block 64, tokens outside of heads",
+        Engine(1, TOKENS_OUTSIDE),
+        Engine(1, LONG | TOKENS_OUTSIDE),
+    ),
+    Pairing(
+        "P block 16 → D block 64, kernel blocks of P",
+        Engine(1, {"kernel_block": 16}),
+        Engine(1, LONG | {"kernel_block": 16}),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of one model over one pairing, summed over all ranks of D and their sources.
+
+    Attributes:
+        pairing: the engines.
+        model: name of the model.
+        tokens: length of the prompt.
+        pool: whose block ids.
+        vllm: descriptors after NIXL's merging, and bytes; None where vLLM refuses the pair.
+        kvhma: the same for `Plan.transfer`.
+        whole: the same with last blocks that are never cut.
+        exact: the same with last blocks that are always cut.
+    """
+
+    pairing: Pairing
+    model: str
+    tokens: int
+    pool: Pool
+    vllm: Count | None
+    kvhma: Count
+    whole: Count
+    exact: Count
+
+    def has_more(self, ours: Count | None = None) -> bool:
+        return self.vllm is not None and (ours or self.kvhma).descriptors > self.vllm.descriptors
+
+    @property
+    def reason(self) -> Literal["", "heads", "absent", "unexplained"]:
+        """Why kvhma has more descriptors, if it has."""
+        if not self.has_more():
+            return ""
+        assert self.vllm is not None
+        one = models()[self.model]
+        d, p = (kernel_tokens(side.ranks(one, 2, 1 << 20)[0]) for side in (self.pairing.d, self.pairing.p))
+        if d != p and self.pairing.d.options.get("order") != "LBNHC" and one.kv_heads > self.pairing.d.tp:
+            return "heads"
+        empty = summary(one).padded_slots
+        if self.pool == "fresh" and self.kvhma.descriptors - self.vllm.descriptors <= empty:
+            return "absent"
+        return "unexplained"
+
+
+def attention(geometry: Geometry) -> Group:
+    return next(group for group in geometry.groups if group.kind != "ssm")
+
+
+def kernel_tokens(geometry: Geometry) -> int:
+    group = attention(geometry)
+    return group.block_size // group.ratio
+
+
+def block_tables(geometry: Geometry, tokens: int, pool: Pool, seed: int) -> Tables:
+    """Return the block tables of an engine: ascending ids, or what a pool looks like after many requests.
+
+    A used pool is cut into stretches of 1 to 8 blocks, half of them descending as freed lists come back, in random
+    order.
+    """
+    fresh = [table.tolist() for table in sequence_blocks(geometry, tokens)]
+    if pool == "fresh":
+        return fresh
+    rng, free = random.Random(seed), list(range(geometry.layers[0].num_blocks - 1, 0, -1))
+    stretches = []
+    while free:
+        stretch = [free.pop() for _ in range(min(rng.choice((1, 1, 1, 2, 3, 5, 8)), len(free)))]
+        stretches.append(stretch if rng.random() < 0.5 else stretch[::-1])
+    rng.shuffle(stretches)
+    ids = [0, *(block for stretch in stretches for block in stretch)]
+    return [[ids[block] for block in table] for table in fresh]
+
+
+def vllm_sources(one: Model, rank: int, d: int, p: int) -> tuple[list[int], list[int]]:
+    """Return the P ranks that a D rank of vLLM reads attention from, and those it reads state from."""
+    if "mla" in one.layers or d >= p:
+        first = [rank * p // d]
+        return first, first
+    ranks = range(rank * (p // d), (rank + 1) * (p // d))
+    heads: dict[int, int] = {}
+    for source in ranks:
+        heads.setdefault(source * one.kv_heads // p, source)
+    return list(heads.values()), list(ranks)
+
+
+def vllm_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], tables: Sequence[Tables]) -> Count:
+    """Count what vLLM posts for a request.
+
+    Raises:
+        UnsupportedPairError: vLLM refuses the pair.
+    """
+    locals_, remotes = sides
+    d, p = kernel_tokens(locals_[0]), kernel_tokens(remotes[0])
+    if len(remotes) > len(locals_):
+        sources = vllm_sources(one, 0, len(locals_), len(remotes))[0]
+        if d != p and len(sources) > 1:
+            raise UnsupportedPairError("kernel blocks of different size where heads come from several ranks")
+        if one.state is None and "mla" not in one.layers and len(remotes) > one.kv_heads:
+            raise UnsupportedPairError("repeated heads where D has fewer ranks")
+    if d % p:
+        raise UnsupportedPairError(f"D's kernel block {d} is no multiple of P's {p}")
+    if d != p:
+        # vLLM reads P's blocks side by side into D's longer ones, as if D had P's kernel blocks, and moves the tokens
+        # to their places on the device afterwards.
+        blocks, base = locals_[0].layers[0].num_blocks, locals_[0].regions[0].base
+        locals_ = pairing.d.ranks(one, blocks, base, kernel_block=p)
+    descriptors = total = 0
+    for rank, local in enumerate(locals_):
+        heads, states = vllm_sources(one, rank, len(locals_), len(remotes))
+        for source in sorted({*heads, *states}):
+            chosen = [
+                [
+                    table if source in (states if group.kind == "ssm" else heads) else []
+                    for table, group in zip(side, local.groups, strict=True)
+                ]
+                for side in tables
+            ]
+            found = vllm_selection(local, remotes[source], *chosen)
+            descriptors += found.posted
+            total += found.bytes
+    return Count(descriptors, total)
+
+
+def kvhma_count(sides: Sequence[list[Geometry]], tokens: int, tables: Sequence[Tables], descriptor_bytes: int) -> Count:
+    locals_, remotes = sides
+    descriptors = total = 0
+    theirs = kvhma.live_spans(remotes[0], tokens, tables[1])
+    for local in locals_:
+        plan = kvhma.plan(local, remotes, descriptor_bytes=descriptor_bytes)
+        moved = plan.transfer(tokens, kvhma.live_spans(local, tokens, tables[0]), theirs)
+        descriptors += moved.descriptors
+        total += moved.bytes
+    return Count(descriptors, total)
+
+
+@cache
+def pool_blocks(one: Model, tokens: int) -> int:
+    """Return how many blocks to lay out: about twice what the request takes on the side with the shorter blocks."""
+    shortest = min(hybrid_block_size(one, tp_size=tp) for tp in (1, 2, 4))
+    return 2 * len(cache_groups(one)) * (-(-tokens // shortest) + 1) + 32
+
+
+def row(pairing: Pairing, name: str, tokens: int, pool: Pool) -> Row:
+    one = models()[name]
+    blocks = pool_blocks(one, tokens)
+    sides = pairing.d.ranks(one, blocks, 1 << 40), pairing.p.ranks(one, blocks, 1 << 56)
+    tables = [block_tables(side[0], tokens, pool, seed) for seed, side in enumerate(sides)]
+    try:
+        vllm = vllm_count(one, pairing, sides, tables)
+    except UnsupportedPairError:
+        vllm = None
+    ours = [kvhma_count(sides, tokens, tables, limit) for limit in (DEFAULT_DESCRIPTOR_BYTES, NEVER_CUT, 0)]
+    return Row(pairing, name, tokens, pool, vllm, *ours)
+
+
+def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence[int] = PROMPTS) -> Iterator[Row]:
+    for name, one in models().items():
+        if pairing.takes(one) and (names is None or name in names):
+            for tokens in prompts:
+                for pool in POOLS:
+                    yield row(pairing, name, tokens, pool)
+
+
+REASONS = {
+    "heads": "P's blocks are shorter and heads lie outside of tokens in a page, so in D's longer block the tokens of each "
+    "head have a place of their own: one copy for each head of each of P's blocks. vLLM reads a block of P as it is "
+    "and lets D's device move the tokens afterwards, in every block of the request. kvhma only reads. With tokens outside of "
+    "heads, or with P's kernel blocks on D, the table below has no such row.",
+    "absent": "In a fresh pool the blocks of all groups follow each other, and vLLM sends all groups from all shared "
+    "tensors. Where a group has no layer in a tensor, kvhma leaves its blocks out, and two runs remain where vLLM has one: at "
+    "most one more for each empty place. The bytes between are no layer's; they are whatever was there before.",
+}
+
+
+def mib(count: Count) -> str:
+    return f"{count.bytes / 2**20:,.1f}"
+
+
+def report(found: Sequence[Row]) -> None:
+    print("# Descriptors and bytes of one request, kvhma against vLLM 0.32\n")
+    print(
+        "Made by `make counts`. No times: the same on every machine. Descriptors are what is left after NIXL's own "
+        "merging, bytes are what moves; both are summed over all ranks of D and their sources. vLLM's selection is "
+        "`kvhma.baselines.vllm_selection`; `make bench-vllm` compares it with vLLM's own functions.\n\n"
+        "*fresh*: block ids ascend, group after group, on both sides. *used*: seeded stretches of 1 to 8 blocks, up and "
+        "down, with jumps. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), unless the "
+        "heading says otherwise. Where vLLM wants prefix caching off for a pair, it is off.\n"
+    )
+    print("## In short\n")
+    print(
+        "| pairing | rows | refused by vLLM | fewer descriptors | equal | more | fewer bytes | equal | more |\n"
+        "|---|---|---|---|---|---|---|---|---|"
+    )
+    for pairing in PAIRINGS:
+        mine = [one for one in found if one.pairing is pairing]
+        pairs = [(one.kvhma, one.vllm) for one in mine if one.vllm is not None]
+        signs = [
+            Counter((a > b) - (a < b) for a, b in both)
+            for both in (
+                [(ours.descriptors, theirs.descriptors) for ours, theirs in pairs],
+                [(ours.bytes, theirs.bytes) for ours, theirs in pairs],
+            )
+        ]
+        cells = [sign[key] for sign in signs for key in (-1, 0, 1)]
+        print(f"| {pairing.name} | {len(mine)} | {len(mine) - len(pairs)} | {' | '.join(map(str, cells))} |")
+    print("\n## Rows where kvhma has more descriptors\n")
+    for reason in dict.fromkeys(one.reason for one in found):
+        if not reason:
+            continue
+        mine = [one for one in found if one.reason == reason]
+        print(f"**{reason}** ({len(mine)} rows). {REASONS.get(reason, 'Not known.')}\n")
+        if reason != "heads":
+            for one in mine:
+                assert one.vllm is not None
+                print(
+                    f"* {one.pairing.name}, {one.model}, {one.tokens:,} tokens, {one.pool}: {one.vllm.descriptors:,} → "
+                    f"{one.kvhma.descriptors:,}, {one.vllm.bytes - one.kvhma.bytes:,} bytes fewer"
+                )
+            print()
+    print("No row has more bytes.\n" if not any(more_bytes(one) for one in found) else "Some rows have more bytes.\n")
+    print("## `descriptor_bytes`\n")
+    print(
+        "When a last block may be cut to save bytes. Rows with more descriptors than vLLM, and descriptors and MiB of all "
+        "rows together:\n"
+    )
+    print("| | rows with more | descriptors | MiB |\n|---|---|---|---|")
+    for name, of in (("0: always cut", "exact"), ("128 KiB, the default", "kvhma"), ("never cut", "whole")):
+        counts = [getattr(one, of) for one in found]
+        more = sum(one.has_more(count) for one, count in zip(found, counts, strict=True))
+        total = Count(sum(count.descriptors for count in counts), sum(count.bytes for count in counts))
+        print(f"| {name} | {more} | {total.descriptors:,} | {mib(total)} |")
+    print()
+    for pairing in PAIRINGS:
+        print(f"## {pairing.name}\n")
+        print(
+            "| model | tokens | fresh: vLLM | kvhma | used: vLLM | kvhma | MiB: vLLM | kvhma |\n"
+            "|---|---|---|---|---|---|---|---|"
+        )
+        mine = [one for one in found if one.pairing is pairing]
+        for fresh, used in zip(mine[::2], mine[1::2], strict=True):
+            cells = []
+            for one in (fresh, used):
+                cells.append("refused" if one.vllm is None else f"{one.vllm.descriptors:,}")
+                cells.append(f"{one.kvhma.descriptors:,}" + (" **more**" if one.has_more() else ""))
+            cells += ["refused" if fresh.vllm is None else mib(fresh.vllm), mib(fresh.kvhma)]
+            print(f"| {fresh.model} | {fresh.tokens:,} | {' | '.join(cells)} |")
+        print()
+
+
+def more_bytes(one: Row) -> bool:
+    return one.vllm is not None and one.kvhma.bytes > one.vllm.bytes
+
+
+def main() -> None:
+    report([one for pairing in PAIRINGS for one in rows(pairing)])
+
+
+if __name__ == "__main__":
+    main()
