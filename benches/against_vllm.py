@@ -51,7 +51,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvhma
-from counts import PAIRINGS, Pairing, block_tables, pool_blocks, vllm_count
+from counts import PAIRINGS, POOLS, Pairing, Pool, block_tables, pool_blocks, vllm_count
 from kvhma import Geometry, Span
 from kvhma.baselines import Count, first_token, sequence_blocks
 from kvhma.errors import UnsupportedPairError
@@ -787,41 +787,53 @@ def real_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], to
     return Count(descriptors, total)
 
 
+CHECKED = (128, 1_000, 5_000)
+
+
+def both_counts(pairing: Pairing, one: Model, tokens: int, pool: Pool) -> tuple[Count | str, Count | str]:
+    """Return what the baseline says and what vLLM does; the text of the refusal if it is one."""
+    blocks = pool_blocks(one, tokens)
+    sides = pairing.d.ranks(one, blocks, 1 << 40), pairing.p.ranks(one, blocks, 1 << 56)
+    tables = [block_tables(side[0], tokens, pool, seed) for seed, side in enumerate(sides)]
+    counted: Count | str
+    try:
+        counted = vllm_count(one, pairing, sides, tables)
+    except UnsupportedPairError as error:
+        counted = str(error)
+    try:
+        return counted, real_count(one, pairing, sides, tokens, tables)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        return counted, str(error) or type(error).__name__
+
+
 def baseline() -> None:
     rows, differences = [], []
     for pairing in PAIRINGS:
-        same = refused = 0
-        for name, one in models().items():
-            if not pairing.takes(one):
-                continue
-            for tokens in (128, 1_000):
-                blocks = pool_blocks(one, tokens)
-                sides = pairing.d.ranks(one, blocks, 1 << 40), pairing.p.ranks(one, blocks, 1 << 56)
-                tables = [block_tables(side[0], tokens, "used", seed) for seed, side in enumerate(sides)]
-                try:
-                    counted = vllm_count(one, pairing, sides, tables)
-                except UnsupportedPairError as error:
-                    counted = str(error)
-                try:
-                    real = real_count(one, pairing, sides, tokens, tables)
-                except (AssertionError, NotImplementedError, RuntimeError) as error:
-                    real = str(error) or type(error).__name__
-                if real == counted:
-                    same += 1
-                elif isinstance(real, str) and isinstance(counted, str):
-                    refused += 1
-                else:
-                    differences.append((pairing.name, name, f"{tokens:,}", describe(counted), describe(real)))
-        rows.append((pairing.name, same, refused, sum(found[0] == pairing.name for found in differences)))
+        found = [
+            (one.name, tokens, pool, *both_counts(pairing, one, tokens, pool))
+            for one in models().values()
+            if pairing.takes(one)
+            for tokens in CHECKED
+            for pool in POOLS
+        ]
+        refused = sum(isinstance(counted, str) and isinstance(real, str) for *_, counted, real in found)
+        same = sum(counted == real and not isinstance(real, str) for *_, counted, real in found)
+        for name, tokens, pool, counted, real in found:
+            if counted != real and not (isinstance(counted, str) and isinstance(real, str)):
+                differences.append((pairing.name, name, f"{tokens:,}", pool, describe(counted), describe(real)))
+        rows.append((pairing.name, same, refused, len(found) - same - refused))
     table(
         "Is the baseline of COUNTS.md what vLLM chooses?",
         ("pairing", "equal descriptors and bytes", "refused by both", "different"),
         rows,
-        "All models of COUNTS.md, used pools, 128 and 1,000 tokens: `counts.vllm_count` against vLLM's handshake "
-        "(`add_remote_agent`) and read (`start_load_kv`), over all ranks.",
+        "Every model, both pools, "
+        + ", ".join(f"{tokens:,}" for tokens in CHECKED)
+        + " tokens: `counts.vllm_count` against "
+        "vLLM's own handshake (`add_remote_agent`) and read (`start_load_kv`), over all ranks of D.",
     )
     if differences:
-        table("Where it is not", ("pairing", "model", "tokens", "baseline", "vLLM"), differences)
+        head = ("pairing", "model", "tokens", "pool", "baseline", "vLLM")
+        table("Where it is not", head, differences)
 
 
 def describe(found: Count | str) -> str:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import kvhma
-from kvhma.baselines import Count, sequence_blocks, vllm_selection
+from kvhma.baselines import Count, sequence_blocks, vllm_list, vllm_selection
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group
 from kvhma.hybrid import cache_groups, hybrid_block_size, layout, summary
@@ -181,27 +181,54 @@ def vllm_sources(one: Model, rank: int, d: int, p: int) -> tuple[list[int], list
     return list(heads.values()), list(ranks)
 
 
+def check_vllm_takes(one: Model, sides: Sequence[list[Geometry]], tables: Sequence[Tables]) -> None:
+    """Refuse what vLLM refuses and the baseline, which sees one rank of each side, cannot know of.
+
+    Raises:
+        UnsupportedPairError: the text says why.
+    """
+    locals_, remotes = sides
+    d, p = kernel_tokens(locals_[0]), kernel_tokens(remotes[0])
+    mixed = one.state is not None or "mla" in one.layers
+    if d % p:
+        raise UnsupportedPairError(f"D's kernel block {d} is no multiple of P's {p}")
+    if len(remotes) > len(locals_):
+        if d != p and len(vllm_sources(one, 0, len(locals_), len(remotes))[0]) > 1:
+            raise UnsupportedPairError("kernel blocks of different size where heads come from several ranks")
+        if not mixed and len(remotes) > one.kv_heads:
+            raise UnsupportedPairError("repeated heads where D has fewer ranks")
+    if d == p and one.state is None:
+        for mine, theirs in zip(kept_blocks(locals_[0], tables[0]), kept_blocks(remotes[0], tables[1]), strict=True):
+            if mine > theirs:
+                raise UnsupportedPairError(
+                    f"D has {mine} kernel blocks where P has {theirs}: an assertion of the worker"
+                )
+
+
+def kept_blocks(geometry: Geometry, tables: Tables) -> list[int]:
+    """Count the kernel blocks of each attention group that vLLM's clip leaves."""
+    kept = []
+    for group, table in zip(geometry.groups, tables, strict=True):
+        live = sum(map(bool, table))
+        if group.window is not None:
+            live = min(live, kvhma.window_blocks(group.window, group.block_size))
+        kept.append(live * group.ratio)
+    return kept
+
+
 def vllm_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], tables: Sequence[Tables]) -> Count:
     """Count what vLLM posts for a request.
 
     Raises:
-        UnsupportedPairError: vLLM refuses the pair.
+        UnsupportedPairError: vLLM refuses the pair or the request.
     """
+    check_vllm_takes(one, sides, tables)
     locals_, remotes = sides
-    d, p = kernel_tokens(locals_[0]), kernel_tokens(remotes[0])
-    if len(remotes) > len(locals_):
-        sources = vllm_sources(one, 0, len(locals_), len(remotes))[0]
-        if d != p and len(sources) > 1:
-            raise UnsupportedPairError("kernel blocks of different size where heads come from several ranks")
-        if one.state is None and "mla" not in one.layers and len(remotes) > one.kv_heads:
-            raise UnsupportedPairError("repeated heads where D has fewer ranks")
-    if d % p:
-        raise UnsupportedPairError(f"D's kernel block {d} is no multiple of P's {p}")
-    if d != p:
+    if (kernel := kernel_tokens(remotes[0])) != kernel_tokens(locals_[0]):
         # vLLM reads P's blocks side by side into D's longer ones, as if D had P's kernel blocks, and moves the tokens
         # to their places on the device afterwards.
         blocks, base = locals_[0].layers[0].num_blocks, locals_[0].regions[0].base
-        locals_ = pairing.d.ranks(one, blocks, base, kernel_block=p)
+        locals_ = pairing.d.ranks(one, blocks, base, kernel_block=kernel)
     descriptors = total = 0
     for rank, local in enumerate(locals_):
         heads, states = vllm_sources(one, rank, len(locals_), len(remotes))
@@ -215,8 +242,23 @@ def vllm_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], ta
             ]
             found = vllm_selection(local, remotes[source], *chosen)
             descriptors += found.posted
-            total += found.bytes
+            total += found.bytes - counted_twice(local, remotes[source], len(states))
     return Count(descriptors, total)
+
+
+def counted_twice(local: Geometry, remote: Geometry, sources: int) -> int:
+    """Return the bytes that the baseline counts too much for a source where P's ranks repeat B and C.
+
+    vLLM cuts every part of D's state into as many equal pieces as there are sources, also B and C, which all of them
+    hold whole; the baseline takes the smaller of the two sides' parts.
+    """
+    rows = zip(vllm_list(local), vllm_list(remote), strict=True)
+    states = [(mine, other) for mine, other in rows if local.groups[mine.groups[0]].kind == "ssm"]
+    return sum(
+        len(mine.groups) * (min(mine.length, other.length) - mine.length // sources)
+        for mine, other in states
+        if sources > 1
+    )
 
 
 def kvhma_count(sides: Sequence[list[Geometry]], tokens: int, tables: Sequence[Tables], descriptor_bytes: int) -> Count:

@@ -3,7 +3,7 @@
 //! allocate are not asked for.
 #![no_main]
 use arbitrary::{Arbitrary, Unstructured};
-use kvhma_core::encode::{View, expand_views};
+use kvhma_core::views::{self, View, expand_views};
 use kvhma_core::ids;
 use kvhma_fuzz::case::number;
 use libfuzzer_sys::fuzz_target;
@@ -17,7 +17,7 @@ struct Input {
     numbers: Vec<u64>,
     others: Vec<u64>,
     members: Vec<Vec<usize>>,
-    views: Vec<View>,
+    rows: Vec<View>,
     optional: Vec<Option<u64>>,
     null: Option<i64>,
 }
@@ -37,7 +37,7 @@ impl Arbitrary<'_> for Input {
             numbers: list(u, number)?,
             others: list(u, number)?,
             members: list(u, |u| list(u, |u| u.int_in_range(0..=5)))?,
-            views: list(u, |u| Ok([number(u)?, number(u)?, number(u)?, number(u)?, number(u)?]))?,
+            rows: list(u, |u| Ok([number(u)?, number(u)?, number(u)?, number(u)?, number(u)?]))?,
             optional: list(u, |u| if u.arbitrary()? { number(u).map(Some) } else { Ok(None) })?,
             null: if u.arbitrary()? { Some(id(u)?) } else { None },
         })
@@ -45,7 +45,7 @@ impl Arbitrary<'_> for Input {
 }
 
 fuzz_target!(|input: Input| {
-    let Input { groups, numbers, others, members, views, optional, null } = input;
+    let Input { groups, numbers, others, members, rows, optional, null } = input;
     let number = |index: usize| numbers.get(index).copied().unwrap_or(0);
 
     if let Ok(clipped) = ids::clip_blocks(&groups, &numbers, &optional, null) {
@@ -72,19 +72,19 @@ fuzz_target!(|input: Input| {
     let _ = ids::window_blocks(number(0), number(1));
 
     // The lists of a call have to be of one length to get further.
-    let column = |at: usize| views.iter().map(|view| view[at]).collect::<Vec<u64>>();
+    let column = |at: usize| rows.iter().map(|view| view[at]).collect::<Vec<u64>>();
     let [bases, lengths, devices, strides, counts] = [0, 1, 2, 3, 4].map(column);
     let parts: Vec<(u64, u64)> = numbers.iter().copied().zip(others.iter().copied()).collect();
     let lists = [
-        ids::attention_views(&bases, &lengths, &strides, &counts, &devices),
-        ids::attention_views(&bases, &numbers, &strides, &counts, &devices),
-        ids::state_views(&bases, &parts, &strides, &counts, &devices),
-        Ok(views),
+        views::attention_views(&bases, &lengths, &strides, &counts, &devices),
+        views::attention_views(&bases, &numbers, &strides, &counts, &devices),
+        views::state_views(&bases, &parts, &strides, &counts, &devices),
+        Ok(rows),
     ];
     for list in lists.into_iter().flatten() {
         let total = list.iter().fold(0u64, |sum, view| sum.saturating_add(view[4]));
         if total > MAX_ENTRIES && total <= i32::MAX as u64 {
-            assert_eq!(ids::check_views(&list).map_or(total, |total| total), total);
+            assert_eq!(views::check_views(&list).map_or(total, |total| total), total);
         } else if let Ok(rows) = expand_views(&list) {
             assert_eq!(rows.len() as u64, total);
             assert!(rows.iter().all(|row| row[0].checked_add(row[1]).is_some()));

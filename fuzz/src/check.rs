@@ -2,7 +2,7 @@
 //! What has to hold for every geometry, plan and transfer there is.
 use std::sync::Arc;
 
-use kvhma_core::encode::View;
+use kvhma_core::views::View;
 use kvhma_core::{Descriptor, Error, Geometry, IdTransfer, Plan, Severity, Span, Transfer, ids, validate};
 use serde_json::Value;
 
@@ -81,8 +81,8 @@ fn transfer(plan: &Plan, moved: &Transfer) -> Vec<(usize, Vec<Copy>)> {
         let (local, remote) = (&read.copies.local, &read.copies.remote);
         assert_eq!(local.len(), remote.len());
         assert!(!local.is_empty());
-        assert_eq!(apart(local), read.copies.bytes());
-        bytes += read.copies.bytes();
+        assert_eq!(apart(local), read.copies.bytes);
+        bytes += read.copies.bytes;
         local.iter().for_each(|&row| inside(plan.local(), row));
         remote.iter().for_each(|&row| inside(plan.remote(read.source), row));
         written.extend(local);
@@ -98,6 +98,20 @@ fn transfer(plan: &Plan, moved: &Transfer) -> Vec<(usize, Vec<Copy>)> {
     out
 }
 
+/// The descriptors that ids into views stand for.
+fn expand(views: &[View], ids: &[i32]) -> Vec<Descriptor> {
+    let mut ends = Vec::new();
+    for view in views {
+        ends.push(ends.last().unwrap_or(&0) + view[4]);
+    }
+    let row = |&id: &i32| {
+        let at = ends.partition_point(|&end| end <= id as u64);
+        let [address, length, device, stride, count] = views[at];
+        [address + (id as u64 - (ends[at] - count)) * stride, length, device]
+    };
+    ids.iter().map(row).collect()
+}
+
 fn id_transfer(plan: &Plan, moved: &IdTransfer) -> Vec<(usize, Vec<Copy>)> {
     let mut written: Vec<Descriptor> = moved.zero.clone();
     apart(&moved.zero);
@@ -106,18 +120,7 @@ fn id_transfer(plan: &Plan, moved: &IdTransfer) -> Vec<(usize, Vec<Copy>)> {
     for read in &moved.reads {
         let (local, remote) = plan.views(read.source).expect("there are ids into them");
         assert_eq!(read.local.len(), read.remote.len());
-        let expand = |views: &[View], ids: &[i32]| -> Vec<Descriptor> {
-            let mut ends = Vec::new();
-            for view in views {
-                ends.push(ends.last().unwrap_or(&0) + view[4]);
-            }
-            let row = |&id: &i32| {
-                let at = ends.partition_point(|&end| end <= id as u64);
-                let [address, length, device, stride, count] = views[at];
-                [address + (id as u64 - (ends[at] - count)) * stride, length, device]
-            };
-            ids.iter().map(row).collect()
-        };
+        assert_eq!(plan.id_descriptors(read.source, &read.local).as_ref(), Ok(&expand(local, &read.local)));
         let (local, remote) = (expand(local, &read.local), expand(remote, &read.remote));
         let pairs: Vec<Copy> = local.iter().zip(&remote).map(|(local, remote)| {
             assert_eq!(local[1], remote[1]);
@@ -172,8 +175,9 @@ pub fn case(case: &Case) {
         assert_eq!(finding.severity, Severity::Warning);
     }
     views(&plan);
+    assert!(!plan.explain().is_empty());
     request(&plan, case);
-    // The other direction, and so many sources that boxes are put together of several.
+    // The other direction, from one source.
     if let Ok(plan) = Plan::new(remote, vec![local], case.descriptor_bytes) {
         views(&plan);
         let mirrored = Case {
@@ -197,6 +201,24 @@ fn live(case: &Case, local: &Geometry) {
     }
 }
 
+fn losses(plan: &Plan, case: &Case, moved: &Transfer) {
+    // Every other copy fails.
+    let rows = moved.reads.iter().flat_map(|read| read.copies.local.iter().step_by(2));
+    let failed: Vec<(u64, u64)> = rows.map(|row| (row[0], row[1])).collect();
+    let cached = case.descriptor_bytes;
+    let find = |failed: &[(u64, u64)]| {
+        plan.losses(case.num_tokens, &case.local_spans, &case.remote_spans, failed, cached).expect("the transfer is good")
+    };
+    assert!(find(&[]).layers.is_empty());
+    assert_eq!(find(&[]).whole_prefix, case.num_tokens);
+    let lost = find(&failed);
+    assert!(lost.whole_prefix <= case.num_tokens && lost.whole_prefix >= cached.min(case.num_tokens));
+    for loss in &lost.layers {
+        assert!(loss.tokens.iter().all(|range| range.0 < range.1 && range.1 <= case.num_tokens));
+        assert!(loss.tokens.windows(2).all(|two| two[0].1 < two[1].0));
+    }
+}
+
 fn request(plan: &Plan, case: &Case) {
     let sides = std::iter::once((plan.local(), case.local_spans.as_slice()));
     let remote = case.remote_spans.first().map(|spans| (plan.remote(0), spans.as_slice()));
@@ -207,6 +229,7 @@ fn request(plan: &Plan, case: &Case) {
     let by_ids = plan.ids(case.num_tokens, &case.local_spans, &case.remote_spans);
     match (&exact, &by_ids) {
         (Ok(exact), Ok(by_ids)) => {
+            losses(plan, case, exact);
             let (runs, id_runs) = (transfer(plan, exact), id_transfer(plan, by_ids));
             let bytes = |reads: &[(usize, Vec<Copy>)]| {
                 reads.iter().flat_map(|(_, runs)| runs).map(|run| u128::from(run.2)).sum::<u128>()

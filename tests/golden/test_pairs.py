@@ -172,6 +172,22 @@ def test_sources_of_a_context_parallel_latent(tp_rank, tp_size, remote_tp, cp, r
     assert sorted(moved.pairs) == sources
 
 
+@pytest.mark.xfail(strict=True, reason="a source that owes nothing is asked for tokens before the window: index panic")
+@pytest.mark.parametrize(("kind", "limit"), [("sliding", 4), ("chunked", 8)])
+def test_a_rank_that_owes_nothing_may_have_no_blocks(kind, limit):
+    # Of tokens 8..10 rank 2 of 3 has all. Ranks 0 and 1 have none of them, and hold nothing; D's block begins at
+    # token 6, where rank 1 would come in.
+    bound = {"window": limit} if kind == "sliding" else {"chunk": limit}
+
+    def side(base: int, block: int, cp_rank: int, cp_size: int) -> Geometry:
+        return rank(base, [Group(kind, block, cp_rank=cp_rank, cp_size=cp_size, **bound)], [("kv", 0, latent(block))])
+
+    prefill = [side(THERE + (r << 20), 4, r, 3) for r in range(3)]
+    spans = [Span(1, [1])], [[Span(0, [])], [Span(0, [])], [Span(0, [1])]]
+    moved = Moved(side(HERE, 6, 0, 1), prefill, 11, *spans)
+    assert moved.pairs == {2: {"kv": ([1], [1])}}
+
+
 # --- Token-exact, whatever was allocated -----------------------------------------------------------------
 
 

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.nixl
 CACHE_BYTES = 128 << 20
 """Of one process. Where a model needs more, one rank of several takes the place of the only one."""
 
+MANY_TENSORS = 16
+"""With more they are one region, as engines have them too: the oracle makes other stale bytes for each region."""
+
 SPARE = 1
 """Blocks of somebody else, apart from the null block."""
 
@@ -27,10 +30,6 @@ SPARE = 1
 def ranks() -> Iterator[Ranks]:
     with ranks_of_two_engines() as ranks:
         yield ranks
-
-
-MANY_TENSORS = 16
-"""With more they are one region, as engines have them too: the oracle makes other stale bytes for each region."""
 
 
 def rank_of(one: Model, num_blocks: int, tp_size: int) -> kvhma.Geometry:

@@ -24,7 +24,7 @@ from support.pairs import HERE, THERE, latent, rank, state
 from support.recipe import Recipe, draw
 from support.save import SAVE_CASE, as_case, is_sound, saved
 
-SEEDS = range(0, 120)
+SEEDS = range(120)
 
 
 def small(tokens: int = 6, **changes: object) -> Case:
@@ -168,7 +168,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failing() -> Case:
     """A large pair that the broken planner gets wrong: unequal ranks, windows, prefix hits."""
-    recipe = Recipe(tp="more", state="same", blocks="coprime", layouts="any", positions="prefix", layers="regrouped")
+    recipe = Recipe(tp="fewer", state="same", blocks="coprime", layouts="any", positions="prefix", layers="regrouped")
     for seed in range(200):
         case = as_case(generate(seed, recipe), 1 << 17)
         if len(case.local.groups) > 3 and len(case.remotes) > 1 and cases.failure(case):
@@ -242,8 +242,8 @@ def test_a_pair_that_does_not_fail_is_saved_as_it_is(tmp_path: Path, monkeypatch
 
 def test_generated_requests_are_sound_and_those_that_lack_blocks_are_not() -> None:
     spoiled = 0
-    for seed in SEEDS:
-        case = as_case(generate(seed, draw(seed), max_tokens=24), 0)
+    for seed in range(24):
+        case = as_case(generate(seed, draw(seed), max_tokens=16), 0)
         assert is_sound(case), str(seed)
         spans = [case.spans_of(index) for index in range(len(case.remotes))]
         for index, mine in enumerate(spans):
@@ -257,7 +257,7 @@ def test_generated_requests_are_sound_and_those_that_lack_blocks_are_not() -> No
                 # does not ask a source for what it reads from another.
                 assert not (refused and is_sound(short)), f"{seed}: {cases.check(short).text}"
                 spoiled += refused
-    assert spoiled > 50
+    assert spoiled > 30
 
 
 # --- Files that no reader should believe ----------------------------------------------------------------
@@ -355,12 +355,14 @@ def test_not_a_case(data: bytes) -> None:
     "path", [["num_tokens"], ["local_spans", 0, "first"], ["local_spans", 0, "ids", 0], ["remote_spans", 1, "ids", 0]]
 )
 def test_numbers_of_a_request_are_the_plans_to_refuse(path: list[object], number: int) -> None:
+    assert outcome(Case.from_json(changed(path, number))) in ("right", "refused", "too large to simulate")
+
+
+def outcome(case: Case) -> str:
     try:
-        verdict = cases.check(Case.from_json(changed(path, number)))
+        return cases.check(case).outcome
     except RequestError as error:
-        assert "too large to simulate" in str(error)
-    else:
-        assert verdict.outcome in ("right", "refused")
+        return str(error).split(":")[0]
 
 
 def large(**changes: object) -> Case:
@@ -411,11 +413,9 @@ def test_aliased_layers_count_every_time() -> None:
 def test_ranks_of_no_global_cache_are_not_simulated() -> None:
     case = small()
     bases = [replace(region, base=HERE) for region in case.local.regions]
-    overlapping = small(local=replace(case.local, regions=tuple(bases)))
-    try:
-        assert cases.check(overlapping).outcome == "refused"
-    except RequestError as error:
-        assert "cannot be simulated: regions 0 and 1 overlap" in str(error)
+    overlapping = small(local=replace(case.local, regions=tuple(bases)), local_spans=(Span(0, [3, 5]), Span(0, [7])))
+    with pytest.raises(RequestError, match="cannot be simulated: regions 0 and 1 overlap"):
+        cases.check(overlapping)
 
 
 def test_random_damage_never_raises_anything_else() -> None:
@@ -492,7 +492,7 @@ def test_json_output(files: dict[str, Path]) -> None:
         "moved": 10,
         "excess": 0,
         "zeroed": 2,
-        "untouched": 32 + 64 - 12,
+        "untouched": 2 * 8 * 4 - 12,
         "mergeable": 0,
     }
 

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::geometry::Group;
 use crate::pieces::Tokens;
 use crate::span::Blocks;
+use crate::table::{NEXT_PAIR, Pairs, pack};
 
 /// Tokens of one local kernel block that are in one remote kernel block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,24 +106,32 @@ pub(crate) fn touched_start(local: &Side, num_tokens: u64) -> u64 {
     local.start().max(local.group.need_start(num_tokens) / block_size * block_size)
 }
 
-/// Block pairs of `start..end` when both sides have the same blocks and hold every position: entry meets entry.
-/// Returns the pairs and where whole blocks end.
-pub(crate) fn pair_equal<'a>(
-    local: &'a Side,
-    remote: &'a Side,
-    start: u64,
-    end: u64,
-) -> Option<(impl Iterator<Item = (u64, u64)> + 'a, u64)> {
-    let size = local.group.block_size;
-    let plain = |side: &Side| side.group.block_size == size && side.group.ratio == 1 && side.group.cp_size == 1;
-    if !plain(local) || !plain(remote) || start % size != 0 {
+/// The same as [`pair`] for whole kernel blocks of equal size on sides that hold every position, without a step for each
+/// block: appends pairs and returns where the last whole block ends, or None if this is another case.
+pub(crate) fn pair_whole(local: &Side, remote: &Side, start: u64, end: u64, out: &mut Pairs) -> Option<u64> {
+    let tokens = local.group.kernel_tokens();
+    let plain = |side: &Side| side.group.kernel_tokens() == tokens && side.group.cp_size == 1;
+    if !plain(local) || !plain(remote) || start % tokens != 0 {
         return None;
     }
-    let blocks = |side: &'a Side| {
-        let index = |token: u64| (token / size - side.blocks.first) as usize;
-        side.blocks.ids[index(start)..index(end.max(start))].iter().copied().map(u64::from)
-    };
-    Some((blocks(local).zip(blocks(remote)), end / size * size))
+    let (first, last) = (start / tokens, end / tokens);
+    let (ratio, other) = (local.group.ratio, remote.group.ratio);
+    if ratio == 1 && other == 1 {
+        let ids = |side: &Side| (first - side.blocks.first) as usize..(last.max(first) - side.blocks.first) as usize;
+        let pairs = local.blocks.ids[ids(local)].iter().zip(&remote.blocks.ids[ids(remote)]);
+        out.extend(pairs.map(|(&mine, &theirs)| pack(mine.into(), theirs.into())));
+        return Some(last * tokens);
+    }
+    let mut block = first;
+    while block < last {
+        let (mine, theirs) = (block % ratio, block % other);
+        let count = (ratio - mine).min(other - theirs).min(last - block);
+        let pair =
+            pack(local.blocks.id(block / ratio) * ratio + mine, remote.blocks.id(block / other) * other + theirs);
+        out.extend((0..count).map(|step| pair + step * NEXT_PAIR));
+        block += count;
+    }
+    Some(last * tokens)
 }
 
 /// Walks the tokens `start..end` that both sides hold, in the order of the sequence.

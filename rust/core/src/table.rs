@@ -11,6 +11,9 @@ use crate::runs::{Copies, Descriptor, Run, devices};
 /// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
 pub(crate) type Pairs = Vec<u64>;
 
+/// From a pair to that of the next blocks on both sides.
+pub(crate) const NEXT_PAIR: u64 = 1 << 32 | 1;
+
 pub(crate) fn pack(local: u64, remote: u64) -> u64 {
     local << 32 | remote
 }
@@ -248,7 +251,6 @@ pub(crate) fn sort(pairs: &mut Pairs) {
 
 /// Block pairs that follow each other on both sides: the first pair and how many.
 pub(crate) fn stretches(pairs: &[u64]) -> Vec<(u64, u64)> {
-    const NEXT: u64 = 1 << 32 | 1;
     let mut found: Vec<(u64, u64)> = Vec::new();
     let mut expected = None;
     for &pair in pairs {
@@ -256,7 +258,7 @@ pub(crate) fn stretches(pairs: &[u64]) -> Vec<(u64, u64)> {
             Some(last) if expected == Some(pair) => last.1 += 1,
             _ => found.push((pair, 1)),
         }
-        expected = Some(pair + NEXT);
+        expected = Some(pair + NEXT_PAIR);
     }
     found
 }
@@ -285,7 +287,7 @@ mod tests {
             let pairs: Pairs = starts.iter().flat_map(|&(l, r, n)| (0..n).map(move |i| pack(l + i, r + i))).collect();
             let back: Pairs = stretches(&pairs)
                 .iter()
-                .flat_map(|&(first, count)| (0..count).map(move |i| first + i * (1 << 32 | 1)))
+                .flat_map(|&(first, count)| (0..count).map(move |i| first + i * NEXT_PAIR))
                 .collect();
             prop_assert_eq!(back, pairs);
         }

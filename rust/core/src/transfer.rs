@@ -8,7 +8,7 @@ use crate::link::{Link, STATE};
 use crate::pieces::Tokens;
 use crate::plan::Plan;
 use crate::runs::{Copies, Descriptor, apart};
-use crate::segment::{Reach, Segment, Side, pair, pair_equal, touched_start};
+use crate::segment::{Reach, Segment, Side, pair, pair_whole, touched_start};
 use crate::span::{Blocks, Span, check_spans};
 use crate::table::{ByCut, Pairs, pack};
 
@@ -233,9 +233,8 @@ impl Plan {
             _ => {
                 if let Some(Reach { mut start, end, .. }) = request.reach[link.local_group].filter(|r| r.start < r.end)
                 {
-                    if let Some((pairs, whole)) = pair_equal(&local, &remote, start, end) {
-                        let tokens = Tokens { local: 0, remote: 0, count: local.group.block_size };
-                        cuts.extend(tokens, pairs);
+                    let tokens = Tokens { local: 0, remote: 0, count: local.group.kernel_tokens() };
+                    if let Some(whole) = pair_whole(&local, &remote, start, end, cuts.list(tokens)) {
                         start = whole;
                     }
                     pair(&local, &remote, start, end, |segment| cuts.put(segment));
@@ -303,17 +302,9 @@ impl Cuts {
         self.list(segment.tokens).push(pack(segment.local, segment.remote));
     }
 
-    fn extend(&mut self, cut: Tokens, pairs: impl Iterator<Item = (u64, u64)>) {
-        let packed = pairs.map(|(local, remote)| pack(local, remote));
-        self.list(cut).extend(packed);
-    }
-
     fn sorted(mut self) -> ByCut {
-        if self.lists.is_empty() {
-            return self.last.into_iter().collect();
-        }
         self.lists.extend(self.last);
-        self.lists.into_iter().collect()
+        self.lists.into_iter().filter(|(_, pairs)| !pairs.is_empty()).collect()
     }
 }
 

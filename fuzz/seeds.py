@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write what fuzzing starts from into fuzz/corpus: small good geometries for `json`, random bytes for the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from support.generate import generate  # noqa: E402
+from support.recipe import draw  # noqa: E402
+from support.tiny import tiny_hybrid  # noqa: E402
+
+from kvhma.hybrid import LayoutError, layout  # noqa: E402
+from kvhma.models import models  # noqa: E402
+
+LONGEST = 4000
+"""Bytes of a seed; from there on most mutations hit nothing of interest."""
+
+
+def geometries():
+    yield tiny_hybrid(10, speculative=2)
+    for seed in range(300):
+        case = generate(seed, draw(seed))
+        yield case.local
+        yield case.remotes[0]
+    for model, order, kv in itertools.product(models().values(), ["LBHNC", "BLNHC"], ["packed", "split"]):
+        caches = tuple(dict.fromkeys(model.layers))[:3]
+        state = model.state and dataclasses.replace(
+            model.state, conv_dtype="bfloat16", ssm_dtype="float32"
+        )
+        try:
+            small = dataclasses.replace(model, layers=caches, state=state)
+            yield layout(small, num_blocks=4, order=order, kv=kv, speculative=1)
+        except LayoutError:
+            continue
+
+
+def main() -> None:
+    def folder(name):
+        path = HERE / "corpus" / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    for index, geometry in enumerate(geometries()):
+        if len(form := geometry.to_json()) <= LONGEST:
+            (folder("json") / f"seed-{index}").write_bytes(form)
+    for path in sorted((HERE.parent / "tests" / "attacks" / "corpus").glob("*.json")):
+        case = json.loads(path.read_bytes())
+        if "geometry" in case:
+            (folder("json") / f"seed-{path.stem}").write_text(case["geometry"])
+    for target, lengths in (("plan", (100, 200, 400)), ("ids", (50, 200))):
+        for index in range(300):
+            rng = random.Random(f"{target} {index}")
+            (folder(target) / f"seed-{index}").write_bytes(rng.randbytes(rng.choice(lengths)))
+
+
+if __name__ == "__main__":
+    main()
