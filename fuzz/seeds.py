@@ -31,13 +31,9 @@ def geometries():
         yield case.local
         yield case.remotes[0]
     for model, order, kv in itertools.product(models().values(), ["LBHNC", "BLNHC"], ["packed", "split"]):
-        caches = tuple(dict.fromkeys(model.layers))[:3]
-        state = model.state and dataclasses.replace(
-            model.state, conv_dtype="bfloat16", ssm_dtype="float32"
-        )
+        one_of_each = dataclasses.replace(model, layers=tuple(dict.fromkeys(model.layers)))
         try:
-            small = dataclasses.replace(model, layers=caches, state=state)
-            yield layout(small, num_blocks=4, order=order, kv=kv, speculative=1)
+            yield layout(one_of_each, num_blocks=4, order=order, kv=kv, speculative=1)
         except LayoutError:
             continue
 

@@ -128,7 +128,10 @@ class IdRead:
         """Bytes moved."""
     @property
     def descriptors(self) -> int:
-        """Descriptors left after NIXL joins ids that follow each other in dense views on both sides."""
+        """Descriptors left after NIXL joins ids that follow each other in dense strided views on both sides.
+
+        Where views are written out row by row (NIXL before 1.5), it may also join across views that touch.
+        """
 
 @final
 class IdTransfer:

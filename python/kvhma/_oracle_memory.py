@@ -362,7 +362,11 @@ def _token_at(part: Part, rest: int) -> int | None:
 
 
 def _tile(region: Bytes, seed: int, what: str) -> None:
-    tile = _table(1 << 20, seed, what)[:_TILE]
+    # One table for all regions, each with a start of its own: a table for every region takes longer than its use.
+    size = 1 << 20
+    shift = int(_salt(f"{seed}/{what}")) % size
+    table = _table(size, seed, what.split()[0])
+    tile = np.concatenate((table[shift:], table[:shift]))[:_TILE]
     for start in range(0, region.size, _TILE):
         end = min(region.size, start + _TILE)
         region[start:end] = tile[: end - start]

@@ -43,8 +43,8 @@ class Readers:
     """Who reads from whom when all ranks of the decode side have planned.
 
     Attributes:
-        counts: for each source, how many notifications it will get: one of each rank that reads from it, or of the one rank
-            that only notifies it.
+        counts: for each source, how many notifications it will get: one of each rank that reads from it, or of the
+            one rank that only notifies it.
         notify_only: for each rank, sources it reads nothing from but has to notify, since nobody reads from them.
     """
 

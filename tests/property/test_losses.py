@@ -6,13 +6,13 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from support.generate import generate
-from support.recipe import draw
-from support.tiny import tiny_hybrid
 
 import kvhma
 from kvhma import Span
 from kvhma._reference import layer_bytes
+from support.generate import generate
+from support.recipe import draw
+from support.tiny import tiny_hybrid
 
 
 def expected_losses(case, failed):

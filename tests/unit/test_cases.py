@@ -22,7 +22,7 @@ from support.generate import generate
 from support.mutate import plain
 from support.pairs import HERE, THERE, latent, rank, state
 from support.recipe import Recipe, draw
-from support.save import SAVE_CASE, as_case, is_sound, saved
+from support.save import SAVE_CASE, as_case, saved
 
 SEEDS = range(120)
 
@@ -238,26 +238,6 @@ def test_a_pair_that_does_not_fail_is_saved_as_it_is(tmp_path: Path, monkeypatch
     pair = generate(1, draw(1))
     assert saved(pair, 64).startswith("does not fail on its own, written to")
     assert cases.load(tmp_path / "case.json") == as_case(pair, 64)
-
-
-def test_generated_requests_are_sound_and_those_that_lack_blocks_are_not() -> None:
-    spoiled = 0
-    for seed in range(24):
-        case = as_case(generate(seed, draw(seed), max_tokens=16), 0)
-        assert is_sound(case), str(seed)
-        spans = [case.spans_of(index) for index in range(len(case.remotes))]
-        for index, mine in enumerate(spans):
-            for group, span in enumerate(mine):
-                if not span.ids:
-                    continue
-                cut = (*mine[:group], Span(span.first, span.ids[:-1]), *mine[group + 1 :])
-                short = replace(case, remote_spans=(*spans[:index], cut, *spans[index + 1 :]))
-                refused = cases.check(short).outcome == "refused"
-                # Whatever a plan refuses because blocks are missing was not sound; not the other way about: a plan
-                # does not ask a source for what it reads from another.
-                assert not (refused and is_sound(short)), f"{seed}: {cases.check(short).text}"
-                spoiled += refused
-    assert spoiled > 30
 
 
 # --- Files that no reader should believe ----------------------------------------------------------------

@@ -130,8 +130,8 @@ def test_ids_refuse_what_views_cannot_say():
 
 
 def test_context_parallel_ranks_that_dropped_different_blocks():
-    # Window 4 after 9 tokens: 6, 7 and 8 are needed. Rank 0 of P holds blocks 0, 2, .. and has dropped block 0; rank 1 has
-    # its first block, tokens 4..8, still.
+    # Window 4 after 9 tokens: 6, 7 and 8 are needed. Rank 0 of P holds blocks 0, 2, .. and has dropped block 0; rank 1
+    # still has its first block, tokens 4..8.
     page = kvhma.Page((kvhma.Part("kv", "uint8", 1, 0, (kvhma.Axis("tokens", 4, 8), kvhma.Axis("content", 8, 1))),))
 
     def rank(base, **parallel):

@@ -9,10 +9,10 @@ import sys
 def main() -> None:
     """Run the command line; without the ``cli`` extra, say how to get it."""
     try:
-        from kvhma.cli.app import app
+        from kvhma.cli.app import run
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in {"click", "rich"}:
             raise
         sys.stderr.write(f"kvhma: the command line needs {error.name}: pip install 'kvhma[cli]'\n")
         raise SystemExit(2) from None
-    app()
+    run()

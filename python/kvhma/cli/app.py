@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import click
 
@@ -14,23 +14,25 @@ from kvhma.cli.plan import plan
 from kvhma.errors import KvhmaError
 
 
-class _Failure(click.ClickException):
-    exit_code = 2
-
-
-class _Group(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        """Turn errors of kvhma into one line and exit code 2."""
-        try:
-            return super().invoke(ctx)
-        except KvhmaError as error:
-            raise _Failure(str(error)) from error
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def app() -> None:
     """What must move when a prefill engine hands a hybrid KV cache to a decode engine."""
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line: whatever is wrong with the input is one line and exit code 2."""
+    try:
+        code = app.main(arguments, standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        raise SystemExit(2) from None
+    except KvhmaError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(2) from None
+    except click.Abort:
+        raise SystemExit(130) from None
+    raise SystemExit(code or 0)
 
 
 app.add_command(check)

@@ -125,10 +125,10 @@ def _receive(pipe: Connection, name: str) -> Any:
 
 def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
     geometry = geometry_of(plan.model, plan.num_blocks)
-    tables = (
-        [table[cached:] for table, cached in zip(request.local, request.cached, strict=True)],
-        request.remote,
-    )
+    # vLLM pairs lists from their ends, so D's block for the tokens to come must not be in them.
+    ends = [len(table) for table in request.remote]
+    local = zip(request.local, request.cached, ends, strict=True)
+    tables = ([table[cached:end] for table, cached, end in local], request.remote)
     selected = baselines.vllm_selection(geometry, geometry, *tables)
     plain = _plain(plan, request)
     return {

@@ -43,8 +43,8 @@ def plan(local: Path, remote: tuple[Path, ...], request: Path, descriptor_bytes:
     Geometries are JSON as docs/geometry.md describes. A request is
     {"num_tokens": N, "local": [{"first": 0, "ids": [..]}, ..], "remote": [..]} with a span for each group.
     """
-    ours = kvhma.Geometry.from_json(local.read_bytes())
-    theirs = [kvhma.Geometry.from_json(path.read_bytes()) for path in remote]
+    ours = _read_geometry(local)
+    theirs = [_read_geometry(path) for path in remote]
     num_tokens, ours_spans, theirs_spans = _read_request(request)
     planned = kvhma.plan(ours, theirs, descriptor_bytes=descriptor_bytes)
     transfer = planned.transfer(num_tokens, ours_spans, theirs_spans)
@@ -54,6 +54,13 @@ def plan(local: Path, remote: tuple[Path, ...], request: Path, descriptor_bytes:
         click.echo(json.dumps(form))
         return
     _print(form)
+
+
+def _read_geometry(path: Path) -> kvhma.Geometry:
+    try:
+        return kvhma.Geometry.from_json(path.read_bytes())
+    except kvhma.KvhmaError as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _read_request(path: Path) -> tuple[Any, list[kvhma.Span], list[kvhma.Span]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import random
 from dataclasses import dataclass
 
@@ -94,25 +95,26 @@ def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenari
         RequestError: the cache for that many tokens would be larger than the demo may be.
     """
     probe = geometry_of(model, 2)
-    page = sum(region.bytes for region in probe.regions) // 2
     block = max(group.block_size for group in probe.groups if group.kind != "ssm")
     longest = _default_tokens(model, block) if tokens is None else tokens
+    if (size := _cache_bytes(probe, longest)) > MAX_CACHE_BYTES:
+        fits = bisect.bisect_right(range(1, longest), MAX_CACHE_BYTES, key=lambda n: _cache_bytes(probe, n))
+        if tokens is not None or not fits:
+            hint = f"try --tokens {fits}" if fits else "not even one token fits"
+            raise RequestError(
+                f"{model.name}: {longest} tokens need a cache of {size >> 20} MiB, at most {MAX_CACHE_BYTES >> 20} are "
+                f"used; {hint}"
+            )
+        longest = fits
+    num_blocks = _num_blocks(probe, longest)
     rng = random.Random(seed)  # noqa: S311 - block ids, not secrets
     shapes = [
-        ("short prompt", max(1, longest // 8 + 3), 0.0),
-        ("prefix hit", max(1, longest // 2 + 1), 0.5),
+        ("short prompt", min(longest, longest // 8 + 3), 0.0),
+        ("prefix hit", max(1, longest // 2), 0.5),
         ("long prompt", longest, 0.0),
     ]
     while len(shapes) < count:
         shapes.append(("arbitrary", rng.randint(1, longest), rng.choice([0.0, 0.3, 0.7])))
-    needs = [sum(len(table) for table in _tables(probe, n, rng, 1 << 30)) for _, n, _ in shapes[:count]]
-    num_blocks = max(needs) * 5 // 4 + 8
-    if num_blocks * page > MAX_CACHE_BYTES:
-        fits = longest * MAX_CACHE_BYTES // (num_blocks * page)
-        raise RequestError(
-            f"{model.name}: {longest} tokens need a cache of {num_blocks * page >> 20} MiB, at most "
-            f"{MAX_CACHE_BYTES >> 20} are used; try --tokens {fits}"
-        )
     requests = []
     for name, n, hit in shapes[:count]:
         geometry = geometry_of(model, num_blocks)
@@ -125,6 +127,17 @@ def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenari
 def _default_tokens(model: Model, block: int) -> int:
     window = model.window or min(model.chunk or 0, 1024)
     return max(2 * window, 2 * block, 512) + block // 2 + 5
+
+
+def _num_blocks(probe: Geometry, tokens: int) -> int:
+    """Blocks for a prompt, and some more for its ids to be scattered in."""
+    groups = len(probe.groups)
+    return (sum(map(len, baselines.sequence_blocks(probe, tokens))) + groups) * 5 // 4 + 2
+
+
+def _cache_bytes(probe: Geometry, tokens: int) -> int:
+    """Bytes of a cache that holds a prompt; `probe` has two blocks."""
+    return sum(region.bytes for region in probe.regions) // 2 * _num_blocks(probe, tokens)
 
 
 def _tables(geometry: Geometry, tokens: int, rng: random.Random, pool: int, extra: int = 0) -> list[list[int]]:

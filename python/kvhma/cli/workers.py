@@ -72,8 +72,9 @@ def decode(pipe: Connection, scenario: Scenario, seed: int, corrupt: bool) -> No
                 if told is None or (told.descriptors, told.nbytes) != (read.descriptors, read.bytes):
                     raise TransferError(f"NIXL moved {told}, planned were {read.descriptors}, {read.bytes} bytes")
             seconds = time.perf_counter() - start
-            if corrupt:
-                regions[0][len(regions[0]) // 2] ^= 1
+            if corrupt and transfer.reads:
+                at = ctypes.c_uint8.from_address(int(transfer.reads[0].local[0, 0]))
+                at.value ^= 1
             moved = zeroed = untouched = 0
             wrong = None
             try:
