@@ -302,13 +302,13 @@ def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence
 
 
 REASONS = {
-    "heads": "P's blocks are shorter and heads lie outside of tokens in a page, so in D's longer block the tokens of each "
-    "head have a place of their own: one copy for each head of each of P's blocks. vLLM reads a block of P as it is "
-    "and lets D's device move the tokens afterwards, in every block of the request. kvhma only reads. With tokens outside of "
-    "heads, or with P's kernel blocks on D, the table below has no such row.",
+    "heads": "P's blocks are shorter and heads lie outside of tokens in a page, so in D's longer block the tokens of "
+    "each head have a place of their own: one copy for each head of each of P's blocks. vLLM reads a block of P as it is "
+    "and lets D's device move the tokens afterwards, in every block of the request; kvhma only reads. With tokens "
+    "outside of heads, or where D's kernel addresses blocks of P's size, no row is of this kind.",
     "absent": "In a fresh pool the blocks of all groups follow each other, and vLLM sends all groups from all shared "
-    "tensors. Where a group has no layer in a tensor, kvhma leaves its blocks out, and two runs remain where vLLM has one: at "
-    "most one more for each empty place. The bytes between are no layer's; they are whatever was there before.",
+    "tensors. Where a group has no layer in a tensor, kvhma leaves its blocks out, and two runs remain where vLLM has "
+    "one: at most one more for each empty place. The bytes between are no layer's; they are whatever was there before.",
 }
 
 
@@ -322,9 +322,10 @@ def report(found: Sequence[Row]) -> None:
         "Made by `make counts`. No times: the same on every machine. Descriptors are what is left after NIXL's own "
         "merging, bytes are what moves; both are summed over all ranks of D and their sources. vLLM's selection is "
         "`kvhma.baselines.vllm_selection`; `make bench-vllm` compares it with vLLM's own functions.\n\n"
-        "*fresh*: block ids ascend, group after group, on both sides. *used*: seeded stretches of 1 to 8 blocks, up and "
-        "down, with jumps. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), unless the "
-        "heading says otherwise. Where vLLM wants prefix caching off for a pair, it is off.\n"
+        "*fresh*: block ids ascend, group after group, on both sides. *used*: seeded stretches of 1 to 8 blocks, up "
+        "and down, with jumps. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), "
+        "unless the heading says otherwise. *refused*: by vLLM's handshake, or by an assertion while it reads. Where "
+        "vLLM wants prefix caching off for a pair, it is off.\n"
     )
     print("## In short\n")
     print(
@@ -360,8 +361,8 @@ def report(found: Sequence[Row]) -> None:
     print("No row has more bytes.\n" if not any(more_bytes(one) for one in found) else "Some rows have more bytes.\n")
     print("## `descriptor_bytes`\n")
     print(
-        "When a last block may be cut to save bytes. Rows with more descriptors than vLLM, and descriptors and MiB of all "
-        "rows together:\n"
+        "When a last block may be cut to save bytes. Rows with more descriptors than vLLM, and descriptors and MiB of "
+        "all rows together:\n"
     )
     print("| | rows with more | descriptors | MiB |\n|---|---|---|---|")
     for name, of in (("0: always cut", "exact"), ("128 KiB, the default", "kvhma"), ("never cut", "whole")):

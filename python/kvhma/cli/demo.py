@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -150,19 +149,19 @@ def _plain(plan: Scenario, request: Request) -> baselines.Count:
 
 def _table(name: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(
-        title=f"{name}: descriptors / MiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+        title=f"{name}: descriptors/MiB of each hand-off", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )
     table.add_column("request", no_wrap=True)
     for column in ("tokens", "blocks", "all full", "vLLM 0.32", "kvhma", "ms"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("right", no_wrap=True)
+    table.add_column("verified", no_wrap=True)
     for row in rows:
         counts = [row["plain"], row["vllm"], row]
         table.add_row(
             row["name"],
             f"{row['tokens']}",
             f"{row['blocks']}",
-            *(f"{count['descriptors']} / {count['bytes'] / 2**20:.0f}" for count in counts),
+            *(f"{count['descriptors']}/{count['bytes'] / 2**20:.0f}" for count in counts),
             f"{row['seconds'] * 1e3:.0f}",
             "[green]yes[/]" if row["verified"] else "[red]no[/]",
         )
