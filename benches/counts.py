@@ -379,13 +379,20 @@ def report(found: Sequence[Row]) -> None:
         )
         mine = [one for one in found if one.pairing is pairing]
         for fresh, used in zip(mine[::2], mine[1::2], strict=True):
-            cells = []
-            for one in (fresh, used):
-                cells.append("refused" if one.vllm is None else f"{one.vllm.descriptors:,}")
-                cells.append(f"{one.kvhma.descriptors:,}" + (" **more**" if one.has_more() else ""))
-            cells += ["refused" if fresh.vllm is None else mib(fresh.vllm), mib(fresh.kvhma)]
-            print(f"| {fresh.model} | {fresh.tokens:,} | {' | '.join(cells)} |")
+            print(line(fresh, used))
         print()
+
+
+def line(fresh: Row, used: Row) -> str:
+    """Return a row of a pairing's table: one request with block ids of both kinds."""
+    cells = [fresh.model, f"{fresh.tokens:,}"]
+    for one in (fresh, used):
+        cells.append("refused" if one.vllm is None else f"{one.vllm.descriptors:,}")
+        cells.append(f"{one.kvhma.descriptors:,}" + (" **more**" if one.has_more() else ""))
+    # How much moves does not depend on where blocks are.
+    assert fresh.kvhma.bytes == used.kvhma.bytes
+    cells += ["refused" if fresh.vllm is None else mib(fresh.vllm), mib(fresh.kvhma)]
+    return f"| {' | '.join(cells)} |"
 
 
 def more_bytes(one: Row) -> bool:

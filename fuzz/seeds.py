@@ -13,12 +13,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from support.generate import generate  # noqa: E402
-from support.recipe import draw  # noqa: E402
-from support.tiny import tiny_hybrid  # noqa: E402
+from support.generate import generate
+from support.recipe import draw
+from support.tiny import tiny_hybrid
 
-from kvhma.hybrid import LayoutError, layout  # noqa: E402
-from kvhma.models import models  # noqa: E402
+from kvhma.hybrid import LayoutError, layout
+from kvhma.models import models
 
 LONGEST = 4000
 """Bytes of a seed; from there on most mutations hit nothing of interest."""

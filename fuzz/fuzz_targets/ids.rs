@@ -3,8 +3,8 @@
 //! allocate are not asked for.
 #![no_main]
 use arbitrary::{Arbitrary, Unstructured};
-use kvhma_core::views::{self, View, expand_views};
 use kvhma_core::ids;
+use kvhma_core::views::{self, View, expand_views};
 use kvhma_fuzz::case::number;
 use libfuzzer_sys::fuzz_target;
 
@@ -58,7 +58,8 @@ fuzz_target!(|input: Input| {
         let (ratio, total) = (number(0), number(0).saturating_mul(list.len() as u64));
         if total <= MAX_ENTRIES || total > i32::MAX as u64 {
             if let Ok(kernel) = ids::expand_blocks(list, ratio) {
-                let back: Vec<i64> = kernel.iter().step_by(ratio as usize).map(|&id| i64::from(id) / ratio as i64).collect();
+                let back: Vec<i64> =
+                    kernel.iter().step_by(ratio as usize).map(|&id| i64::from(id) / ratio as i64).collect();
                 assert_eq!(&back, list);
                 assert!(kernel.iter().all(|&id| id >= 0));
             }

@@ -187,7 +187,9 @@ impl Engine<'_> {
         };
         let regions = if self.order == 0 { slots.max(1) } else { 1 };
         let room = (u64::MAX / regions).saturating_sub(region_bytes);
-        let base = |index: u64| if self.high { u64::MAX - region_bytes - index * region_bytes } else { 4096 + index * region_bytes };
+        let base = |index: u64| {
+            if self.high { u64::MAX - region_bytes - index * region_bytes } else { 4096 + index * region_bytes }
+        };
         let base = |index: u64| if room < 8192 { 0 } else { base(index) };
         let mut layers = Vec::new();
         for (index, group) in self.groups.iter().enumerate() {
@@ -235,7 +237,9 @@ impl Engine<'_> {
             let mut bytes = part.item.saturating_mul(self.scale);
             let item = bytes;
             let mut axes = Vec::new();
-            let shard = |extent: u64| (extent * rank / self.tp, (extent * (rank + 1) / self.tp).max(extent * rank / self.tp + 1));
+            let shard = |extent: u64| {
+                (extent * rank / self.tp, (extent * (rank + 1) / self.tp).max(extent * rank / self.tp + 1))
+            };
             let mut dims: Vec<(String, u64, u64, u64)> = part
                 .axes
                 .iter()
@@ -248,7 +252,10 @@ impl Engine<'_> {
                 })
                 .collect();
             if part.tokens {
-                dims.insert(if self.tokens_first { 0 } else { dims.len() }, ("tokens".into(), group.kernel, 0, group.kernel));
+                dims.insert(
+                    if self.tokens_first { 0 } else { dims.len() },
+                    ("tokens".into(), group.kernel, 0, group.kernel),
+                );
             }
             let outermost = dims.len();
             for (place, (name, extent, start, length)) in dims.into_iter().enumerate() {
@@ -259,7 +266,9 @@ impl Engine<'_> {
                     bytes = bytes.saturating_mul(length);
                 }
             }
-            parts.push(json!({"name": format!("p{index}"), "dtype": "u8", "item_bytes": item, "offset": offset, "axes": axes}));
+            parts.push(
+                json!({"name": format!("p{index}"), "dtype": "u8", "item_bytes": item, "offset": offset, "axes": axes}),
+            );
             offset = bytes.saturating_add(offset);
         }
         (json!({"parts": parts}), offset)

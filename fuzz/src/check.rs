@@ -28,7 +28,9 @@ fn inside(geometry: &Geometry, row: Descriptor) {
     assert!(length > 0, "an empty copy");
     let end = address.checked_add(length);
     let held = geometry.regions().iter().any(|region| {
-        u64::from(region.device) == device && region.base <= address && end.is_some_and(|end| end <= region.base + region.bytes)
+        u64::from(region.device) == device
+            && region.base <= address
+            && end.is_some_and(|end| end <= region.base + region.bytes)
     });
     assert!(held, "{row:?} leaves its region");
 }
@@ -122,10 +124,14 @@ fn id_transfer(plan: &Plan, moved: &IdTransfer) -> Vec<(usize, Vec<Copy>)> {
         assert_eq!(read.local.len(), read.remote.len());
         assert_eq!(plan.id_descriptors(read.source, &read.local).as_ref(), Ok(&expand(local, &read.local)));
         let (local, remote) = (expand(local, &read.local), expand(remote, &read.remote));
-        let pairs: Vec<Copy> = local.iter().zip(&remote).map(|(local, remote)| {
-            assert_eq!(local[1], remote[1]);
-            (local[0], remote[0], local[1])
-        }).collect();
+        let pairs: Vec<Copy> = local
+            .iter()
+            .zip(&remote)
+            .map(|(local, remote)| {
+                assert_eq!(local[1], remote[1]);
+                (local[0], remote[0], local[1])
+            })
+            .collect();
         written.extend(&local);
         assert_eq!(read.bytes, local.iter().map(|row| row[1]).sum::<u64>());
         assert!(read.merged <= read.local.len() as u64);
@@ -207,7 +213,8 @@ fn losses(plan: &Plan, case: &Case, moved: &Transfer) {
     let failed: Vec<(u64, u64)> = rows.map(|row| (row[0], row[1])).collect();
     let cached = case.descriptor_bytes;
     let find = |failed: &[(u64, u64)]| {
-        plan.losses(case.num_tokens, &case.local_spans, &case.remote_spans, failed, cached).expect("the transfer is good")
+        plan.losses(case.num_tokens, &case.local_spans, &case.remote_spans, failed, cached)
+            .expect("the transfer is good")
     };
     assert!(find(&[]).layers.is_empty());
     assert_eq!(find(&[]).whole_prefix, case.num_tokens);

@@ -237,7 +237,10 @@ def transfer(
                 held.setdefault(item, (source, place))
     shared = {layer.name for remote in remotes for layer in remote.layers}
     tokens = {(item.layer, item.token) for item in held}
-    starts = [first_held_token(local, index, remotes, spans) for index in range(len(local.groups))]
+    starts = [
+        first_held_token(local, index, remotes, spans, first_needed_token(group, num_tokens))
+        for index, group in enumerate(local.groups)
+    ]
 
     pairs: dict[int, list[tuple[Byte, Byte]]] = {}
     zero: list[tuple[Byte, Byte]] = []
@@ -275,20 +278,27 @@ def spans_by_source(spans: Sequence[Span] | Sequence[Sequence[Span]], sources: i
     return list(cast("Sequence[Sequence[Span]]", spans))
 
 
-def first_held_token(local: Geometry, index: int, remotes: Sequence[Geometry], spans: Sequence[Sequence[Span]]) -> int:
-    """Return the first token that P has of all layers of D's group `index`.
+def first_held_token(
+    local: Geometry, index: int, remotes: Sequence[Geometry], spans: Sequence[Sequence[Span]], needed: int
+) -> int:
+    """Return the first token from which on P has all before `needed` of all layers of D's group `index`.
 
-    Its layers may be in several groups of P, whose spans begin at different tokens. They only differ in
-    tokens that are needed no more, and a group is moved from one token on: the last of those beginnings.
+    Its layers may be in several groups of P, whose spans hold different tokens. They may only differ in tokens that are
+    needed no more, and a group is moved from one token on.
     """
     names = {layer.name for layer in local.layers if layer.group == index}
-    first = 0
-    for source, remote in enumerate(remotes):
-        for layer in remote.layers:
-            if layer.name in names:
-                group = remote.groups[layer.group]
-                first = max(first, spans[source][layer.group].first * group.cp_size * group.block_size)
-    return first
+    owners = [
+        (remote.groups[layer.group], spans[source][layer.group])
+        for source, remote in enumerate(remotes)
+        for layer in remote.layers
+        if layer.name in names
+    ]
+    for token in reversed(range(needed)):
+        for group, span in owners:
+            entry, rank = divmod(token // group.block_size, group.cp_size)
+            if rank == group.cp_rank and not span.first <= entry < span.first + len(span.ids):
+                return token + 1
+    return 0
 
 
 # --- Which bytes are neighbours -------------------------------------------------------------------------

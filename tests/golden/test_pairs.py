@@ -172,7 +172,6 @@ def test_sources_of_a_context_parallel_latent(tp_rank, tp_size, remote_tp, cp, r
     assert sorted(moved.pairs) == sources
 
 
-@pytest.mark.xfail(strict=True, reason="a source that owes nothing is asked for tokens before the window: index panic")
 @pytest.mark.parametrize(("kind", "limit"), [("sliding", 4), ("chunked", 8)])
 def test_a_rank_that_owes_nothing_may_have_no_blocks(kind, limit):
     # Of tokens 8..10 rank 2 of 3 has all. Ranks 0 and 1 have none of them, and hold nothing; D's block begins at

@@ -60,6 +60,14 @@ def test_round_trip() -> None:
         assert Case.from_json(case.to_json().decode()) == case
 
 
+def test_the_example_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cases.md").read_text(encoding="utf-8")
+    case = Case.from_json(text.split("```json\n")[1].split("```")[0])
+    assert case.expect is not None
+    assert case.expect.runs is not None
+    assert cases.check(case).outcome == "right"
+
+
 def test_arrays_of_ids_become_lists() -> None:
     case = small(local_spans=(Span(np.int64(0), np.array([3, 5], np.int32)), Span(0, np.array([2]))))
     assert case == small()

@@ -45,6 +45,13 @@ impl Plan {
         let request = self.check(num_tokens, local, remote, Tail::Whole)?;
         let mut failed: Vec<(u64, u64)> = failed.iter().map(|&(at, len)| (at, at.saturating_add(len))).collect();
         failed.sort_unstable();
+        failed.dedup_by(|next, last| {
+            let joined = next.0 <= last.1;
+            if joined {
+                last.1 = last.1.max(next.1);
+            }
+            joined
+        });
         let mut layers = Vec::new();
         for layer in &self.local.layers {
             let side = local_side(&self.local, &request, layer.group);
@@ -78,7 +85,7 @@ impl Plan {
         Ok(Losses { layers, whole_prefix })
     }
 
-    /// Whether any byte of a token of a kernel block lies in a failed range.
+    /// Whether any byte of a token of a kernel block lies in a failed range; ranges are sorted and do not touch.
     fn touches(&self, layer: &Layer, block: u64, token: u64, failed: &[(u64, u64)]) -> bool {
         let ratio = self.local.groups[layer.group].ratio;
         let kernel = layer.kernel_stride.unwrap_or(layer.block_stride);
@@ -95,7 +102,7 @@ impl Plan {
         chunks.iter().any(|chunk| {
             let end = chunk.local + chunk.len;
             let behind = failed.partition_point(|range| range.0 < end);
-            failed[..behind].iter().any(|range| range.1 > chunk.local)
+            behind > 0 && failed[behind - 1].1 > chunk.local
         })
     }
 

@@ -35,7 +35,9 @@ impl Side<'_> {
     pub(crate) fn start_before(&self, needed: u64) -> u64 {
         let Group { block_size, cp_size, cp_rank, .. } = *self.group;
         let started = (needed.div_ceil(block_size) + cp_size - 1 - cp_rank) / cp_size;
-        match self.blocks.first.min(started) {
+        // What is missing behind the span is missing up to the last block that starts before `needed`.
+        let missing = if self.blocks.end() < started { started } else { self.blocks.first.min(started) };
+        match missing {
             0 => 0,
             missing => (self.group.entry_start(missing - 1) + block_size).min(needed),
         }
