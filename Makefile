@@ -39,7 +39,7 @@ demo: build ## move hybrid caches between two processes and check every byte
 
 .PHONY: test
 test: dev ## everything: cargo test, then pytest (unit, property, golden, real NIXL, attacks)
-	cargo test -q --workspace --release
+	cargo test -q
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 .PHONY: lint

@@ -22,10 +22,12 @@ from kvhma.models import Model, models
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 Pool: TypeAlias = Literal["fresh", "used"]
+Reason: TypeAlias = Literal["", "heads", "absent", "strided", "unexplained"]
 Tables: TypeAlias = list[list[int]]
 
 PROMPTS = (128, 1_000, 5_000, 32_000)
 POOLS: tuple[Pool, ...] = ("fresh", "used")
+FEW = 20
 NEVER_CUT = 2**62
 """As `descriptor_bytes`: a last block is always moved whole."""
 
@@ -111,6 +113,7 @@ class Row:
         kvhma: the same for `Plan.transfer`.
         whole: the same with last blocks that are never cut.
         exact: the same with last blocks that are always cut.
+        ids: the same for `Plan.ids`.
     """
 
     pairing: Pairing
@@ -121,24 +124,32 @@ class Row:
     kvhma: Count
     whole: Count
     exact: Count
+    ids: Count
 
     def has_more(self, ours: Count | None = None) -> bool:
         return self.vllm is not None and (ours or self.kvhma).descriptors > self.vllm.descriptors
 
     @property
-    def reason(self) -> Literal["", "heads", "absent", "unexplained"]:
-        """Why kvhma has more descriptors, if it has."""
-        if not self.has_more():
+    def reason(self) -> Reason:
+        """Why `Plan.transfer` has more descriptors, if it has."""
+        return self._reason(self.kvhma)
+
+    @property
+    def reason_of_ids(self) -> Reason:
+        """Why `Plan.ids` has more descriptors, if it has."""
+        return self._reason(self.ids)
+
+    def _reason(self, ours: Count) -> Reason:
+        if not self.has_more(ours):
             return ""
         assert self.vllm is not None
         one = models()[self.model]
         d, p = (kernel_tokens(side.ranks(one, 2, 1 << 20)[0]) for side in (self.pairing.d, self.pairing.p))
         if d != p and self.pairing.d.options.get("order") != "LBNHC" and one.kv_heads > self.pairing.d.tp:
             return "heads"
-        empty = summary(one).padded_slots
-        if self.pool == "fresh" and self.kvhma.descriptors - self.vllm.descriptors <= empty:
+        if self.pool == "fresh" and ours.descriptors - self.vllm.descriptors <= summary(one).padded_slots:
             return "absent"
-        return "unexplained"
+        return "strided" if d != p and ours is self.ids else "unexplained"
 
 
 def attention(geometry: Geometry) -> Group:
@@ -261,13 +272,21 @@ def counted_twice(local: Geometry, remote: Geometry, sources: int) -> int:
     )
 
 
-def kvhma_count(sides: Sequence[list[Geometry]], tokens: int, tables: Sequence[Tables], descriptor_bytes: int) -> Count:
+def kvhma_count(
+    sides: Sequence[list[Geometry]],
+    tokens: int,
+    tables: Sequence[Tables],
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES,
+    *,
+    ids: bool = False,
+) -> Count:
     locals_, remotes = sides
     descriptors = total = 0
     theirs = kvhma.live_spans(remotes[0], tokens, tables[1])
     for local in locals_:
         plan = kvhma.plan(local, remotes, descriptor_bytes=descriptor_bytes)
-        moved = plan.transfer(tokens, kvhma.live_spans(local, tokens, tables[0]), theirs)
+        mine = kvhma.live_spans(local, tokens, tables[0])
+        moved = plan.ids(tokens, mine, theirs) if ids else plan.transfer(tokens, mine, theirs)
         descriptors += moved.descriptors
         total += moved.bytes
     return Count(descriptors, total)
@@ -290,7 +309,7 @@ def row(pairing: Pairing, name: str, tokens: int, pool: Pool) -> Row:
     except UnsupportedPairError:
         vllm = None
     ours = [kvhma_count(sides, tokens, tables, limit) for limit in (DEFAULT_DESCRIPTOR_BYTES, NEVER_CUT, 0)]
-    return Row(pairing, name, tokens, pool, vllm, *ours)
+    return Row(pairing, name, tokens, pool, vllm, *ours, kvhma_count(sides, tokens, tables, ids=True))
 
 
 def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence[int] = PROMPTS) -> Iterator[Row]:
@@ -309,6 +328,8 @@ REASONS = {
     "absent": "In a fresh pool the blocks of all groups follow each other, and vLLM sends all groups from all shared "
     "tensors. Where a group has no layer in a tensor, kvhma leaves its blocks out, and two runs remain where vLLM has "
     "one: at most one more for each empty place. The bytes between are no layer's; they are whatever was there before.",
+    "strided": "Only as ids. The kernel blocks differ, and each piece of the longer one has a view of its own, whose entries "
+    "do not touch each other: NIXL merges none of them. `Plan.transfer` does.",
 }
 
 
@@ -327,42 +348,17 @@ def report(found: Sequence[Row]) -> None:
         "unless the heading says otherwise. *refused*: by vLLM's handshake, or by an assertion while it reads. Where "
         "vLLM wants prefix caching off for a pair, it is off.\n"
     )
-    print("## In short\n")
-    print(
-        "| pairing | rows | refused by vLLM | fewer descriptors | equal | more | fewer bytes | equal | more |\n"
-        "|---|---|---|---|---|---|---|---|---|"
-    )
-    for pairing in PAIRINGS:
-        mine = [one for one in found if one.pairing is pairing]
-        pairs = [(one.kvhma, one.vllm) for one in mine if one.vllm is not None]
-        signs = [
-            Counter((a > b) - (a < b) for a, b in both)
-            for both in (
-                [(ours.descriptors, theirs.descriptors) for ours, theirs in pairs],
-                [(ours.bytes, theirs.bytes) for ours, theirs in pairs],
-            )
-        ]
-        cells = [sign[key] for sign in signs for key in (-1, 0, 1)]
-        print(f"| {pairing.name} | {len(mine)} | {len(mine) - len(pairs)} | {' | '.join(map(str, cells))} |")
-    print("\n## Rows where kvhma has more descriptors\n")
-    for reason in dict.fromkeys(one.reason for one in found):
-        if not reason:
-            continue
-        mine = [one for one in found if one.reason == reason]
-        print(f"**{reason}** ({len(mine)} rows). {REASONS.get(reason, 'Not known.')}\n")
-        if reason != "heads":
-            for one in mine:
-                assert one.vllm is not None
-                print(
-                    f"* {one.pairing.name}, {one.model}, {one.tokens:,} tokens, {one.pool}: {one.vllm.descriptors:,} → "
-                    f"{one.kvhma.descriptors:,}, {one.vllm.bytes - one.kvhma.bytes:,} bytes fewer"
-                )
-            print()
+    print("## In short: `Plan.transfer`\n")
+    in_short(found, "kvhma")
     print("No row has more bytes.\n" if not any(more_bytes(one) for one in found) else "Some rows have more bytes.\n")
+    reasons([one for one in found if one.reason], "reason")
+    print("## In short: `Plan.ids`\n")
+    in_short(found, "ids")
+    reasons([one for one in found if one.reason_of_ids], "reason_of_ids")
     print("## `descriptor_bytes`\n")
     print(
-        "When a last block may be cut to save bytes. Rows with more descriptors than vLLM, and descriptors and MiB of "
-        "all rows together:\n"
+        "When `Plan.transfer` may cut a last block to save bytes. Rows with more descriptors than vLLM, and descriptors "
+        "and MiB of all rows together:\n"
     )
     print("| | rows with more | descriptors | MiB |\n|---|---|---|---|")
     for name, of in (("0: always cut", "exact"), ("128 KiB, the default", "kvhma"), ("never cut", "whole")):
@@ -383,6 +379,42 @@ def report(found: Sequence[Row]) -> None:
         print()
 
 
+def in_short(found: Sequence[Row], of: str) -> None:
+    print(
+        "| pairing | rows | refused by vLLM | fewer descriptors | equal | more | fewer bytes | equal | more |\n"
+        "|---|---|---|---|---|---|---|---|---|"
+    )
+    for pairing in PAIRINGS:
+        mine = [one for one in found if one.pairing is pairing]
+        pairs = [(getattr(one, of), one.vllm) for one in mine if one.vllm is not None]
+        cells = []
+        for both in (
+            [(ours.descriptors, theirs.descriptors) for ours, theirs in pairs],
+            [(ours.bytes, theirs.bytes) for ours, theirs in pairs],
+        ):
+            signs = Counter((ours > theirs) - (ours < theirs) for ours, theirs in both)
+            cells += [signs[sign] for sign in (-1, 0, 1)]
+        print(f"| {pairing.name} | {len(mine)} | {len(mine) - len(pairs)} | {' | '.join(map(str, cells))} |")
+    print()
+
+
+def reasons(found: Sequence[Row], of: str) -> None:
+    """Print why rows have more descriptors; the rows themselves where there are few."""
+    for reason in dict.fromkeys(getattr(one, of) for one in found):
+        mine = [one for one in found if getattr(one, of) == reason]
+        print(f"More descriptors, **{reason}** ({len(mine)} rows). {REASONS.get(reason, 'Not known.')}\n")
+        if len(mine) > FEW:
+            continue
+        for one in mine:
+            assert one.vllm is not None
+            ours = one.kvhma if of == "reason" else one.ids
+            print(
+                f"* {one.pairing.name}, {one.model}, {one.tokens:,} tokens, {one.pool}: {one.vllm.descriptors:,} → "
+                f"{ours.descriptors:,}, {one.vllm.bytes - ours.bytes:,} bytes fewer"
+            )
+        print()
+
+
 def line(fresh: Row, used: Row) -> str:
     """Return a row of a pairing's table: one request with block ids of both kinds."""
     cells = [fresh.model, f"{fresh.tokens:,}"]
@@ -396,7 +428,7 @@ def line(fresh: Row, used: Row) -> str:
 
 
 def more_bytes(one: Row) -> bool:
-    return one.vllm is not None and one.kvhma.bytes > one.vllm.bytes
+    return one.vllm is not None and max(one.kvhma.bytes, one.ids.bytes) > one.vllm.bytes
 
 
 def main() -> None:

@@ -140,8 +140,11 @@ fn engine<'a>(u: &mut Unstructured, families: &'a [Family], scale: u64) -> Resul
         let size = u.int_in_range(1..=3)?;
         for layers in family.layers.chunks(size) {
             let own = one_in(u, 4)?;
-            let (kernel, ratio) =
-                if own { (*u.choose(&[1, 2, 3, 4, 6, 8, 12, 16])?, u.int_in_range(1..=4)?) } else { common };
+            let (kernel, ratio) = if own {
+                (*u.choose(&[1, 2, 3, 4, 6, 8, 12, 16, 2051, 2053])?, u.int_in_range(1..=4)?)
+            } else {
+                common
+            };
             let layers = layers.iter().map(String::as_str).filter(|_| !one_in(u, 20).unwrap_or(false)).collect();
             groups.push(Group {
                 family,
@@ -156,7 +159,7 @@ fn engine<'a>(u: &mut Unstructured, families: &'a [Family], scale: u64) -> Resul
         groups,
         tp: *u.choose(&[1, 1, 2, 3])?,
         cp,
-        blocks: *u.choose(&[140, 140, 20])?,
+        blocks: *u.choose(&[140, 140, 140, 20, 2000])?,
         null: *u.choose(&[Some(0), None, Some(3)])?,
         alias: u.arbitrary()?,
         order: u.int_in_range(0..=3)?,
@@ -176,7 +179,7 @@ impl Engine<'_> {
         } as u64;
         let inner = self.groups.iter().map(|group| self.page(group, tp_rank, 0).1).max().unwrap_or(1);
         let ratio = self.groups.iter().map(|group| group.ratio).max().unwrap_or(1);
-        let block = (inner + self.pad * self.scale) * ratio;
+        let block = inner.saturating_add(self.pad * self.scale).saturating_mul(ratio);
         let slot_bytes = block.saturating_mul(self.blocks);
         let plane = slot_bytes.saturating_mul(slots.max(1));
         let spread = if self.order == 3 { plane } else { 0 };
@@ -186,18 +189,15 @@ impl Engine<'_> {
             _ => plane,
         };
         let regions = if self.order == 0 { slots.max(1) } else { 1 };
-        let room = (u64::MAX / regions).saturating_sub(region_bytes);
-        let base = |index: u64| {
-            if self.high { u64::MAX - region_bytes - index * region_bytes } else { 4096 + index * region_bytes }
-        };
-        let base = |index: u64| if room < 8192 { 0 } else { base(index) };
+        let all = region_bytes.saturating_mul(regions);
+        let first = if self.high { u64::MAX - all } else { (u64::MAX - all).min(4096) };
         let mut layers = Vec::new();
         for (index, group) in self.groups.iter().enumerate() {
             for (place, name) in group.layers.iter().enumerate() {
                 let slot = if self.alias { place } else { layers.len() } as u64;
                 let (region, offset, stride) = match self.order {
                     0 => (slot, 0, block),
-                    2 => (0, slot * block, block.saturating_mul(slots)),
+                    2 => (0, slot.saturating_mul(block), block.saturating_mul(slots)),
                     _ => (0, slot.saturating_mul(slot_bytes), block),
                 };
                 layers.push(json!({"name": name, "group": index, "page": index, "region": region, "offset": offset,
@@ -206,7 +206,7 @@ impl Engine<'_> {
         }
         json!({
             "kvhma": 1, "tp_rank": tp_rank, "tp_size": self.tp, "null_block": self.null,
-            "regions": (0..regions).map(|index| json!({"base": base(index), "bytes": region_bytes})).collect::<Vec<_>>(),
+            "regions": (0..regions).map(|index| json!({"base": first.saturating_add(index.saturating_mul(region_bytes)), "bytes": region_bytes})).collect::<Vec<_>>(),
             "groups": self.groups.iter().map(|group| self.group(group, cp_rank)).collect::<Vec<_>>(),
             "pages": self.groups.iter().map(|group| self.page(group, tp_rank, spread).0).collect::<Vec<_>>(),
             "layers": layers,
@@ -327,24 +327,33 @@ impl Arbitrary<'_> for Case {
         let families = model(u)?;
         let scale = 1 << *u.choose(&[0, 0, 0, 0, 3, 20, 40, 44, 48])?;
         let receiver = engine(u, &families, scale)?;
-        let sender = engine(u, &families, scale)?;
-        let num_tokens = if one_in(u, 40)? { number(u)? } else { u.int_in_range(1..=40)? };
+        let num_tokens = match u.int_in_range(0..=39)? {
+            39 => number(u)?,
+            36..39 => u.int_in_range(1..=600)?,
+            _ => u.int_in_range(1..=40)?,
+        };
         let place = (u.int_in_range(0..=receiver.tp - 1)?, u.int_in_range(0..=receiver.cp - 1)?);
         let mut local = receiver.geometry(place.0, place.1);
-        let ranks = (0..sender.tp).flat_map(|tp| (0..sender.cp).map(move |cp| (tp, cp)));
-        let mut remotes: Vec<Value> = ranks.map(|(tp, cp)| sender.geometry(tp, cp)).collect();
-        let bounded = num_tokens.min(200);
-        let local_spans = receiver.spans(u, bounded)?;
-        let mut remote_spans = vec![sender.spans(u, bounded)?];
-        if one_in(u, 8)? {
-            remote_spans = remotes.iter().map(|_| sender.spans(u, bounded)).collect::<Result<_>>()?;
-        }
-        if remotes.len() > 1 && one_in(u, 20)? {
-            let lost = u.choose_index(remotes.len())?;
-            remotes.remove(lost);
-            if remote_spans.len() > 1 {
-                remote_spans.remove(lost);
+        let local_spans = receiver.spans(u, num_tokens.min(600))?;
+        // Mostly the ranks of one engine, with one list of spans.
+        let (engines, own_spans) = (if one_in(u, 6)? { 2 } else { 1 }, one_in(u, 8)?);
+        let mut sources = Vec::new();
+        for _ in 0..engines {
+            let sender = engine(u, &families, scale)?;
+            let mut spans = sender.spans(u, num_tokens.min(600))?;
+            for (tp, cp) in (0..sender.tp).flat_map(|tp| (0..sender.cp).map(move |cp| (tp, cp))) {
+                if own_spans {
+                    spans = sender.spans(u, num_tokens.min(600))?;
+                }
+                sources.push((sender.geometry(tp, cp), spans.clone()));
             }
+        }
+        if sources.len() > 1 && one_in(u, 20)? {
+            sources.remove(u.choose_index(sources.len())?);
+        }
+        let (mut remotes, mut remote_spans): (Vec<_>, Vec<_>) = sources.into_iter().unzip();
+        if engines == 1 && !own_spans {
+            remote_spans.truncate(1);
         }
         for _ in 0..u.int_in_range(0..=5)?.max(3) - 3 {
             let which = u.choose_index(remotes.len() + 1)?;

@@ -40,6 +40,11 @@ NAMES = (
 )
 PROMPTS = (128, 5_000)
 HEADS = "P block 16 → D block 64, heads outside of tokens"
+STRIDED = (
+    "P TP 2 → D TP 4, logical blocks differ",
+    "P TP 4 → D TP 2, logical blocks differ",
+    "P block 16 → D block 64, tokens outside of heads",
+)
 ABSENT = {
     ("equal ranks", "gemma-3-4b", 128, "fresh"),
     ("equal ranks", "gemma-3-4b", 5_000, "fresh"),
@@ -79,6 +84,18 @@ def test_never_more_descriptors_but_for_known_rows(found):
         assert more == {row: "absent" for row in ABSENT if row[0] == pairing.name}
 
 
+def test_ids_have_more_only_where_they_are_known_to(found):
+    """Ids cannot say what `Plan.transfer` can where kernel blocks of the two sides differ."""
+    pairing = found[0].pairing
+    more = {key(row): row.reason_of_ids for row in found if row.has_more(row.ids)}
+    if pairing.name == HEADS:
+        assert set(more.values()) == {"heads", "strided"}
+    elif pairing.name in STRIDED:
+        assert set(more.values()) <= {"strided", "absent"}
+    else:
+        assert more == {row: "absent" for row in ABSENT if row[0] == pairing.name}
+
+
 def test_cutting_the_last_block_is_never_the_cause(found):
     """A row with more descriptors has more with last blocks that are always moved whole, too."""
     assert all(row.has_more(row.whole) == row.has_more() for row in found)
@@ -96,7 +113,7 @@ def one_descriptor_more(one: Model, tokens: int) -> int:
     equal, blocks = counts.PAIRINGS[0], counts.pool_blocks(one, tokens)
     sides = equal.d.ranks(one, blocks, 1 << 40), equal.p.ranks(one, blocks, 1 << 56)
     tables = [counts.block_tables(side[0], tokens, "fresh", 0) for side in sides]
-    ours = counts.kvhma_count(sides, tokens, tables, counts.DEFAULT_DESCRIPTOR_BYTES)
+    ours = counts.kvhma_count(sides, tokens, tables)
     return ours.descriptors - counts.vllm_count(one, equal, sides, tables).descriptors
 
 

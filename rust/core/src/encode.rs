@@ -159,7 +159,7 @@ impl Plan {
         }
         if !clear {
             // Several sources, interleaved rows, or an overlap: what is written where has to be looked at one by one.
-            self.apart(&request, &zero)?;
+            self.apart(&request, &zero, Vec::with_capacity)?;
         }
         Ok(IdTransfer { reads, zero, excess_bytes: request.excess_bytes })
     }

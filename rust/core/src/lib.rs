@@ -31,7 +31,7 @@ pub use error::{Error, Result};
 pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};
 pub use losses::{Loss, Losses};
 pub use plan::Plan;
-pub use runs::{Copies, Descriptor};
+pub use runs::{Copies, Descriptor, Room};
 pub use span::Span;
 pub use transfer::{Read, Transfer};
 pub use validate::{Finding, Severity, validate};

@@ -15,6 +15,9 @@ pub(crate) struct Run {
     pub(crate) regions: (u32, u32),
 }
 
+/// Allocates room for so many descriptors; a caller who hands them on may know better where.
+pub type Room = fn(usize) -> Vec<Descriptor>;
+
 /// Copies sorted by local address, as descriptors of both sides: row `i` of `remote` is read into row `i` of `local`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Copies {
@@ -29,8 +32,8 @@ pub struct Copies {
 }
 
 impl Copies {
-    pub(crate) fn with_capacity(count: usize) -> Self {
-        Self { local: Vec::with_capacity(count), remote: Vec::with_capacity(count), bytes: 0, last: (0, 0) }
+    pub(crate) fn new(room: Room, count: usize) -> Self {
+        Self { local: room(count), remote: room(count), bytes: 0, last: (0, 0) }
     }
 
     /// Number of copies.
@@ -74,14 +77,14 @@ impl Copies {
     }
 
     /// Sorts runs and joins neighbours. Fails if two runs write the same byte.
-    pub(crate) fn from_runs(mut runs: Vec<Run>, local: &Geometry, remote: &Geometry) -> Result<Self> {
+    pub(crate) fn from_runs(mut runs: Vec<Run>, local: &Geometry, remote: &Geometry, room: Room) -> Result<Self> {
         // Rows come out ascending one after the other: the stable sort finds those stretches and only merges them.
         runs.sort_by_key(|run| run.local);
         if let Some(pair) = runs.windows(2).find(|pair| pair[0].local + pair[0].len > pair[1].local) {
             let end = |run: &Run| run.local + run.len;
             return Err(overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
         }
-        let mut copies = Self::with_capacity(runs.len());
+        let mut copies = Self::new(room, runs.len());
         for run in runs {
             copies.push(run, devices(run.regions, local, remote));
         }

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::link::{Link, Row};
 use crate::pieces::Tokens;
-use crate::runs::{Copies, Descriptor, Run, devices};
+use crate::runs::{Copies, Descriptor, Room, Run, devices};
 
 /// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
 pub(crate) type Pairs = Vec<u64>;
@@ -94,7 +94,7 @@ impl Table {
     }
 
     /// The copies of a request's block pairs.
-    pub(crate) fn copies(&self, local: &Geometry, remote: &Geometry, by_link: &[ByCut]) -> Result<Copies> {
+    pub(crate) fn copies(&self, local: &Geometry, remote: &Geometry, by_link: &[ByCut], room: Room) -> Result<Copies> {
         let gathered: Vec<_> = self.gather(by_link).into_iter().map(|pairs| (stretches(&pairs), pairs)).collect();
         let rare = |link: &Link, cut: Tokens| link.kept(cut).is_none();
         let has_rare =
@@ -105,7 +105,7 @@ impl Table {
             && ascending(rows().map(|(row, pairs, _)| (row, pairs)));
         if in_order && !has_rare() {
             let mut copies =
-                Copies::with_capacity(rows().map(|(row, pairs, stretches)| row.copies(pairs, stretches)).sum());
+                Copies::new(room, rows().map(|(row, pairs, stretches)| row.copies(pairs, stretches)).sum());
             for (row, pairs, stretches) in rows() {
                 row.append(pairs, stretches, local, remote, &mut copies);
             }
@@ -121,7 +121,7 @@ impl Table {
                 link.rows(local, remote, *cut)?.iter().for_each(|row| row.runs(&pairs, &stretches, &mut runs));
             }
         }
-        Copies::from_runs(runs, local, remote)
+        Copies::from_runs(runs, local, remote, room)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::geometry::{Geometry, Kind};
 use crate::link::{Link, STATE};
 use crate::pieces::Tokens;
 use crate::plan::Plan;
-use crate::runs::{Copies, Descriptor, apart};
+use crate::runs::{Copies, Descriptor, Room, apart};
 use crate::segment::{Reach, Segment, Side, pair, pair_whole, touched_start};
 use crate::span::{Blocks, Span, check_spans};
 use crate::table::{ByCut, Pairs, pack};
@@ -61,18 +61,23 @@ impl Plan {
     /// `local` has a span for each local group, of the blocks to fill. `remote` has, for each source, a span for
     /// each of its groups; a single entry holds for all sources.
     pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
+        self.transfer_in(Vec::with_capacity, num_tokens, local, remote)
+    }
+
+    /// The same, with descriptors where `room` puts them.
+    pub fn transfer_in(&self, room: Room, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
         let request = self.check(num_tokens, local, remote, Tail::Cheapest)?;
         let zero = self.zero(&request)?;
-        let reads = self.apart(&request, &zero)?;
+        let reads = self.apart(&request, &zero, room)?;
         Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes })
     }
 
     /// The copies of every source. Fails if a byte is written twice, also by `zero`.
-    pub(crate) fn apart(&self, request: &Checked, zero: &[Descriptor]) -> Result<Vec<Read>> {
+    pub(crate) fn apart(&self, request: &Checked, zero: &[Descriptor], room: Room) -> Result<Vec<Read>> {
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
             let by_link = self.segments(request, index)?;
-            let copies = source.table.copies(&self.local, &source.geometry, &by_link)?;
+            let copies = source.table.copies(&self.local, &source.geometry, &by_link, room)?;
             if !copies.is_empty() {
                 reads.push(Read { source: index, copies });
             }
@@ -256,7 +261,7 @@ impl Plan {
             }
             cuts.sorted()
         });
-        let mut zero = self.own.copies(&self.local, &self.local, &own.collect::<Vec<_>>())?.local;
+        let mut zero = self.own.copies(&self.local, &self.local, &own.collect::<Vec<_>>(), Vec::with_capacity)?.local;
         // Of layers without a source, what the group as a whole receives is left; the rest is zeroed above.
         let orphans = self.orphans.links.iter().map(|link| {
             let side = local_side(&self.local, request, link.local_group);
@@ -271,7 +276,8 @@ impl Plan {
             }
             cuts.sorted()
         });
-        let orphans = self.orphans.copies(&self.local, &self.local, &orphans.collect::<Vec<_>>())?.local;
+        let orphans =
+            self.orphans.copies(&self.local, &self.local, &orphans.collect::<Vec<_>>(), Vec::with_capacity)?.local;
         if !orphans.is_empty() {
             apart([zero.as_slice(), orphans.as_slice()].into_iter())?;
             zero.extend(orphans);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Block ids and numbers of any accepted form, read in one pass.
-use kvhma_core::Span;
+use kvhma_core::{Descriptor, Span};
 use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
     PyUntypedArrayMethods,
@@ -164,6 +164,27 @@ pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Sp
         return Ok(vec![list.iter().map(|item| read_span(what, item)).collect::<PyResult<_>>()?]);
     }
     list.iter().map(|item| read_spans(what, item)).collect()
+}
+
+/// Room for descriptors that become an array. Large arrays are asked to lie on huge pages, as numpy does with its own:
+/// else most of the time goes into the first touch of every small page.
+#[allow(unsafe_code, reason = "advice on pages that the new vector owns; it changes no byte")]
+pub(crate) fn room(count: usize) -> Vec<Descriptor> {
+    let rows: Vec<Descriptor> = Vec::with_capacity(count);
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 4096;
+        let bytes = rows.capacity() * size_of::<Descriptor>();
+        if bytes >= 4 << 20 {
+            let start = rows.as_ptr() as usize;
+            let first = start.next_multiple_of(PAGE);
+            let length = (start + bytes - first) / PAGE * PAGE;
+            // SAFETY: the range lies inside the vector's allocation, and the advice leaves its contents alone. Where it
+            // is not taken, nothing is lost.
+            unsafe { libc::madvise(first as *mut libc::c_void, length, libc::MADV_HUGEPAGE) };
+        }
+    }
+    rows
 }
 
 /// Moves rows out as an array of shape `(n, N)`.

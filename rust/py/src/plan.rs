@@ -4,7 +4,7 @@ use std::sync::Arc;
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
-use crate::convert::{column, read_descriptors, read_ids, read_remote_spans, read_spans, read_u64, rows};
+use crate::convert::{column, read_descriptors, read_ids, read_remote_spans, read_spans, read_u64, room, rows};
 use crate::error::OrRaise;
 use crate::geometry::{Finding, Geometry};
 
@@ -112,7 +112,7 @@ impl Plan {
     ) -> PyResult<Transfer> {
         let num_tokens = read_u64("num_tokens", num_tokens)?;
         let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
-        let transfer = py.detach(|| self.0.transfer(num_tokens, &local, &remote)).or_raise(py)?;
+        let transfer = py.detach(|| self.0.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
         let (mut bytes, mut descriptors) = (0, 0);
         let mut reads = Vec::with_capacity(transfer.reads.len());
         for kvhma_core::Read { source, copies } in transfer.reads {
