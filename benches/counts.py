@@ -354,7 +354,9 @@ def report(found: Sequence[Row]) -> None:
     reasons([one for one in found if one.reason], "reason")
     print("## In short: `Plan.ids`\n")
     in_short(found, "ids")
-    reasons([one for one in found if one.reason_of_ids], "reason_of_ids")
+    shown = {one.reason for one in found}
+    print("More descriptors for the reasons above, and besides:\n")
+    reasons([one for one in found if one.reason_of_ids not in shown], "reason_of_ids")
     print("## `descriptor_bytes`\n")
     print(
         "When `Plan.transfer` may cut a last block to save bytes. Rows with more descriptors than vLLM, and descriptors "

@@ -89,7 +89,7 @@ def test_ids_have_more_only_where_they_are_known_to(found):
     pairing = found[0].pairing
     more = {key(row): row.reason_of_ids for row in found if row.has_more(row.ids)}
     if pairing.name == HEADS:
-        assert set(more.values()) == {"heads", "strided"}
+        assert set(more.values()) <= {"heads", "strided"}
     elif pairing.name in STRIDED:
         assert set(more.values()) <= {"strided", "absent"}
     else:
@@ -105,11 +105,11 @@ def test_cutting_the_last_block_is_never_the_cause(found):
 def test_no_layer_absent_no_descriptor_more(tokens):
     """With a 35th layer no place is empty, and the one descriptor more is gone."""
     full = replace(model("gemma-3-4b"), layers=(*model("gemma-3-4b").layers, "sliding"))
-    assert one_descriptor_more(model("gemma-3-4b"), tokens) == 1
-    assert one_descriptor_more(full, tokens) == 0
+    assert descriptors_more(model("gemma-3-4b"), tokens) == 1
+    assert descriptors_more(full, tokens) == 0
 
 
-def one_descriptor_more(one: Model, tokens: int) -> int:
+def descriptors_more(one: Model, tokens: int) -> int:
     equal, blocks = counts.PAIRINGS[0], counts.pool_blocks(one, tokens)
     sides = equal.d.ranks(one, blocks, 1 << 40), equal.p.ranks(one, blocks, 1 << 56)
     tables = [counts.block_tables(side[0], tokens, "fresh", 0) for side in sides]

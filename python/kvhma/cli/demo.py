@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -61,6 +62,8 @@ def demo(
     if list_models:
         click.echo("\n".join(models()))
         return
+    if importlib.util.find_spec("nixl") is None:
+        raise click.UsageError("the demo needs nixl: pip install 'kvhma[nixl]'")
     console = Console(stderr=as_json)
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names:
