@@ -24,6 +24,9 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line: whatever is wrong with the input is one line and exit code 2."""
     try:
         code = app.main(arguments, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        raise SystemExit(2) from None
     except click.ClickException as error:
         click.echo(f"Error: {error.format_message()}", err=True)
         raise SystemExit(2) from None
