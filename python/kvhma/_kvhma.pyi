@@ -27,7 +27,7 @@ __all__ = [
     "expand_views",
     "fa_descriptors",
     "fa_views",
-    "live_spans",
+    "first_entries",
     "ssm_descriptors",
     "ssm_views",
     "validate",
@@ -256,10 +256,8 @@ class Plan:
 def validate(local: Geometry, remote: Geometry) -> list[Finding]:
     """See `kvhma.validate`."""
 
-def live_spans(
-    geometry: Geometry, num_tokens: int, block_tables: Sequence[IdsLike], cached: Sequence[int]
-) -> list[tuple[int, list[int]]]:
-    """See `kvhma.live_spans`."""
+def first_entries(geometry: Geometry, num_tokens: int, cached: U64s) -> list[int]:
+    """First block table entry of each group that a request still needs, behind the `cached` ones; 0 for state."""
 
 def window_blocks(window: int, block_size: int) -> int:
     """Trailing blocks vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from kvhma import _kvhma
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Span
+from kvhma.geometry import Geometry, Group, Span
 from kvhma.types import IdsLike
 
 DEFAULT_DESCRIPTOR_BYTES = 131_072
 """Bytes that take about as long to move as posting one more descriptor: 3 µs at 40 GB/s. On one host with cross-memory
-attach (7 GB/s) 16 KiB is nearer; docs/benchmarks.md has the measurement."""
+attach (7 GB/s) 16 KiB is nearer."""
 
 
 def plan(
@@ -105,5 +105,24 @@ def live_spans(
     Raises:
         RequestError: a list has the wrong number of entries or the wrong type.
     """
-    leading = [0] * len(block_tables) if cached is None else cached
-    return [Span(*pair) for pair in _kvhma.live_spans(geometry.core, num_tokens, block_tables, leading)]
+    groups = geometry.groups
+    starts = _kvhma.first_entries(geometry.core, num_tokens, [0] * len(groups) if cached is None else cached)
+    try:
+        if len(block_tables) != len(groups):
+            raise RequestError(f"block tables has {len(block_tables)} entries, expected {len(groups)}")
+        tables = zip(groups, block_tables, starts, strict=True)
+        return [_live_span(group, table, start, geometry.null_block) for group, table, start in tables]
+    except TypeError as error:
+        raise RequestError(f"block tables are lists or arrays of integers, one for each group: {error}") from error
+
+
+def _live_span(group: Group, table: IdsLike, start: int, null: int | None) -> Span:
+    # Slices keep a list a list and an array an array: the ids are read once, where they are used.
+    length = len(table)
+    first = min(start, length)
+    while null is not None and first < length and table[first] == null:
+        first += 1
+    if group.kind == "ssm":
+        state = max(first, length - 1 - group.speculative)
+        return Span(0, table[state : state + 1])
+    return Span(first, table[first:])

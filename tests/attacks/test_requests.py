@@ -221,6 +221,6 @@ def test_block_tables_from_hell():
     tables = [[1, 2], [0, 0, 3], [7, 8]]
     assert kvhma.live_spans(geometry, 2**64 - 1, tables)[2].ids == [7]
     assert kvhma.live_spans(geometry, 40, tables, cached=[2**64 - 1] * 3)[0].ids == []
-    for bad in ([tables[0]], None, [[1.5], [], []], 7):
+    for bad in ([tables[0]], None, [1.5, [], []], 7):
         with pytest.raises(RequestError):
             kvhma.live_spans(geometry, 40, bad, cached=[0, 0, 0])

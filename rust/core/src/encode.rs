@@ -157,7 +157,7 @@ impl Plan {
                 reads.push(ids);
             }
         }
-        if !clear {
+        if !clear && !self.surely_distinct(&request.local) {
             // Several sources, interleaved rows, or an overlap: what is written where has to be looked at one by one.
             self.apart(&request, &zero, Vec::with_capacity)?;
         }

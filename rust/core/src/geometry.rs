@@ -216,6 +216,15 @@ pub struct Page {
     pub parts: Vec<Part>,
 }
 
+impl Page {
+    /// One past the last byte of its parts. The check has proved that this does not overflow.
+    pub(crate) fn end(&self) -> u64 {
+        let far = |axis: &Axis| (axis.held() - 1) * axis.stride;
+        let ends = self.parts.iter().map(|part| part.offset + part.item_bytes + part.axes.iter().map(far).sum::<u64>());
+        ends.max().unwrap_or(0)
+    }
+}
+
 /// Where one layer's pages are.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Functions on block ids that need no geometry, each usable alone.
 use crate::error::{Error, Result};
-pub use crate::span::{live_spans, window_blocks};
+pub use crate::span::{first_entries, window_blocks};
 
 /// Keeps the blocks of each group that are moved.
 ///

@@ -6,6 +6,7 @@
 //! geometry.
 #![forbid(unsafe_code)]
 
+mod alias;
 mod axis;
 mod check;
 mod encode;

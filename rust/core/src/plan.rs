@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
+use crate::alias;
 use crate::encode::ViewTable;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::link::{LanePart, Link};
 use crate::pieces::shard;
 use crate::source::{Share, assign};
+use crate::span::Blocks;
 use crate::table::Table;
 use crate::validate::{Finding, refuse_errors, validate};
 
@@ -30,6 +32,8 @@ pub struct Plan {
     /// The same for layers that no source has.
     pub(crate) orphans: Table,
     pub(crate) descriptor_bytes: u64,
+    /// Which local groups share memory, if the layout says.
+    classes: Option<Vec<usize>>,
     findings: Vec<(usize, Finding)>,
 }
 
@@ -58,7 +62,8 @@ impl Plan {
             .collect();
         let own = own_table(&local, |_| true)?;
         let orphans = own_table(&local, |layer| shares[layer].is_empty())?;
-        Ok(Self { num_blocks: local.blocks_by_group(), local, sources, own, orphans, descriptor_bytes, findings })
+        let (num_blocks, classes) = (local.blocks_by_group(), alias::classes(&local));
+        Ok(Self { local, num_blocks, sources, own, orphans, descriptor_bytes, classes, findings })
     }
 
     /// Warnings, each with the index of the source it is about.
@@ -79,6 +84,12 @@ impl Plan {
     /// Number of sources, read from or not.
     pub fn num_sources(&self) -> usize {
         self.sources.len()
+    }
+
+    /// Whether a request's blocks alone prove that it writes no byte twice: a layer's items, tokens and blocks are
+    /// assigned once, so only two groups with a block in common could.
+    pub(crate) fn surely_distinct(&self, blocks: &[Blocks]) -> bool {
+        self.classes.as_ref().is_some_and(|classes| alias::distinct(classes, blocks))
     }
 
     /// Indices of the sources that something is read from.

@@ -124,15 +124,19 @@ pub(crate) fn pair_whole(local: &Side, remote: &Side, start: u64, end: u64, out:
         out.extend(pairs.map(|(&mine, &theirs)| pack(mine.into(), theirs.into())));
         return Some(last * tokens);
     }
+    // Sorting the few stretches here spares sorting the many pairs later.
+    let mut stretches: Vec<(u64, u64)> = Vec::new();
     let mut block = first;
     while block < last {
         let (mine, theirs) = (block % ratio, block % other);
         let count = (ratio - mine).min(other - theirs).min(last - block);
         let pair =
             pack(local.blocks.id(block / ratio) * ratio + mine, remote.blocks.id(block / other) * other + theirs);
-        out.extend((0..count).map(|step| pair + step * NEXT_PAIR));
+        stretches.push((pair, count));
         block += count;
     }
+    stretches.sort_unstable();
+    out.extend(stretches.iter().flat_map(|&(pair, count)| (0..count).map(move |step| pair + step * NEXT_PAIR)));
     Some(last * tokens)
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A request's blocks in one group, checked.
 use crate::error::{Error, Result};
-use crate::geometry::{Geometry, Kind};
+use crate::geometry::{Geometry, Group, Kind};
 
 /// A request's live blocks in one group.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -127,33 +127,16 @@ pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
     })
 }
 
-/// Spans of the live blocks of a request, from block tables that mark dropped blocks with the null block in front.
-///
-/// Blocks wholly before what the token after `num_tokens` attends to are dropped; of a state group the
-/// state-bearing slot is kept; `cached[g]` leading table entries of group `g` are left out as already held.
-pub fn live_spans(geometry: &Geometry, num_tokens: u64, tables: &[Vec<i64>], cached: &[u64]) -> Result<Vec<Span>> {
+/// For each group, the first block table entry that a request of `num_tokens` tokens still needs and that is not among
+/// the `cached[group]` leading ones. Of a state group that is 0: which slot counts depends on the table's length.
+pub fn first_entries(geometry: &Geometry, num_tokens: u64, cached: &[u64]) -> Result<Vec<u64>> {
     let groups = geometry.groups();
-    for (what, got) in [("block tables", tables.len()), ("cached", cached.len())] {
-        if got != groups.len() {
-            return Err(Error::Count { what, got, expected: groups.len() });
-        }
+    if cached.len() != groups.len() {
+        return Err(Error::Count { what: "cached", got: cached.len(), expected: groups.len() });
     }
-    let null = geometry.null_block.map_or(-1, |id| i64::try_from(id).unwrap_or(-1));
-    Ok(groups
-        .iter()
-        .zip(tables.iter().zip(cached))
-        .map(|(group, (table, &cached))| {
-            let leading = table.iter().take_while(|&&id| id == null).count();
-            if group.kind == Kind::Ssm {
-                let live = &table[leading..];
-                let slots = usize::try_from(group.speculative).unwrap_or(usize::MAX);
-                let state = live.len().saturating_sub(slots.saturating_add(1));
-                return Span { first: 0, ids: live.get(state).map(|&id| vec![id]).unwrap_or_default() };
-            }
-            let span_tokens = group.block_size * group.cp_size;
-            let needed = usize::try_from(group.need_start(num_tokens) / span_tokens).unwrap_or(usize::MAX);
-            let first = leading.max(needed).max(usize::try_from(cached).unwrap_or(usize::MAX)).min(table.len());
-            Span { first: first as u64, ids: table[first..].to_vec() }
-        })
-        .collect())
+    let first = |(group, &cached): (&Group, &u64)| match group.kind {
+        Kind::Ssm => 0,
+        _ => (group.need_start(num_tokens) / (group.block_size * group.cp_size)).max(cached),
+    };
+    Ok(groups.iter().zip(cached).map(first).collect())
 }

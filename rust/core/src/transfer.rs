@@ -82,7 +82,7 @@ impl Plan {
                 reads.push(Read { source: index, copies });
             }
         }
-        if reads.len() > 1 || !zero.is_empty() {
+        if (reads.len() > 1 || !zero.is_empty()) && !self.surely_distinct(&request.local) {
             apart(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero]))?;
         }
         Ok(reads)

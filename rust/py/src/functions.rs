@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+use kvhma_core::ids;
 use kvhma_core::views::{self, View};
-use kvhma_core::{Span, ids};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
 use pyo3::Borrowed;
 use pyo3::prelude::*;
@@ -52,20 +52,14 @@ pub(crate) fn clip_blocks(
 }
 
 #[pyfunction]
-pub(crate) fn live_spans<'py>(
-    py: Python<'py>,
+pub(crate) fn first_entries(
+    py: Python<'_>,
     geometry: &Bound<'_, Geometry>,
     num_tokens: &Bound<'_, PyAny>,
-    block_tables: &Bound<'_, PyAny>,
     cached: &Bound<'_, PyAny>,
-) -> PyResult<Vec<Bound<'py, PyTuple>>> {
-    let tables = read_groups("block_tables", block_tables)?;
+) -> PyResult<Vec<u64>> {
     let (num_tokens, cached) = (read_u64("num_tokens", num_tokens)?, read_u64s("cached", cached)?);
-    ids::live_spans(&geometry.get().0, num_tokens, &tables, &cached)
-        .or_raise(py)?
-        .into_iter()
-        .map(|Span { first, ids }| (first, ids).into_pyobject(py))
-        .collect()
+    ids::first_entries(&geometry.get().0, num_tokens, &cached).or_raise(py)
 }
 
 #[pyfunction]

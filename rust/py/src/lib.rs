@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 mod _kvhma {
     #[pymodule_export]
     use super::functions::{
-        clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, live_spans,
+        clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,
         ssm_descriptors, ssm_views, validate, window_blocks,
     };
     #[pymodule_export]
