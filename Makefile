@@ -102,3 +102,23 @@ bench-vllm: build $(E2E)/.ready ## against vLLM's own functions, in benches/RESU
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md
+
+# Plain cargo: these are the flags by which libFuzzer sees what is covered, all of them known to stable Rust. With a
+# --target they hold for what is fuzzed only, not for build scripts.
+SECONDS ?= 60
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+COVERAGE := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+	-Cllvm-args=-sanitizer-coverage-trace-compares
+LIBFUZZER := -max_total_time=$(SECONDS) -timeout=10 -rss_limit_mb=2048 -max_len=6000 -verbosity=0 -print_final_stats=1 \
+	-artifact_prefix=fuzz/artifacts/
+
+.PHONY: fuzz
+fuzz: dev ## coverage-guided fuzzing: core and handshake, SECONDS=60 each
+	mkdir -p fuzz/artifacts
+	$(BIN)/python fuzz/seeds.py
+	cd fuzz && RUSTFLAGS="$(COVERAGE)" cargo build -q --release --target $(HOST)
+	fuzz/target/$(HOST)/release/json $(LIBFUZZER) -dict=fuzz/json.dict fuzz/corpus/json
+	fuzz/target/$(HOST)/release/plan $(LIBFUZZER) -max_len=1500 fuzz/corpus/plan
+	fuzz/target/$(HOST)/release/ids $(LIBFUZZER) -max_len=1000 fuzz/corpus/ids
+	$(BIN)/python fuzz/handshake.py $(SECONDS)

@@ -189,3 +189,16 @@ def test_a_refused_pair_is_refused_in_both_directions_with_the_same_words(change
             kvhma.plan(*pair)
         texts.append(str(info.value))
     assert texts[0] == texts[1] == errors[0].text
+
+
+def test_layers_that_together_would_leave_the_address_space():
+    def layer(name, group, blocks, size):
+        page = kvhma.Page(
+            (kvhma.Part("raw", "uint8", 1, 0, (kvhma.Axis("tokens", 1, 1), kvhma.Axis("content", size, 1))),)
+        )
+        return kvhma.Layer(name, group, 0, 0, blocks, 2**62, page)
+
+    region = kvhma.Region(2**63 + 2**62 - 100, 2**62 + 4)
+    groups = (kvhma.Group("full", 1), kvhma.Group("full", 1))
+    geometry = Geometry((region,), groups, (layer("a", 0, 2, 4), layer("b", 1, 1, 2**62)))
+    assert kvhma.plan(geometry, geometry).sources == [0]
