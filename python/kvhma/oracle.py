@@ -113,7 +113,9 @@ class Oracle:
                 group = side.geometry.groups[layer.group]
                 for part in layer.page.parts:
                     entry = self._catalog.index[layer.name, part.name]
-                    self._remote_kernel[entry] = group.block_size // group.ratio
+                    # It only bounds how far a block may be moved whole; sources may differ.
+                    kernel = group.block_size // group.ratio
+                    self._remote_kernel[entry] = max(self._remote_kernel[entry], kernel)
 
     def check(
         self,
