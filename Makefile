@@ -116,9 +116,9 @@ LIBFUZZER := -max_total_time=$(SECONDS) -timeout=10 -rss_limit_mb=2048 -max_len=
 .PHONY: fuzz
 fuzz: dev ## coverage-guided fuzzing: core and handshake, SECONDS=60 each
 	mkdir -p fuzz/artifacts
-	$(BIN)/python fuzz/seeds.py
+	PYTHONPATH=tests $(BIN)/python fuzz/seeds.py
 	cd fuzz && RUSTFLAGS="$(COVERAGE)" cargo build -q --release --target $(HOST)
 	fuzz/target/$(HOST)/release/json $(LIBFUZZER) -dict=fuzz/json.dict fuzz/corpus/json
 	fuzz/target/$(HOST)/release/plan $(LIBFUZZER) -max_len=1500 fuzz/corpus/plan
 	fuzz/target/$(HOST)/release/ids $(LIBFUZZER) -max_len=1000 fuzz/corpus/ids
-	$(BIN)/python fuzz/handshake.py $(SECONDS)
+	PYTHONPATH=tests $(BIN)/python fuzz/handshake.py $(SECONDS)

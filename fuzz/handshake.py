@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz decode_hello: whatever the bytes, it raises HandshakeError and nothing else, and soon.
 
-Usage: ``python fuzz/handshake.py SECONDS``. With atheris installed it is guided by coverage and keeps what it finds in
-fuzz/corpus/handshake; without, the same mutations are drawn at random, and a failing message is named by its seed.
+Usage: ``PYTHONPATH=tests python fuzz/handshake.py SECONDS``. With atheris installed it is guided by coverage and keeps
+what it finds in fuzz/corpus/handshake; without, the same mutations are drawn at random, and a failing message is named
+by its seed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,14 @@ try:
 except ImportError:
     atheris = None
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-
 with atheris.instrument_imports(include=["kvhma"]) if atheris else contextlib.nullcontext():
     from kvhma.errors import HandshakeError
     from kvhma.nixl.handshake import decode_hello, encode_hello
+    from support.generate import generate
+    from support.recipe import draw
+    from support.tiny import tiny_hybrid
 
-from support.generate import generate
-from support.recipe import draw
-from support.tiny import tiny_hybrid
-
+HERE = Path(__file__).parent
 HEAD = struct.Struct("<8sHHIIIQ16s")
 NUMBERS = [-1, 0, 1, 2, 3, 16, 17, 2**16, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1, 2**64, 10**400]
 OTHERS = [None, True, "", "x", "DRAM", "\0", "\ud800", "é" * 200, "a" * 257, 1.5, -0.0, [], {}, [1, 2], {"full": None}]

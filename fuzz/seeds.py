@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what fuzzing starts from into fuzz/corpus: small good geometries for `json`, random bytes for the others."""
+"""Write what fuzzing starts from into fuzz/corpus: small good geometries for `json`, random bytes for the others.
+
+Usage: ``PYTHONPATH=tests python fuzz/seeds.py``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import random
-import sys
+import shutil
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-
+from kvhma.hybrid import LayoutError, layout
+from kvhma.models import models
 from support.generate import generate
 from support.recipe import draw
 from support.tiny import tiny_hybrid
 
-from kvhma.hybrid import LayoutError, layout
-from kvhma.models import models
-
+HERE = Path(__file__).parent
 LONGEST = 4000
 """Bytes of a seed; from there on most mutations hit nothing of interest."""
 
@@ -47,10 +46,8 @@ def main() -> None:
     for index, geometry in enumerate(geometries()):
         if len(form := geometry.to_json()) <= LONGEST:
             (folder("json") / f"seed-{index}").write_bytes(form)
-    for path in sorted((HERE.parent / "tests" / "attacks" / "corpus").glob("*.json")):
-        case = json.loads(path.read_bytes())
-        if "geometry" in case:
-            (folder("json") / f"seed-{path.stem}").write_text(case["geometry"])
+    for path in (HERE.parent / "tests" / "attacks" / "corpus").glob("*.bytes"):
+        shutil.copy(path, folder("json") / f"seed-{path.stem}")
     for target, lengths in (("plan", (100, 200, 400)), ("ids", (50, 200))):
         for index in range(300):
             rng = random.Random(f"{target} {index}")

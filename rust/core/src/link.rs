@@ -9,8 +9,8 @@ use crate::segment::classes;
 /// Cuts of whole kernel blocks kept with a plan; rarer ones are computed for each request.
 const MAX_CUTS: usize = 4096;
 
-/// Pieces of the blocks of one link. Conv states of a large model laid out the other way round have about a million.
-const MAX_PIECES: u64 = 1 << 21;
+/// Pieces of the blocks of one plan. Conv states of a large model laid out the other way round have about a million.
+pub(crate) const MAX_PIECES: u64 = 1 << 21;
 
 /// The only cut of blocks that hold no tokens.
 pub(crate) const STATE: Tokens = Tokens { local: 0, remote: 0, count: 1 };
@@ -122,16 +122,20 @@ impl Link {
         self.lanes.push(LayerLane { family: index, lane, layers, parts });
     }
 
-    /// Finds the cuts of whole blocks and returns the pieces of each.
-    pub(crate) fn cut_whole_blocks(&mut self, local: &Geometry, remote: &Geometry) -> Result<Vec<Vec<Row>>> {
+    /// Finds the cuts of whole blocks and returns the pieces of each; takes them off the `left` that may still be made.
+    pub(crate) fn cut_whole_blocks(
+        &mut self,
+        local: &Geometry,
+        remote: &Geometry,
+        left: &mut u64,
+    ) -> Result<Vec<Vec<Row>>> {
         let (mine, theirs) = (&local.groups[self.local_group], &remote.groups[self.remote_group]);
         let attention = mine.kind.is_attention();
         let mut cuts = if attention { classes(mine, theirs, MAX_CUTS).unwrap_or_default() } else { vec![STATE] };
         cuts.sort_unstable();
-        let mut left = MAX_PIECES;
         let mut rows = Vec::with_capacity(cuts.len());
         for &cut in &cuts {
-            left = left.saturating_sub(self.finest(local, remote, cut, left)?);
+            *left = left.saturating_sub(self.finest(local, remote, cut, *left)?);
             rows.push(self.rows(local, remote, cut)?);
         }
         self.cuts = cuts.into_iter().zip(rows.iter().map(|rows| rows.len() as u64)).collect();

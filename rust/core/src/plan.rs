@@ -7,7 +7,7 @@ use crate::alias;
 use crate::encode::ViewTable;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
-use crate::link::{LanePart, Link};
+use crate::link::{LanePart, Link, MAX_PIECES};
 use crate::pieces::shard;
 use crate::source::{Share, assign};
 use crate::span::Blocks;
@@ -136,10 +136,11 @@ fn tables(local: &Geometry, sources: &[&Geometry], shares: &[Vec<Share>]) -> Res
             link.add(local, sources[source], (layer, other), parts);
         }
     }
+    let mut left = MAX_PIECES;
     building
         .into_iter()
         .zip(sources)
-        .map(|(links, source)| Table::new(links.into_values().collect(), local, source))
+        .map(|(links, source)| Table::new(links.into_values().collect(), local, source, &mut left))
         .collect()
 }
 
@@ -152,5 +153,6 @@ fn own_table(local: &Geometry, wanted: impl Fn(usize) -> bool) -> Result<Table> 
         let link = links.entry(layer.group).or_insert_with(|| Link::new(layer.group, layer.group));
         link.add(local, local, (index, index), parts);
     }
-    Table::new(links.into_values().collect(), local, local)
+    let mut left = MAX_PIECES;
+    Table::new(links.into_values().collect(), local, local, &mut left)
 }

@@ -40,10 +40,11 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(mut links: Vec<Link>, local: &Geometry, remote: &Geometry) -> Result<Self> {
+    /// `left` is how many pieces the plan may still have.
+    pub(crate) fn new(mut links: Vec<Link>, local: &Geometry, remote: &Geometry, left: &mut u64) -> Result<Self> {
         let mut fed: BTreeMap<Row, Vec<Feed>> = BTreeMap::new();
         for (index, link) in links.iter_mut().enumerate() {
-            for (cut, rows) in link.cut_whole_blocks(local, remote)?.into_iter().enumerate() {
+            for (cut, rows) in link.cut_whole_blocks(local, remote, left)?.into_iter().enumerate() {
                 for row in rows {
                     fed.entry(row).or_default().push((index, cut));
                 }

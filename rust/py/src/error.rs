@@ -6,20 +6,33 @@ use pyo3::types::PyType;
 
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-fn raise(py: Python<'_>, class: &str, text: String) -> PyErr {
+fn raise(py: Python<'_>, class: &str, text: &str) -> PyErr {
     let find = || -> PyResult<Py<PyType>> {
         let module = ERRORS.get_or_try_init(py, || py.import("kvhma.errors").map(Bound::unbind))?;
         Ok(module.bind(py).getattr(class)?.cast_into::<PyType>()?.unbind())
     };
     match find() {
-        Ok(class) => PyErr::from_type(class.into_bound(py), text),
+        Ok(class) => PyErr::from_type(class.into_bound(py), printable(text)),
         Err(error) => error,
     }
 }
 
+/// Names and keys in a text may be a peer's, and it ends up in logs.
+fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for letter in text.chars() {
+        if letter.is_control() {
+            out.extend(letter.escape_default());
+        } else {
+            out.push(letter);
+        }
+    }
+    out
+}
+
 /// The exception of an input whose type is wrong.
 pub(crate) fn request_error(py: Python<'_>, text: String) -> PyErr {
-    raise(py, "RequestError", text)
+    raise(py, "RequestError", &text)
 }
 
 /// The exception for an error of the core.
@@ -31,7 +44,7 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Error::BlockRange { .. } | Error::NullBlock { .. } | Error::DuplicateBlock { .. } => "BlockIdError",
         _ => "RequestError",
     };
-    raise(py, class, error.to_string())
+    raise(py, class, &error.to_string())
 }
 
 pub(crate) trait OrRaise<T> {
