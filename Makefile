@@ -19,7 +19,7 @@ $(VENV)/.tools: pyproject.toml Makefile
 
 $(VENV)/.dev: $(VENV)/.tools
 	$(BIN)/python -m pip install -q --disable-pip-version-check "hypothesis>=6.100" "pytest>=8" "pytest-benchmark>=5" \
-		"pytest-timeout>=2.3" "pytest-xdist>=3.6" "mypy>=1.14" "ruff>=0.9"
+		"pytest-timeout>=2.3" "pytest-xdist>=3.6" "mypy>=1.14" "ruff>=0.9" "msgspec>=0.18" "pyzmq>=25"
 	touch $@
 
 RUST := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock

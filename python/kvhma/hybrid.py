@@ -165,7 +165,7 @@ def state_bytes(state: State, *, tp_size: int = 1) -> int:
     Raises:
         LayoutError: heads or groups do not divide over the ranks.
     """
-    return sum(part.nbytes for part in _state_parts(state, 0, tp_size, "DS"))
+    return sum(part.nbytes for part in state_parts(state, 0, tp_size, "DS"))
 
 
 def kv_bytes(model: Model, *, tp_size: int = 1) -> int:
@@ -315,7 +315,7 @@ def layout(
     for kind in dict.fromkeys(group.kind for group in groups):
         if kind in STATE_KINDS:
             assert model.state is not None  # noqa: S101 - Model has checked it
-            pages[kind] = Page(_state_parts(model.state, tp_rank, tp_size, conv))
+            pages[kind] = Page(state_parts(model.state, tp_rank, tp_size, conv))
         else:
             pages[kind] = Page(_attention_parts(model, kind, kv, heads, kernel, strides))
 
@@ -447,8 +447,18 @@ def _attention_parts(
     return tuple(Part(name, model.dtype, item, at * strides["S"], axes) for at, name in enumerate("kv"))
 
 
-def _state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:
-    """Return the parts of one state page: the convolution's, then ``ssm``; no gaps between them."""
+def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:
+    """Return the parts of one state page: the convolution's, then ``ssm``; no gaps between them.
+
+    Args:
+        state: the state over all ranks.
+        tp_rank: place among the tensor-parallel ranks.
+        tp_size: tensor-parallel ranks.
+        conv: how channels and rows of the convolution state lie.
+
+    Raises:
+        LayoutError: heads or groups do not divide over the ranks.
+    """
     columns = conv_split(state, tp_rank=tp_rank, tp_size=tp_size)
     item, rows = item_bytes(state.conv_dtype), state.d_conv - 1
     width = sum(part.length for part in columns)

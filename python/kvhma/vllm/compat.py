@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from vLLM's configuration, and which of its features the connector refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs
+from vllm.platforms import current_platform
+
+from kvhma.errors import UnsupportedPairError
+from kvhma.vllm.content import Place
+from kvhma.vllm.params import Address
+from kvhma.vllm.scheduler import EngineFacts
+from kvhma.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+"""What configurations of models call the groups of B and C."""
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuse what cannot be served, before anything is allocated.
+
+    Raises:
+        UnsupportedPairError: the text names the setting and both values.
+    """
+    parallel = config.parallel_config
+    wanted: list[tuple[str, Any, Any]] = [
+        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1), 1),
+        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1),
+        ("enable_return_routed_experts", getattr(config.model_config, "enable_return_routed_experts", False), False),
+    ]
+    for name, found, needed in wanted:
+        if found != needed:
+            raise UnsupportedPairError(f"{name} is {found}, the kvhma connector supports only {needed}")
+
+
+def place_of(config: VllmConfig) -> Place:
+    """Return where this worker is."""
+    parallel = config.parallel_config
+    text = config.model_config.hf_text_config
+    groups = next((getattr(text, name) for name in _GROUPS_OF_STATE if getattr(text, name, None)), None)
+    return Place(
+        tp_rank=parallel.rank % parallel.tensor_parallel_size,
+        tp_size=parallel.tensor_parallel_size,
+        kv_heads=config.model_config.get_total_num_kv_heads(),
+        state_groups=groups,
+    )
+
+
+def host_staged(config: VllmConfig, settings: Settings) -> bool:
+    """Return whether blocks go through host memory."""
+    if settings.host_staged is not None:
+        return settings.host_staged
+    return bool(config.kv_transfer_config.kv_buffer_device == "cpu" and current_platform.device_type != "cpu")
+
+
+def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
+    """Return what the scheduler's half has to know."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+    port = (settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT) + parallel.data_parallel_index
+    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+    replayed = any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs)
+    # A draft module of several steps reads tokens that only D knows.
+    lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
+    return EngineFacts(
+        engine_id=transfer.engine_id,
+        address=Address(host, port),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        has_state=caches.has_mamba_layers,
+        backoff=max(int(caches.has_mamba_layers or replayed), lookahead, 0),
+        recompute=transfer.kv_load_failure_policy == "recompute",
+        host_staged=host_staged(config, settings),
+        transfer_groups=tuple(caches.transfer_group_ids),
+    )

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector as vLLM sees it: each method goes to the half that runs in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+import kvhma
+from kvhma.nixl import Agent
+from kvhma.vllm.compat import check_config, engine_facts, host_staged, place_of
+from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
+from kvhma.vllm.scheduler import SchedulerHalf
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.staging import Direct, Memory, Staged
+from kvhma.vllm.stats import PromMetrics, TransferStats
+from kvhma.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvhma")
+
+
+class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands the KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
+
+    Load it with ``--kv-transfer-config '{"kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm",
+    "kv_role": "kv_both"}'``. docs/vllm.md has the settings.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Check the engine's configuration and start the half that this process needs.
+
+        Raises:
+            SettingsError: a setting is unknown or has a wrong value.
+            UnsupportedPairError: a feature of the engine that the connector cannot serve is on.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        check_config(vllm_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._hello: WorkerHello | None = None
+        self._sent: set[str] = set()
+        self._report: WorkerReport | None = None
+        self._memory: Memory | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            if self._settings.ignored:
+                logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
+            self._scheduler = SchedulerHalf(self._settings, engine_facts(vllm_config, kv_cache_config, self._settings))
+
+    @property
+    def _deciding(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise RuntimeError("this is the worker's side of the connector")
+        return self._scheduler
+
+    # --- scheduler's side ----------------------------------------------------------------------------------
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load restores the recurrent state wherever the local hit of attention ends."""
+        return True
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Take vLLM's manager of blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._deciding.manager = kv_cache_manager
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take what the workers say of themselves, and start to answer other engines."""
+        self._deciding.serve(metadata)
+
+    def on_new_request(self, request: Request) -> None:
+        """Look at a new request."""
+        self._deciding.add(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A load fills the blocks of every group that takes part; the engine must not zero them meanwhile."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the tokens that will be loaded, always in the background."""
+        return self._deciding.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Take the blocks of a load."""
+        self._deciding.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Return the orders of this step."""
+        return self._deciding.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the workers' results."""
+        self._deciding.results(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Take note of the end of a request of an engine with one group."""
+        return self._deciding.finish(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Take note of the end of a request."""
+        return self._deciding.finish(request, block_ids)
+
+    # --- worker's side -------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe and register the caches, and start the threads that load.
+
+        Raises:
+            GeometryError: a cache that is not known; the text names the layer and what was found.
+        """
+        config = self._vllm_config
+        place = place_of(config)
+        context = config.compilation_config.static_forward_context
+        taking_part = {name for group in self._kv_cache_config.transfer_groups for name in group.layer_names}
+        caches = {name: cache for name, cache in kv_caches.items() if name in taking_part}
+        copy = Staged(caches) if host_staged(config, self._settings) else None
+        geometry = geometry_of(
+            self._kv_cache_config,
+            caches if copy is None else copy.caches,
+            place,
+            cpu_kernel=lambda name: getattr(context.get(name), "isa", None),
+        )
+        if copy is None:
+            self._memory = Direct(geometry, caches)
+        else:
+            copy.describe(geometry)
+            self._memory = copy
+        engine_id = self._kv_transfer_config.engine_id
+        pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
+        agent = Agent(
+            f"kvhma-{engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}",
+            backends=self._settings.backends,
+            num_threads=self._settings.num_threads,
+        )
+        agent.register(geometry)
+        extra = {"model": config.model_config.model, "vllm": vllm.__version__, "kvhma": kvhma.__version__}
+        self._hello = WorkerHello(agent.hello(geometry, json.dumps(extra).encode()[: 32 << 10]))
+        self._worker = WorkerHalf(self._settings, engine_id, geometry, agent, self._memory)
+        kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
+        logger.info(
+            "kvhma: %d layers in %d regions, groups: %s; hello of %d bytes",
+            len(geometry.layers),
+            len(geometry.regions),
+            kinds,
+            len(self._hello.data),
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what this worker says of itself."""
+        return self._hello
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Hand over the orders of this step; returns at once."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, StepMetadata):
+            self._sent.update(metadata.sent)
+            if self._worker is not None:
+                self._worker.order(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before a request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Others read the caches where they are."""
+
+    def wait_for_save(self) -> None:
+        """Copy what others will read to host memory, if that is where they read it."""
+        metadata = self._connector_metadata
+        if isinstance(metadata, StepMetadata) and self._memory is not None:
+            for spans in metadata.stage:
+                self._memory.leaving(spans)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return what has ended, each request once; failed ones are among the received."""
+        sent, self._sent = self._sent, set()
+        if self._worker is None:
+            return KVConnectorTransferResults(finished_sending=sent)
+        received, failures = self._worker.collect()
+        self._report = WorkerReport(failures) if failures else None
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=set(failures)
+        )
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return why loads failed."""
+        report, self._report = self._report, None
+        return report
+
+    # --- both ----------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """Return what was measured since the last call."""
+        half = self._worker or self._scheduler
+        return None if half is None else half.take_stats()
+
+    def shutdown(self) -> None:
+        """Stop the threads and give everything back."""
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the layout to ask for: heads outside of tokens, so that a slice of heads is one piece."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config if vllm_config.kv_transfer_config else {}
+        layout = Settings.read(extra).kv_cache_layout
+        if layout is not None:
+            return layout
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """Return stats of what another process counted."""
+        return TransferStats() if data is None else TransferStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> PromMetrics:
+        """Return the Prometheus metrics."""
+        return PromMetrics(*args)

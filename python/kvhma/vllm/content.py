@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bytes of one layer's page mean: the one place that decides it, from vLLM's spec of the layer.
+
+A content that is not known for certain becomes one part that only an equal engine can read; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from kvhma.errors import GeometryError
+from kvhma.geometry import Axis, Kind, Part
+from kvhma.hybrid import ConvOrder, state_parts
+from kvhma.models import State, StateKind
+
+_KINDS: dict[str, Kind] = {
+    "ChunkedLocalAttentionSpec": "chunked",
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "mla",
+    "MambaSpec": "ssm",
+    "SlidingWindowMLASpec": "sliding",
+    "SlidingWindowSpec": "sliding",
+}
+
+_STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
+"""CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
+
+_STATES: dict[str, StateKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn"}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker is among its engine's ranks, and what of the model no spec says.
+
+    Attributes:
+        tp_rank: place among the tensor-parallel ranks.
+        tp_size: tensor-parallel ranks.
+        kv_heads: KV heads of the model over all ranks.
+        state_groups: groups of B and C of Mamba2 over all ranks; None where the model's configuration has none.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    kv_heads: int = 1
+    state_groups: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A layer's cache as the engine addresses it.
+
+    Attributes:
+        shape: kernel blocks, heads, states of a kernel block, items of a state.
+        strides: the same, in bytes.
+        item_bytes: bytes of an item.
+        dtype: name of the item.
+        cpu_kernel: what vLLM's CPU attention packs a block for, e.g. ``"amx"``; None for other attention.
+    """
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    item_bytes: int
+    dtype: str
+    cpu_kernel: str | None = None
+
+
+def kind_of(name: str, spec: Any) -> Kind:
+    """Return the kind of group that a layer of this spec belongs to.
+
+    Raises:
+        GeometryError: a spec that is not known. A subclass may keep other things in its blocks than its base, so a
+            spec has to be known by its own name.
+    """
+    found = _KINDS.get(type(spec).__name__)
+    if found is None:
+        raise GeometryError(f"layer {name!r}: spec is {type(spec).__name__}, known are {', '.join(_KINDS)}")
+    return found
+
+
+def parts_of(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
+    """Return the parts of a layer's page.
+
+    Args:
+        name: the layer, for messages.
+        spec: vLLM's spec of the layer.
+        view: its cache.
+        place: the worker.
+
+    Raises:
+        GeometryError: spec and view contradict each other; the text names the layer and both values.
+    """
+    if kind_of(name, spec) == "ssm":
+        return _state(name, spec, view, place)
+    if view.strides[3] != view.item_bytes:
+        raise GeometryError(f"layer {name!r}: content stride is {view.strides[3]}, an item has {view.item_bytes} bytes")
+    if spec.num_head_slots is not None or spec.tokens_per_state != 1:
+        return _whole(name, spec, view, place)
+    content = Axis("content", view.shape[3], view.item_bytes)
+    tokens = Axis("tokens", view.shape[2], view.strides[2])
+    dtype = _dtype(spec, view)
+    if "MLA" in type(spec).__name__:
+        return (Part("kv", dtype, view.item_bytes, 0, (tokens, content)),)
+    heads = _heads(spec, view, place)
+    # Other bytes than K and V among a token's, or heads whose place is not known.
+    if spec.state_content_bytes is not None or heads is None:
+        return _whole(name, spec, view, place)
+    if view.cpu_kernel is None:
+        return (Part("kv", dtype, view.item_bytes, 0, (heads, tokens, content)),)
+    return _cpu(name, spec, f"{dtype}/cpu-{view.cpu_kernel}", view, heads)
+
+
+def _heads(spec: Any, view: View, place: Place) -> Axis | None:
+    held, ranks = view.shape[1], place.tp_size
+    if spec.max_tp_shards is not None:
+        shards = min(ranks, spec.max_tp_shards)
+    elif held > 1 or held * ranks == place.kv_heads:  # vLLM repeats heads only where a rank would have none
+        shards = ranks
+    else:
+        shards = place.kv_heads
+    if shards > ranks or ranks % shards:
+        return None
+    return Axis("heads", held * shards, view.strides[1], place.tp_rank * shards // ranks * held, held)
+
+
+def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
+    """K of all tokens of a head, then V: the kernel takes the four dimensions for a place to put them."""
+    _, _, tokens, width = view.shape
+    item = view.item_bytes
+    if view.strides[2] != width * item:
+        raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, the CPU kernel needs {width * item}")
+    if view.cpu_kernel in _STRIDED_CPU_KERNELS and spec.head_size == spec.head_size_v:
+        size = spec.head_size
+        k = (heads, Axis("content", size, tokens * item), Axis("tokens", tokens, item))
+        v = (heads, Axis("tokens", tokens, size * item), Axis("content", size, item))
+        return (Part("k", dtype, item, 0, k), Part("v", dtype, item, tokens * size * item, v))
+    # Tiles over tokens and content: only whole blocks of a head are known to belong together.
+    return (Part("kv", dtype, item, 0, (heads, Axis("packed", tokens * width, item))),)
+
+
+def _whole(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
+    """One part that pairs only with the same part of the same rank of an equally large engine."""
+    size = math.prod(view.shape[1:]) * view.item_bytes
+    order = sorted((stride, length) for stride, length in zip(view.strides[1:], view.shape[1:], strict=True))
+    dense = view.item_bytes
+    for stride, length in order:
+        if length > 1 and stride != dense:
+            raise GeometryError(
+                f"layer {name!r}: a page of {type(spec).__name__} with strides {view.strides} is not contiguous; "
+                "set VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+        dense *= length
+    fields = (type(spec).__name__, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
+    dtype = "/".join([_dtype(spec, view), *map(str, fields), f"tp{place.tp_size}"])
+    ranks = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
+    return (Part("whole", dtype, 1, 0, (ranks,)),)
+
+
+def _dtype(spec: Any, view: View) -> str:
+    quantized = spec.kv_quant_mode.name.lower()
+    special = [getattr(spec, "cache_dtype_str", None), None if quantized == "none" else quantized]
+    return "/".join([view.dtype, *filter(None, special)])
+
+
+def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
+    if math.prod(view.shape[1:]) * view.item_bytes < spec.state_content_size_bytes:
+        raise GeometryError(
+            f"layer {name!r}: a page has {math.prod(view.shape[1:]) * view.item_bytes} bytes, "
+            f"its state {spec.state_content_size_bytes}"
+        )
+    if spec.tp_replicated:
+        place = Place(kv_heads=place.kv_heads, state_groups=place.state_groups)
+    known = _known_state(spec, place)
+    if known is None:
+        kinds = f"{spec.mamba_type.name}/{spec.shapes}/tp{place.tp_size}"
+        size = spec.state_content_size_bytes
+        axis = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
+        return (Part("whole", kinds.replace(" ", ""), 1, 0, (axis,)),)
+    state, conv = known
+    return state_parts(state, place.tp_rank, place.tp_size, conv)
+
+
+def _known_state(spec: Any, place: Place) -> tuple[State, ConvOrder] | None:
+    """Return the state over all ranks and the order of its convolution, if both follow from the spec."""
+    kind = _STATES.get(spec.mamba_type.name)
+    if kind is None or len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
+        return None
+    conv, ssm = spec.shapes
+    ranks = place.tp_size
+    heads, head_dim, d_state = (ssm[0], 1, ssm[1]) if kind == "mamba1" else ssm
+    inner = heads * head_dim
+    for order, (channels, rows) in (("DS", conv), ("SD", conv[::-1])):
+        grouped = channels - inner
+        if kind == "mamba1":
+            groups = 0
+            fits = grouped == 0
+        else:
+            held = grouped // (2 * d_state)
+            groups = held * ranks if kind == "gdn" else place.state_groups or 0
+            # With fewer groups than ranks each rank has the whole one that its heads use.
+            expected = max(1, groups // ranks)
+            fits = grouped > 0 and grouped == 2 * d_state * held and groups > 0 and held == expected
+        if fits:
+            state = State(
+                kind=kind,
+                conv_dim=inner * ranks + 2 * groups * d_state,
+                d_conv=rows + 1,
+                n_heads=heads * ranks,
+                head_dim=head_dim,
+                d_state=d_state,
+                n_groups=groups,
+                conv_dtype=str(spec.dtypes[0]).removeprefix("torch."),
+                ssm_dtype=str(spec.dtypes[1]).removeprefix("torch."),
+            )
+            return state, order  # type: ignore[return-value]
+    return None

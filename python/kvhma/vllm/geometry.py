@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The geometry of a live worker, from its KV cache configuration and the views it registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvhma.errors import GeometryError
+from kvhma.geometry import Geometry, Group, Kind, Layer, Page, Region
+from kvhma.vllm.content import Place, View, kind_of, parts_of
+
+
+def geometry_of(
+    config: Any, caches: Mapping[str, Any], place: Place, *, cpu_kernel: Callable[[str], str | None] = lambda _: None
+) -> Geometry:
+    """Describe a worker's caches.
+
+    Args:
+        config: the worker's ``KVCacheConfig``.
+        caches: the 4-dimensional view ``[kernel blocks, heads, states, content]`` of each layer.
+        place: the worker.
+        cpu_kernel: what vLLM's CPU attention packs the blocks of a layer for; None for any other attention.
+
+    Returns:
+        One group for each transfer group, in their order. Layers that use the cache of another one are left out.
+
+    Raises:
+        GeometryError: a spec or a view that is not known; the text names the layer and what was found.
+        AddressOverflowError: an address does not fit 64 bits.
+    """
+    regions: dict[tuple[int, int], Region] = {}
+    groups: list[Group] = []
+    layers: list[Layer] = []
+    for index, group in enumerate(config.transfer_groups):
+        if group.host_resident:
+            raise GeometryError(f"group {index}: its blocks are host_resident, which is not supported")
+        specs = _layer_specs(group)
+        placed: dict[int, str] = {}
+        ratios: dict[int, str] = {}
+        for name in group.layer_names:
+            if name not in caches:
+                raise GeometryError(f"layer {name!r}: no cache was registered, known are {', '.join(caches)}")
+            tensor = caches[name]
+            if placed.setdefault(tensor.data_ptr(), name) != name:
+                continue
+            view = _view(name, tensor, cpu_kernel(name))
+            ratio, rest = divmod(view.shape[0], config.num_blocks)
+            if rest or not ratio:
+                raise GeometryError(f"layer {name!r}: {view.shape[0]} kernel blocks, {config.num_blocks} blocks")
+            ratios.setdefault(ratio, name)
+            storage = tensor.untyped_storage()
+            region = Region(
+                storage.data_ptr(), storage.nbytes(), "DRAM" if tensor.is_cpu else "VRAM", tensor.device.index or 0
+            )
+            regions.setdefault((region.base, region.device), region)
+            layers.append(
+                Layer(
+                    name=name,
+                    group=index,
+                    region=list(regions).index((region.base, region.device)),
+                    offset=tensor.data_ptr() - region.base,
+                    num_blocks=config.num_blocks,
+                    block_stride=view.strides[0] * ratio,
+                    page=Page(parts_of(name, specs[name], view, place)),
+                    kernel_stride=None if ratio == 1 else view.strides[0],
+                )
+            )
+        if len(ratios) > 1:
+            raise GeometryError(f"group {index}: layers differ in kernel blocks per block: {ratios}")
+        groups.append(_group(index, specs, next(iter(ratios), 1)))
+    memories = {region.memory for region in regions.values()}
+    if len(memories) > 1:
+        raise GeometryError(f"regions: caches are in {' and '.join(sorted(memories))}, one kind is supported")
+    return Geometry(tuple(regions.values()), tuple(groups), tuple(layers), place.tp_rank, place.tp_size)
+
+
+def _layer_specs(group: Any) -> dict[str, Any]:
+    several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return dict(several) if several is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec)
+
+
+def _group(index: int, specs: Mapping[str, Any], ratio: int) -> Group:
+    kinds: dict[Kind, str] = {}
+    for name, spec in specs.items():
+        kinds.setdefault(kind_of(name, spec), name)
+    # Layers that keep everything can share a block table whatever they keep of a token.
+    kind: Kind = "full" if set(kinds) == {"full", "mla"} else next(iter(kinds))
+    if len(kinds) > 1 and kind != "full":
+        raise GeometryError(f"group {index}: layers are of different kinds: {kinds}")
+    windows = {_window(spec, kind) for spec in specs.values()}
+    sizes = {spec.block_size for spec in specs.values()}
+    if len(windows) > 1 or len(sizes) > 1:
+        raise GeometryError(f"group {index}: layers have windows {windows} and block sizes {sizes}")
+    window = windows.pop()
+    return Group(
+        kind,
+        sizes.pop(),
+        ratio=ratio,
+        window=window if kind == "sliding" else None,
+        chunk=window if kind == "chunked" else None,
+        speculative=max(getattr(spec, "num_speculative_blocks", 0) for spec in specs.values()),
+    )
+
+
+def _window(spec: Any, kind: Kind) -> int | None:
+    if kind == "sliding":
+        # What a draft module re-reads behind the window has to be there as well.
+        return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+    return int(spec.attention_chunk_size) if kind == "chunked" else None
+
+
+def _view(name: str, tensor: Any, cpu_kernel: str | None) -> View:
+    if tensor.dim() != 4:
+        raise GeometryError(f"layer {name!r}: the cache has shape {tuple(tensor.shape)}, expected four dimensions")
+    item = tensor.element_size()
+    a, b, c, d = tensor.shape
+    strides = [stride * item for stride in tensor.stride()]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return View((a, b, c, d), (strides[0], strides[1], strides[2], strides[3]), item, dtype, cpu_kernel)

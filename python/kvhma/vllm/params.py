@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_transfer_params``: what P tells D of a request through a proxy, and the one place where it is read.
+
+The keys are upstream's, so that existing proxies work unchanged; ours are in the ``kvhma`` dictionary beside them.
+Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has an empty list for each group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import secrets
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvhma.errors import RequestError
+from kvhma.geometry import Span
+
+VERSION = 1
+"""Version of the ``kvhma`` dictionary."""
+
+MAX_ID = (1 << 31) - 1
+_MAX_GROUPS = 256
+_MAX_NAME = 512
+_RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the scheduler of an engine listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A finished request whose blocks P keeps for a reader.
+
+    Attributes:
+        request_id: P's name of the request.
+        generation: random number of this hold; an id that comes again has another one.
+    """
+
+    request_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What a decode request has to know of its prefill.
+
+    Attributes:
+        address: P's scheduler.
+        engine_id: P's name of itself.
+        instance: random number of P's life; after a restart it is another one.
+        hold: the request at P.
+        expires: when the lease ends, in seconds of P's clock.
+        num_tokens: tokens that P's blocks hold.
+        digest: of these tokens.
+        spans: live blocks of each of P's groups.
+        tp_size: P's tensor-parallel ranks, if the parameters say.
+    """
+
+    address: Address
+    engine_id: str
+    instance: int
+    hold: Hold
+    expires: float
+    num_tokens: int
+    digest: str
+    spans: tuple[Span, ...]
+    tp_size: int | None = None
+
+    def to_params(self, *, pp_size: int) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` that a proxy hands on to D."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.hold.request_id,
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "remote_block_ids": [[] for _ in self.spans],
+            "remote_num_tokens": self.num_tokens,
+            "remote_blocks_expiry_time": None,
+            "tp_size": self.tp_size,
+            "pp_size": pp_size,
+            "dcp_size": 1,
+            "transfer_mode": "pull",
+            "kvhma": {
+                "version": VERSION,
+                "instance": f"{self.instance:016x}",
+                "generation": f"{self.hold.generation:016x}",
+                "expires": self.expires,
+                "tokens": self.num_tokens,
+                "digest": self.digest,
+                "spans": [[span.first, write_ids(span.ids)] for span in self.spans],
+            },
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], *, num_prompt_tokens: int) -> Remote:
+        """Read and check parameters. Safe on any value; nothing is longer than the prompt allows.
+
+        Raises:
+            RequestError: a key is missing, of the wrong type or out of range; the text names it.
+        """
+        own = params.get("kvhma")
+        if not isinstance(own, dict):
+            raise RequestError(
+                f"kv_transfer_params: kvhma is {_show(own)}, expected a dictionary; does the prefill engine run kvhma, "
+                "and does the proxy hand on all keys?"
+            )
+        if own.get("version") != VERSION:
+            raise RequestError(f"kv_transfer_params: kvhma.version is {_show(own.get('version'))}, expected {VERSION}")
+        tokens = _integer(own, "kvhma.tokens", 1, 1 << 40)
+        tp_size = None if params.get("tp_size") is None else _integer(params, "tp_size", 1, 1 << 16)
+        if params.get("dcp_size") not in (None, 1):
+            raise RequestError(f"kv_transfer_params: dcp_size is {_show(params['dcp_size'])}, only 1 is supported")
+        return cls(
+            address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
+            engine_id=_text(params, "remote_engine_id"),
+            instance=_nonce(own, "kvhma.instance"),
+            hold=Hold(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
+            expires=_seconds(own, "kvhma.expires"),
+            num_tokens=tokens,
+            digest=_text(own, "kvhma.digest"),
+            spans=_spans(own, min(tokens, num_prompt_tokens) + _MAX_GROUPS),
+            tp_size=tp_size,
+        )
+
+
+def new_nonce() -> int:
+    """Return a random number of 64 bits."""
+    return secrets.randbits(64)
+
+
+def digest_tokens(token_ids: Iterable[int]) -> str:
+    """Return a digest of token ids, which tells D that P computed the same prompt."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
+def write_ids(ids: Iterable[int]) -> str:
+    """Return block ids as ranges of text; runs may go up or down by one."""
+    parts: list[str] = []
+    start = end = None
+    step = 0
+    for value in ids:
+        block = int(value)
+        if end is not None and block - end in (1, -1) and step in (0, block - end):
+            step = block - end
+            end = block
+            continue
+        if start is not None:
+            parts.append(f"{start}" if start == end else f"{start}-{end}")
+        start = end = block
+        step = 0
+    if start is not None:
+        parts.append(f"{start}" if start == end else f"{start}-{end}")
+    return ",".join(parts)
+
+
+def read_ids(text: str, limit: int) -> list[int]:
+    """Read block ids of :func:`write_ids`.
+
+    Raises:
+        RequestError: not such a text, an id of more than 31 bits, or more than `limit` ids.
+    """
+    ids: list[int] = []
+    # An id has ten digits at most, and a separator.
+    if len(text) > limit * 11:
+        raise RequestError(f"block ids have {len(text)} characters, at most {limit} ids are expected")
+    for part in text.split(",") if text else ():
+        found = _RANGE.fullmatch(part)
+        if found is None:
+            raise RequestError(f"block ids: {_show(part)} is neither a number nor a range")
+        first = int(found[1])
+        last = first if found[2] is None else int(found[2])
+        if max(first, last) > MAX_ID:
+            raise RequestError(f"block ids: {_show(part)} does not fit 31 bits")
+        if len(ids) + abs(last - first) + 1 > limit:
+            raise RequestError(f"block ids: more than {limit} in {_show(text)}")
+        step = 1 if last >= first else -1
+        ids.extend(range(first, last + step, step))
+    return ids
+
+
+def _spans(own: Mapping[str, Any], limit: int) -> tuple[Span, ...]:
+    rows = own.get("spans")
+    if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
+        raise RequestError(f"kv_transfer_params: kvhma.spans is {_show(rows)}, expected a list of 1..{_MAX_GROUPS}")
+    spans = []
+    for row in rows:
+        if not (isinstance(row, list) and len(row) == 2 and _is_integer(row[0]) and isinstance(row[1], str)):
+            raise RequestError(f"kv_transfer_params: kvhma.spans has {_show(row)}, expected [first, ids]")
+        if not 0 <= row[0] <= MAX_ID:
+            raise RequestError(f"kv_transfer_params: kvhma.spans starts at {_show(row[0])}, expected 0..{MAX_ID}")
+        spans.append(Span(row[0], read_ids(row[1], limit)))
+    return tuple(spans)
+
+
+def _get(values: Mapping[str, Any], key: str) -> Any:
+    return values.get(key.rsplit(".", 1)[-1])
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    value = _get(values, key)
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME or not value.isprintable():
+        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 1..{_MAX_NAME} printable characters")
+    return value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    value = _get(values, key)
+    if not _is_integer(value) or not low <= value <= high:
+        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected an integer in {low}..{high}")
+    return int(value)
+
+
+def _seconds(values: Mapping[str, Any], key: str) -> float:
+    value = _get(values, key)
+    number = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+    if not number or abs(value) > 10**15:
+        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected seconds")
+    return float(value)
+
+
+def _nonce(values: Mapping[str, Any], key: str) -> int:
+    value = _get(values, key)
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value, re.ASCII):
+        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 16 hexadecimal digits")
+    return int(value, 16)
+
+
+def _show(value: Any) -> str:
+    """Return a value for a message, whatever it is and however long."""
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if _is_integer(value) and abs(value) > 1 << 80:
+        return "a huge integer"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:60] + "..."

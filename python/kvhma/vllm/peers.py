@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that a decode worker reads from: shaken hands with once, planned once, kept within a bound."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import kvhma
+from kvhma import _kvhma
+from kvhma.errors import HandshakeError, KvhmaError, UnsupportedPairError
+from kvhma.geometry import Geometry
+from kvhma.nixl import Agent, Peer, decode_hello
+from kvhma.vllm.params import Address, Remote
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.side_channel import (
+    PROTOCOL,
+    AskHello,
+    AskRoster,
+    Client,
+    Done,
+    Hello,
+    Leases,
+    Refused,
+    Renew,
+    Roster,
+    hold_form,
+)
+
+logger = logging.getLogger("vllm.kvhma")
+
+_FAILURE_SECONDS = 1.0
+"""How long a failed handshake stands for the next ones with the same engine: many requests share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What we know of another machine's clock.
+
+    Attributes:
+        theirs: what it showed in an answer.
+        ours: when we asked for it; it was read later.
+    """
+
+    theirs: float
+    ours: float
+
+    def latest(self, now: float) -> float:
+        """Return the latest it can show when ours shows `now`; clocks may drift apart by 0.1 %."""
+        return self.theirs + (now - self.ours) * 1.001
+
+
+@dataclass(eq=False)
+class Source:
+    """An engine that can be read from.
+
+    Attributes:
+        address: where its scheduler listens.
+        instance: random number of its life.
+        plan: what we read from its ranks.
+        peers: its workers, in the order of the plan's sources; None where nothing is read.
+        clock: its scheduler's clock.
+        tp_size: its tensor-parallel ranks.
+    """
+
+    address: Address
+    instance: int
+    plan: _kvhma.Plan
+    peers: list[Peer | None]
+    clock: Clock
+    tp_size: int
+    loads: int = 0
+    used: float = field(default_factory=time.monotonic)
+
+    @property
+    def gone(self) -> str | None:
+        """Why it cannot be read from any more; None if it can."""
+        return next((peer.gone for peer in self.peers if peer is not None and peer.gone), None)
+
+
+class Peers:
+    """Sources by address. Safe to use from several threads; one handshake at a time with each engine."""
+
+    def __init__(
+        self, agent: Agent, geometry: Geometry, settings: Settings, engine_id: str, shook: Callable[[float], None]
+    ) -> None:
+        """Start empty; `shook` is told the seconds of each handshake."""
+        self._agent = agent
+        self._geometry = geometry
+        self._settings = settings
+        self._engine_id = engine_id
+        self._shook = shook
+        self._lock = threading.Lock()
+        self._sources: OrderedDict[Address, Source] = OrderedDict()
+        self._pending: dict[tuple[Address, int], Future[Source]] = {}
+        self._failed: dict[tuple[Address, int], tuple[float, KvhmaError]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def borrow(self, remote: Remote) -> Source:
+        """Return the source of a request, after a handshake if need be; give it back with :meth:`give_back`.
+
+        Raises:
+            HandshakeError: it does not answer, is another engine than the request was told, or speaks another version.
+            UnsupportedPairError: its caches cannot be read into ours; it has been told so.
+            TransferError: it cannot be connected to.
+        """
+        key = (remote.address, remote.instance)
+        with self._lock:
+            source = self._sources.get(remote.address)
+            if source is not None and source.instance == remote.instance and source.gone is None:
+                self._sources.move_to_end(remote.address)
+                return self._lend(source)
+            since, error = self._failed.get(key, (0.0, None))
+            if error is not None and time.monotonic() - since < _FAILURE_SECONDS:
+                raise error.with_traceback(None)
+            pending = self._pending.get(key)
+            mine = pending is None
+            if pending is None:
+                pending = self._pending[key] = Future()
+        if mine:
+            self._shake(remote, pending)
+        source = pending.result()
+        with self._lock:
+            return self._lend(source)
+
+    def give_back(self, source: Source) -> None:
+        """Say that a load has ended; a source that nobody uses can be dropped."""
+        with self._lock:
+            source.loads -= 1
+        if source.gone is not None:
+            self._drop(source)
+
+    def still_held(self, source: Source, remote: Remote) -> bool:
+        """Ask P whether a request's blocks have been held until now; one round trip.
+
+        Raises:
+            HandshakeError: no answer, or none that makes sense.
+        """
+        with Client(remote.address, self._settings.handshake_timeout) as client:
+            answer = client.ask(Renew([hold_form(remote.hold.request_id, remote.hold.generation)]), Leases)
+        return len(answer.expires) == 1 and answer.expires[0] is not None
+
+    def _lend(self, source: Source) -> Source:
+        source.loads += 1
+        source.used = time.monotonic()
+        return source
+
+    def _shake(self, remote: Remote, pending: Future[Source]) -> None:
+        key = (remote.address, remote.instance)
+        started = time.monotonic()
+        try:
+            source = self._connect(remote)
+        except KvhmaError as error:
+            with self._lock:
+                self._failed[key] = (time.monotonic(), error)
+                while len(self._failed) > self._settings.max_peers:
+                    del self._failed[next(iter(self._failed))]
+                del self._pending[key]
+            pending.set_exception(error)
+            return
+        except BaseException as error:
+            with self._lock:
+                del self._pending[key]
+            pending.set_exception(error)
+            return
+        self._shook(time.monotonic() - started)
+        with self._lock:
+            self._failed.pop(key, None)
+            replaced = self._sources.pop(remote.address, None)
+            self._sources[remote.address] = source
+            del self._pending[key]
+            dropped = [old for old in (replaced,) if old is not None]
+            idle = [old for old in self._sources.values() if not old.loads and old is not source]
+            while len(self._sources) > self._settings.max_peers and idle:
+                dropped.append(self._sources.pop(idle.pop(0).address))
+        pending.set_result(source)
+        for old in dropped:
+            self._disconnect(old)
+
+    def _connect(self, remote: Remote) -> Source:
+        timeout = self._settings.handshake_timeout
+        with Client(remote.address, timeout) as client:
+            asked = time.monotonic()
+            roster = client.ask(AskRoster(PROTOCOL), Roster)
+            clock = Clock(roster.clock, asked)
+            self._check(remote, roster)
+            hellos = [client.ask(AskHello(pp, tp), Hello).data for pp, tp in roster.ranks]
+            said = [decode_hello(data) for data in hellos]
+            try:
+                plan = kvhma.plan(
+                    self._geometry,
+                    [hello.geometry for hello in said],
+                    descriptor_bytes=self._settings.descriptor_bytes,
+                )
+            except UnsupportedPairError as error:
+                client.ask(Refused(self._engine_id, str(error)[:4000]), Done)
+                raise
+        for _, finding in plan.findings:
+            logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
+        peers = [
+            self._agent.connect(data, expect=hello.name, timeout=timeout) if index in plan.sources else None
+            for index, (data, hello) in enumerate(zip(hellos, said, strict=True))
+        ]
+        tp_size = len({tp for _, tp in roster.ranks})
+        return Source(remote.address, remote.instance, plan, peers, clock, tp_size)
+
+    def _check(self, remote: Remote, roster: Roster) -> None:
+        tp_size = len({tp for _, tp in roster.ranks})
+        for field_name, told, found in (
+            ("remote_engine_id", remote.engine_id, roster.engine_id),
+            ("kvhma.instance", f"{remote.instance:016x}", roster.instance.hex()),
+            ("tp_size", remote.tp_size or tp_size, tp_size),
+        ):
+            if told != found:
+                raise HandshakeError(
+                    f"{field_name} is {told!r} in kv_transfer_params, {found!r} at {remote.address}: "
+                    "the blocks are gone, or were never there"
+                )
+
+    def _drop(self, source: Source) -> None:
+        with self._lock:
+            if source.loads or self._sources.get(source.address) is not source:
+                return
+            del self._sources[source.address]
+        self._disconnect(source)
+
+    def _disconnect(self, source: Source) -> None:
+        for peer in source.peers:
+            if peer is None:
+                continue
+            try:
+                self._agent.disconnect(peer, self._settings.handshake_timeout)
+            except KvhmaError as error:
+                # Its transfers are still in flight; it stays unusable until the agent is closed.
+                logger.warning("kvhma: %s", error)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``kv_connector_extra_config`` may set. docs/vllm.md explains each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvhma.errors import KvhmaError
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+
+
+class SettingsError(KvhmaError, ValueError):
+    """A setting has a value it cannot have; the text names it and both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one engine.
+
+    Attributes:
+        kv_lease_duration: seconds a prefill engine keeps a request's blocks after its last sign of a reader.
+        clock_margin: seconds by which a read has to end before the lease does to count without asking.
+        handshake_timeout: seconds to wait for each answer of another engine.
+        load_retries: how often a load that failed for a passing reason is tried again before the engine's
+            ``kv_load_failure_policy`` has its way.
+        load_threads: threads that plan and post; a transport that copies inline copies in them.
+        max_peers: engines whose connection and plan are kept.
+        descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
+        backends: NIXL's transports, in order of preference.
+        num_threads: transport threads of NIXL.
+        side_channel_host: name or address that other engines reach this one's scheduler at; None for
+            ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
+        side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
+        kv_cache_layout: layout to ask the engine for; None for ``LBHNC``, or for MLA the engine's own choice.
+        host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
+            ``kv_buffer_device`` is ``cpu`` and the caches are not.
+    """
+
+    kv_lease_duration: float = 30.0
+    clock_margin: float = 0.5
+    handshake_timeout: float = 5.0
+    load_retries: int = 1
+    load_threads: int = 4
+    max_peers: int = 64
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 0
+    side_channel_host: str | None = None
+    side_channel_port: int | None = None
+    kv_cache_layout: str | None = None
+    host_staged: bool | None = None
+    ignored: tuple[str, ...] = field(default=())
+    """Settings of upstream's connector that have no meaning here; they are reported in the log."""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Settings:
+        """Read and check ``kv_connector_extra_config``.
+
+        Raises:
+            SettingsError: an unknown setting, or a value of the wrong type or out of range.
+        """
+        known = {item.name for item in fields(cls)} - {"ignored"}
+        unknown = set(extra) - known - _UPSTREAM.keys()
+        if unknown:
+            raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(known)}")
+        for name, only in _UPSTREAM.items():
+            if extra.get(name, only) != only:
+                raise SettingsError(f"kv_connector_extra_config: {name} is {extra[name]!r}, only {only!r} is supported")
+        given = {name: extra[name] for name in known & set(extra)}
+        if "backends" in given:
+            given["backends"] = _names(given["backends"])
+        for name, (kind, low, high) in _RANGES.items():
+            if (value := given.get(name)) is not None:
+                given[name] = _number(name, value, kind, low, high)
+        for name, kinds in (("side_channel_host", str), ("kv_cache_layout", str), ("host_staged", bool)):
+            value = given.get(name)
+            if value is not None and not isinstance(value, kinds):
+                raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {kinds.__name__}")
+        return cls(**given, ignored=tuple(sorted(set(extra) & _UPSTREAM.keys())))
+
+
+_UPSTREAM: dict[str, Any] = {"bidirectional_kv_xfer": False, "kv_recompute_threshold": 64, "decoder_kv_blocks_ttl": 480}
+"""Settings of upstream's connector that are accepted at the value where they change nothing here."""
+
+_RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
+    "kv_lease_duration": (float, 1, 86400),
+    "clock_margin": (float, 0, 3600),
+    "handshake_timeout": (float, 0.1, 600),
+    "load_retries": (int, 0, 100),
+    "load_threads": (int, 1, 64),
+    "max_peers": (int, 1, 4096),
+    "descriptor_bytes": (int, 0, 1 << 40),
+    "num_threads": (int, 0, 256),
+    "side_channel_port": (int, 1, 65535),
+}
+
+
+def _number(name: str, value: Any, kind: type[int] | type[float], low: float, high: float) -> float:
+    right = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not right or not math.isfinite(value) or not low <= value <= high:
+        raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {kind.__name__} {low}..{high}")
+    return kind(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise SettingsError(f"kv_connector_extra_config: backends is {value!r}, expected a list of names")
+    return tuple(value)

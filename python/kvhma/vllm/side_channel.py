@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side channel: how engines talk besides moving caches. One listener for each engine, in its scheduler's process.
+
+Every message is one msgpack value, checked against its type and bounded when it is read. A listener answers whatever
+it is sent, if only with :class:`Problem`; nothing that arrives can stop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from kvhma.errors import HandshakeError
+from kvhma.nixl import MAX_HELLO_BYTES
+from kvhma.vllm.params import Address
+
+PROTOCOL = 1
+"""Version of these messages."""
+
+MAX_QUESTION_BYTES = 1 << 20
+MAX_ANSWER_BYTES = MAX_HELLO_BYTES + 4096
+MAX_HOLDS = 4096
+"""Requests in one message."""
+
+logger = logging.getLogger("vllm.kvhma")
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+HoldForm = tuple[Name, Nonce]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class AskRoster(msgspec.Struct, tag="roster", frozen=True):
+    """Who are you?"""
+
+    protocol: int
+
+
+class AskHello(msgspec.Struct, tag="hello", frozen=True):
+    """What does this worker say of itself?"""
+
+    pp_rank: Rank
+    tp_rank: Rank
+
+
+class Renew(msgspec.Struct, tag="renew", frozen=True):
+    """We still want the blocks of these requests; do you still hold them?"""
+
+    holds: Annotated[list[HoldForm], msgspec.Meta(max_length=MAX_HOLDS)]
+
+
+class Release(msgspec.Struct, tag="release", frozen=True):
+    """We do not want the blocks of these requests any more."""
+
+    holds: Annotated[list[HoldForm], msgspec.Meta(max_length=MAX_HOLDS)]
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """We cannot read your caches, and this is why. Both logs should say it."""
+
+    engine_id: Name
+    text: Text
+
+
+class Roster(msgspec.Struct, tag="roster", frozen=True):
+    """Who is listening here."""
+
+    protocol: int
+    engine_id: Name
+    instance: Nonce
+    clock: float
+    ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """A worker's message of :mod:`kvhma.nixl.handshake`."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_HELLO_BYTES)]
+
+
+class Leases(msgspec.Struct, tag="leases", frozen=True):
+    """For each request asked for, when its lease ends by our clock; None if its blocks are not held."""
+
+    clock: float
+    expires: Annotated[list[float | None], msgspec.Meta(max_length=MAX_HOLDS)]
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """Understood."""
+
+
+class Problem(msgspec.Struct, tag="problem", frozen=True):
+    """Not understood, or not to be had."""
+
+    text: Text
+
+
+Question = AskRoster | AskHello | Renew | Release | Refused
+Answer = Roster | Hello | Leases | Done | Problem
+AnswerT = TypeVar("AnswerT", Roster, Hello, Leases, Done)
+
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def read_answer(data: bytes) -> Answer:
+    """Read an answer.
+
+    Raises:
+        HandshakeError: it is none, or it is a problem; the text is the peer's then.
+    """
+    try:
+        answer = _answers.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise HandshakeError(f"the answer is not one of protocol {PROTOCOL}: {error}") from error
+    if isinstance(answer, Problem):
+        raise HandshakeError(f"the peer says: {printable(answer.text)}")
+    return answer
+
+
+def printable(text: str) -> str:
+    """Return a peer's text for our log: one line, bounded."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:2000])
+
+
+class Desk(Protocol):
+    """What a listener answers from. Called from its thread."""
+
+    def renew(self, holds: list[tuple[str, int]]) -> list[float | None]:
+        """Extend leases; return when each ends now, None for one that is not held."""
+
+    def release(self, holds: list[tuple[str, int]]) -> None:
+        """Let go of requests."""
+
+
+class Listener:
+    """Answers other engines."""
+
+    def __init__(
+        self, address: Address, *, engine_id: str, instance: int, hellos: Mapping[tuple[int, int], bytes], desk: Desk
+    ) -> None:
+        """Bind and start to answer.
+
+        Raises:
+            HandshakeError: the address cannot be bound; the text names it and the setting.
+        """
+        self._hellos = dict(hellos)
+        self._engine_id = engine_id
+        self._instance = instance.to_bytes(8, "big")
+        self._desk = desk
+        self._stop = threading.Event()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_QUESTION_BYTES),
+            (zmq.HANDSHAKE_IVL, 5000),
+            (zmq.RCVHWM, 64),
+            (zmq.SNDHWM, 64),
+            (zmq.IPV6, int(":" in address.host)),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(_endpoint(address))
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise HandshakeError(
+                f"cannot listen at {address}: {error}; set side_channel_host and side_channel_port"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="kvhma-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._socket:
+            while not self._stop.is_set():
+                with contextlib.suppress(zmq.ZMQError):
+                    if self._socket.poll(200):
+                        self._serve(self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _serve(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1]:
+            return  # no request socket of ours sent this, so none waits for an answer
+        try:
+            answer = self._answer(_questions.decode(frames[2]))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            answer = Problem(f"not a question of protocol {PROTOCOL}: {error}"[:500])
+        except Exception:
+            logger.exception("kvhma: cannot answer on the side channel")
+            answer = Problem("an error on this side, see its log")
+        # A peer that does not read loses its answers; the socket's high-water mark bounds what waits for it.
+        self._socket.send_multipart([frames[0], b"", msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+
+    def _answer(self, question: Question) -> Answer:
+        match question:
+            case AskRoster():
+                if question.protocol != PROTOCOL:
+                    return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
+                return Roster(PROTOCOL, self._engine_id, self._instance, time.monotonic(), sorted(self._hellos))
+            case AskHello():
+                data = self._hellos.get((question.pp_rank, question.tp_rank))
+                if data is None:
+                    ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
+                    return Problem(f"no worker of rank {ranks}; there are {len(self._hellos)}")
+                return Hello(data)
+            case Renew():
+                return Leases(time.monotonic(), self._desk.renew(_holds(question.holds)))
+            case Release():
+                self._desk.release(_holds(question.holds))
+                return Done()
+            case Refused():
+                logger.warning(
+                    "kvhma: engine %s cannot read our caches: %s",
+                    printable(question.engine_id),
+                    printable(question.text),
+                )
+                return Done()
+
+
+def _holds(forms: list[HoldForm]) -> list[tuple[str, int]]:
+    return [(request_id, int.from_bytes(generation, "big")) for request_id, generation in forms]
+
+
+def hold_form(request_id: str, generation: int) -> HoldForm:
+    """Return a hold as messages carry it."""
+    return request_id, generation.to_bytes(8, "big")
+
+
+def _endpoint(address: Address) -> str:
+    return f"tcp://[{address.host}]:{address.port}" if ":" in address.host else f"tcp://{address}"
+
+
+def open_client(address: Address) -> zmq.Socket[bytes]:
+    """Return a socket that asks the listener at an address; connecting goes on in the background.
+
+    Raises:
+        HandshakeError: not an address.
+    """
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
+        (zmq.IPV6, int(":" in address.host)),
+    ):
+        socket.setsockopt(option, value)
+    try:
+        socket.connect(_endpoint(address))
+    except zmq.ZMQError as error:
+        socket.close()
+        raise HandshakeError(f"remote_host and remote_port {address}: {error}") from error
+    return socket
+
+
+class Client:
+    """Asks one listener, a question at a time."""
+
+    def __init__(self, address: Address, timeout: float) -> None:
+        """Start to connect. Raises HandshakeError if it is no address."""
+        self._address = address
+        self._timeout = timeout
+        self._socket = open_client(address)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def ask(self, question: Question, kind: type[AnswerT]) -> AnswerT:
+        """Ask and wait for an answer of a kind.
+
+        Raises:
+            HandshakeError: the listener has a problem with it, or its answer is another one.
+            HandshakeTimeoutError: no answer in time. The client cannot be used any more.
+        """
+        self._socket.send(msgspec.msgpack.encode(question))
+        if not self._socket.poll(int(self._timeout * 1000)):
+            raise HandshakeTimeoutError(f"no answer from {self._address} in {self._timeout} s")
+        answer = read_answer(self._socket.recv())
+        if not isinstance(answer, kind):
+            raise HandshakeError(f"{self._address} answers {type(question).__name__} with {type(answer).__name__}")
+        return answer
+
+
+class HandshakeTimeoutError(HandshakeError):
+    """Nobody answered; it may be worth another try."""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector measures: for vLLM's log line and for Prometheus (``vllm:kvhma_*``)."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+SERIES = (
+    "load_seconds",
+    "post_seconds",
+    "transfer_seconds",
+    "bytes",
+    "selected_descriptors",
+    "posted_descriptors",
+    "zeroed_bytes",
+    "tokens_loaded",
+    "tokens_cached",
+    "tokens_clipped",
+)
+"""One number for each load of each rank."""
+
+CAUSES = ("refused", "handshake", "unsupported", "request", "transfer", "peer_lost", "expired", "internal")
+"""Why loads fail, see :class:`kvhma.vllm.metadata.Failure`."""
+
+COUNTS = ("handshakes", "fences", "expired", *(f"failed_{cause}" for cause in CAUSES))
+"""Sums. ``expired`` counts leases of P that ended unread, ``failed_expired`` loads of D that came too late."""
+
+
+def _empty() -> dict[str, Any]:
+    return {name: [] for name in SERIES} | dict.fromkeys(COUNTS, 0) | {"handshake_seconds": [], "groups": {}}
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """Numbers of one interval. `data` can be pickled and sent as JSON; ranks are joined by appending.
+
+    ``data["groups"]`` maps ``"0 full"`` (index and kind of a group) to bytes and descriptors of all its loads.
+    """
+
+    data: dict[str, Any] = field(default_factory=_empty)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = _empty()
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to one of `COUNTS`."""
+        self.data[name] += number
+
+    def record(self, **values: float) -> None:
+        """Append to some of `SERIES`."""
+        for name, value in values.items():
+            self.data[name].append(value)
+
+    def record_group(self, name: str, nbytes: int, descriptors: int) -> None:
+        """Add what a load moves for one group."""
+        row = self.data["groups"].setdefault(name, {"bytes": 0, "descriptors": 0})
+        row["bytes"] += nbytes
+        row["descriptors"] += descriptors
+
+    def aggregate(self, other: KVConnectorStats) -> TransferStats:
+        """Add the numbers of another rank or interval."""
+        for name, value in other.data.items():
+            if name == "groups":
+                for group, row in value.items():
+                    self.record_group(group, row["bytes"], row["descriptors"])
+            elif isinstance(value, list):
+                self.data[name] = self.data[name] + value
+            else:
+                self.data[name] += value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what the log line shows."""
+        data = self.data
+        loads = len(data["load_seconds"])
+        line: dict[str, int | float] = {"Loads": loads}
+        if loads:
+            times = sorted(data["load_seconds"])
+            seconds, nbytes = sum(data["transfer_seconds"]), sum(data["bytes"])
+            line |= {
+                "Avg load (ms)": round(statistics.fmean(times) * 1e3, 2),
+                "P90 load (ms)": round(times[(9 * loads - 1) // 10] * 1e3, 2),
+                "Avg post (ms)": round(statistics.fmean(data["post_seconds"]) * 1e3, 2),
+                "Avg MB": round(nbytes / loads / 1e6, 3),
+                "Throughput (MB/s)": round(nbytes / seconds / 1e6, 1) if seconds else 0.0,
+                "Avg descriptors": round(statistics.fmean(data["selected_descriptors"]), 1),
+                "Avg descriptors posted": round(statistics.fmean(data["posted_descriptors"]), 1),
+                "Tokens loaded": int(sum(data["tokens_loaded"])),
+                "Tokens cached": int(sum(data["tokens_cached"])),
+            }
+        for name in COUNTS:
+            if data[name]:
+                line[name.replace("_", " ").capitalize()] = data[name]
+        return line
+
+
+_HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
+    "load_seconds": (
+        "Time from the scheduler's order to the end of a load, in seconds.",
+        [2**k * 1e-4 for k in range(18)],
+    ),
+    "post_seconds": ("Time to hand a load to the transport, in seconds.", [2**k * 1e-5 for k in range(18)]),
+    "transfer_seconds": ("Time from the post of a load to its end, in seconds.", [2**k * 1e-4 for k in range(18)]),
+    "bytes": ("Bytes of a load.", [4.0**k * 1024 for k in range(13)]),
+    "selected_descriptors": ("Descriptors that a load was planned with.", [4.0**k for k in range(10)]),
+    "posted_descriptors": ("Descriptors that went to the transport.", [4.0**k for k in range(10)]),
+    "handshake_seconds": ("Time of a handshake with another engine, in seconds.", [2**k * 1e-3 for k in range(14)]),
+}
+_COUNTERS = {
+    "tokens_loaded": "Tokens whose cache was loaded.",
+    "tokens_cached": "Tokens of loads that were cached already and not moved.",
+    "tokens_clipped": "Tokens of loads that lie before every window or chunk of a group, summed over such groups.",
+    "zeroed_bytes": "Bytes zeroed behind the tokens of loads.",
+    "handshakes": "Handshakes with other engines.",
+    "fences": "Loads that ended close to the end of their lease and were checked with the other engine.",
+    "expired": "Leases that ended before anybody read the blocks.",
+}
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """The numbers as Prometheus metrics, labelled as vLLM's own."""
+
+    def __init__(self, *args: Any) -> None:
+        """Register them."""
+        super().__init__(*args)
+        self._histograms = {
+            name: self._per_engine(
+                self._histogram_cls(
+                    name=f"vllm:kvhma_{name}", documentation=text, buckets=buckets, labelnames=self._labelnames
+                )
+            )
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: self._per_engine(
+                self._counter_cls(name=f"vllm:kvhma_{name}", documentation=text, labelnames=self._labelnames)
+            )
+            for name, text in _COUNTERS.items()
+        }
+        by_group = [*self._labelnames, "group"]
+        self._group_bytes = self._counter_cls(
+            name="vllm:kvhma_group_bytes", documentation="Bytes moved for a group.", labelnames=by_group
+        )
+        self._group_descriptors = self._counter_cls(
+            name="vllm:kvhma_group_descriptors",
+            documentation="Descriptors of a group, before neighbours of other groups are joined.",
+            labelnames=by_group,
+        )
+        self._failures = self._counter_cls(
+            name="vllm:kvhma_failed_loads", documentation="Loads that failed.", labelnames=[*self._labelnames, "cause"]
+        )
+
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
+        return {index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take the numbers of one interval."""
+        for name, metrics in self._histograms.items():
+            for value in transfer_stats_data[name]:
+                metrics[engine_idx].observe(value)
+        for name, metrics in self._counters.items():
+            value = transfer_stats_data[name]
+            metrics[engine_idx].inc(sum(value) if isinstance(value, list) else value)
+        labels = self.per_engine_labelvalues[engine_idx]
+        for group, row in transfer_stats_data["groups"].items():
+            self._group_bytes.labels(*labels, group).inc(row["bytes"])
+            self._group_descriptors.labels(*labels, group).inc(row["descriptors"])
+        for cause in CAUSES:
+            if transfer_stats_data[f"failed_{cause}"]:
+                self._failures.labels(*labels, cause).inc(transfer_stats_data[f"failed_{cause}"])

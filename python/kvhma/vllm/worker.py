@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The half of the connector in a worker's process: it registers caches, and reads those of others.
+
+The engine's thread only hands over and collects; threads of our own shake hands, plan, post and poll.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvhma import _kvhma
+from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
+from kvhma.geometry import Geometry, Span
+from kvhma.nixl import Agent, Transfer
+from kvhma.vllm.metadata import Failure, Load, StepMetadata
+from kvhma.vllm.peers import Peers, Source
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.side_channel import HandshakeTimeoutError
+from kvhma.vllm.staging import Memory
+from kvhma.vllm.stats import TransferStats
+
+logger = logging.getLogger("vllm.kvhma")
+
+_NAP_SECONDS = 5e-4
+_BEHIND = 1 << 20
+"""Blocks behind the last one of any request."""
+
+
+@dataclass(eq=False)
+class Moving:
+    """A load whose reads are under way."""
+
+    load: Load
+    ordered: float
+    source: Source
+    planned: _kvhma.Transfer
+    transfers: list[Transfer] = field(default_factory=list)
+    posted: float = 0.0
+    post_seconds: float = 0.0
+    error: Exception | None = None
+
+
+class WorkerHalf:
+    """Reads what the scheduler orders, and reports each order exactly once."""
+
+    def __init__(self, settings: Settings, engine_id: str, geometry: Geometry, agent: Agent, memory: Memory) -> None:
+        """Take over an agent with which the geometry's regions are registered, and start the threads."""
+        self._settings = settings
+        self._geometry = geometry
+        self._agent = agent
+        self._memory = memory
+        self._peers = Peers(agent, geometry, settings, engine_id, self._shook)
+        self._orders: queue.SimpleQueue[tuple[Load, float] | None] = queue.SimpleQueue()
+        self._expires: dict[str, float] = {}
+        """When the lease of a load ends, by P's clock, as far as the scheduler has told."""
+        self._moving: deque[Moving] = deque()
+        self._has_moving = threading.Event()
+        self._lock = threading.Lock()
+        self._received: list[str] = []
+        self._failures: dict[str, Failure] = {}
+        self._stats = TransferStats()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._load_all, name=f"kvhma-load-{index}", daemon=True)
+            for index in range(settings.load_threads)
+        ]
+        self._threads.append(threading.Thread(target=self._poll_all, name="kvhma-poll", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # --- the engine's thread -------------------------------------------------------------------------------
+
+    def order(self, metadata: StepMetadata) -> None:
+        """Take the orders of a step."""
+        for request_id, text in metadata.refusals.items():
+            self._fail(request_id, Failure("refused", text, passing=False))
+        now = time.monotonic()
+        for load in metadata.loads:
+            self._expires[load.request_id] = load.remote.expires
+            self._orders.put((load, now))
+        with self._lock:
+            self._expires |= {key: expires for key, expires in metadata.renewed.items() if key in self._expires}
+
+    def collect(self) -> tuple[set[str], dict[str, Failure]]:
+        """Return the requests whose loads have ended, each once, and why some of them failed."""
+        with self._lock:
+            received, self._received = set(self._received), []
+            failures, self._failures = self._failures, {}
+        return received, failures
+
+    def take_stats(self) -> TransferStats | None:
+        """Return what was counted since the last call."""
+        with self._lock:
+            if self._stats.is_empty():
+                return None
+            stats, self._stats = self._stats, TransferStats()
+        return stats
+
+    def close(self) -> None:
+        """Wait for what is in flight and stop; the caches may be freed afterwards."""
+        self._closing = True
+        for _ in self._threads:
+            self._orders.put(None)
+        self._has_moving.set()
+        for thread in self._threads:
+            thread.join(timeout=self._settings.handshake_timeout + 1)
+        try:
+            self._agent.close()
+        except TransferError as error:
+            logger.warning("kvhma: %s", error)
+
+    # --- threads that load ---------------------------------------------------------------------------------
+
+    def _load_all(self) -> None:
+        while (order := self._orders.get()) is not None and not self._closing:
+            load, ordered = order
+            try:
+                source = self._peers.borrow(load.remote)
+            except Exception as error:
+                self._fail(load.request_id, explain(error))
+                continue
+            try:
+                planned = source.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
+                self._memory.zero(planned.zero)
+            except Exception as error:
+                self._peers.give_back(source)
+                self._fail(load.request_id, explain(error))
+                continue
+            self._post(Moving(load, ordered, source, planned))
+            self._count_groups(load, source.plan)
+
+    def _post(self, moving: Moving) -> None:
+        started = time.monotonic()
+        try:
+            for read in moving.planned.reads:
+                peer = moving.source.peers[read.source]
+                if peer is None:
+                    raise RequestError(f"source {read.source} is not connected")
+                transfer = self._agent.read(
+                    peer,
+                    read.local,
+                    read.remote,
+                    local_memory=self._memory.kind,
+                    remote_memory=peer.geometry.regions[0].memory,
+                )
+                moving.transfers.append(transfer)
+        except Exception as error:
+            # Reads that were posted go on, and the blocks are not free before they have ended.
+            moving.error = error
+        moving.posted = time.monotonic()
+        moving.post_seconds = moving.posted - started
+        self._moving.append(moving)
+        self._has_moving.set()
+
+    def _count_groups(self, load: Load, plan: _kvhma.Plan) -> None:
+        # The plan joins neighbours of all groups, so what one of them costs is planned by itself.
+        nothing = [Span(first + len(ids) + _BEHIND, []) for first, ids in load.spans]
+        rows = []
+        try:
+            for index, group in enumerate(self._geometry.groups):
+                spans = [*nothing[:index], load.spans[index], *nothing[index + 1 :]]
+                alone = plan.transfer(load.num_tokens, spans, list(load.remote.spans))
+                rows.append((f"{index} {group.kind}", alone.bytes, alone.descriptors))
+        except KvhmaError:
+            logger.debug("kvhma: groups of %s were not counted", load.request_id, exc_info=True)
+        with self._lock:
+            for row in rows:
+                self._stats.record_group(*row)
+
+    # --- the thread that polls -----------------------------------------------------------------------------
+
+    def _poll_all(self) -> None:
+        while not self._closing or self._moving:
+            if not self._moving:
+                self._has_moving.wait()
+                self._has_moving.clear()
+                continue
+            for _ in range(len(self._moving)):
+                moving = self._moving.popleft()
+                if not self._poll(moving):
+                    self._moving.append(moving)
+            time.sleep(_NAP_SECONDS if self._moving else 0)
+
+    def _poll(self, moving: Moving) -> bool:
+        """Make progress; return whether all reads of a load have ended and it is on its way to be reported."""
+        for transfer in moving.transfers:
+            try:
+                transfer.poll()
+            except KvhmaError as error:
+                moving.error = moving.error or error
+        if not all(transfer.finished for transfer in moving.transfers):
+            return False
+        ended = time.monotonic()
+        if moving.error is None and not self._inside_lease(moving, ended):
+            # The question takes a round trip, which other loads need not wait for.
+            threading.Thread(target=self._ask_and_end, args=(moving, ended), name="kvhma-fence", daemon=True).start()
+        else:
+            self._end(moving, ended)
+        return True
+
+    def _inside_lease(self, moving: Moving, ended: float) -> bool:
+        expires = self._expires[moving.load.request_id]
+        return moving.source.clock.latest(ended) + self._settings.clock_margin < expires
+
+    def _ask_and_end(self, moving: Moving, ended: float) -> None:
+        with self._lock:
+            self._stats.count("fences")
+        try:
+            if not self._peers.still_held(moving.source, moving.load.remote):
+                moving.error = LeaseEndedError(
+                    f"the lease of {moving.load.remote.hold.request_id!r} ended before the read"
+                )
+        except Exception as error:
+            moving.error = LeaseEndedError(f"nobody says whether the lease held while it was read: {error}")
+        self._end(moving, ended)
+
+    def _end(self, moving: Moving, ended: float) -> None:
+        try:
+            if moving.error is None:
+                self._memory.arrived(moving.load.spans)
+        except Exception as error:
+            moving.error = error
+        self._peers.give_back(moving.source)
+        if moving.error is not None:
+            self._fail(moving.load.request_id, explain(moving.error))
+            return
+        with self._lock:
+            self._stats.record(**self._numbers(moving, ended))
+            self._received.append(moving.load.request_id)
+            self._expires.pop(moving.load.request_id, None)
+
+    def _numbers(self, moving: Moving, ended: float) -> dict[str, float]:
+        load, planned = moving.load, moving.planned
+        windows = [
+            max(0, span.first * group.block_size - load.cached)
+            for group, span in zip(self._geometry.groups, load.spans, strict=True)
+            if group.kind in ("sliding", "chunked")
+        ]
+        posted = [transfer.telemetry.descriptors for transfer in moving.transfers if transfer.telemetry is not None]
+        return {
+            "load_seconds": time.monotonic() - moving.ordered,
+            "post_seconds": moving.post_seconds,
+            "transfer_seconds": ended - moving.posted + moving.post_seconds,
+            "bytes": planned.bytes,
+            "selected_descriptors": planned.descriptors,
+            "posted_descriptors": sum(posted),
+            "zeroed_bytes": int(planned.zero[:, 1].sum()),
+            "tokens_loaded": load.num_tokens - load.cached,
+            "tokens_cached": load.cached,
+            "tokens_clipped": sum(windows),
+        }
+
+    # --- reports -------------------------------------------------------------------------------------------
+
+    def _fail(self, request_id: str, failure: Failure) -> None:
+        logger.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
+        with self._lock:
+            self._stats.count(f"failed_{failure.cause}")
+            self._failures[request_id] = failure
+            self._received.append(request_id)
+            self._expires.pop(request_id, None)
+
+    def _shook(self, seconds: float) -> None:
+        with self._lock:
+            self._stats.count("handshakes")
+            self._stats.data["handshake_seconds"].append(seconds)
+
+
+class LeaseEndedError(TransferError):
+    """P may have used the blocks for something else while they were read."""
+
+
+_CAUSES: tuple[tuple[type[Exception], str, bool], ...] = (
+    (LeaseEndedError, "expired", False),
+    (PeerLostError, "peer_lost", True),
+    (HandshakeTimeoutError, "handshake", True),
+    (HandshakeError, "handshake", False),
+    (UnsupportedPairError, "unsupported", False),
+    (TransferError, "transfer", True),
+    (KvhmaError, "request", False),
+)
+
+
+def explain(error: Exception) -> Failure:
+    """Return why a load failed, from what was raised."""
+    for kind, cause, passing in _CAUSES:
+        if isinstance(error, kind):
+            return Failure(cause, str(error), passing)
+    logger.error("kvhma: a load met an error of the connector's own", exc_info=error)
+    return Failure("internal", f"{type(error).__name__}: {error}", passing=False)
