@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kv_transfer_params: what goes out comes back, and nothing else gets in."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhma import Span
+from kvhma.errors import KvhmaError, RequestError
+from kvhma.vllm.params import Address, Hold, Remote, digest_tokens, read_ids, write_ids
+
+REMOTE = Remote(
+    address=Address("prefill-0", 5600),
+    engine_id="engine_dp0",
+    instance=0x0123456789ABCDEF,
+    hold=Hold("cmpl-1", 7),
+    expires=1234.5,
+    num_tokens=300,
+    digest=digest_tokens(range(300)),
+    spans=(Span(0, [10, 9, 8, 7, 30, 31, 32]), Span(5, [4]), Span(0, [])),
+    tp_size=2,
+)
+
+
+def params():
+    return json.loads(json.dumps(REMOTE.to_params(pp_size=1)))
+
+
+def test_round_trip_through_json():
+    assert Remote.from_params(params(), num_prompt_tokens=301) == REMOTE
+
+
+def test_upstreams_keys_are_there():
+    found = params()
+    assert found["do_remote_prefill"] is True
+    assert found["do_remote_decode"] is False
+    assert len(found["remote_block_ids"]) == 3
+    assert found["remote_num_tokens"] == 300
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([], ""),
+        ([5], "5"),
+        ([1, 2, 3], "1-3"),
+        ([3, 2, 1], "3-1"),
+        ([1, 2, 1], "1-2,1"),
+        ([7, 9, 8, 4], "7,9-8,4"),
+        ([1, 1], "1,1"),
+        ([1, 2, 4, 5, 6], "1-2,4-6"),
+    ],
+)
+def test_ids_as_text(ids, text):
+    assert write_ids(ids) == text
+    assert read_ids(text, 10) == ids
+
+
+@given(st.lists(st.integers(0, 40), max_size=60))
+def test_ids_round_trip(ids):
+    assert read_ids(write_ids(ids), 60) == ids
+
+
+def test_long_prompts_stay_small():
+    ids = list(range(1, 8193))
+    assert len(write_ids(ids)) < 10
+    assert len(write_ids(ids[::-2])) < 50_000  # the worst: every block by itself
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-", "1-", "-1", "a", "1,,2", "1;2", "1-2-3", " 1", "1.5", "99999999999", "4294967296", "²", "1\n", "," * 9],
+)
+def test_ids_refused(text):
+    with pytest.raises(RequestError, match="block ids"):
+        read_ids(text, 10)
+
+
+def test_a_range_cannot_be_longer_than_the_prompt():
+    with pytest.raises(RequestError, match="more than 10"):
+        read_ids("0-2147483647", 10)
+
+
+REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]
+OWN = ["version", "instance", "generation", "expires", "tokens", "digest", "spans"]
+WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named(key):
+    broken = params()
+    del broken[key]
+    with pytest.raises(RequestError, match=key):
+        Remote.from_params(broken, num_prompt_tokens=301)
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_a_missing_own_key_is_named(key):
+    broken = params()
+    del broken["kvhma"][key]
+    with pytest.raises(RequestError, match=f"kvhma.{key}"):
+        Remote.from_params(broken, num_prompt_tokens=301)
+
+
+@pytest.mark.parametrize("key", sorted(params()))
+@pytest.mark.parametrize("value", WRONG, ids=ascii)
+def test_any_value_of_any_key(key, value):
+    broken = params() | {key: value}
+    try:
+        found = Remote.from_params(broken, num_prompt_tokens=301)
+    except KvhmaError as error:
+        assert len(str(error)) < 400
+        assert str(error).isprintable()
+    else:
+        assert found.num_tokens == 300
+
+
+@pytest.mark.parametrize("key", OWN)
+@pytest.mark.parametrize(
+    "value", [*WRONG, [[0, "1-9"]] * 300, [[0]], [["0", "1"]], [[-1, "1"]], [[0, 1]]], ids=lambda v: ascii(v)[:20]
+)
+def test_any_value_of_any_own_key(key, value):
+    broken = params()
+    broken["kvhma"][key] = value
+    try:
+        Remote.from_params(broken, num_prompt_tokens=301)
+    except RequestError as error:
+        assert f"kvhma.{key}" in str(error) or "block ids" in str(error)
+        assert len(str(error)) < 400
+    else:
+        assert key in ("digest", "expires", "tokens")
+
+
+def test_digests_tell_prompts_apart():
+    assert digest_tokens([1, 2, 3]) != digest_tokens([1, 2, 4])
+    assert digest_tokens([1, 2]) != digest_tokens([1, 2, 0])
