@@ -219,7 +219,7 @@ def test_answers_are_not_trusted_either(data):
 
 
 def test_a_port_that_is_taken(address):
-    with pytest.raises(HandshakeError, match="cannot listen at.*side_channel_port"):
+    with pytest.raises(HandshakeError, match=r"cannot listen at.*side_channel_port"):
         Listener(address, engine_id="q", instance=1, hellos={}, desk=Ledger(1))
 
 

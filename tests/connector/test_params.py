@@ -104,33 +104,36 @@ def test_a_missing_own_key_is_named(key):
         Remote.from_params(broken, num_prompt_tokens=301)
 
 
+def refusal(broken):
+    """The text of the refusal, or None."""
+    try:
+        Remote.from_params(broken, num_prompt_tokens=301)
+    except KvhmaError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.parametrize("key", sorted(params()))
 @pytest.mark.parametrize("value", WRONG, ids=ascii)
 def test_any_value_of_any_key(key, value):
-    broken = params() | {key: value}
-    try:
-        found = Remote.from_params(broken, num_prompt_tokens=301)
-    except KvhmaError as error:
-        assert len(str(error)) < 400
-        assert str(error).isprintable()
-    else:
-        assert found.num_tokens == 300
+    text = refusal(params() | {key: value})
+    assert text is None or (len(text) < 400 and text.isprintable())
+
+
+SPANS = [[[0, "1-9"]] * 300, [[0]], [["0", "1"]], [[-1, "1"]], [[0, 1]]]
 
 
 @pytest.mark.parametrize("key", OWN)
-@pytest.mark.parametrize(
-    "value", [*WRONG, [[0, "1-9"]] * 300, [[0]], [["0", "1"]], [[-1, "1"]], [[0, 1]]], ids=lambda v: ascii(v)[:20]
-)
+@pytest.mark.parametrize("value", [*WRONG, *SPANS], ids=lambda value: ascii(value)[:20])
 def test_any_value_of_any_own_key(key, value):
     broken = params()
     broken["kvhma"][key] = value
-    try:
-        Remote.from_params(broken, num_prompt_tokens=301)
-    except RequestError as error:
-        assert f"kvhma.{key}" in str(error) or "block ids" in str(error)
-        assert len(str(error)) < 400
-    else:
+    text = refusal(broken)
+    if text is None:
         assert key in ("digest", "expires", "tokens")
+    else:
+        assert f"kvhma.{key}" in text or "block ids" in text
+        assert len(text) < 400
 
 
 def test_digests_tell_prompts_apart():
