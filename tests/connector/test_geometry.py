@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Geometry of live workers: vLLM's own specs and views, judged by the byte oracle."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM; make e2e runs it")
+torch = pytest.importorskip("torch")
+
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+import kvhma
+from kvhma.errors import GeometryError, KvhmaError, UnsupportedPairError
+from kvhma.oracle import Oracle
+from kvhma.vllm.content import Place
+from kvhma.vllm.geometry import geometry_of
+
+BF16 = torch.bfloat16
+BLOCKS = 8
+
+
+def full(heads=2, block=16, **more):
+    return FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=8, dtype=BF16, **more)
+
+
+def sliding(heads=2, block=16, window=24, **more):
+    return SlidingWindowSpec(
+        block_size=block, num_kv_heads=heads, head_size=8, dtype=BF16, sliding_window=window, **more
+    )
+
+
+def chunked(heads=2, block=16):
+    return ChunkedLocalAttentionSpec(
+        block_size=block, num_kv_heads=heads, head_size=8, dtype=BF16, attention_chunk_size=32
+    )
+
+
+def mla(block=16, **more):
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, max_tp_shards=1, **more)
+
+
+def sliding_mla(block=16):
+    return SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, sliding_window=24, max_tp_shards=1
+    )
+
+
+def mamba2(tp, *, heads=4, groups=1, order="DS", padded=None, spec=0):
+    held = max(1, groups // tp)
+    channels, rows = heads // tp * 4 + 2 * held * 8, 3
+    conv = (channels, rows) if order == "DS" else (rows, channels)
+    return MambaSpec(
+        block_size=64,
+        shapes=(conv, (heads // tp, 4, 8)),
+        dtypes=(BF16, torch.float32),
+        page_size_padded=padded,
+        num_speculative_blocks=spec,
+    )
+
+
+def gdn(tp, *, order="DS", padded=None):
+    channels, rows = (2 * 2 * 8 + 4 * 4) // tp, 3
+    conv = (channels, rows) if order == "DS" else (rows, channels)
+    return MambaSpec(
+        block_size=64,
+        shapes=(conv, (4 // tp, 4, 8)),
+        dtypes=(BF16, torch.float32),
+        page_size_padded=padded,
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+    )
+
+
+def mamba1(tp, *, order="DS", padded=None):
+    conv = (16 // tp, 3) if order == "DS" else (3, 16 // tp)
+    return MambaSpec(
+        block_size=64,
+        shapes=(conv, (16 // tp, 8)),
+        dtypes=(BF16, torch.float32),
+        page_size_padded=padded,
+        mamba_type=MambaAttentionBackendEnum.MAMBA1,
+    )
+
+
+def worker(specs, *, layout="LBHNC", kernel=None, place=Place(kv_heads=2), each=2, cpu_kernel=lambda _: None):
+    """A worker with `each` layers of every spec, laid out by vLLM; groups lie over each other."""
+    page = max(spec.page_size_bytes for spec in specs)
+    order = KVCacheLayout[layout]
+    raw = torch.zeros(each * BLOCKS * page + 64, dtype=torch.int8)
+    tensors, groups, caches = [], [], {}
+    for index, spec in enumerate(specs):
+        names = [f"model.layers.{index + len(specs) * at}.attn" for at in range(each)]
+        strides = compute_layout_strides(spec, BLOCKS, each, order)
+        tensor = KVCacheTensor(raw.numel(), names, layer_stride=strides[0], block_stride=strides[1])
+        used = None if isinstance(spec, MambaSpec) else kernel
+        views = create_kv_cache_views(raw, spec, BLOCKS, order, tensor, used)
+        caches |= dict(zip(names, views, strict=True))
+        tensors.append(tensor)
+        groups.append(KVCacheGroupSpec(names, spec))
+    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    return geometry_of(config, caches, place, cpu_kernel=cpu_kernel)
+
+
+def tables_of(geometry, tokens):
+    """Block tables from a fresh pool: groups never share a block."""
+    free = itertools.count(1)
+    return [
+        [next(free) for _ in range(1 + group.speculative if group.kind == "ssm" else -(-tokens // group.block_size))]
+        for group in geometry.groups
+    ]
+
+
+def moved(local, remotes, tokens=(1, 15, 16, 17, 40, 64)):
+    """Let the oracle judge hand-offs of some lengths."""
+    plan = kvhma.plan(local, remotes)
+    for count in tokens:
+        mine, theirs = (kvhma.live_spans(side, count, tables_of(side, count)) for side in (local, remotes[0]))
+        Oracle(local, remotes).check(count, mine, theirs, plan.transfer(count, mine, theirs))
+
+
+def test_what_a_full_attention_layer_looks_like():
+    geometry = worker([full()])
+    (part,) = geometry.layers[0].page.parts
+    assert [axis.name for axis in part.axes] == ["heads", "tokens", "content"]
+    assert part.nbytes == 2 * 16 * 16 * 2
+    assert geometry.groups[0].kind == "full"
+    assert len(geometry.regions) == 1
+
+
+LAYOUTS = [layout.name for layout in KVCacheLayout]
+
+
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_every_layout_to_every_other(mine, theirs):
+    moved(worker([full()], layout=mine), [worker([full()], layout=theirs)])
+
+
+@pytest.mark.parametrize("spec", [full, sliding, chunked], ids=lambda spec: spec.__name__)
+@pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16), (16, 16)])
+def test_attention_of_other_block_sizes(spec, mine, theirs):
+    moved(worker([spec(block=mine)]), [worker([spec(block=theirs)])])
+
+
+@pytest.mark.parametrize("spec", [mla, sliding_mla], ids=lambda spec: spec.__name__)
+@pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16)])
+def test_latents(spec, mine, theirs):
+    here = worker([spec(block=mine)], place=Place(1, 2, kv_heads=1))
+    moved(here, [worker([spec(block=theirs)], place=Place(rank, 4, kv_heads=1)) for rank in range(4)])
+
+
+@pytest.mark.parametrize("kernel", [16, 32])
+def test_kernel_blocks(kernel):
+    moved(worker([full(block=32)], kernel=kernel), [worker([full(block=32)])])
+
+
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product([1, 2, 4], [1, 2, 4])))
+def test_heads_over_ranks(mine, theirs):
+    def ranks(tp):
+        held = max(1, 2 // tp)
+        return [worker([full(heads=held)], place=Place(rank, tp, kv_heads=2)) for rank in range(tp)]
+
+    for rank in ranks(mine):
+        moved(rank, ranks(theirs))
+
+
+STATES = {
+    "mamba1": mamba1,
+    "mamba2, 1 group": mamba2,
+    "mamba2, 2 groups": lambda tp, **more: mamba2(tp, groups=2, **more),
+    "mamba2, 4 groups": lambda tp, **more: mamba2(tp, groups=4, **more),
+    "gdn": gdn,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(("mine", "theirs"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("here", "there"), list(itertools.product(["DS", "SD"], ["DS", "SD"])))
+def test_states_over_ranks_in_both_orders(name, mine, theirs, here, there):
+    groups = {"mamba2, 1 group": 1, "mamba2, 2 groups": 2, "mamba2, 4 groups": 4}.get(name)
+
+    def ranks(tp, order):
+        spec = STATES[name](tp, order=order)
+        return [worker([spec], place=Place(rank, tp, kv_heads=2, state_groups=groups)) for rank in range(tp)]
+
+    for rank in ranks(mine, here):
+        moved(rank, ranks(theirs, there), tokens=(5,))
+
+
+def test_groups_of_state_that_ranks_repeat_are_held_whole():
+    geometry = worker([mamba2(2, groups=1)], place=Place(1, 2, kv_heads=2, state_groups=1))
+    parts = {part.name: part for part in geometry.layers[0].page.parts}
+    assert set(parts) == {"x", "B", "C", "ssm"}
+    for name in "BC":
+        (channels, _) = parts[name].axes
+        assert (channels.start, channels.length, channels.extent) == (0, 8, 8)
+
+
+def test_a_hybrid_with_padded_pages_of_state():
+    attention = full(block=64)
+    state = mamba2(1, padded=attention.page_size_bytes, spec=2)
+    geometry = worker([attention, state], place=Place(kv_heads=2, state_groups=1))
+    assert geometry.groups[1].speculative == 2
+    assert len(geometry.regions) == 1
+    assert geometry.layers[2].block_stride == attention.page_size_bytes
+    assert sum(part.nbytes for part in geometry.layers[2].page.parts) == state.state_content_size_bytes
+
+
+def test_a_padded_page_of_attention():
+    padded = worker([sliding(page_size_padded=2048)])
+    assert padded.layers[0].block_stride == 2048
+    moved(padded, [worker([sliding()])])
+
+
+def test_a_group_of_layers_with_other_heads():
+    specs = {"a": full(heads=2), "b": full(heads=4)}
+    raw = torch.zeros(BLOCKS * sum(spec.page_size_bytes for spec in specs.values()), dtype=torch.int8)
+    tensors, caches, offset = [], {}, 0
+    for name, spec in specs.items():
+        page = spec.page_size_bytes
+        tensor = KVCacheTensor(raw.numel(), [name], layer_stride=page * BLOCKS, block_stride=page, offset=offset)
+        caches[name] = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)[0]
+        tensors.append(tensor)
+        offset += page * BLOCKS
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=[group])
+    geometry = geometry_of(config, caches, Place(kv_heads=4))
+    assert [layer.page.nbytes for layer in geometry.layers] == [1024, 2048]
+    moved(geometry, [geometry])
+
+
+def test_layers_that_use_the_cache_of_another_are_left_out():
+    spec = full()
+    raw = torch.zeros(BLOCKS * spec.page_size_bytes, dtype=torch.int8)
+    tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=raw.numel(), block_stride=spec.page_size_bytes)
+    view = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)[0]
+    config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["a", "b"], spec)])
+    assert [layer.name for layer in geometry_of(config, {"a": view, "b": view}, Place(kv_heads=2)).layers] == ["a"]
+
+
+def test_the_cpu_kernels():
+    tiles, rows = (worker([full(block=32)], cpu_kernel=lambda _, name=name: name) for name in ("amx", "vec"))
+    other = worker([full(block=64)], cpu_kernel=lambda _: "amx")
+    moved(tiles, [tiles])
+    moved(rows, [worker([full(block=64)], cpu_kernel=lambda _: "vec")])
+    for remote in (rows, other, worker([full(block=32)])):
+        with pytest.raises(UnsupportedPairError):
+            kvhma.plan(tiles, remote)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [full(num_head_slots=4), full(state_content_bytes=40), full(tokens_per_state=4)],
+    ids=["head slots", "content bytes", "tokens per state"],
+)
+def test_contents_that_are_not_known_pair_only_with_their_like(spec):
+    alone = worker([spec])
+    kvhma.plan(alone, alone)
+    with pytest.raises(UnsupportedPairError):
+        kvhma.plan(alone, worker([full()]))
+    with pytest.raises(UnsupportedPairError, match="tp2"):
+        kvhma.plan(alone, [worker([spec], place=Place(rank, 2, kv_heads=4)) for rank in range(2)])
+
+
+def test_an_unknown_spec_is_named():
+    spec = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=BF16)
+    with pytest.raises(GeometryError, match=r"'model.layers.0.attn'.*CrossAttentionSpec"):
+        worker([spec])
+
+
+def test_dtypes_are_compared():
+    with pytest.raises(KvhmaError, match="bfloat16.*float16"):
+        kvhma.plan(
+            worker([full()]),
+            worker([FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16)]),
+        )
