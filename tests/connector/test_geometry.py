@@ -34,6 +34,7 @@ from kvhma.vllm.geometry import geometry_of
 
 BF16 = torch.bfloat16
 BLOCKS = 8
+ALONE = Place(kv_heads=2)
 
 
 def full(heads=2, block=16, **more):
@@ -98,7 +99,7 @@ def mamba1(tp, *, order="DS", padded=None):
     )
 
 
-def worker(specs, *, layout="LBHNC", kernel=None, place=Place(kv_heads=2), each=2, cpu_kernel=lambda _: None):
+def worker(specs, *, layout="LBHNC", kernel=None, place=ALONE, each=2, cpu_kernel=lambda _: None):
     """A worker with `each` layers of every spec, laid out by vLLM; groups lie over each other."""
     page = max(spec.page_size_bytes for spec in specs)
     order = KVCacheLayout[layout]
@@ -284,7 +285,7 @@ def test_an_unknown_spec_is_named():
 
 
 def test_dtypes_are_compared():
-    with pytest.raises(KvhmaError, match="bfloat16.*float16"):
+    with pytest.raises(KvhmaError, match=r"bfloat16.*float16"):
         kvhma.plan(
             worker([full()]),
             worker([FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16)]),

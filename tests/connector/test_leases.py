@@ -60,7 +60,7 @@ def address():
 
 @pytest.fixture
 def courier():
-    made = Courier(interval=0.05, timeout=0.3, max_peers=2)
+    made = Courier(timeout=0.3, max_peers=2)
     yield made
     made.close()
 
@@ -74,7 +74,7 @@ def test_the_courier_keeps_a_lease_and_lets_go(address, courier):
     listener = listen(address, ledger)
     try:
         hold, expires = ledger.hold("a")
-        courier.track(address, hold)
+        courier.track(address, hold, every=0.05)
         until(lambda: (courier.expires(hold) or 0) > expires + 0.5)
         assert ledger.strike_off() == ([], [])
         courier.release(address, hold)
@@ -88,7 +88,7 @@ def test_the_courier_keeps_a_lease_and_lets_go(address, courier):
 def test_the_courier_survives_a_listener_that_comes_late(address, courier):
     ledger = Ledger(5)
     hold, expires = ledger.hold("a")
-    courier.track(address, hold)
+    courier.track(address, hold, every=0.05)
     time.sleep(0.8)
     listener = listen(address, ledger)
     try:
@@ -101,7 +101,7 @@ def test_the_courier_takes_no_more_engines_than_it_may(courier):
     ledger = Ledger(5)
     for port in range(1, 10):
         hold, _ = ledger.hold(str(port))
-        courier.track(Address("127.0.0.1", port), hold)
+        courier.track(Address("127.0.0.1", port), hold, every=0.05)
     assert len(courier._peers) == 2
 
 
@@ -109,12 +109,12 @@ def test_the_courier_takes_no_more_engines_than_it_may(courier):
 def test_the_courier_survives_any_address(courier, host, address):
     ledger = Ledger(5)
     lost, _ = ledger.hold("lost")
-    courier.track(Address(host, 1), lost)
+    courier.track(Address(host, 1), lost, every=0.05)
     courier.release(Address(host, 1), lost)
     listener = listen(address, ledger)
     try:
         hold, expires = ledger.hold("a")
-        courier.track(address, hold)
+        courier.track(address, hold, every=0.05)
         until(lambda: (courier.expires(hold) or 0) > expires)
     finally:
         listener.close()

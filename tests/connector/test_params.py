@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """kv_transfer_params: what goes out comes back, and nothing else gets in."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvhma import Span
 from kvhma.errors import KvhmaError, RequestError
-from kvhma.vllm.params import Address, Hold, Remote, digest_tokens, read_ids, write_ids
+from kvhma.vllm.params import Address, Hold, Remote, read_ids, write_ids
 
 REMOTE = Remote(
     address=Address("prefill-0", 5600),
@@ -17,8 +18,9 @@ REMOTE = Remote(
     instance=0x0123456789ABCDEF,
     hold=Hold("cmpl-1", 7),
     expires=1234.5,
+    lease=30.0,
     num_tokens=300,
-    digest=digest_tokens(range(300)),
+    digest="00" * 16,
     spans=(Span(0, [10, 9, 8, 7, 30, 31, 32]), Span(5, [4]), Span(0, [])),
     tp_size=2,
 )
@@ -84,7 +86,7 @@ def test_a_range_cannot_be_longer_than_the_prompt():
 
 
 REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]
-OWN = ["version", "instance", "generation", "expires", "tokens", "digest", "spans"]
+OWN = ["version", "instance", "generation", "expires", "lease", "tokens", "digest", "spans"]
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]
 
 
@@ -130,12 +132,37 @@ def test_any_value_of_any_own_key(key, value):
     broken["kvhma"][key] = value
     text = refusal(broken)
     if text is None:
-        assert key in ("digest", "expires", "tokens")
+        assert key in ("digest", "expires", "lease", "tokens")
     else:
         assert f"kvhma.{key}" in text or "block ids" in text
         assert len(text) < 400
 
 
-def test_digests_tell_prompts_apart():
-    assert digest_tokens([1, 2, 3]) != digest_tokens([1, 2, 4])
-    assert digest_tokens([1, 2]) != digest_tokens([1, 2, 0])
+SEAL = REMOTE.seal(range(300))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engine_id": "other"},
+        {"instance": 1},
+        {"hold": Hold("cmpl-2", 7)},
+        {"hold": Hold("cmpl-1", 8)},
+        {"expires": 1234.6},
+        {"num_tokens": 299},
+        {"spans": (Span(0, [10, 9, 8, 7, 30, 32, 31]), *REMOTE.spans[1:])},
+        {"spans": (Span(1, REMOTE.spans[0].ids), *REMOTE.spans[1:])},
+        {"spans": REMOTE.spans[::-1]},
+        {"spans": REMOTE.spans[:2]},
+    ],
+    ids=str,
+)
+def test_the_seal_sees_every_change(change):
+    assert dataclasses.replace(REMOTE, **change).seal(range(300)) != SEAL
+
+
+def test_the_seal_sees_other_tokens_and_allows_other_addresses():
+    assert REMOTE.seal(range(1, 301)) != SEAL
+    assert REMOTE.seal(range(299)) != SEAL
+    assert dataclasses.replace(REMOTE, address=Address("10.0.0.1", 1)).seal(range(300)) == SEAL
+    assert Remote.from_params(params(), num_prompt_tokens=301).seal(range(300)) == SEAL

@@ -100,6 +100,7 @@ class _Peer:
     asked: list[Hold] | None = None
     asked_at: float = 0.0
     renewed_at: float = -1e9
+    interval: float = 3600.0
 
 
 class Courier:
@@ -108,15 +109,13 @@ class Courier:
     A prefill engine that does not answer costs nothing but its leases: what it does not hear it will let go in time.
     """
 
-    def __init__(self, *, interval: float, timeout: float, max_peers: int) -> None:
+    def __init__(self, *, timeout: float, max_peers: int) -> None:
         """Start.
 
         Args:
-            interval: seconds between two renewals.
             timeout: seconds to wait for an answer.
             max_peers: engines to talk to at a time; holds at more are not renewed.
         """
-        self._interval = interval
         self._timeout = timeout
         self._max_peers = max_peers
         self._lock = threading.Lock()
@@ -128,13 +127,14 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name="kvhma-courier", daemon=True)
         self._thread.start()
 
-    def track(self, address: Address, hold: Hold) -> None:
-        """Renew a hold from now on."""
+    def track(self, address: Address, hold: Hold, *, every: float) -> None:
+        """Renew a hold from now on, `every` so many seconds."""
         with self._lock:
             peer = self._peer(address)
             if peer is not None:
                 peer.tracked.add(hold)
-                peer.renewed_at = min(peer.renewed_at, time.monotonic() - self._interval)
+                peer.interval = min(peer.interval, every)
+                peer.renewed_at = -1e9
         self._wake()
 
     def release(self, address: Address, hold: Hold) -> None:
@@ -187,11 +187,12 @@ class Courier:
         poller.register(self._wake_read, zmq.POLLIN)
         waiting: dict[zmq.Socket[bytes], tuple[Address, _Peer]] = {}
         with self._lock:
+            shortest = min((peer.interval for peer in self._peers.values()), default=1.0)
             for address, peer in self._peers.items():
                 if peer.asked is not None and peer.socket is not None:
                     waiting[peer.socket] = (address, peer)
                     poller.register(peer.socket, zmq.POLLIN)
-        for socket, _ in poller.poll(int(min(1.0, self._interval / 4) * 1000)):
+        for socket, _ in poller.poll(int(min(1.0, shortest / 4) * 1000)):
             if socket == self._wake_read:
                 os.read(self._wake_read, 4096)
             else:
@@ -209,7 +210,7 @@ class Courier:
         if peer.releases:
             asked = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_HOLDS))]
             question = Release([hold_form(hold.request_id, hold.generation) for hold in asked])
-        elif peer.tracked and now - peer.renewed_at >= self._interval:
+        elif peer.tracked and now - peer.renewed_at >= peer.interval:
             # More than fit one message take turns.
             asked = sorted(peer.tracked, key=lambda hold: self._expires.get(hold, 0.0))[:MAX_HOLDS]
             question = Renew([hold_form(hold.request_id, hold.generation) for hold in asked])
@@ -217,6 +218,7 @@ class Courier:
         elif peer.tracked:
             return
         else:
+            peer.interval = 3600.0
             if now - peer.asked_at > 60:
                 self._hang_up(peer)
                 del self._peers[address]

@@ -8,12 +8,13 @@ Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import secrets
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from kvhma.errors import RequestError
@@ -62,8 +63,9 @@ class Remote:
         instance: random number of P's life; after a restart it is another one.
         hold: the request at P.
         expires: when the lease ends, in seconds of P's clock.
+        lease: seconds by which a renewal extends it.
         num_tokens: tokens that P's blocks hold.
-        digest: of these tokens.
+        digest: of these tokens and of everything here but the address, see :meth:`seal`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks, if the parameters say.
     """
@@ -73,10 +75,23 @@ class Remote:
     instance: int
     hold: Hold
     expires: float
+    lease: float
     num_tokens: int
     digest: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
+
+    def seal(self, token_ids: Iterable[int]) -> str:
+        """Return the digest that `digest` should be, given the tokens that the blocks are of.
+
+        It is no signature. It keeps apart requests and prompts that a proxy mixed up, and parameters that were changed
+        on the way. A proxy may change the address, since networks have names of their own.
+        """
+        spans = [[span.first, write_ids(span.ids)] for span in self.spans]
+        told = [self.engine_id, self.instance, *astuple(self.hold), self.expires, self.num_tokens, spans]
+        digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=16)
+        digest.update(array("q", token_ids).tobytes())
+        return digest.hexdigest()
 
     def to_params(self, *, pp_size: int) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that a proxy hands on to D."""
@@ -99,6 +114,7 @@ class Remote:
                 "instance": f"{self.instance:016x}",
                 "generation": f"{self.hold.generation:016x}",
                 "expires": self.expires,
+                "lease": self.lease,
                 "tokens": self.num_tokens,
                 "digest": self.digest,
                 "spans": [[span.first, write_ids(span.ids)] for span in self.spans],
@@ -118,8 +134,7 @@ class Remote:
                 f"kv_transfer_params: kvhma is {_show(own)}, expected a dictionary; does the prefill engine run kvhma, "
                 "and does the proxy hand on all keys?"
             )
-        if own.get("version") != VERSION:
-            raise RequestError(f"kv_transfer_params: kvhma.version is {_show(own.get('version'))}, expected {VERSION}")
+        _integer(own, "kvhma.version", VERSION, VERSION)
         tokens = _integer(own, "kvhma.tokens", 1, 1 << 40)
         tp_size = None if params.get("tp_size") is None else _integer(params, "tp_size", 1, 1 << 16)
         if params.get("dcp_size") not in (None, 1):
@@ -129,7 +144,8 @@ class Remote:
             engine_id=_text(params, "remote_engine_id"),
             instance=_nonce(own, "kvhma.instance"),
             hold=Hold(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
-            expires=_seconds(own, "kvhma.expires"),
+            expires=_seconds(own, "kvhma.expires", -1e15),
+            lease=_seconds(own, "kvhma.lease", 0.1),
             num_tokens=tokens,
             digest=_text(own, "kvhma.digest"),
             spans=_spans(own, min(tokens, num_prompt_tokens) + _MAX_GROUPS),
@@ -140,11 +156,6 @@ class Remote:
 def new_nonce() -> int:
     """Return a random number of 64 bits."""
     return secrets.randbits(64)
-
-
-def digest_tokens(token_ids: Iterable[int]) -> str:
-    """Return a digest of token ids, which tells D that P computed the same prompt."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
 def write_ids(ids: Iterable[int]) -> str:
@@ -228,10 +239,10 @@ def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
     return int(value)
 
 
-def _seconds(values: Mapping[str, Any], key: str) -> float:
+def _seconds(values: Mapping[str, Any], key: str, low: float) -> float:
     value = _get(values, key)
     number = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
-    if not number or abs(value) > 10**15:
+    if not number or not low <= value <= 1e15:
         raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected seconds")
     return float(value)
 

@@ -15,7 +15,7 @@ from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
 from kvhma.vllm.leases import Courier, Ledger
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport
-from kvhma.vllm.params import Address, Remote, digest_tokens, new_nonce
+from kvhma.vllm.params import Address, Remote, new_nonce
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import Listener
 from kvhma.vllm.stats import TransferStats
@@ -56,6 +56,10 @@ class EngineFacts:
     transfer_groups: tuple[int, ...]
 
 
+_RENEWALS = 6
+"""In the time of a lease: some may be lost."""
+
+
 class Stage(enum.Enum):
     """How far a pull is."""
 
@@ -92,9 +96,7 @@ class SchedulerHalf:
         self._engine = engine
         self._instance = new_nonce()
         self._ledger = Ledger(settings.kv_lease_duration)
-        self._courier = Courier(
-            interval=settings.kv_lease_duration / 6, timeout=settings.handshake_timeout, max_peers=settings.max_peers
-        )
+        self._courier = Courier(timeout=settings.handshake_timeout, max_peers=settings.max_peers)
         self._listener: Listener | None = None
         self._geometry: Geometry | None = None
         self._pulls: dict[str, Pull] = {}
@@ -196,12 +198,14 @@ class SchedulerHalf:
             instance=self._instance,
             hold=hold,
             expires=expires,
+            lease=self._settings.kv_lease_duration,
             num_tokens=tokens,
-            digest=digest_tokens(request.all_token_ids[:tokens]),
+            digest="",
             spans=tuple(spans),
             tp_size=self._engine.tp_size,
         )
-        return True, remote.to_params(pp_size=self._engine.pp_size)
+        sealed = replace(remote, digest=remote.seal(request.all_token_ids[:tokens]))
+        return True, sealed.to_params(pp_size=self._engine.pp_size)
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call."""
@@ -259,7 +263,7 @@ class SchedulerHalf:
         except RequestError as error:
             return Pull(None, str(error))
         # From here on P is told when its blocks are not wanted any more, whatever else is wrong.
-        self._courier.track(remote.address, remote.hold)
+        self._courier.track(remote.address, remote.hold, every=remote.lease / _RENEWALS)
         most = request.num_prompt_tokens - self._engine.backoff
         groups = 0 if self._geometry is None else len(self._geometry.groups)
         pull = Pull(remote, num_tokens=remote.num_tokens)
@@ -267,8 +271,11 @@ class SchedulerHalf:
             pull.num_tokens = 0
         elif remote.num_tokens > most:
             pull.refusal = f"P computed {remote.num_tokens} tokens, of this prompt at most {most} can be taken over"
-        elif digest_tokens(request.all_token_ids[: remote.num_tokens]) != remote.digest:
-            pull.refusal = f"P computed another prompt: the digests of the first {remote.num_tokens} tokens differ"
+        elif remote.seal(request.all_token_ids[: remote.num_tokens]) != remote.digest:
+            pull.refusal = (
+                f"kvhma.digest is {remote.digest!r}, these parameters and the first {remote.num_tokens} tokens have "
+                "another: P computed another prompt, or the parameters were changed on the way"
+            )
         elif not groups:
             pull.refusal = "this engine has no caches that were registered"
         return pull

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-offs between real engines through the connector, and what their answers are compared with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from support.engines import REMOTE_DECODE, Answer, Engine
+from support.engines.compare import difference, distance
+
+NOISE = {"qwen3_next": 0.15}
+"""Nats by which two plain engines may differ when they cut the same prompt into other chunks; 0.001 unless listed.
+
+Everything computes in float32, but GDN's kernel, which rounds to bfloat16 and sums chunks in another order than tokens.
+"""
+
+
+def noise(name: str) -> float:
+    return NOISE.get(name, 0.001)
+
+
+def arguments(name: str, **more: Any) -> dict[str, Any]:
+    """Arguments of an engine for a tiny model."""
+    return {"dtype": "bfloat16" if name == "qwen3_next" else "float32"} | more
+
+
+def kvhma(name: str, *, policy: str = "fail", extra: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Arguments of an engine for a tiny model, with the connector."""
+    config = {
+        "kv_connector": "KvhmaConnector",
+        "kv_connector_module_path": "kvhma.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra or {},
+    }
+    return arguments(name, kv_transfer_config=config, **more)
+
+
+def prompts(seed: object, lengths: Iterable[int]) -> list[list[int]]:
+    rng = random.Random(str(seed))
+    return [[rng.randrange(512) for _ in range(length)] for length in lengths]
+
+
+def prefill(p: Engine, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Let P compute a prompt; return what it says to D."""
+    answer = p.generate(prompt, max_tokens=1, kv_transfer_params=REMOTE_DECODE, **more).result(60)
+    assert answer.error is None, answer
+    assert answer.kv_transfer_params is not None, answer
+    return answer.kv_transfer_params
+
+
+def decode(d: Engine, prompt: Sequence[int], params: Any, *, max_tokens: int = 16, **more: Any) -> Future[Answer]:
+    return d.generate(prompt, max_tokens=max_tokens, kv_transfer_params=params, **more)
+
+
+def hand_over(p: Engine, d: Engine, prompt: Sequence[int], **more: Any) -> Answer:
+    return decode(d, prompt, prefill(p, prompt), **more).result(60)
+
+
+def same(name: str, got: Answer, expected: Answer, what: object = "") -> None:
+    """Fail unless D answers as the plain engine does."""
+    found = difference(got, expected, noise(name))
+    assert found is None, f"{name} {what}: {found}"
+
+
+def compare(name: str, p: Engine, d: Engine, plain: Engine, lengths: Iterable[int]) -> None:
+    """Hand over prompts of some lengths, one after the other, and compare each with the plain engine."""
+    worst = 0.0
+    for prompt in prompts(name, lengths):
+        expected = plain.generate(prompt, max_tokens=16)
+        got = hand_over(p, d, prompt)
+        same(name, got, expected.result(60), f"of {len(prompt)} tokens")
+        worst = max(worst, distance(got, expected.result(60)))
+    print(f"{name}: at most {worst:.2g} nats from the plain engine")
+
+
+def loads(engine: Engine) -> int:
+    """Loads of an engine that ended well."""
+    return int(engine.sample("vllm:kvhma_load_seconds_count"))
+
+
+def failures(engine: Engine, cause: str) -> int:
+    return int(engine.sample("vllm:kvhma_failed_loads_total", cause=cause))
