@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvhma.vllm.leases import Courier, Ledger
-from kvhma.vllm.params import Address
+from kvhma.vllm.leases import Courier, Lease, LeaseEndedError, Ledger
+from kvhma.vllm.params import Address, Claim, Hold
 from kvhma.vllm.side_channel import Listener
 from support.engines.engine import free_port
 
@@ -18,39 +18,59 @@ def until(condition, seconds=5.0):
         time.sleep(0.01)
 
 
-def key(hold):
-    return hold.request_id, hold.generation
+def claim(hold, reader=1):
+    return Claim(hold, reader)
 
 
 def test_a_lease_ends():
     ledger = Ledger(0.05)
-    hold, expires = ledger.hold("a")
-    assert expires > time.monotonic()
+    hold = ledger.hold("a")
     assert ledger.strike_off() == ([], [])
     time.sleep(0.06)
-    assert ledger.renew([key(hold)]) == [None]  # not struck off yet, and not to be had any more
+    assert ledger.renew([claim(hold)]) == [None]  # not struck off yet, and not to be had any more
     assert ledger.strike_off() == ([], ["a"])
+    assert ledger.strike_off() == ([], [])
+
+
+def test_a_renewal_extends_it():
+    ledger = Ledger(0.3)
+    hold = ledger.hold("a")
+    for _ in range(4):
+        time.sleep(0.1)
+        (expires,) = ledger.renew([claim(hold)])
+        assert expires > time.monotonic() + 0.2
     assert ledger.strike_off() == ([], [])
 
 
 def test_a_release_is_reported_once():
     ledger = Ledger(60)
-    hold, _ = ledger.hold("a")
-    ledger.release([key(hold), key(hold), ("b", 1)])
-    assert ledger.renew([key(hold)]) == [None]
+    hold = ledger.hold("a")
+    ledger.release([claim(hold), claim(hold), claim(Hold("b", 1))])
+    assert ledger.renew([claim(hold)]) == [None]
     assert ledger.strike_off() == (["a"], [])
     assert ledger.strike_off() == ([], [])
 
 
 def test_an_old_generation_holds_nothing():
     ledger = Ledger(60)
-    old, _ = ledger.hold("a")
-    ledger.release([key(old)])
-    new, _ = ledger.hold("a")
-    assert ledger.renew([key(old), key(new)])[0] is None
-    ledger.release([key(old)])
+    old = ledger.hold("a")
+    ledger.release([claim(old)])
+    new = ledger.hold("a")
+    assert ledger.renew([claim(old), claim(new)])[0] is None
+    ledger.release([claim(old)])
     assert ledger.strike_off() == (["a"], [])
     assert len(ledger) == 1
+
+
+def test_the_first_reader_has_it_alone():
+    ledger = Ledger(60)
+    hold = ledger.hold("a")
+    assert ledger.renew([claim(hold, 1)]) != [None]
+    assert ledger.renew([claim(hold, 2)]) == [None]
+    ledger.release([claim(hold, 2)])
+    assert len(ledger) == 1
+    ledger.release([claim(hold, 1)])
+    assert len(ledger) == 0
 
 
 @pytest.fixture
@@ -69,52 +89,111 @@ def listen(address, ledger):
     return Listener(address, engine_id="p", instance=1, hellos={(0, 0): b"hello"}, desk=ledger)
 
 
+def end_of(ledger, hold):
+    return ledger._held[hold].expires
+
+
 def test_the_courier_keeps_a_lease_and_lets_go(address, courier):
     ledger = Ledger(0.4)
     listener = listen(address, ledger)
     try:
-        hold, expires = ledger.hold("a")
-        courier.track(address, hold, every=0.05)
-        until(lambda: (courier.expires(hold) or 0) > expires + 0.5)
+        hold = ledger.hold("a")
+        expires = end_of(ledger, hold)
+        courier.track(address, claim(hold), every=0.05)
+        until(lambda: end_of(ledger, hold) > expires + 0.5)
         assert ledger.strike_off() == ([], [])
-        courier.release(address, hold)
+        courier.release(address, claim(hold))
         until(lambda: len(ledger) == 0)
         assert ledger.strike_off() == (["a"], [])
-        assert courier.expires(hold) is None
     finally:
         listener.close()
 
 
 def test_the_courier_survives_a_listener_that_comes_late(address, courier):
     ledger = Ledger(5)
-    hold, expires = ledger.hold("a")
-    courier.track(address, hold, every=0.05)
+    hold = ledger.hold("a")
+    expires = end_of(ledger, hold)
+    courier.track(address, claim(hold), every=0.05)
     time.sleep(0.8)
     listener = listen(address, ledger)
     try:
-        until(lambda: (courier.expires(hold) or 0) > expires)
+        until(lambda: end_of(ledger, hold) > expires)
     finally:
         listener.close()
 
 
 def test_the_courier_takes_no_more_engines_than_it_may(courier):
-    ledger = Ledger(5)
     for port in range(1, 10):
-        hold, _ = ledger.hold(str(port))
-        courier.track(Address("127.0.0.1", port), hold, every=0.05)
+        courier.track(Address("127.0.0.1", port), claim(Hold(str(port), 1)), every=0.05)
     assert len(courier._peers) == 2
 
 
 @pytest.mark.parametrize("host", ["", "no such host!", "256.1.1.1", "::zz", "a b", "*", "x" * 300])
 def test_the_courier_survives_any_address(courier, host, address):
     ledger = Ledger(5)
-    lost, _ = ledger.hold("lost")
+    lost = claim(Hold("lost", 1))
     courier.track(Address(host, 1), lost, every=0.05)
     courier.release(Address(host, 1), lost)
     listener = listen(address, ledger)
     try:
-        hold, expires = ledger.hold("a")
-        courier.track(address, hold, every=0.05)
-        until(lambda: (courier.expires(hold) or 0) > expires)
+        hold = ledger.hold("a")
+        expires = end_of(ledger, hold)
+        courier.track(address, claim(hold), every=0.05)
+        until(lambda: end_of(ledger, hold) > expires)
     finally:
         listener.close()
+
+
+def covers(lease, ended):
+    deadline = time.monotonic() + 5
+    while (said := lease.covers(ended)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return said
+
+
+@pytest.fixture
+def ledger(address):
+    ledger = Ledger(1.0)
+    listener = listen(address, ledger)
+    yield ledger
+    listener.close()
+
+
+def test_a_read_inside_its_lease_is_one_question(address, ledger):
+    lease = Lease(address, claim(ledger.hold("a")), timeout=2, margin=0.1)
+    assert covers(lease, time.monotonic())
+    assert lease.questions == 1
+    lease.close()
+
+
+def test_a_read_close_to_the_end_is_asked_for_again(address, ledger):
+    lease = Lease(address, claim(ledger.hold("a")), timeout=2, margin=10)
+    assert covers(lease, time.monotonic())
+    assert lease.questions == 2
+    lease.close()
+
+
+def test_a_read_past_the_end(address, ledger):
+    lease = Lease(address, claim(ledger.hold("a")), timeout=2, margin=0.1)
+    time.sleep(1.1)
+    with pytest.raises(LeaseEndedError, match="P does not hold 'a' for us"):
+        covers(lease, time.monotonic())
+    lease.close()
+
+
+def test_a_second_reader(address, ledger):
+    hold = ledger.hold("a")
+    first, second = (Lease(address, claim(hold, reader), timeout=2, margin=0.1) for reader in (1, 2))
+    assert covers(first, time.monotonic())
+    with pytest.raises(LeaseEndedError, match="read already"):
+        covers(second, time.monotonic())
+    first.close()
+    second.close()
+
+
+def test_nobody_answers(address):
+    lease = Lease(address, claim(Hold("a", 1)), timeout=0.1, margin=0.1)
+    with pytest.raises(LeaseEndedError, match=r"no answer in 0\.1 s"):
+        covers(lease, time.monotonic())
+    lease.close()

@@ -17,7 +17,6 @@ REMOTE = Remote(
     engine_id="engine_dp0",
     instance=0x0123456789ABCDEF,
     hold=Hold("cmpl-1", 7),
-    expires=1234.5,
     lease=30.0,
     num_tokens=300,
     digest="00" * 16,
@@ -86,7 +85,7 @@ def test_a_range_cannot_be_longer_than_the_prompt():
 
 
 REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]
-OWN = ["version", "instance", "generation", "expires", "lease", "tokens", "digest", "spans"]
+OWN = ["version", "instance", "generation", "lease", "tokens", "digest", "spans"]
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]
 
 
@@ -132,7 +131,7 @@ def test_any_value_of_any_own_key(key, value):
     broken["kvhma"][key] = value
     text = refusal(broken)
     if text is None:
-        assert key in ("digest", "expires", "lease", "tokens")
+        assert key in ("digest", "lease", "tokens")
     else:
         assert f"kvhma.{key}" in text or "block ids" in text
         assert len(text) < 400
@@ -148,7 +147,7 @@ SEAL = REMOTE.seal(range(300))
         {"instance": 1},
         {"hold": Hold("cmpl-2", 7)},
         {"hold": Hold("cmpl-1", 8)},
-        {"expires": 1234.6},
+        {"lease": 31.0},
         {"num_tokens": 299},
         {"spans": (Span(0, [10, 9, 8, 7, 30, 32, 31]), *REMOTE.spans[1:])},
         {"spans": (Span(1, REMOTE.spans[0].ids), *REMOTE.spans[1:])},

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness: what engines leave behind, however they end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.engines import Engine, EngineFailed, Zygote
+from support.engines.compare import difference, distance
+
+TESTS = Path(__file__).resolve().parents[1]
+PROMPT = list(range(100))
+
+
+def runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_ends(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
+    llama = model("llama")
+    with Engine(zygote, llama, tmp_path / "stopped.log") as engine:
+        long = engine.generate(PROMPT, max_tokens=2000, request_id="long")
+        assert len(engine.generate(PROMPT, max_tokens=3).result(60).token_ids) == 3
+        assert len(engine.core("e2e_blocks", "long")[0]) > 3
+        engine.abort("long")
+        assert long.result(60).finish_reason == "abort"
+        late = engine.generate(PROMPT, max_tokens=2000, timeout=0.2).result(60)
+        assert "TimeoutError" in str(late.error)
+        engine.idle(free=engine.state()["all_blocks"] - 1)  # block 0 is never given out
+        refused = engine.generate([10**9], max_tokens=1).result(60)
+        assert refused.error, refused
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 8
+    assert engine.pids() == []
+
+    with Engine(zygote, llama, tmp_path / "killed.log") as engine:
+        pending = engine.generate(PROMPT, max_tokens=2000)
+        engine.kill()
+        with pytest.raises(EngineFailed):
+            pending.result(10)
+        with pytest.raises(EngineFailed):
+            engine.generate(PROMPT, max_tokens=1).result(10)
+        assert engine.pids() == []
+
+    with Engine(zygote, llama, tmp_path / "orphans.log") as engine:
+        os.kill(engine.pid, signal.SIGKILL)  # the front end only: the others follow it
+        end = time.monotonic() + 10
+        while engine.pids():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    broken = Engine(zygote, llama, tmp_path / "broken.log", engine_args={"dtype": "no such"}).start()
+    with pytest.raises(EngineFailed, match="no such"):
+        broken.ready(60)
+    broken.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dead_test_leaves_no_process(how: int, model: Callable[[str], Path], tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from support.engines import Engine, Zygote
+zygote = Zygote(Path({str(tmp_path / "zygote.log")!r}))
+engine = Engine(zygote, Path({str(model("llama"))!r}), Path({str(tmp_path / "engine.log")!r})).start().ready()
+engine.generate(list(range(100)), max_tokens=2000)
+print(*engine.pids(), zygote._process.pid, flush=True)
+import time
+time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(TESTS)}, stdout=subprocess.PIPE, text=True
+    ) as test:
+        pids = [int(pid) for pid in test.stdout.readline().split()]
+        assert len(pids) >= 4
+        assert all(map(runs, pids))
+        test.send_signal(how)
+    end = time.monotonic() + 10
+    while any(map(runs, pids)):
+        assert time.monotonic() < end, [pid for pid in pids if runs(pid)]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h", "nemotron_h_2", "qwen3_next"])
+def test_two_ranks_say_the_same(name: str, zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
+    rng = random.Random(name)
+    prompts = [[rng.randrange(512) for _ in range(300)] for _ in range(4)]
+    dtype, noise = ("bfloat16", 0.15) if name == "qwen3_next" else ("float32", 1e-3)
+    answers = []
+    for size in (1, 2):
+        log = tmp_path / f"{size}.log"
+        with Engine(zygote, model(name), log, tensor_parallel_size=size, engine_args={"dtype": dtype}) as engine:
+            assert len(engine.rpc("e2e_census")) == size
+            answers.append([engine.generate(prompt, max_tokens=12).result(60) for prompt in prompts])
+    print(f"\n{name}: one rank and two {[float(f'{d:.2g}') for d in map(distance, *answers)]}")
+    assert [difference(two, one, noise) for one, two in zip(*answers, strict=True)] == [None] * len(prompts)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that die, leases that end, requests that are given up: never a wrong token, never a block that stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engines import Engine, Zygote, engines, free_port
+from support.handoff import arguments, decode, failures, hand_over, kvhma, loads, prefill, prompts, same
+
+Models = Callable[[str], Path]
+QUICK = {"handshake_timeout": 1}
+
+
+def all_free(engine: Engine) -> None:
+    engine.idle(free=engine.state()["all_blocks"] - 1)
+
+
+def replacement(engine: Engine, log: Path) -> Engine:
+    """An engine like another one, at the same ports."""
+    return Engine(
+        engine.zygote,
+        engine.model_dir,
+        log,
+        kv_transfer_config=engine.kv_transfer_config,
+        env=engine.env,
+        engine_args=engine.engine_args,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+def test_p_killed_before_during_and_after_and_restarted(
+    name: str, zygote: Zygote, model: Models, tmp_path: Path
+) -> None:
+    # Over TCP a transfer lasts long enough to be cut off in the middle.
+    tcp = {"UCX_TLS": "tcp,self"}
+    port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    settings = {
+        "p": kvhma(name, env=tcp | port),
+        "d": kvhma(name, policy="recompute", extra=QUICK, env=tcp),
+        "strict": kvhma(name, policy="fail", extra=QUICK, env=tcp),
+    }
+    settings["p"]["kv_transfer_config"]["engine_id"] = "the same in both lives"
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, strict):
+        after, *during = prompts(name, [301] + [1500] * 6)
+        before, again, stale = prompts((name, 2), [301] * 3)
+        # An engine without parameters is a plain one.
+        expected = {
+            tuple(prompt): d.generate(prompt, max_tokens=16) for prompt in (after, *during, before, again, stale)
+        }
+
+        same(name, hand_over(p, d, after), expected[tuple(after)].result(60), "before anything happens")
+        same(name, hand_over(p, strict, after), expected[tuple(after)].result(60), "before anything happens")
+        told = {tuple(prompt): prefill(p, prompt) for prompt in (before, stale, *during)}
+        running = decode(d, after, prefill(p, after), max_tokens=200)
+        got = [decode(d, prompt, told[tuple(prompt)], request_id=f"during {at}") for at, prompt in enumerate(during)]
+        strictly = [decode(strict, prompt, told[tuple(prompt)]) for prompt in during]
+        time.sleep(0.05)
+        p.kill()
+        for prompt, answer in zip(during, got, strict=True):
+            same(name, answer.result(120), expected[tuple(prompt)].result(60), "while it was read")
+        for prompt, answer in zip(during, strictly, strict=True):
+            if answer.result(120).finish_reason != "error":
+                same(name, answer.result(), expected[tuple(prompt)].result(60), "while it was read")
+        assert len(running.result(120).token_ids) == 200
+        same(name, decode(d, before, told[tuple(before)]).result(60), expected[tuple(before)].result(60), "before")
+        assert decode(strict, before, told[tuple(before)]).result(60).finish_reason == "error"
+        all_free(d)
+        all_free(strict)
+
+        with replacement(p, tmp_path / "p-again.log") as second:
+            for engine in (d, strict):
+                same(name, hand_over(second, engine, again), expected[tuple(again)].result(60), "after a restart")
+            # What the first life of P promised is not there, whatever the second one has in these blocks.
+            same(name, decode(d, stale, told[tuple(stale)]).result(60), expected[tuple(stale)].result(60), "stale")
+            refused = decode(strict, stale, told[tuple(stale)]).result(60)
+            assert refused.finish_reason == "error"
+            assert "kvhma.instance" in (tmp_path / "strict.log").read_text()
+            all_free(second)
+        all_free(d)
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    lease = 3.0
+    settings = {
+        "p": kvhma(name, extra={"kv_lease_duration": lease}, num_gpu_blocks_override=40, max_model_len=1024),
+        "d": kvhma(name, policy="recompute", extra=QUICK, max_num_seqs=1),
+        "strict": kvhma(name, policy="fail", extra=QUICK),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, strict):
+        late, *others = prompts(name, [301] * 12)
+        expected = d.generate(late, max_tokens=16).result(60)
+        told = [prefill(p, late) for _ in range(2)]
+        assert len(p.state()["requests"]) == 2
+        time.sleep(lease + 0.5)
+        all_free(p)
+        assert p.sample("vllm:kvhma_expired_total") == 2
+        for prompt in others:  # they get the blocks that the late one had
+            p.generate(prompt, max_tokens=1).result(60)
+        # Both know by their clocks that the lease has ended, and the question confirms it.
+        same(name, decode(d, late, told[0]).result(60), expected, "after its lease")
+        assert decode(strict, late, told[1]).result(60).finish_reason == "error"
+        assert (failures(d, "expired"), failures(strict, "expired")) == (1, 1)
+
+        # Whoever waits in D keeps its lease, and takes its cache when there is room.
+        blocker = d.generate(late, max_tokens=2000, request_id="blocker")
+        waiting = decode(d, late, prefill(p, late), timeout=None)
+        time.sleep(2 * lease)
+        assert not blocker.done(), "nothing was in the way"
+        assert len(p.state()["requests"]) == 1, "the lease of a request that waits at D has ended"
+        d.abort("blocker")
+        same(name, waiting.result(60), expected, "that waited")
+        assert (failures(d, "expired"), loads(d)) == (1, 1)
+        all_free(p)
+
+
+def test_the_question_past_the_deadline(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    name = "llama"
+    # With this margin every load ends too close to its deadline, so D asks P each time.
+    asks = {"clock_margin": 1000} | QUICK
+    settings = {"p": kvhma(name), "d": kvhma(name, extra=asks), "r": kvhma(name, policy="recompute", extra=asks)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, r):
+        prompt, other = prompts(name, [301] * 2)
+        expected = d.generate(prompt, max_tokens=16).result(60)
+        same(name, hand_over(p, d, prompt), expected)
+        assert (d.sample("vllm:kvhma_fences_total"), failures(d, "expired")) == (1, 0)
+        # P's worker still answers reads, but the scheduler that could say so does not.
+        told = prefill(p, prompt)
+        same(name, hand_over(p, r, other), r.generate(other, max_tokens=16).result(60))
+        listener = {**told, "remote_port": free_port()}
+        assert decode(d, prompt, listener).result(60).finish_reason == "error"
+        all_free(d)
+
+
+def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    name = "nemotron_h"
+    settings = {"p": kvhma(name), "d": kvhma(name, extra=QUICK, policy="recompute"), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        (good,) = prompts(name, [301])
+        right = plain.generate(good, max_tokens=16).result(60)
+        rng = random.Random(1)
+
+        def round_of(number: int) -> None:
+            answers = []
+            for at, prompt in enumerate(prompts((name, number), [rng.choice([33, 301, 1200]) for _ in range(8)])):
+                request_id = f"round {number}, {at}"
+                answers.append(decode(d, prompt, prefill(p, prompt), request_id=request_id, max_tokens=64))
+                time.sleep(rng.choice([0, 0, 0.002, 0.01, 0.05]))
+                d.abort(request_id)
+            assert {answer.result(60).finish_reason for answer in answers} <= {"abort", "length"}
+            all_free(d)
+            all_free(p)
+
+        round_of(0)
+        census = [engine.rpc("e2e_census")[0] for engine in (p, d)]
+        for number in range(1, 6):
+            round_of(number)
+        for engine, before in zip((p, d), census, strict=True):
+            after = engine.rpc("e2e_census")[0]
+            assert after["python_threads"] == before["python_threads"]
+            assert after["files"] <= before["files"] + 2
+        same(name, hand_over(p, d, good), right, "after all that")
+
+        # P stands still in the handshake: D's request is given up, and its blocks come back when the handshake fails.
+        told = prefill(p, good)
+        with frozen(p):
+            answer = decode(d, good, told | {"remote_host": "127.0.0.1"}, request_id="frozen")
+            time.sleep(0.3)
+            d.abort("frozen")
+            answer.result(60)
+            all_free(d)
+        all_free(p)
+
+
+def frozen(engine: Engine) -> Any:
+    """All processes of an engine stand still while this is open."""
+
+    class Frozen:
+        def __enter__(self) -> None:
+            self.pids = engine.pids()
+            for pid in self.pids:
+                os.kill(pid, signal.SIGSTOP)
+
+        def __exit__(self, *_: object) -> None:
+            for pid in self.pids:
+                os.kill(pid, signal.SIGCONT)
+
+    return Frozen()
+
+
+def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    name = "llama"
+    extra = {"kv_lease_duration": 3}
+    settings = {"p": kvhma(name, extra=extra), "d": kvhma(name), "other": kvhma(name), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, other, plain):
+        many = prompts(name, [1200] * 8)
+        told = [prefill(p, prompt) for prompt in many]
+        answers = [decode(d, prompt, params) for prompt, params in zip(many, told, strict=True)]
+        time.sleep(0.02)
+        d.kill()
+        assert all(answer.exception(10) is not None or answer.result() for answer in answers)
+        same(name, hand_over(p, other, many[0]), plain.generate(many[0], max_tokens=16).result(60), "of another D")
+        all_free(p)
+        assert loads(other) == 1

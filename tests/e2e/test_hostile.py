@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and messages that nobody should send: the engine goes on, and the next good request is right."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from support.engines import Zygote, engines, free_port
+from support.handoff import arguments, decode, hand_over, kvhma, prefill, prompts, same
+
+Models = Callable[[str], Path]
+NAME = "gemma3"
+VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 100_000, [[1]] * 1000, {"a": None}, 10**30, float("nan")]
+SPANS = [
+    [],
+    [[0, ""]],
+    [[0, "1-9"]] * 3,
+    [[0, "0"]] * 7,  # the null block
+    [[0, "1-10"]] * 7,  # one group's blocks in all of them
+    [[0, "1,1,1,1,1,1,1,1,1,1"]] * 7,
+    [[0, "2000000000"]] * 7,
+    [[2**31, "1"]] * 7,
+    [[0, "1-9999999"]] * 7,
+    "1-9",
+    [[0]] * 7,
+]
+
+
+def broken(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key missing and with values it cannot have, one at a time."""
+    for key in good:
+        yield f"no {key}", {name: value for name, value in good.items() if name != key}
+        for value in VALUES:
+            yield f"{key} = {ascii(value)[:20]}", good | {key: value}
+    for key in good["kvhma"]:
+        own = {name: value for name, value in good["kvhma"].items() if name != key}
+        yield f"no kvhma.{key}", good | {"kvhma": own}
+        for value in VALUES:
+            yield f"kvhma.{key} = {ascii(value)[:20]}", good | {"kvhma": own | {key: value}}
+    for spans in SPANS:
+        yield f"spans = {ascii(spans)[:30]}", good | {"kvhma": good["kvhma"] | {"spans": spans}}
+    reversed_groups = copy.deepcopy(good)
+    reversed_groups["kvhma"]["spans"].reverse()
+    yield "groups reversed", reversed_groups
+    short = copy.deepcopy(good)
+    short["kvhma"]["spans"][-1][1] = short["kvhma"]["spans"][-1][1].rpartition("-")[0]
+    yield "a block too few", short
+    yield "another engine's size", good | {"tp_size": 2}
+    yield "a foreign host", good | {"remote_host": "192.0.2.1"}
+    yield "a closed port", good | {"remote_port": free_port()}
+    yield "two roles", good | {"do_remote_decode": True}
+    for whole in (
+        [],
+        [1],
+        "text",
+        7,
+        True,
+        {},
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": "yes"},
+        {"kvhma": 1},
+    ):
+        yield f"params = {whole!a}", whole
+
+
+def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    # One lasting failure for each request: what is refused is not tried twice.
+    extra = {"handshake_timeout": 0.5, "kv_lease_duration": 600}
+    both = kvhma(NAME, extra=extra)
+    with engines(zygote, model(NAME), tmp_path, p=both, d=both, plain=arguments(NAME)) as (p, d, plain):
+        prompt, other = prompts(NAME, [301] * 2)
+        expected = plain.generate(prompt, max_tokens=4).result(60)
+        refused = served = 0
+        good = prefill(p, prompt)
+        for number in itertools.count():
+            # What was read, or refused, is held no longer: each case starts from parameters that are good but for one.
+            if not p.state()["requests"]:
+                good = prefill(p, prompt)
+            what, params = next(itertools.islice(broken(good), number, None), ("", None))
+            if params is None:
+                break
+            got = decode(d, prompt, params, max_tokens=4).result(60)
+            if got.finish_reason == "error" or got.error is not None:  # of the engine, or of vLLM's front end
+                refused += 1
+            else:
+                # Parameters that say nothing of a hand-off, or keys that nobody needs: the tokens are right.
+                same(NAME, got, expected, what)
+                served += 1
+            assert d.alive, what
+        same(NAME, decode(d, prompt, good, max_tokens=4).result(60), expected, "good")
+        print(f"{number} broken parameters: {refused} refused, {served} answered right")
+        assert refused > served
+        same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(60), "after all that")
+        d.idle(free=d.state()["all_blocks"] - 1)
+
+
+def test_broken_requests_to_p(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    both = kvhma(NAME)
+    with engines(zygote, model(NAME), tmp_path, p=both, d=both, plain=arguments(NAME)) as (p, d, plain):
+        prompt, other = prompts(NAME, [100, 301])
+        for value in VALUES:
+            for key in ("do_remote_decode", "do_remote_prefill"):
+                p.generate(prompt, max_tokens=1, kv_transfer_params={key: value}).result(60)
+            # A first step of several tokens, of none, and one that is cut short by a stop.
+            p.generate(prompt, max_tokens=3, kv_transfer_params={"do_remote_decode": True, "x": value}).result(60)
+        same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(60), "after all that")
+
+
+def talk(address: tuple[str, int]) -> None:
+    """Junk, huge and slow messages to a side channel."""
+    for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\xff" + b"\0" * 8 + b"\x7f", b""):
+        with socket.create_connection(address) as raw:
+            raw.sendall(data)
+    context = zmq.Context.instance()
+    for kind in (zmq.REQ, zmq.DEALER, zmq.PUSH):
+        with context.socket(kind) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.setsockopt(zmq.SNDTIMEO, 200)
+            peer.connect(f"tcp://{address[0]}:{address[1]}")
+            for data in (b"\xc1", os.urandom(100), b"x" * (8 << 20), msgspec.msgpack.encode(("get_meta_msg", 0, 7))):
+                try:
+                    peer.send(data)
+                except zmq.ZMQError:
+                    break
+
+
+def test_the_side_channel(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    port = free_port()
+    settings = {
+        "p": kvhma(NAME, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}),
+        "d": kvhma(NAME, extra={"handshake_timeout": 2}),
+        "plain": arguments(NAME),
+    }
+    with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        try:
+            for raw in slow:
+                raw.sendall(b"\xff")
+            talk(("127.0.0.1", port))
+            first, second = prompts(NAME, [301, 65])
+            same(NAME, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(60), "after junk")
+            talk(("127.0.0.1", port))
+            same(NAME, hand_over(p, d, second), plain.generate(second, max_tokens=16).result(60), "after more junk")
+        finally:
+            for raw in slow:
+                raw.close()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix hits, chunked prefill, preemption and many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.engines import Zygote, engines
+from support.handoff import arguments, decode, hand_over, kvhma, prefill, prompts, same
+
+Models = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_prefix_hits_and_chunks(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = {
+        "p": kvhma(name, enable_prefix_caching=True, max_num_batched_tokens=64),
+        "d": kvhma(name, enable_prefix_caching=True),
+        "plain": arguments(name),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        block = max(group["block_size"] for group in p.rpc("e2e_groups")[0] if "Mamba" not in group["kind"])
+        base, other = prompts(name, [5 * block + 7, 5 * block])
+        cases = {
+            "nothing cached": base,
+            "short": base[: block + 3] + other,
+            "block-aligned": base[: 3 * block] + other,
+            "to the last block": base,
+            "one more token": [*base, 5],
+            "whole blocks only": base[: 4 * block],
+        }
+        moved = {}
+        for what, prompt in cases.items():
+            expected = plain.generate(prompt, max_tokens=16)
+            before = d.loaded_tokens()
+            got = hand_over(p, d, prompt)
+            same(name, got, expected.result(60), what)
+            moved[what] = d.loaded_tokens() - before
+        print(f"{name}: tokens loaded {moved}")
+        assert moved["nothing cached"] >= len(base) - 1
+        assert moved["block-aligned"] <= len(cases["block-aligned"]) - 2 * block
+        assert moved["to the last block"] < 2 * block
+        for engine in (p, d):
+            engine.idle(free=engine.state()["all_blocks"] - 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h", "qwen3_next"])
+def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    both = kvhma(name)
+    with engines(zygote, model(name), tmp_path, p=both, d=both, plain=arguments(name)) as (p, d, plain):
+        many = prompts(name, [20 + 17 * index for index in range(32)])
+        expected = [plain.generate(prompt, max_tokens=16) for prompt in many]
+        # All of them wait at D for their caches at the same time.
+        told = [prefill(p, prompt) for prompt in many]
+        got = [decode(d, prompt, params) for prompt, params in zip(many, told, strict=True)]
+        for prompt, answer, right in zip(many, got, expected, strict=True):
+            same(name, answer.result(120), right.result(120), f"of {len(prompt)} tokens")
+        for engine in (p, d):
+            engine.idle(free=engine.state()["all_blocks"] - 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_preemption(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = {
+        "p": kvhma(name),
+        # Room for some of the requests to start and for fewer of them to end.
+        "d": kvhma(name, num_gpu_blocks_override=64, max_model_len=512),
+        "plain": arguments(name),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        block = max(group["block_size"] for group in p.rpc("e2e_groups")[0] if "Mamba" not in group["kind"])
+        many = prompts(name, [2 * block - 3] * 12)
+        expected = [plain.generate(prompt, max_tokens=2 * block) for prompt in many]
+        told = [prefill(p, prompt) for prompt in many]
+        got = [decode(d, prompt, params, max_tokens=2 * block) for prompt, params in zip(many, told, strict=True)]
+        for answer, right in zip(got, expected, strict=True):
+            same(name, answer.result(120), right.result(120))
+        preempted = d.sample("vllm:num_preemptions_total")
+        print(f"{name}: {preempted:g} preemptions")
+        assert preempted > 0
+        d.idle(free=d.state()["all_blocks"] - 1)
+        p.idle(free=p.state()["all_blocks"] - 1)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests ask of the engine core: utilities beside vLLM's own, found by name and run between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def install() -> None:
+    """Give the engine core its methods; call it before the engine core is forked."""
+    from vllm.v1.engine.core import EngineCore
+
+    for name, method in METHODS.items():
+        setattr(EngineCore, name, method)
+
+
+def _state(self: Any) -> dict[str, Any]:
+    scheduler = self.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "requests": {request.request_id: request.status.name for request in scheduler.requests.values()},
+        "free_blocks": pool.get_num_free_blocks(),
+        "all_blocks": pool.num_gpu_blocks,
+    }
+
+
+def _blocks(self: Any, request_id: str) -> list[list[int]]:
+    """Block ids that a request holds now, by group. `request_id` is the start of the scheduler's id."""
+    scheduler = self.scheduler
+    (found,) = [known for known in scheduler.requests if known.startswith(request_id)]
+    return [list(ids) for ids in scheduler.kv_cache_manager.get_block_ids(found)]
+
+
+def _connector(self: Any, path: str) -> Any:
+    """An attribute of the scheduler's connector by its dotted path, called if it is callable, as plain data."""
+    return plain(follow(self.scheduler.connector, path))
+
+
+METHODS = {"e2e_state": _state, "e2e_blocks": _blocks, "e2e_connector": _connector}
+
+
+def follow(start: Any, path: str) -> Any:
+    """Walk a dotted path; a callable at its end is called."""
+    for name in filter(None, path.split(".")):
+        start = getattr(start, name)
+    return start() if callable(start) else start
+
+
+def plain(value: Any) -> Any:
+    """Numbers, texts, lists and dicts stay what they are; of anything else its length or its text remains."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return repr(value)

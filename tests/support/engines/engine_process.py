@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's end: vLLM's AsyncLLM behind a pipe. Runs in a fork of the zygote."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import uuid
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,  # no compilation, and with a fixed cache size no warm-up either
+    "max_model_len": 2560,
+    "max_num_seqs": 64,
+    "block_size": 32,  # many blocks for short prompts; vLLM makes larger ones where a model needs them
+    "enable_prefix_caching": False,
+    "disable_hybrid_kv_cache_manager": False,
+    "kv_cache_memory_bytes": 64 << 20,
+    "seed": 0,
+    "worker_extension_cls": "support.engines.worker.Extension",
+}
+
+
+def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> None:
+    """Serve one engine until told to stop or until the test is gone."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from support.engines import engine_core
+
+    stages = {"forked": time.time() - begun}
+    engine_core.install()
+    config = AsyncEngineArgs(**DEFAULTS | _typed(engine_args)).create_engine_config()
+    # vLLM's CPU platform asks for spawn, which imports everything once more in each process. It does so for the sake
+    # of OpenMP's threads; there are none here.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    stages["configured"] = time.time() - begun
+    asyncio.run(_serve(connection, config, stages, begun))
+
+
+def _typed(engine_args: dict[str, Any]) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    transfer = engine_args.get("kv_transfer_config")
+    return engine_args | {"kv_transfer_config": None if transfer is None else KVTransferConfig(**transfer)}
+
+
+async def _serve(connection: Connection, config: Any, stages: dict[str, float], begun: float) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_vllm_config(config)
+    stages["ready"] = time.time() - begun
+    connection.send((-1, stages, None))
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(inbox.put_nowait, connection.recv())
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(inbox.put_nowait, None)
+
+    threading.Thread(target=read, name="pipe", daemon=True).start()
+    tasks = set()
+    while (message := await inbox.get()) is not None and message["op"] != "stop":
+        task = asyncio.create_task(_answer(engine, connection, message))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    nudge = asyncio.create_task(_nudge(engine))
+    await asyncio.to_thread(engine.shutdown, timeout=10)
+    nudge.cancel()
+
+
+async def _nudge(engine: Any) -> None:
+    # The engine core ends on SIGTERM. When the signal comes just before its main thread waits for an empty queue,
+    # Python runs the handler only once something arrives there (one stop in fifteen took the whole timeout).
+    await asyncio.sleep(0.3)
+    await engine.engine_core.call_utility_async("get_supported_tasks")
+
+
+async def _answer(engine: Any, connection: Connection, message: dict[str, Any]) -> None:
+    operation = {"generate": _generate, "abort": _abort, "rpc": _rpc, "core": _core, "metrics": _metrics}
+    number, op = message.pop("number"), message.pop("op")
+    try:
+        result, error = await operation[op](engine, **message), None
+    except Exception as raised:
+        result, error = None, f"{type(raised).__name__}: {raised}"
+    connection.send((number, result, error))
+
+
+async def _generate(
+    engine: Any,
+    prompt: list[int],
+    request_id: str | None,
+    priority: int,
+    timeout: float | None,
+    sampling: dict[str, Any],
+) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    begun = time.perf_counter()
+    answer: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "first_seconds": None}
+    answer |= dict.fromkeys(("finish_reason", "error", "kv_transfer_params", "num_cached_tokens"))
+
+    async def collect() -> None:
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling)
+        stream = engine.generate(
+            {"prompt_token_ids": prompt}, params, request_id or uuid.uuid4().hex, priority=priority
+        )
+        async for output in stream:
+            (completion,) = output.outputs
+            if completion.token_ids and answer["first_seconds"] is None:
+                answer["first_seconds"] = time.perf_counter() - begun
+            answer["token_ids"] += completion.token_ids
+            for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=False):
+                chosen = candidates[token].logprob
+                others = [c.logprob for t, c in candidates.items() if t != token]
+                answer["logprobs"].append(chosen)
+                answer["margins"].append(chosen - max(others, default=float("-inf")))
+            answer["finish_reason"] = completion.finish_reason
+            # Only one of the deltas carries it.
+            answer["num_cached_tokens"] = max(answer["num_cached_tokens"] or 0, output.num_cached_tokens or 0)
+            answer["kv_transfer_params"] = output.kv_transfer_params or answer["kv_transfer_params"]
+
+    try:
+        await asyncio.wait_for(collect(), timeout)
+    except asyncio.TimeoutError:
+        answer["error"] = f"TimeoutError: no end after {timeout} s"
+    except Exception as raised:
+        answer["error"] = f"{type(raised).__name__}: {raised}"
+    return answer | {"seconds": time.perf_counter() - begun}
+
+
+async def _abort(engine: Any, request_id: str) -> None:
+    await engine.abort(request_id)
+
+
+async def _rpc(engine: Any, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    return list(await engine.collective_rpc(method, args=arguments))
+
+
+async def _core(engine: Any, method: str, arguments: tuple[Any, ...]) -> Any:
+    return await engine.engine_core.call_utility_async(method, *arguments)
+
+
+async def _metrics(engine: Any) -> str:
+    from prometheus_client import REGISTRY, generate_latest
+
+    return generate_latest(REGISTRY).decode()

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models with seeded random weights that make good numeric oracles.
+
+A model is a good oracle when one wrong KV block or state changes what it says. Weights drawn at one scale do not give
+that: attention over hundreds of tokens is then nearly uniform, and the embedding drowns what the layers add. So every
+matrix is scaled by its role: unit variance through a layer, peaked attention, a residual stream that the layers
+dominate, and logits with a standard deviation of about two (chosen tokens at log-probabilities of -1 to -4).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 2048,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+NEMOTRON = COMMON | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*M-M*",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    "mlp_hidden_act": "relu2",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": COMMON | {"model_type": "llama", "num_hidden_layers": 3},
+    "gemma3": COMMON
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 32,
+    },
+    # Every expert is used: a router that picks a different expert for the last bit of difference is no oracle.
+    "gpt_oss": COMMON
+    | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 128,
+        "rope_parameters": YARN,
+    },
+    "nemotron_h": NEMOTRON | {"n_groups": 1},
+    "nemotron_h_2": NEMOTRON | {"n_groups": 2},
+    "qwen3_next": COMMON
+    | {
+        "model_type": "qwen3_next",
+        "head_dim": 64,  # shortens the block that holds as much as a state
+        "num_hidden_layers": 8,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,  # the smallest that the CPU's kernel takes
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "deepseek_v2": COMMON
+    | {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        # As the real ones have it. With plain rotary embedding vLLM's CPU build takes the rotary part of MLA's queries
+        # and keys for contiguous, and an answer depends on what else is in the batch.
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+}
+
+# Standard deviation of what a matrix makes of input with unit variance, by the end of its name. Scores of attention are
+# products of two: gains of 1.7 give them a standard deviation of three, so that a few tokens hold most of the weight.
+GAINS = {
+    "q_proj.weight": 1.7,
+    "k_proj.weight": 1.7,
+    "kv_a_proj_with_mqa.weight": 1.7,
+    "o_proj.weight": 2.0,
+    "out_proj.weight": 3.0,
+    "lm_head.weight": 2.0,
+}
+
+
+def make(connection: Connection, names: list[str], folder: str) -> None:
+    """Write the named models under `folder`, those that are there already excepted, and send their directories."""
+    connection.send([str(_model(name, Path(folder))) for name in names])
+
+
+def _model(name: str, folder: Path) -> Path:
+    # The recipe is this file: a directory made by another one is never used.
+    recipe = zlib.crc32(Path(__file__).read_bytes())
+    final = folder / f"{name}-{recipe:08x}"
+    if not final.exists():
+        making = folder / f"{final.name}.{os.getpid()}"
+        _save(MODELS[name], making)
+        try:
+            making.rename(final)
+        except OSError:  # another process was quicker
+            shutil.rmtree(making)
+    return final
+
+
+def _save(settings: dict[str, Any], folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, settings["model_type"])
+    model.to(torch.bfloat16).save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    # save_pretrained drops what it takes for a default of its own; an engine must see the model as it is meant.
+    (folder / "config.json").write_text(json.dumps(settings | written, indent=1))
+
+
+def _fill(name: str, parameter: torch.Tensor, model_type: str) -> None:
+    import torch
+
+    # By name, so that a model's weights do not depend on the order its parameters are listed in.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    shape = parameter.shape
+
+    def normal(scale: float) -> torch.Tensor:
+        return torch.empty(shape).normal_(0, scale, generator=generator)
+
+    def between(low: float, high: float) -> torch.Tensor:
+        return torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
+
+    last = name.rpartition(".")[2]
+    if last == "A_log":  # with dt below: states that forget over tens to hundreds of tokens, not at once
+        parameter.copy_(between(0.3, 1.5).log())
+    elif last == "dt_bias":
+        parameter.copy_(between(0.01, 0.1).expm1().log())  # softplus of it lies between the two
+    elif last == "D":  # what passes the state by
+        parameter.fill_(0.3)
+    elif name.endswith(("q_norm.weight", "k_norm.weight")):  # normed queries and keys: their gain is here, around one
+        parameter.fill_(0.7)
+    elif "embed" in name:
+        # Gemma multiplies by the square root of the width.
+        parameter.copy_(normal(1 / math.sqrt(shape[1]) if model_type == "gemma3_text" else 1.0))
+    elif last == "sinks" or "bias" in last:
+        parameter.copy_(normal(0.2))
+    elif parameter.dim() > 1:
+        # Fused experts: (expert, in, out) in gpt-oss, (expert, out, in) elsewhere. Convolutions: (channel, 1, width).
+        fan_in = shape[1] if model_type == "gpt_oss" and parameter.dim() == 3 else shape[-1]
+        gain = next((g for end, g in GAINS.items() if name.endswith(end)), 1.0)
+        parameter.copy_(normal(gain / math.sqrt(fan_in)))

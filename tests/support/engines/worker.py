@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests ask of a worker, through vLLM's `worker_extension_cls` and collective calls."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from typing import Any
+
+from support.engines.engine_core import follow, plain
+
+
+class Extension:
+    """Methods added to vLLM's worker. Results are plain data."""
+
+    model_runner: Any
+
+    def e2e_groups(self) -> list[dict[str, Any]]:
+        """KV cache groups: kind, layers, block size, page size in bytes."""
+        return [
+            {
+                "kind": type(group.kv_cache_spec).__name__,
+                "layers": list(group.layer_names),
+                "block_size": group.kv_cache_spec.block_size,
+                "page_bytes": group.kv_cache_spec.page_size_bytes,
+            }
+            for group in self.model_runner.kv_cache_config.kv_cache_groups
+        ]
+
+    def e2e_overwrite(self, layer: str, block: int, how: str = "noise", seed: int = 0) -> None:
+        """Spoil what one layer keeps in one block.
+
+        Args:
+            layer: its name.
+            block: block id of its group.
+            how: "noise" (normal, with the spread of what is there), "zero", or "block N" (what block N holds).
+            seed: of the noise.
+        """
+        import torch
+
+        for tensor in self._e2e_parts(layer):
+            target = tensor[block]
+            if how == "noise":
+                generator = torch.Generator().manual_seed(seed)
+                spread = target.float().std().clamp(min=1e-3)
+                target.copy_(torch.empty(target.shape).normal_(generator=generator) * spread)
+            elif how == "zero":
+                target.zero_()
+            else:
+                target.copy_(tensor[int(how.removeprefix("block "))])
+
+    def e2e_digest(self, layer: str, block: int) -> str:
+        """Hash of the bytes that one layer keeps in one block."""
+        import torch
+
+        digest = hashlib.sha256()
+        for tensor in self._e2e_parts(layer):
+            digest.update(tensor[block].contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def e2e_census(self) -> dict[str, Any]:
+        """What this process holds: threads (Python's by name, all by number), open files, resident bytes."""
+        with open("/proc/self/statm") as statm:  # noqa: PTH123
+            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {
+            "pid": os.getpid(),
+            "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
+            "python_threads": sorted(thread.name for thread in threading.enumerate()),
+            "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+            "resident": resident,
+        }
+
+    def e2e_connector(self, path: str = "") -> Any:
+        """An attribute of the worker's connector by its dotted path, called if it is callable, as plain data."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return plain(follow(get_kv_transfer_group(), path))
+
+    def e2e_kernels(self) -> list[str]:
+        """Instruction sets that the CPU's attention packs the blocks of its layers for."""
+        layers = self.model_runner.compilation_config.static_forward_context.values()
+        return sorted({layer.isa for layer in layers if hasattr(layer, "isa")})
+
+    def _e2e_parts(self, layer: str) -> list[Any]:
+        # Attention keeps one tensor, a state layer one for each of its parts; the first axis is the block.
+        kept = self.model_runner.compilation_config.static_forward_context[layer].kv_cache
+        return list(kept) if isinstance(kept, list | tuple) else [kept]

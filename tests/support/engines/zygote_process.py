@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The zygote itself: imports what engines import, then forks on request. `zygote.Zygote` starts and owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+# What an engine imports in one process or another. Models are added by `_import_models`.
+MODULES = [
+    "torch",
+    "transformers",
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.model_loader.default_loader",
+]
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Gemma3ForCausalLM": "gemma3",
+    "GptOssForCausalLM": "gpt_oss",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+}
+
+
+_children: set[int] = set()  # process groups of the zygote
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process as soon as the one that forked it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _reap(*_: object) -> None:
+    # Orphans of killed engines come here too (subreaper): a group is gone only when all its members are collected.
+    while True:
+        try:
+            pid, _status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def _kill_all() -> None:
+    for group in _children:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _child(server: Connection, handle: int, message: dict[str, Any]) -> NoReturn:
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        server.close()
+        log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        os.environ.update(message["env"])
+        # Descendants must not hold the connection open: its end says that this process is gone.
+        os.register_at_fork(after_in_child=lambda: _close(handle))
+        module, function = message["target"].split(":")
+        getattr(importlib.import_module(module), function)(Connection(handle), **message["kwargs"])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _close(handle: int) -> None:
+    try:
+        os.close(handle)
+    except OSError:
+        return
+
+
+def _import_models() -> None:
+    # vLLM inspects a class it knows by name only in an interpreter started for that (eight seconds more); one that is
+    # registered as a class is inspected on the spot.
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture, module in ARCHITECTURES.items():
+        loaded = importlib.import_module(f"vllm.model_executor.models.{module}")
+        ModelRegistry.register_model(architecture, getattr(loaded, architecture))
+
+
+def serve(descriptor: int) -> None:
+    """The zygote: fork on request until the other end closes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for module in MODULES:
+        importlib.import_module(module)
+    _import_models()
+    os.register_at_fork(after_in_child=die_with_parent)
+    threads = [entry.name for entry in Path("/proc/self/task").iterdir()]
+    if len(threads) != 1:
+        raise RuntimeError(f"importing vLLM started threads: {threads}")
+    signal.signal(signal.SIGCHLD, _reap)
+    server = Connection(descriptor)
+    try:
+        while True:
+            message = server.recv()
+            handle = recv_handle(server)
+            pid = os.fork()
+            if pid == 0:
+                _child(server, handle, message)
+            with contextlib.suppress(OSError):  # it may have ended already
+                os.setpgid(pid, pid)  # both sides do it: whoever comes first
+            os.close(handle)
+            _children.add(pid)
+            server.send(pid)
+    except (EOFError, OSError):
+        _kill_all()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

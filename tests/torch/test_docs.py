@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code of docs/torch.md runs and prints what the page says; importing kvhma does not import torch."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_code_prints_what_it_says():
+    text = (ROOT / "docs/torch.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    outputs = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    assert len(code) == len(outputs) == 2
+    run = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=True)
+    assert run.stdout == "".join(outputs)
+
+
+def test_only_this_package_imports_torch():
+    code = "import sys, kvhma; print('torch' in sys.modules); import kvhma.torch; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\nTrue\n"

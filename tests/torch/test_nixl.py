@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch caches of different layouts over real NIXL, each in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("nixl", reason="nixl is not installed here")
+
+import kvhma
+from kvhma.models import Model, State, model
+from kvhma.nixl import Agent
+from kvhma.oracle import check_memory, fill_source, fill_stale
+from support.tables import count_blocks, draw_tables
+from support.torch_labels import read, regions_of, tensors_of
+from support.torch_prefill import SECONDS, cache_of, prefill_process
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(900)]
+
+SEED = 3
+SMALL = Model("small", ("sliding", "full") * 4, 4, 32, window=40)
+HYBRID = Model(
+    "hybrid",
+    ("mamba2", "full", "mamba2", "mamba2", "full"),
+    4,
+    64,
+    state=State("mamba2", 8 * 16 + 2 * 2 * 32, 4, 8, 16, 32, 2, "bfloat16", "float32"),
+)
+
+
+KEPT = []
+"""Registered memory has to outlive the agent."""
+
+
+@pytest.fixture(scope="module")
+def prefill():
+    with prefill_process() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def agent():
+    with Agent("D") as agent:
+        yield agent
+    KEPT.clear()
+
+
+@pytest.mark.parametrize(
+    ("one", "here", "there", "tokens"),
+    [
+        (model("gpt-oss-20b"), {"layout": "BLHNC"}, {"layout": "BLHNC"}, 64),
+        (SMALL, {"layout": "BHLNC"}, {"layout": "LBNHC"}, 200),
+        (SMALL, {"layout": "BHLNC", "tp_rank": 1, "tp_size": 2}, {"layout": "BHLNC"}, 200),
+        (HYBRID, {"layout": "LBHNC", "conv": "DS", "kernel_block": 16}, {"layout": "BHLNC", "conv": "SD"}, 101),
+    ],
+    ids=["uniform", "per layer to ordered", "half of the heads", "state, SD to DS"],
+)
+def test_two_processes(agent, prefill, one, here, there, tokens):
+    sizes = [count_blocks(cache_of(one, num_blocks=1, **form).geometry, tokens) + 3 for form in (here, there)]
+    decode = cache_of(one, num_blocks=sizes[0], **here)
+    KEPT.append(decode)
+    # The same cache here as there, for its views.
+    twin = cache_of(one, num_blocks=sizes[1], **there)
+    rng = random.Random(7)
+    local, remote = (
+        kvhma.live_spans(cache.geometry, tokens, draw_tables(cache.geometry, tokens, rng)) for cache in (decode, twin)
+    )
+    agent.register(decode.geometry)
+    peer = agent.connect(prefill.place({"one": one, "num_blocks": sizes[1], **there}, remote, SEED))
+    planned = kvhma.plan(decode.geometry, peer.geometry)
+    lists = [agent.prepare_local(planned.views(0)[0]), agent.prepare_remote(peer, planned.views(0)[1])]
+    request = tokens, local, remote
+    moved = planned.transfer(*request)
+    (rows,) = moved.reads
+    read_and_check(decode, twin, request, moved, lambda: agent.read(peer, rows.local, rows.remote, b"direct"))
+    chosen = planned.ids(*request)
+    (ids,) = chosen.reads
+    read_and_check(
+        decode, twin, request, chosen, lambda: agent.read_ids(lists[0], ids.local, lists[1], ids.remote, b"ids")
+    )
+    assert prefill.news(2) == [b"direct", b"ids"]
+    fill_source(regions_of(twin), twin.geometry, remote, seed=SEED)
+    if here.get("tp_size", 1) == 1:
+        compare_views(decode, twin, tokens, local, remote)
+
+
+def read_and_check(decode, twin, request, moved, start):
+    memory = regions_of(decode)
+    fill_stale(memory, seed=SEED)
+    for address, nbytes, _ in moved.zero.tolist():
+        ctypes.memset(address, 0, nbytes)
+    moving = start()
+    assert moving.wait(SECONDS)
+    assert (moving.telemetry.descriptors, moving.telemetry.nbytes) == (moved.descriptors, moved.bytes)
+    excess = moved.excess_bytes
+    report = check_memory(memory, decode.geometry, [twin.geometry], *request, excess_bytes=excess, seed=SEED)
+    assert report.moved == moved.bytes > 0
+
+
+def compare_views(decode, twin, tokens, local, remote):
+    """What the kernels of the two sides see, in whole blocks."""
+    for layer in decode.geometry.layers:
+        group, theirs = decode.geometry.groups[layer.group], twin.geometry.groups[layer.group]
+        ours, other = local[layer.group], remote[layer.group]
+        mine, source = tensors_of(decode.views[layer.name]), tensors_of(twin.views[layer.name])
+        if group.kind == "ssm":
+            conv, twin_conv = read(mine[0])[ours.ids[-1]], read(source[0])[other.ids[-1]]
+            assert np.array_equal(conv, twin_conv.swapaxes(0, 1))
+            assert np.array_equal(read(mine[1])[ours.ids[-1]], read(source[1])[other.ids[-1]])
+            continue
+        for entry in range(max(ours.first, other.first), tokens // group.block_size):
+            blocks = []
+            for tensor, span, kind in ((mine[0], ours, group), (source[0], other, theirs)):
+                block = span.ids[entry - span.first]
+                kernels = read(tensor)[block * kind.ratio : (block + 1) * kind.ratio]
+                blocks.append(np.concatenate(list(kernels), axis=1))
+            assert np.array_equal(*blocks), (layer.name, entry)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Such caches hand requests to each other: the byte oracle on every byte, and real bytes through the views."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+import torch
+
+import kvhma
+from kvhma.models import Model, State, model
+from kvhma.oracle import Oracle, check_memory, fill_source, fill_stale
+from kvhma.torch import allocate, model_specs
+from support.tables import count_blocks, draw_tables
+from support.torch_labels import read, regions_of, tensors_of
+
+ATTENTION = Model("attention", ("sliding", "full", "sliding", "full", "sliding", "sliding"), 4, 3, window=10)
+HYBRID = Model(
+    "hybrid",
+    ("mamba2", "full", "mamba2", "mamba2", "full"),
+    4,
+    4,
+    state=State("mamba2", 4 * 6 + 2 * 2 * 8, 4, 4, 6, 8, 2, "bfloat16", "float32"),
+)
+LATENT = Model("latent", ("mla",) * 3, 1, 9)
+CONTIGUOUS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
+ALL = (*CONTIGUOUS, "LHBNC")
+
+
+def cache_of(one, layout, num_blocks, tp_rank=0, tp_size=1, **more):
+    sizes = {"tp_rank": tp_rank, "tp_size": tp_size}
+    specs = model_specs(one, **{"block_size": 4, "align": 4 if one.state else None} | sizes | more)
+    return allocate(specs, num_blocks, layout=layout, **sizes)
+
+
+def requests(geometry, tokens, seed):
+    rng = random.Random(seed)
+    return kvhma.live_spans(geometry, tokens, draw_tables(geometry, tokens, rng))
+
+
+PAIRS = [
+    *((ATTENTION, pair) for pair in product(ALL, ALL)),
+    *((HYBRID, pair) for pair in product(CONTIGUOUS, CONTIGUOUS)),
+    *((LATENT, pair) for pair in product(ALL, ("BHLNC", "LBHNC"))),
+]
+
+
+@pytest.mark.parametrize(("one", "pair"), PAIRS, ids=lambda v: v.name if isinstance(v, Model) else "-".join(v))
+def test_any_layout_to_any_other(one, pair):
+    """And from one conv layout to the other, from whole blocks to kernel blocks."""
+    tokens = 27
+    forms = [{"conv": "SD"}, {"conv": "DS", "kernel_block": 2}]
+    if one is not LATENT:
+        forms = [form | {"kv": "split"} for form in forms]
+    caches = []
+    for layout, form in zip(pair, forms, strict=True):
+        probe = cache_of(one, layout, 1, **form).geometry
+        caches.append(cache_of(one, layout, count_blocks(probe, tokens) + 4, **form))
+    prefill, decode = (cache.geometry for cache in caches)
+    local, remote = requests(decode, tokens, 1), requests(prefill, tokens, 2)
+    moved = kvhma.plan(decode, prefill).transfer(tokens, local, remote)
+    report = Oracle(decode, [prefill]).check(tokens, local, remote, moved)
+    assert report.moved > 0
+    assert report.mergeable == 0
+    copy_and_check(caches[0], caches[1], tokens, local, remote, moved)
+
+
+def copy_and_check(source, target, tokens, local, remote, moved):
+    """Move real bytes between the tensors."""
+    fill_source(regions_of(source), source.geometry, remote)
+    fill_stale(regions_of(target))
+    for address, nbytes, _ in moved.zero.tolist():
+        ctypes.memset(address, 0, nbytes)
+    for one in moved.reads:
+        for (to, nbytes, _), (at, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
+            ctypes.memmove(to, at, nbytes)
+    excess = moved.excess_bytes
+    check_memory(regions_of(target), target.geometry, [source.geometry], tokens, local, remote, excess_bytes=excess)
+
+
+@pytest.mark.parametrize("pair", list(product(ALL, ALL)), ids="-".join)
+def test_views_show_the_same_values(pair):
+    """What P writes through its views is what D reads through its own, whatever lies between."""
+    tokens = 24
+    views = ["BHNC", "NBHC"]
+    source, target = (cache_of(ATTENTION, at, 24, view=view) for at, view in zip(pair, views, strict=True))
+    generator = torch.Generator().manual_seed(5)
+    for view in source.views.values():
+        view.view(torch.int16).random_(generator=generator)
+    local, remote = requests(target.geometry, tokens, 3), requests(source.geometry, tokens, 4)
+    moved = kvhma.plan(target.geometry, source.geometry).transfer(tokens, local, remote)
+    for one in moved.reads:
+        for (to, nbytes, _), (at, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
+            ctypes.memmove(to, at, nbytes)
+    for layer in target.geometry.layers:
+        ours, theirs = local[layer.group], remote[layer.group]
+        keep = list(theirs.ids)[ours.first - theirs.first :]
+        mine = read(target.views[layer.name]).transpose(1, 2, 0, 3, 4)[list(ours.ids)]
+        assert len(keep) == len(mine) > 0
+        assert np.array_equal(mine, read(source.views[layer.name])[keep]), layer.name
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "BLHNC", "LHBNC", "LBNHC"])
+@pytest.mark.parametrize(("p_size", "d_size"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_between_numbers_of_ranks(layout, p_size, d_size):
+    tokens, num_blocks = 21, 24
+    sources = [cache_of(ATTENTION, "BLNHC", num_blocks, rank, p_size, kv="split") for rank in range(p_size)]
+    geometries = [source.geometry for source in sources]
+    remote = requests(geometries[0], tokens, 5)
+    for rank in range(d_size):
+        decode = cache_of(ATTENTION, layout, num_blocks, rank, d_size, kv="split", kernel_block=2).geometry
+        local = requests(decode, tokens, 6)
+        moved = kvhma.plan(decode, geometries).transfer(tokens, local, remote)
+        Oracle(decode, geometries).check(tokens, local, remote, moved)
+
+
+def runs_of(local, remote):
+    """Count stretches of blocks that follow each other on both sides, over all groups."""
+    pairs = []
+    for ours, theirs in zip(local, remote, strict=True):
+        pairs += zip(ours.ids, list(theirs.ids)[len(theirs.ids) - len(ours.ids) :], strict=True)
+    pairs.sort()
+    return sum(b[0] - a[0] != 1 or b[1] - a[1] != 1 for a, b in pairwise(pairs)) + 1
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b", "gemma-3-12b", "Llama-4-Scout-17B-16E", "DeepSeek-V3"])
+def test_a_run_of_blocks_is_one_descriptor(name, layout):
+    """Whatever the number of layers."""
+    one, tokens = model(name), 16 * 300
+    probe = allocate(model_specs(one), 1, layout=layout, device="meta").geometry
+    specs = model_specs(one)
+    caches = [allocate(specs, count_blocks(probe, tokens) + extra, layout=layout, device="meta") for extra in (1, 9)]
+    decode, prefill = (cache.geometry for cache in caches)
+    for seed in range(3):
+        local, remote = requests(decode, tokens, seed), requests(prefill, tokens, seed + 10)
+        moved = kvhma.plan(decode, prefill).transfer(tokens, local, remote)
+        assert moved.descriptors == runs_of(local, remote)
+        blocks = sum(len(span.ids) for span in local)
+        assert moved.bytes == blocks * caches[0].buffers[0].tensor.nbytes // decode.layers[0].num_blocks
+        assert moved.descriptors <= blocks
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
+def test_a_group_with_fewer_layers_costs_one_descriptor_a_block(layout):
+    """gemma-3-27b: the last places of the sliding groups' blocks are nobody's, so blocks do not touch."""
+    specs = model_specs(model("gemma-3-27b"))
+    assert {len(group) for group in specs} == {8, 9, 10}
+    decode = allocate(specs, 600, layout=layout, device="meta").geometry
+    tokens = 16 * 64
+    local, remote = requests(decode, tokens, 1), requests(decode, tokens, 1)
+    moved = kvhma.plan(decode, decode).transfer(tokens, local, remote)
+    short = [len(span.ids) for span, group in zip(local, specs, strict=True) if len(group) < 10]
+    whole = [span for span, group in zip(local, specs, strict=True) if len(group) == 10]
+    assert sum(short) < moved.descriptors <= sum(short) + runs_of(whole, whole)
+
+
+def test_a_slice_of_heads_is_one_descriptor_a_block():
+    """From one rank to two, with heads before layers: half of each block; and per layer without."""
+    one, tokens = model("gpt-oss-20b"), 16 * 8
+    counts = {}
+    for layout in ("BHLNC", "BLHNC"):
+        prefill = allocate(model_specs(one), 40, layout=layout, device="meta").geometry
+        specs = model_specs(one, tp_rank=1, tp_size=2)
+        decode = allocate(specs, 40, layout=layout, device="meta", tp_rank=1, tp_size=2).geometry
+        local, remote = requests(decode, tokens, 1), requests(prefill, tokens, 2)
+        counts[layout] = kvhma.plan(decode, prefill).transfer(tokens, local, remote).descriptors
+        blocks = sum(len(span.ids) for span in local)
+    assert counts == {"BHLNC": blocks, "BLHNC": 12 * blocks}
+
+
+def test_state_moves_without_its_padding():
+    specs = model_specs(model("Qwen3-Next-80B-A3B"))
+    decode = allocate(specs, 12, layout="BLHNC", device="meta").geometry
+    tokens = 544 * 2
+    local, remote = requests(decode, tokens, 1), requests(decode, tokens, 2)
+    moved = kvhma.plan(decode, decode).transfer(tokens, local, remote)
+    assert moved.bytes == 2 * 12 * 1114112 + 3 * 12 * 1097728
+    # Attention: a run of blocks each; state: between two layers of a block is padding.
+    assert moved.descriptors <= 2 + 3 * 12
+
+
+def test_a_layer_does_not_see_what_is_written_in_another():
+    """Blocks of one group: all its layers; the same with a state's tensors."""
+    for layout in CONTIGUOUS:
+        cache = cache_of(HYBRID, layout, 6)
+        for group in model_specs(HYBRID, block_size=4, align=4):
+            names = list(group)
+            for name in names:
+                for buffer in cache.buffers:
+                    buffer.tensor.zero_()
+                for tensor in tensors_of(cache.views[name]):
+                    tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).fill_(-1)
+                    assert bool((torch.from_numpy(read(tensor)) == 255).all())
+                others = [tensor for other in names if other != name for tensor in tensors_of(cache.views[other])]
+                assert all(not read(other).any() for other in others)
