@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.engines import Zygote, engines
-from support.handoff import arguments, decode, hand_over, kvhma, prefill, prompts, same
+from support.handoff import arguments, decode, hand_over, kvhma, loads, prefill, prompts, same
 
 Models = Callable[[str], Path]
 
@@ -41,7 +41,9 @@ def test_prefix_hits_and_chunks(name: str, zygote: Zygote, model: Models, tmp_pa
             moved[what] = d.loaded_tokens() - before
         print(f"{name}: tokens loaded {moved}")
         assert moved["nothing cached"] >= len(base) - 1
-        assert moved["block-aligned"] <= len(cases["block-aligned"]) - 2 * block
+        # Of a window D has the end only, and for a state no earlier one: then an earlier hit is none.
+        if name == "llama":
+            assert moved["block-aligned"] <= len(cases["block-aligned"]) - 2 * block
         assert moved["to the last block"] < 2 * block
         for engine in (p, d):
             engine.idle(free=engine.state()["all_blocks"] - 1)
@@ -62,12 +64,14 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
             engine.idle(free=engine.state()["all_blocks"] - 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
-def test_preemption(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "blocks", "longest"), [("llama", 30, 160), ("gemma3", 120, 160), ("qwen3_next", 45, 800)]
+)
+def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
         "p": kvhma(name),
-        # Room for some of the requests to start and for fewer of them to end.
-        "d": kvhma(name, num_gpu_blocks_override=64, max_model_len=512),
+        # Room for most of the requests to start, and for fewer of them to end.
+        "d": kvhma(name, num_gpu_blocks_override=blocks, max_model_len=longest),
         "plain": arguments(name),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -79,7 +83,8 @@ def test_preemption(name: str, zygote: Zygote, model: Models, tmp_path: Path) ->
         for answer, right in zip(got, expected, strict=True):
             same(name, answer.result(120), right.result(120))
         preempted = d.sample("vllm:num_preemptions_total")
-        print(f"{name}: {preempted:g} preemptions")
+        print(f"{name}: {preempted:g} preemptions, {loads(d)} loads")
         assert preempted > 0
+        assert loads(d) == len(many)
         d.idle(free=d.state()["all_blocks"] - 1)
         p.idle(free=p.state()["all_blocks"] - 1)

@@ -104,9 +104,16 @@ def mixes(draw: Any) -> Mix:
         names = [f"{index}.{layer}" for layer in range(draw(st.integers(1, 3)))]
         groups.append(dict.fromkeys(names, spec))
         if isinstance(spec, AttentionSpec) and draw(st.booleans()):
-            # Another head size in the same group: other pages in the same blocks.
-            groups[-1][names[-1]] = replace(spec, head_dim=spec.head_dim + 1, page_bytes=None)
+            groups[-1][names[-1]] = _other_heads(spec)
     return Mix(tuple(groups), draw(st.integers(1, 6)), layout, None)
+
+
+def _other_heads(spec: AttentionSpec) -> AttentionSpec:
+    """Return a layer with other heads for the same group: in the same padded page, if it fits."""
+    other = replace(spec, head_dim=spec.head_dim % 3 + 1, page_bytes=None)
+    if spec.page_bytes is not None and other.nbytes <= spec.page_bytes:
+        return replace(other, page_bytes=spec.page_bytes)
+    return other
 
 
 def _equal_pages(pool: list[Spec], layout: str) -> list[Spec]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import vllm.envs
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.content import Place
+from kvhma.vllm.content import Place, kind_of
 from kvhma.vllm.params import Address
 from kvhma.vllm.scheduler import EngineFacts
 from kvhma.vllm.settings import Settings
@@ -64,8 +65,10 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     port = (settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT) + parallel.data_parallel_index
-    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
-    replayed = any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs)
+    specs = [spec for group in caches.transfer_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    # D computes the last token of a prompt in any case. Its state is that of the token before, and its window or chunk
+    # may begin where P, one token further, has let go of the blocks: P must not go there.
+    keeps_all = all(kind_of("of any name", spec) in ("full", "mla") for spec in specs)
     # A draft module of several steps reads tokens that only D knows.
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
@@ -74,7 +77,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         has_state=caches.has_mamba_layers,
-        backoff=max(int(caches.has_mamba_layers or replayed), lookahead, 0),
+        backoff=max(int(not keeps_all), lookahead),
         recompute=transfer.kv_load_failure_policy == "recompute",
         host_staged=host_staged(config, settings),
         transfer_groups=tuple(caches.transfer_group_ids),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections import deque
@@ -18,21 +19,31 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from kvhma.errors import HandshakeError
-from kvhma.vllm.params import Address, Hold, new_nonce
+from kvhma.errors import HandshakeError, TransferError
+from kvhma.vllm.params import Address, Claim, Hold, new_nonce
 from kvhma.vllm.side_channel import (
-    MAX_HOLDS,
-    Done,
+    MAX_CLAIMS,
+    Client,
     Leases,
     Question,
     Release,
     Renew,
-    hold_form,
     open_client,
+    printable,
     read_answer,
+    write_claim,
 )
 
 logger = logging.getLogger("vllm.kvhma")
+
+
+_NOBODY_SAYS = "nobody says whether the blocks were held while they were read"
+
+
+@dataclass(slots=True)
+class _Held:
+    expires: float
+    reader: int | None = None
 
 
 class Ledger:
@@ -45,59 +56,123 @@ class Ledger:
         """Start empty; `lease` is how long a sign of a reader lasts, in seconds."""
         self._lease = lease
         self._lock = threading.Lock()
-        self._expires: dict[Hold, float] = {}
-        self._released: list[Hold] = []
+        self._held: dict[Hold, _Held] = {}
+        self._released: list[str] = []
 
-    def hold(self, request_id: str) -> tuple[Hold, float]:
-        """Hold a request that has finished; return the hold and when its lease ends."""
+    def hold(self, request_id: str) -> Hold:
+        """Hold a request that has finished for its first reader."""
         hold = Hold(request_id, new_nonce())
-        expires = time.monotonic() + self._lease
         with self._lock:
-            self._expires[hold] = expires
-        return hold, expires
+            self._held[hold] = _Held(time.monotonic() + self._lease)
+        return hold
 
-    def renew(self, holds: list[tuple[str, int]]) -> list[float | None]:
-        """Extend leases; return when each ends now, None for a request that is not held."""
-        expires = time.monotonic() + self._lease
+    def renew(self, claims: list[Claim]) -> list[float | None]:
+        """Extend leases; return when each ends now, None for one that is not held for this reader."""
+        now = time.monotonic()
         answer: list[float | None] = []
         with self._lock:
-            for key in holds:
-                hold = Hold(*key)
+            for claim in claims:
+                held = self._held.get(claim.hold)
                 # One that has run out is as good as struck off: the next step will do it.
-                known = self._expires.get(hold)
-                alive = known is not None and known > expires - self._lease
-                if alive:
-                    self._expires[hold] = expires
-                answer.append(expires if alive else None)
+                if held is None or held.expires <= now or held.reader not in (None, claim.reader):
+                    answer.append(None)
+                    continue
+                held.reader = claim.reader
+                held.expires = now + self._lease
+                answer.append(held.expires)
         return answer
 
-    def release(self, holds: list[tuple[str, int]]) -> None:
-        """Let go of requests; those that are not held are passed over."""
+    def release(self, claims: list[Claim]) -> None:
+        """Let go of requests; those that are not held, or held for another reader, are passed over."""
         with self._lock:
-            for key in holds:
-                if self._expires.pop(hold := Hold(*key), None) is not None:
-                    self._released.append(hold)
+            for claim in claims:
+                held = self._held.get(claim.hold)
+                if held is not None and held.reader in (None, claim.reader):
+                    del self._held[claim.hold]
+                    self._released.append(claim.hold.request_id)
 
     def strike_off(self) -> tuple[list[str], list[str]]:
         """Return the requests that were let go and those whose lease ended since the last call, each once."""
         now = time.monotonic()
         with self._lock:
-            released, self._released = [hold.request_id for hold in self._released], []
-            late = [hold for hold, expires in self._expires.items() if expires <= now]
+            released, self._released = self._released, []
+            late = [hold for hold, held in self._held.items() if held.expires <= now]
             for hold in late:
-                del self._expires[hold]
+                del self._held[hold]
         return released, [hold.request_id for hold in late]
 
     def __len__(self) -> int:
-        return len(self._expires)
+        return len(self._held)
+
+
+class LeaseEndedError(TransferError):
+    """P may have used the blocks for something else while they were read."""
+
+
+class Lease:
+    """The lease under which one load reads. P is asked when the read begins, and has answered when it ends."""
+
+    def __init__(self, address: Address, claim: Claim, *, timeout: float, margin: float) -> None:
+        """Claim the request without waiting for the answer.
+
+        Args:
+            address: P's scheduler.
+            claim: what is read, and by whom.
+            timeout: seconds to wait for an answer once the read has ended.
+            margin: seconds by which the read has to end before the lease does.
+        """
+        self._client = Client(address, timeout)
+        self._timeout = timeout
+        self._margin = margin
+        self._claim = claim
+        self.questions = 0
+        self._ask()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()
+
+    def _ask(self) -> None:
+        self._asked = time.monotonic()
+        self.questions += 1
+        self._client.send(Renew([write_claim(self._claim)]))
+
+    def covers(self, ended: float) -> bool | None:
+        """Whether the blocks were held until the read ended at `ended`, by our clock; None if it is not known yet.
+
+        An answer that came in time costs nothing. One that says the end was near is followed by a second question:
+        asked after the read, it needs no clock.
+
+        Raises:
+            LeaseEndedError: they were not, or nobody says so in time.
+        """
+        now = time.monotonic()
+        if not self._client.answered():
+            if now - max(self._asked, ended) > self._timeout:
+                raise LeaseEndedError(f"{_NOBODY_SAYS}: no answer in {self._timeout} s")
+            return None
+        try:
+            answer = self._client.receive(Leases, "Renew", 0)
+        except HandshakeError as error:
+            raise LeaseEndedError(f"{_NOBODY_SAYS}: {error}") from error
+        expires = answer.expires[0] if len(answer.expires) == 1 else None
+        if expires is None:
+            name = printable(self._claim.hold.request_id)
+            raise LeaseEndedError(f"P does not hold {name!r} for us: its lease has ended, or it was read already")
+        # Their clock was read after we asked, and the two may drift apart by 0.1 %.
+        latest = answer.clock + (ended - self._asked) * 1.001
+        if self._asked >= ended or latest + self._margin < expires:
+            return True
+        self._ask()
+        return None
 
 
 @dataclass(eq=False)
 class _Peer:
-    tracked: set[Hold] = field(default_factory=set)
-    releases: deque[Hold] = field(default_factory=deque)
+    tracked: set[Claim] = field(default_factory=set)
+    releases: deque[Claim] = field(default_factory=deque)
     socket: zmq.Socket[bytes] | None = None
-    asked: list[Hold] | None = None
+    waiting: bool = False
     asked_at: float = 0.0
     renewed_at: float = -1e9
     interval: float = 3600.0
@@ -120,36 +195,30 @@ class Courier:
         self._max_peers = max_peers
         self._lock = threading.Lock()
         self._peers: dict[Address, _Peer] = {}
-        self._expires: dict[Hold, float] = {}
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="kvhma-courier", daemon=True)
         self._thread.start()
 
-    def track(self, address: Address, hold: Hold, *, every: float) -> None:
-        """Renew a hold from now on, `every` so many seconds."""
+    def track(self, address: Address, claim: Claim, *, every: float) -> None:
+        """Renew a claim from now on, `every` so many seconds."""
         with self._lock:
             peer = self._peer(address)
             if peer is not None:
-                peer.tracked.add(hold)
+                peer.tracked.add(claim)
                 peer.interval = min(peer.interval, every)
                 peer.renewed_at = -1e9
         self._wake()
 
-    def release(self, address: Address, hold: Hold) -> None:
-        """Let go of a hold and stop to renew it."""
+    def release(self, address: Address, claim: Claim) -> None:
+        """Let go of what was claimed and stop to renew it."""
         with self._lock:
             peer = self._peer(address)
             if peer is not None:
-                peer.tracked.discard(hold)
-                peer.releases.append(hold)
-            self._expires.pop(hold, None)
+                peer.tracked.discard(claim)
+                peer.releases.append(claim)
         self._wake()
-
-    def expires(self, hold: Hold) -> float | None:
-        """Return when the lease of a hold ends by P's clock, if P has said since it was tracked."""
-        return self._expires.get(hold)
 
     def close(self) -> None:
         """Stop; what has not been sent is left to the leases."""
@@ -189,7 +258,7 @@ class Courier:
         with self._lock:
             shortest = min((peer.interval for peer in self._peers.values()), default=1.0)
             for address, peer in self._peers.items():
-                if peer.asked is not None and peer.socket is not None:
+                if peer.waiting and peer.socket is not None:
                     waiting[peer.socket] = (address, peer)
                     poller.register(peer.socket, zmq.POLLIN)
         for socket, _ in poller.poll(int(min(1.0, shortest / 4) * 1000)):
@@ -200,20 +269,20 @@ class Courier:
         now = time.monotonic()
         with self._lock:
             for address, peer in list(self._peers.items()):
-                if peer.asked is not None and now - peer.asked_at > self._timeout:
+                if peer.waiting and now - peer.asked_at > self._timeout:
                     self._hang_up(peer)
-                if peer.asked is None:
+                if not peer.waiting:
                     self._speak(address, peer, now)
 
     def _speak(self, address: Address, peer: _Peer, now: float) -> None:
         question: Question
         if peer.releases:
-            asked = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_HOLDS))]
-            question = Release([hold_form(hold.request_id, hold.generation) for hold in asked])
+            claims = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_CLAIMS))]
+            question = Release([write_claim(claim) for claim in claims])
         elif peer.tracked and now - peer.renewed_at >= peer.interval:
-            # More than fit one message take turns.
-            asked = sorted(peer.tracked, key=lambda hold: self._expires.get(hold, 0.0))[:MAX_HOLDS]
-            question = Renew([hold_form(hold.request_id, hold.generation) for hold in asked])
+            # More than fit one message take turns by chance; a lease outlasts several of them.
+            claims = random.sample(list(peer.tracked), min(len(peer.tracked), MAX_CLAIMS))
+            question = Renew([write_claim(claim) for claim in claims])
             peer.renewed_at = now
         elif peer.tracked:
             return
@@ -223,37 +292,29 @@ class Courier:
                 self._hang_up(peer)
                 del self._peers[address]
             return
+        peer.asked_at = now
         try:
             if peer.socket is None:
                 peer.socket = open_client(address)
             peer.socket.send(msgspec.msgpack.encode(question), zmq.NOBLOCK)
         except (HandshakeError, zmq.ZMQError):
             self._hang_up(peer)
-            peer.asked_at = now
             return
-        peer.asked, peer.asked_at = asked, now
+        peer.waiting = True
 
     def _hear(self, peer: _Peer) -> None:
         with self._lock:
-            asked, peer.asked = peer.asked, None
-            socket = peer.socket
-            if socket is None or asked is None:
+            peer.waiting = False
+            if peer.socket is None:
                 return
             try:
-                answer = read_answer(socket.recv(zmq.NOBLOCK))
+                read_answer(peer.socket.recv(zmq.NOBLOCK))
             except (HandshakeError, zmq.ZMQError):
-                self._hang_up(peer)
-                return
-            if isinstance(answer, Leases) and len(answer.expires) == len(asked):
-                for hold, expires in zip(asked, answer.expires, strict=True):
-                    if hold in peer.tracked and expires is not None:
-                        self._expires[hold] = expires
-            elif not isinstance(answer, Done):
                 self._hang_up(peer)
 
     @staticmethod
     def _hang_up(peer: _Peer) -> None:
-        peer.asked = None
+        peer.waiting = False
         if peer.socket is not None:
             peer.socket.close()
             peer.socket = None

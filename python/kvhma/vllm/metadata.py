@@ -22,6 +22,7 @@ class Load:
     Attributes:
         request_id: D's name of the request.
         remote: what P said of it.
+        reader: random number by which P knows this reader of its blocks.
         num_tokens: tokens whose cache is there afterwards, those that D had already included.
         cached: tokens that D had already.
         spans: D's blocks to fill, for each group.
@@ -29,6 +30,7 @@ class Load:
 
     request_id: str
     remote: Remote
+    reader: int
     num_tokens: int
     cached: int
     spans: tuple[Span, ...]
@@ -41,14 +43,12 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: requests to read.
         refusals: requests that cannot be read, and why; the workers report them as failed.
-        renewed: new ends of leases of requests in flight, by D's name, in seconds of P's clock.
         sent: requests whose blocks nobody wants any more, to be reported as sent.
         stage: blocks to copy to host memory after this step, for each group.
     """
 
     loads: list[Load] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
-    renewed: dict[str, float] = field(default_factory=dict)
     sent: list[str] = field(default_factory=list)
     stage: list[tuple[Span, ...]] = field(default_factory=list)
 

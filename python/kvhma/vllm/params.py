@@ -54,6 +54,19 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """A hold, and who reads it: the first to say so. Parameters that a proxy sends twice are read once.
+
+    Attributes:
+        hold: the request at P.
+        reader: random number of the request at D.
+    """
+
+    hold: Hold
+    reader: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
     """What a decode request has to know of its prefill.
 
@@ -62,8 +75,7 @@ class Remote:
         engine_id: P's name of itself.
         instance: random number of P's life; after a restart it is another one.
         hold: the request at P.
-        expires: when the lease ends, in seconds of P's clock.
-        lease: seconds by which a renewal extends it.
+        lease: seconds that P holds it after each sign of a reader.
         num_tokens: tokens that P's blocks hold.
         digest: of these tokens and of everything here but the address, see :meth:`seal`.
         spans: live blocks of each of P's groups.
@@ -74,7 +86,6 @@ class Remote:
     engine_id: str
     instance: int
     hold: Hold
-    expires: float
     lease: float
     num_tokens: int
     digest: str
@@ -88,7 +99,7 @@ class Remote:
         on the way. A proxy may change the address, since networks have names of their own.
         """
         spans = [[span.first, write_ids(span.ids)] for span in self.spans]
-        told = [self.engine_id, self.instance, *astuple(self.hold), self.expires, self.num_tokens, spans]
+        told = [self.engine_id, self.instance, *astuple(self.hold), self.lease, self.num_tokens, spans]
         digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=16)
         digest.update(array("q", token_ids).tobytes())
         return digest.hexdigest()
@@ -113,7 +124,6 @@ class Remote:
                 "version": VERSION,
                 "instance": f"{self.instance:016x}",
                 "generation": f"{self.hold.generation:016x}",
-                "expires": self.expires,
                 "lease": self.lease,
                 "tokens": self.num_tokens,
                 "digest": self.digest,
@@ -144,8 +154,7 @@ class Remote:
             engine_id=_text(params, "remote_engine_id"),
             instance=_nonce(own, "kvhma.instance"),
             hold=Hold(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
-            expires=_seconds(own, "kvhma.expires", -1e15),
-            lease=_seconds(own, "kvhma.lease", 0.1),
+            lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
             digest=_text(own, "kvhma.digest"),
             spans=_spans(own, min(tokens, num_prompt_tokens) + _MAX_GROUPS),
@@ -239,10 +248,10 @@ def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
     return int(value)
 
 
-def _seconds(values: Mapping[str, Any], key: str, low: float) -> float:
+def _seconds(values: Mapping[str, Any], key: str) -> float:
     value = _get(values, key)
     number = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
-    if not number or not low <= value <= 1e15:
+    if not number or not 0.1 <= value <= 1e9:
         raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected seconds")
     return float(value)
 

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import kvhma
 from kvhma import _kvhma
@@ -25,34 +25,14 @@ from kvhma.vllm.side_channel import (
     Client,
     Done,
     Hello,
-    Leases,
     Refused,
-    Renew,
     Roster,
-    hold_form,
 )
 
 logger = logging.getLogger("vllm.kvhma")
 
 _FAILURE_SECONDS = 1.0
 """How long a failed handshake stands for the next ones with the same engine: many requests share one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """What we know of another machine's clock.
-
-    Attributes:
-        theirs: what it showed in an answer.
-        ours: when we asked for it; it was read later.
-    """
-
-    theirs: float
-    ours: float
-
-    def latest(self, now: float) -> float:
-        """Return the latest it can show when ours shows `now`; clocks may drift apart by 0.1 %."""
-        return self.theirs + (now - self.ours) * 1.001
 
 
 @dataclass(eq=False)
@@ -64,18 +44,13 @@ class Source:
         instance: random number of its life.
         plan: what we read from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
-        clock: its scheduler's clock.
-        tp_size: its tensor-parallel ranks.
     """
 
     address: Address
     instance: int
     plan: _kvhma.Plan
     peers: list[Peer | None]
-    clock: Clock
-    tp_size: int
     loads: int = 0
-    used: float = field(default_factory=time.monotonic)
 
     @property
     def gone(self) -> str | None:
@@ -137,19 +112,8 @@ class Peers:
         if source.gone is not None:
             self._drop(source)
 
-    def still_held(self, source: Source, remote: Remote) -> bool:
-        """Ask P whether a request's blocks have been held until now; one round trip.
-
-        Raises:
-            HandshakeError: no answer, or none that makes sense.
-        """
-        with Client(remote.address, self._settings.handshake_timeout) as client:
-            answer = client.ask(Renew([hold_form(remote.hold.request_id, remote.hold.generation)]), Leases)
-        return len(answer.expires) == 1 and answer.expires[0] is not None
-
     def _lend(self, source: Source) -> Source:
         source.loads += 1
-        source.used = time.monotonic()
         return source
 
     def _shake(self, remote: Remote, pending: Future[Source]) -> None:
@@ -187,9 +151,7 @@ class Peers:
     def _connect(self, remote: Remote) -> Source:
         timeout = self._settings.handshake_timeout
         with Client(remote.address, timeout) as client:
-            asked = time.monotonic()
             roster = client.ask(AskRoster(PROTOCOL), Roster)
-            clock = Clock(roster.clock, asked)
             self._check(remote, roster)
             hellos = [client.ask(AskHello(pp, tp), Hello).data for pp, tp in roster.ranks]
             said = [decode_hello(data) for data in hellos]
@@ -208,8 +170,7 @@ class Peers:
             self._agent.connect(data, expect=hello.name, timeout=timeout) if index in plan.sources else None
             for index, (data, hello) in enumerate(zip(hellos, said, strict=True))
         ]
-        tp_size = len({tp for _, tp in roster.ranks})
-        return Source(remote.address, remote.instance, plan, peers, clock, tp_size)
+        return Source(remote.address, remote.instance, plan, peers)
 
     def _check(self, remote: Remote, roster: Roster) -> None:
         tp_size = len({tp for _, tp in roster.ranks})

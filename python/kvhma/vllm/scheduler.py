@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import kvhma
@@ -15,7 +15,7 @@ from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
 from kvhma.vllm.leases import Courier, Ledger
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport
-from kvhma.vllm.params import Address, Remote, new_nonce
+from kvhma.vllm.params import Address, Claim, Remote, new_nonce
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import Listener
 from kvhma.vllm.stats import TransferStats
@@ -77,6 +77,7 @@ class Pull:
         num_tokens: tokens to have afterwards.
         tries: loads so far.
         finished: whether the request ended while it was loading.
+        reader: random number by which P knows this reader of its blocks.
     """
 
     remote: Remote | None
@@ -85,6 +86,7 @@ class Pull:
     stage: Stage = Stage.WANTED
     tries: int = 0
     finished: bool = False
+    reader: int = field(default_factory=new_nonce)
 
 
 class SchedulerHalf:
@@ -156,12 +158,6 @@ class SchedulerHalf:
         self._stats.count("expired", len(expired))
         if expired:
             logger.warning("kvhma: the leases of %d requests ended before anybody read them: %s", len(expired), expired)
-        for request_id, pull in self._pulls.items():
-            if pull.stage is Stage.LOADING and pull.remote is not None:
-                expires = self._courier.expires(pull.remote.hold)
-                if expires is not None and expires != pull.remote.expires:
-                    pull.remote = replace(pull.remote, expires=expires)
-                    metadata.renewed[request_id] = expires
         if self._staging:
             metadata.stage = self._finished_prefills(output)
         return metadata
@@ -191,13 +187,11 @@ class SchedulerHalf:
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed on", request_id)
             return False, None
-        hold, expires = self._ledger.hold(request_id)
         remote = Remote(
             address=self._engine.address,
             engine_id=self._engine.engine_id,
             instance=self._instance,
-            hold=hold,
-            expires=expires,
+            hold=self._ledger.hold(request_id),
             lease=self._settings.kv_lease_duration,
             num_tokens=tokens,
             digest="",
@@ -262,11 +256,11 @@ class SchedulerHalf:
             remote = Remote.from_params(params, num_prompt_tokens=request.num_prompt_tokens)
         except RequestError as error:
             return Pull(None, str(error))
-        # From here on P is told when its blocks are not wanted any more, whatever else is wrong.
-        self._courier.track(remote.address, remote.hold, every=remote.lease / _RENEWALS)
         most = request.num_prompt_tokens - self._engine.backoff
         groups = 0 if self._geometry is None else len(self._geometry.groups)
         pull = Pull(remote, num_tokens=remote.num_tokens)
+        # From here on P is told when its blocks are not wanted any more, whatever else is wrong.
+        self._courier.track(remote.address, Claim(remote.hold, pull.reader), every=remote.lease / _RENEWALS)
         if request.num_prompt_tokens <= self._engine.backoff:
             pull.num_tokens = 0
         elif remote.num_tokens > most:
@@ -316,7 +310,7 @@ class SchedulerHalf:
         tables = self._transfer_tables([[block.block_id for block in group] for group in blocks.blocks])
         entries = [cached // group.block_size if group.kind != "ssm" else 0 for group in self._geometry.groups]
         spans = kvhma.live_spans(self._geometry, pull.num_tokens, tables, entries)
-        return Load(request_id, pull.remote, pull.num_tokens, cached, tuple(spans))
+        return Load(request_id, pull.remote, pull.reader, pull.num_tokens, cached, tuple(spans))
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of what the workers have ended."""
@@ -340,7 +334,7 @@ class SchedulerHalf:
     def _let_go(self, request_id: str) -> None:
         pull = self._pulls.pop(request_id)
         if pull.remote is not None:
-            self._courier.release(pull.remote.address, pull.remote.hold)
+            self._courier.release(pull.remote.address, Claim(pull.remote.hold, pull.reader))
 
     def _transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Choose the block tables of the groups that take part."""

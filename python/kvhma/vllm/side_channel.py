@@ -19,14 +19,14 @@ import zmq
 
 from kvhma.errors import HandshakeError
 from kvhma.nixl import MAX_HELLO_BYTES
-from kvhma.vllm.params import Address
+from kvhma.vllm.params import Address, Claim, Hold
 
 PROTOCOL = 1
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
 MAX_ANSWER_BYTES = MAX_HELLO_BYTES + 4096
-MAX_HOLDS = 4096
+MAX_CLAIMS = 4096
 """Requests in one message."""
 
 logger = logging.getLogger("vllm.kvhma")
@@ -34,7 +34,9 @@ logger = logging.getLogger("vllm.kvhma")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-HoldForm = tuple[Name, Nonce]
+ClaimForm = tuple[Name, Nonce, Nonce]
+"""A claim: request, generation, reader."""
+
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -52,15 +54,15 @@ class AskHello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True):
-    """We still want the blocks of these requests; do you still hold them?"""
+    """We read, or are about to read, the blocks of these requests; do you hold them for us?"""
 
-    holds: Annotated[list[HoldForm], msgspec.Meta(max_length=MAX_HOLDS)]
+    claims: Annotated[list[ClaimForm], msgspec.Meta(max_length=MAX_CLAIMS)]
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
     """We do not want the blocks of these requests any more."""
 
-    holds: Annotated[list[HoldForm], msgspec.Meta(max_length=MAX_HOLDS)]
+    claims: Annotated[list[ClaimForm], msgspec.Meta(max_length=MAX_CLAIMS)]
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -76,7 +78,6 @@ class Roster(msgspec.Struct, tag="roster", frozen=True):
     protocol: int
     engine_id: Name
     instance: Nonce
-    clock: float
     ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
 
 
@@ -87,10 +88,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Leases(msgspec.Struct, tag="leases", frozen=True):
-    """For each request asked for, when its lease ends by our clock; None if its blocks are not held."""
+    """For each claim, when its lease ends by our clock; None if the blocks are not held for this reader."""
 
     clock: float
-    expires: Annotated[list[float | None], msgspec.Meta(max_length=MAX_HOLDS)]
+    expires: Annotated[list[float | None], msgspec.Meta(max_length=MAX_CLAIMS)]
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
@@ -134,10 +135,10 @@ def printable(text: str) -> str:
 class Desk(Protocol):
     """What a listener answers from. Called from its thread."""
 
-    def renew(self, holds: list[tuple[str, int]]) -> list[float | None]:
-        """Extend leases; return when each ends now, None for one that is not held."""
+    def renew(self, claims: list[Claim]) -> list[float | None]:
+        """Extend leases; return when each ends now, None for one that is not held for this reader."""
 
-    def release(self, holds: list[tuple[str, int]]) -> None:
+    def release(self, claims: list[Claim]) -> None:
         """Let go of requests."""
 
 
@@ -207,7 +208,7 @@ class Listener:
             case AskRoster():
                 if question.protocol != PROTOCOL:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
-                return Roster(PROTOCOL, self._engine_id, self._instance, time.monotonic(), sorted(self._hellos))
+                return Roster(PROTOCOL, self._engine_id, self._instance, sorted(self._hellos))
             case AskHello():
                 data = self._hellos.get((question.pp_rank, question.tp_rank))
                 if data is None:
@@ -215,9 +216,9 @@ class Listener:
                     return Problem(f"no worker of rank {ranks}; there are {len(self._hellos)}")
                 return Hello(data)
             case Renew():
-                return Leases(time.monotonic(), self._desk.renew(_holds(question.holds)))
+                return Leases(time.monotonic(), self._desk.renew([read_claim(form) for form in question.claims]))
             case Release():
-                self._desk.release(_holds(question.holds))
+                self._desk.release([read_claim(form) for form in question.claims])
                 return Done()
             case Refused():
                 logger.warning(
@@ -228,13 +229,15 @@ class Listener:
                 return Done()
 
 
-def _holds(forms: list[HoldForm]) -> list[tuple[str, int]]:
-    return [(request_id, int.from_bytes(generation, "big")) for request_id, generation in forms]
+def read_claim(form: ClaimForm) -> Claim:
+    """Return the claim of a message."""
+    request_id, generation, reader = form
+    return Claim(Hold(request_id, int.from_bytes(generation, "big")), int.from_bytes(reader, "big"))
 
 
-def hold_form(request_id: str, generation: int) -> HoldForm:
-    """Return a hold as messages carry it."""
-    return request_id, generation.to_bytes(8, "big")
+def write_claim(claim: Claim) -> ClaimForm:
+    """Return a claim as messages carry it."""
+    return claim.hold.request_id, claim.hold.generation.to_bytes(8, "big"), claim.reader.to_bytes(8, "big")
 
 
 def _endpoint(address: Address) -> str:
@@ -275,6 +278,10 @@ class Client:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
         self._socket.close()
 
     def ask(self, question: Question, kind: type[AnswerT]) -> AnswerT:
@@ -284,12 +291,24 @@ class Client:
             HandshakeError: the listener has a problem with it, or its answer is another one.
             HandshakeTimeoutError: no answer in time. The client cannot be used any more.
         """
+        self.send(question)
+        return self.receive(kind, type(question).__name__, self._timeout)
+
+    def send(self, question: Question) -> None:
+        """Ask without waiting. One answer has to be received before the next question."""
         self._socket.send(msgspec.msgpack.encode(question))
-        if not self._socket.poll(int(self._timeout * 1000)):
-            raise HandshakeTimeoutError(f"no answer from {self._address} in {self._timeout} s")
+
+    def answered(self) -> bool:
+        """Whether there is an answer to be received."""
+        return bool(self._socket.poll(0))
+
+    def receive(self, kind: type[AnswerT], asked: str, timeout: float) -> AnswerT:
+        """Wait for an answer of a kind. Errors as for :meth:`ask`."""
+        if not self._socket.poll(int(timeout * 1000)):
+            raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout} s")
         answer = read_answer(self._socket.recv())
         if not isinstance(answer, kind):
-            raise HandshakeError(f"{self._address} answers {type(question).__name__} with {type(answer).__name__}")
+            raise HandshakeError(f"{self._address} answers {asked} with {type(answer).__name__}")
         return answer
 
 

@@ -17,7 +17,9 @@ from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Transfer
+from kvhma.vllm.leases import Lease, LeaseEndedError
 from kvhma.vllm.metadata import Failure, Load, StepMetadata
+from kvhma.vllm.params import Claim
 from kvhma.vllm.peers import Peers, Source
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import HandshakeTimeoutError
@@ -39,9 +41,11 @@ class Moving:
     ordered: float
     source: Source
     planned: _kvhma.Transfer
+    lease: Lease
     transfers: list[Transfer] = field(default_factory=list)
     posted: float = 0.0
     post_seconds: float = 0.0
+    ended: float | None = None
     error: Exception | None = None
 
 
@@ -56,8 +60,6 @@ class WorkerHalf:
         self._memory = memory
         self._peers = Peers(agent, geometry, settings, engine_id, self._shook)
         self._orders: queue.SimpleQueue[tuple[Load, float] | None] = queue.SimpleQueue()
-        self._expires: dict[str, float] = {}
-        """When the lease of a load ends, by P's clock, as far as the scheduler has told."""
         self._moving: deque[Moving] = deque()
         self._has_moving = threading.Event()
         self._lock = threading.Lock()
@@ -81,10 +83,7 @@ class WorkerHalf:
             self._fail(request_id, Failure("refused", text, passing=False))
         now = time.monotonic()
         for load in metadata.loads:
-            self._expires[load.request_id] = load.remote.expires
             self._orders.put((load, now))
-        with self._lock:
-            self._expires |= {key: expires for key, expires in metadata.renewed.items() if key in self._expires}
 
     def collect(self) -> tuple[set[str], dict[str, Failure]]:
         """Return the requests whose loads have ended, each once, and why some of them failed."""
@@ -127,12 +126,17 @@ class WorkerHalf:
             try:
                 planned = source.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
                 self._memory.zero(planned.zero)
+                lease = self._claim(load)
             except Exception as error:
                 self._peers.give_back(source)
                 self._fail(load.request_id, explain(error))
                 continue
-            self._post(Moving(load, ordered, source, planned))
+            self._post(Moving(load, ordered, source, planned, lease))
             self._count_groups(load, source.plan)
+
+    def _claim(self, load: Load) -> Lease:
+        timeout, margin = self._settings.handshake_timeout, self._settings.clock_margin
+        return Lease(load.remote.address, Claim(load.remote.hold, load.reader), timeout=timeout, margin=margin)
 
     def _post(self, moving: Moving) -> None:
         started = time.monotonic()
@@ -166,7 +170,7 @@ class WorkerHalf:
                 spans = [*nothing[:index], load.spans[index], *nothing[index + 1 :]]
                 alone = plan.transfer(load.num_tokens, spans, list(load.remote.spans))
                 rows.append((f"{index} {group.kind}", alone.bytes, alone.descriptors))
-        except KvhmaError:
+        except Exception:
             logger.debug("kvhma: groups of %s were not counted", load.request_id, exc_info=True)
         with self._lock:
             for row in rows:
@@ -182,42 +186,32 @@ class WorkerHalf:
                 continue
             for _ in range(len(self._moving)):
                 moving = self._moving.popleft()
-                if not self._poll(moving):
-                    self._moving.append(moving)
+                try:
+                    if not self._poll(moving):
+                        self._moving.append(moving)
+                except Exception as error:
+                    self._fail(moving.load.request_id, explain(error))
             time.sleep(_NAP_SECONDS if self._moving else 0)
 
     def _poll(self, moving: Moving) -> bool:
-        """Make progress; return whether all reads of a load have ended and it is on its way to be reported."""
+        """Make progress; return whether a load has ended and was reported."""
         for transfer in moving.transfers:
             try:
                 transfer.poll()
-            except KvhmaError as error:
+            except Exception as error:
                 moving.error = moving.error or error
         if not all(transfer.finished for transfer in moving.transfers):
             return False
-        ended = time.monotonic()
-        if moving.error is None and not self._inside_lease(moving, ended):
-            # The question takes a round trip, which other loads need not wait for.
-            threading.Thread(target=self._ask_and_end, args=(moving, ended), name="kvhma-fence", daemon=True).start()
-        else:
-            self._end(moving, ended)
+        if moving.ended is None:
+            moving.ended = time.monotonic()
+        if moving.error is None:
+            try:
+                if not moving.lease.covers(moving.ended):
+                    return False
+            except Exception as error:
+                moving.error = error
+        self._end(moving, moving.ended)
         return True
-
-    def _inside_lease(self, moving: Moving, ended: float) -> bool:
-        expires = self._expires[moving.load.request_id]
-        return moving.source.clock.latest(ended) + self._settings.clock_margin < expires
-
-    def _ask_and_end(self, moving: Moving, ended: float) -> None:
-        with self._lock:
-            self._stats.count("fences")
-        try:
-            if not self._peers.still_held(moving.source, moving.load.remote):
-                moving.error = LeaseEndedError(
-                    f"the lease of {moving.load.remote.hold.request_id!r} ended before the read"
-                )
-        except Exception as error:
-            moving.error = LeaseEndedError(f"nobody says whether the lease held while it was read: {error}")
-        self._end(moving, ended)
 
     def _end(self, moving: Moving, ended: float) -> None:
         try:
@@ -225,14 +219,16 @@ class WorkerHalf:
                 self._memory.arrived(moving.load.spans)
         except Exception as error:
             moving.error = error
+        moving.lease.close()
         self._peers.give_back(moving.source)
+        with self._lock:
+            self._stats.count("fences", moving.lease.questions - 1)
         if moving.error is not None:
             self._fail(moving.load.request_id, explain(moving.error))
             return
         with self._lock:
             self._stats.record(**self._numbers(moving, ended))
             self._received.append(moving.load.request_id)
-            self._expires.pop(moving.load.request_id, None)
 
     def _numbers(self, moving: Moving, ended: float) -> dict[str, float]:
         load, planned = moving.load, moving.planned
@@ -263,16 +259,11 @@ class WorkerHalf:
             self._stats.count(f"failed_{failure.cause}")
             self._failures[request_id] = failure
             self._received.append(request_id)
-            self._expires.pop(request_id, None)
 
     def _shook(self, seconds: float) -> None:
         with self._lock:
             self._stats.count("handshakes")
             self._stats.data["handshake_seconds"].append(seconds)
-
-
-class LeaseEndedError(TransferError):
-    """P may have used the blocks for something else while they were read."""
 
 
 _CAUSES: tuple[tuple[type[Exception], str, bool], ...] = (
