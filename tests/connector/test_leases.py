@@ -184,8 +184,9 @@ def test_a_read_past_the_end(address, ledger):
 
 def test_a_second_reader(address, ledger):
     hold = ledger.hold("a")
-    first, second = (Lease(address, claim(hold, reader), timeout=2, margin=0.1) for reader in (1, 2))
+    first = Lease(address, claim(hold, 1), timeout=2, margin=0.1)
     assert covers(first, time.monotonic())
+    second = Lease(address, claim(hold, 2), timeout=2, margin=0.1)
     with pytest.raises(LeaseEndedError, match="read already"):
         covers(second, time.monotonic())
     first.close()

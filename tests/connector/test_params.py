@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma import Span
@@ -59,6 +59,7 @@ def test_ids_as_text(ids, text):
     assert read_ids(text, 10) == ids
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60))
 def test_ids_round_trip(ids):
     assert read_ids(write_ids(ids), 60) == ids

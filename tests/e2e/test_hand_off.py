@@ -16,7 +16,7 @@ Models = Callable[[str], Path]
 
 
 def lengths(block: int) -> list[int]:
-    """Around a block and past the window of 64 tokens, which begins with a block for the last token but not for the next."""
+    """Around a block, past the window of 64 tokens, and where the window of the last token begins a block earlier."""
     return [1, 2, block - 1, block, block + 1, 65, 64 + block - 1, 64 + block, 301, 2001]
 
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over HTTP: `vllm serve`, the example's proxy, streaming, two decode engines for one prefill engine."""
+"""Over HTTP: vLLM's server, the example's proxy, streaming, two decode engines for one prefill engine."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,26 @@ Models = Callable[[str], Path]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+WORDS = """
+import sys
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+words = {f"w{index}": index for index in range(512)}
+tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(sys.argv[1])
+"""
+
+
 @contextmanager
-def process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out:
-        made = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
-        )
-        try:
-            yield made
-        finally:
-            os.killpg(made.pid, signal.SIGTERM)
-            try:
-                made.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(made.pid, signal.SIGKILL)
-                made.wait()
+def stopped(pid: int) -> Iterator[int]:
+    """End a process group with the block."""
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def ask(url: str, body: dict[str, Any] | bytes, timeout: float = 120) -> tuple[int, str]:
@@ -52,56 +58,51 @@ def ask(url: str, body: dict[str, Any] | bytes, timeout: float = 120) -> tuple[i
         return error.code, error.read().decode()
 
 
-def until_healthy(url: str, watched: list[subprocess.Popen[bytes]], seconds: float) -> None:
+def until_healthy(url: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        try:
+        with suppress(OSError):
             if urllib.request.urlopen(url, timeout=5).status == 200:
                 return
-        except OSError:
-            pass
-        assert all(one.poll() is None for one in watched), "an engine has ended, see its log"
         assert time.monotonic() < deadline, f"{url} is not healthy"
-        time.sleep(0.5)
+        time.sleep(0.3)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
 def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     folder = model(name)
-    shared = {"env": {}} | arguments(name)
     with engines(zygote, folder, tmp_path, plain=arguments(name)) as (plain,):
         many = prompts(name, [33, 301, 400, 150])
         expected = [plain.generate(prompt, max_tokens=12).result(60) for prompt in many]
+    served = tmp_path / "model"
+    shutil.copytree(folder, served)
+    subprocess.run([engine_python(), "-c", WORDS, str(served)], check=True, capture_output=True)
     ports = {role: free_port() for role in ("prefill", "decode-1", "decode-2", "proxy")}
-    python = engine_python()
-    env = {
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent / "python"), str(EXAMPLES.parent / "tests")]),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "NIXL_LOG_LEVEL": "WARN",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
     with ExitStack() as stack:
-        running = []
+        pids = {}
         for role in ("prefill", "decode-1", "decode-2"):
             transfer = kvhma(name, policy="recompute")["kv_transfer_config"]
-            command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--skip-tokenizer-init"]
-            command += ["--port", str(ports[role]), "--dtype", shared["dtype"], "--enforce-eager"]
-            command += ["--max-model-len", "1024", "--block-size", "32", "--no-enable-prefix-caching"]
-            command += ["--num-gpu-blocks-override", "400", "--kv-transfer-config", json.dumps(transfer)]
-            side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            running.append(stack.enter_context(process(command, tmp_path / f"{role}.log", env | side)))
-        urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
-        command = [python, str(EXAMPLES / "proxy.py"), "--port", str(ports["proxy"]), "--prefill", urls["prefill"]]
-        command += ["--decode", urls["decode-1"], "--decode", urls["decode-2"]]
-        running.append(stack.enter_context(process(command, tmp_path / "proxy.log", env)))
-        until_healthy(urls["proxy"] + "/health", running, 240)
+            given = ["--model", str(served), "--served-model-name", "tiny", "--port", str(ports[role])]
+            given += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", "32"]
+            given += ["--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(64 << 20)]
+            given += ["--kv-transfer-config", json.dumps(transfer)]
+            env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            log = tmp_path / f"{role}.log"
+            pid, connection = zygote.fork("support.engines.server_process:main", log=log, env=env, arguments=given)
+            stack.enter_context(connection)
+            pids[role] = stack.enter_context(stopped(pid))
+        command = [engine_python(), str(EXAMPLES / "proxy.py"), "--port", str(ports["proxy"])]
+        command += ["--prefill", urls["prefill"], "--decode", urls["decode-1"], "--decode", urls["decode-2"]]
+        proxy = subprocess.Popen(command, start_new_session=True)
+        stack.callback(proxy.wait)
+        stack.enter_context(stopped(proxy.pid))
+        until_healthy(urls["proxy"] + "/health", 120)
 
         completions = urls["proxy"] + "/v1/completions"
         for index, (prompt, right) in enumerate(zip(many, expected, strict=True)):
-            body = {"model": str(folder), "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
-            body |= {"ignore_eos": True, "stream": index % 2 == 1, "return_token_ids": True, "detokenize": False}
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+            body |= {"ignore_eos": True, "stream": index % 2 == 1, "return_token_ids": True}
             status, text = ask(completions, body)
             assert status == 200, text
             tokens, logprobs = streamed(text) if body["stream"] else whole(text)
@@ -116,9 +117,8 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         assert ask(completions, b"[]")[0] == 400
         status, text = ask(completions, {"model": "another", "prompt": many[0], "max_tokens": 1})
         assert (status, json.loads(text)["error"]["type"]) == (404, "prefill_failed")
-        os.killpg(running[0].pid, signal.SIGKILL)
-        running[0].wait()
-        status, text = ask(completions, {"model": str(folder), "prompt": many[0], "max_tokens": 1})
+        os.killpg(pids["prefill"], signal.SIGKILL)
+        status, text = ask(completions, {"model": "tiny", "prompt": many[0], "max_tokens": 1})
         assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")
         assert json.loads(ask_health(urls["proxy"]))["prefill"][urls["prefill"]] != "ok"
 

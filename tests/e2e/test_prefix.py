@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.engines import Zygote, engines
-from support.handoff import arguments, decode, hand_over, kvhma, loads, prefill, prompts, same
+from support.engines.compare import difference
+from support.handoff import arguments, decode, hand_over, kvhma, loads, noise, prefill, prompts, same
 
 Models = Callable[[str], Path]
 
@@ -81,7 +82,9 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
         told = [prefill(p, prompt) for prompt in many]
         got = [decode(d, prompt, params, max_tokens=2 * block) for prompt, params in zip(many, told, strict=True)]
         for answer, right in zip(got, expected, strict=True):
-            same(name, answer.result(120), right.result(120))
+            # A request that was preempted computes its answer so far in other chunks than before.
+            found = difference(answer.result(120), right.result(120), 2 * noise(name))
+            assert found is None, found
         preempted = d.sample("vllm:num_preemptions_total")
         print(f"{name}: {preempted:g} preemptions, {loads(d)} loads")
         assert preempted > 0

@@ -119,14 +119,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **NEMOTRON_3_NANO,
         "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     },
+    # It does not name the state's dtype, the architecture's default is float32.
     "Nemotron-H-8B": {
-        **NEMOTRON_3_NANO,
+        **{name: value for name, value in NEMOTRON_3_NANO.items() if name != "mamba_ssm_cache_dtype"},
         "hidden_size": 4096,
         "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         "num_key_value_heads": 8,
         "mamba_num_heads": 128,
-        # Left out: the architecture's default is float32.
-        "mamba_ssm_cache_dtype": None,
     },
     "Qwen3-Next-80B-A3B": {
         "architectures": ["Qwen3NextForCausalLM"],

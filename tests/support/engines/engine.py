@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import signal
 import socket
 import threading
@@ -61,10 +62,12 @@ class Answer:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port nobody listens on at this moment, and none that the kernel hands out by itself."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            port = random.SystemRandom().randrange(15_000, 32_000)
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def make_models(zygote: Zygote, folder: Path, *names: str) -> list[Path]:

@@ -79,6 +79,8 @@ def _child(server: Connection, handle: int, message: dict[str, Any]) -> NoReturn
             os.dup2(log, stream)
         os.close(log)
         os.environ.update(message["env"])
+        if (namespace := message["env"].get("KVHMA_E2E_NETNS")) is not None:
+            _enter(namespace)
         # Descendants must not hold the connection open: its end says that this process is gone.
         os.register_at_fork(after_in_child=lambda: _close(handle))
         module, function = message["target"].split(":")
@@ -90,6 +92,22 @@ def _child(server: Connection, handle: int, message: dict[str, Any]) -> NoReturn
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _enter(namespace: str) -> None:
+    """Move this process, which has one thread, to a network namespace of `ip netns`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    steps = (
+        libc.setns(handle, 0x40000000),  # CLONE_NEWNET
+        # UCX looks for devices in /sys, which shows those of the namespace it was mounted in.
+        libc.unshare(0x00020000),  # CLONE_NEWNS
+        libc.mount(b"none", b"/", None, 0x84000, None),  # MS_REC | MS_SLAVE
+        libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
+    )
+    if any(steps):
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}: {steps}")
+    os.close(handle)
 
 
 def _close(handle: int) -> None:

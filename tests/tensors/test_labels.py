@@ -3,23 +3,39 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 
-from hypothesis import HealthCheck, assume, event, given, settings
+import torch
+from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from kvhma.torch import Cache, LayoutError, allocate
+from kvhma.torch import AttentionSpec, Cache, LayoutError, Shard, allocate
 from support.torch_labels import Labels, addresses, read, regions_of, tensors_of
 from support.torch_specs import Mix, mixes
 
 GENERATED = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
+
+
+WIDE = AttentionSpec(Shard(3), 4, torch.bfloat16, 2, page_bytes=128)
+UNEQUAL_HEADS = Mix(
+    (
+        {"0.0": WIDE, "0.1": replace(WIDE, head_dim=2), "0.2": WIDE, "0.3": replace(WIDE, heads=Shard(2))},
+        {"1.0": replace(WIDE, heads=Shard(4)), "1.1": replace(WIDE, head_dim=1, kv="split")},
+    ),
+    5,
+    "BHLNC",
+    None,
+)
+"""Heads before layers in groups whose layers have unlike heads in pages of one size."""
 
 
 def made(mix: Mix) -> Cache:
@@ -37,6 +53,7 @@ def made(mix: Mix) -> Cache:
 
 
 @given(mixes(), st.randoms(use_true_random=False))
+@example(UNEQUAL_HEADS, random.Random(1))
 @GENERATED
 def test_every_label_is_where_the_geometry_says_and_nowhere_else(mix, rng):
     cache = made(mix)

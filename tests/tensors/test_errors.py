@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 import torch
 
 from kvhma.errors import GeometryError, KvhmaError

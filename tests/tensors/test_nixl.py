@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 pytest.importorskip("nixl", reason="nixl is not installed here")
 
 import kvhma

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 import torch
 
 from kvhma.hybrid import layout as hybrid_layout
@@ -90,20 +90,26 @@ def test_a_state_beside_attention():
     assert [chunk.nbytes for chunk in data.chunks] == [3 * 3328 * 2, 48 * 64 * 128 * 2]
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-@pytest.mark.parametrize("name", models())
+def comparable():
+    """Return all models in all orders that `hybrid.layout` lays out likewise."""
+    for name, one in models().items():
+        for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"):
+            # It wants contiguous pages beside a state, and has gaps where heads come before layers in a short group.
+            short = len({len(group) for group in model_specs(one)}) > 1
+            if not (one.state and order in ("LHBNC", "BHLNC")) and not (short and order == "BHLNC"):
+                yield pytest.param(name, order, id=f"{name}-{order}")
+
+
+@pytest.mark.parametrize(("name", "order"), list(comparable()))
 def test_the_hybrid_allocator_has_the_same_geometry(name, order):
     """Two statements of where bytes are: equal but for the addresses of regions."""
     one = model(name)
-    kernel = 16 if order == "LBHNC" and one.state is None else None
-    mine = {"block_size": 32, "kernel_block": kernel}
-    if one.state is not None:
-        if order in ("LHBNC", "BHLNC"):
-            pytest.skip("hybrid.layout wants contiguous pages for a state")
+    # Kernel blocks where a page is contiguous: elsewhere they are placed otherwise here.
+    if one.state is None:
+        mine = {"block_size": 32, "kernel_block": 16 if order == "LBHNC" else None}
+    else:
         mine = {"kernel_block": "flashinfer" if order[0] == "L" else None}
-    specs = model_specs(one, tp_size=1, **mine)
-    if order == "BHLNC" and len({len(group) for group in specs}) > 1:
-        pytest.skip("a short group lies dense here, with gaps there")
+    specs = model_specs(one, **mine)
     cache = allocate(specs, 3, layout=order, device="meta")
     theirs = hybrid_layout(one, num_blocks=3, order=order, **mine)
     ours = {layer.name: layer for layer in cache.geometry.layers}

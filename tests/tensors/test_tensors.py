@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch.version", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 import torch
 
 import kvhma

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line within this process: its code, its output, its errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from kvhma.cli.app import run as run_app
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def form(self) -> Any:
+        """What it printed, as JSON."""
+        return json.loads(self.out)
+
+    @property
+    def words(self) -> str:
+        """What it printed, whatever the line breaks."""
+        return " ".join(self.out.split())
+
+
+def cli(*arguments: object, settings: object = "/nonexistent") -> Done:
+    """Run a command; `settings` is the directory where a user's settings are."""
+    out, err = io.StringIO(), io.StringIO()
+    environment = {"COLUMNS": "160", "XDG_CONFIG_HOME": str(settings)}
+    with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
+        try:
+            run_app([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+    assert isinstance(code, int)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def refused(*arguments: object) -> str:
+    """Return the one line that a command says whose input is wrong."""
+    done = cli(*arguments)
+    assert (done.code, done.out) == (2, ""), done
+    (line,) = done.err.splitlines()
+    assert line.startswith("Error: ")
+    assert line.isprintable()
+    return line

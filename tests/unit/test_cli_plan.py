@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma plan MODEL`` and ``kvhma explain``: what they say is what the library computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvhma
+from kvhma.baselines import sequence_blocks, vllm_selection
+from kvhma.hybrid import layout
+from kvhma.models import model, models
+from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
+from support.cli_run import cli, refused
+from support.tiny import tiny_hybrid
+
+NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
+PAIR = ("--prefill", "tp=2,block=16", "--decode", "tp=4,block=64", "--tokens", 8192)
+MIB = 2**20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "Nemotron-3-Nano" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(NEMOTRON_3_NANO))
+    return path
+
+
+def sides(blocks: int = 64) -> tuple[list[kvhma.Geometry], list[kvhma.Geometry]]:
+    """The same engines, laid out by hand at other addresses."""
+    one = model(NANO)
+    p = [
+        layout(one, num_blocks=blocks, tp_rank=r, tp_size=2, kernel_block="flashinfer", base=(r + 1) << 36)
+        for r in range(2)
+    ]
+    d = [
+        layout(
+            one, num_blocks=blocks, tp_rank=r, tp_size=4, block_size=64, kernel_block="flashinfer", base=(r + 8) << 36
+        )
+        for r in range(4)
+    ]
+    return d, p
+
+
+def transfers(tokens: int, cached: list[int] | None = None) -> list[kvhma.Transfer]:
+    d, p = sides()
+    tables = [[table.tolist() for table in sequence_blocks(side[0], tokens)] for side in (d, p)]
+    theirs = kvhma.live_spans(p[0], tokens, tables[1])
+    return [
+        kvhma.plan(rank, p).transfer(tokens, kvhma.live_spans(rank, tokens, tables[0], cached), theirs) for rank in d
+    ]
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_what_the_library_computes(config: Path) -> None:
+    done = cli("plan", config, *PAIR, "--json")
+    assert (done.code, done.err) == (0, "")
+    form, moved = done.form, transfers(8192)
+    assert (form["model"], form["tokens"], form["cached"]) == ("Nemotron-3-Nano", 8192, 0)
+    assert form["bytes"] == sum(one.bytes for one in moved)
+    assert form["descriptors"] == sum(one.descriptors for one in moved)
+    assert form["excess_bytes"] == sum(one.excess_bytes for one in moved)
+    assert form["zeroed_bytes"] == sum(int(one.zero[:, 1].sum()) for one in moved)
+    reads = [(d, read.source, read.bytes, read.descriptors) for d, one in enumerate(moved) for read in one.reads]
+    assert [
+        (row["decode_rank"], row["prefill_rank"], row["bytes"], row["descriptors"]) for row in form["pairs"]
+    ] == reads
+    assert [(row[0], row[1]) for row in reads] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def test_bytes_by_hand(config: Path) -> None:
+    """23 states, cut among four ranks; 6 layers of 8,192 tokens of one head, for each of four ranks."""
+    form = cli("plan", config, *PAIR, "--json").form
+    state = 23 * 2134016
+    attention = 4 * 6 * 8192 * 128 * 2 * 2
+    assert form["bytes"] == state + attention
+    assert [group["bytes"] for group in form["groups"]] == [6 * 2134016] * 3 + [5 * 2134016, attention]
+    for pair in form["pairs"]:
+        assert sum(group["bytes"] for group in pair["groups"]) == pair["bytes"]
+    assert [form[side]["block_size"] for side in ("prefill", "decode")] == [2096, 1088]
+    assert [form[side]["kernel_block"] for side in ("prefill", "decode")] == [16, 64]
+
+
+def test_the_same_by_name_file_and_directory(config: Path) -> None:
+    forms = [cli("plan", what, *PAIR, "--json").form for what in (config, config.parent, NANO, f"nvidia/{NANO}")]
+    names = {form.pop("model") for form in forms}
+    assert names == {"Nemotron-3-Nano", NANO}
+    assert all(form == forms[0] for form in forms)
+
+
+def test_vllm_beside_it() -> None:
+    """At equal engines the figures are those of the baselines, for one rank."""
+    form = cli("plan", NANO, "--tokens", 5000, "--json").form
+    one = layout(model(NANO), num_blocks=64, kernel_block="flashinfer")
+    tables = sequence_blocks(one, 5000)
+    chosen = vllm_selection(one, one, tables, tables)
+    assert (form["vllm"]["bytes"], form["vllm"]["descriptors"]) == (chosen.bytes, chosen.posted)
+    assert form["bytes"] < form["vllm"]["bytes"] < form["no_hma"]["bytes"]
+
+
+# MiB that vLLM's connector selects at 128, 1000, 5000 and 32000 tokens, and that are needed.
+PUBLISHED = {
+    "gemma-3-4b": ((17.5, 137.8, 219.7, 745.0), (17.0, 133.9, 215.6, 741.0)),
+    "gpt-oss-20b": ((6.0, 27.0, 120.8, 753.0), (6.0, 27.0, 120.8, 753.0)),
+    "Llama-4-Scout-17B-16E": ((24.0, 189.0, 939.0, 2544.0), (24.0, 189.0, 939.0, 2544.0)),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": ((61.1, 61.1, 85.7, 245.3), (47.6, 52.7, 76.2, 234.3)),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv": ((61.1, 61.1, 73.3, 146.7), (47.2, 49.8, 61.5, 140.6)),
+    "Nemotron-H-8B": ((113.7, 113.7, 178.7, 601.2), (99.4, 113.2, 175.7, 597.4)),
+    "Qwen3-Next-80B-A3B": ((50.4, 63.2, 165.2, 789.9), (40.7, 61.7, 155.4, 787.7)),
+    "granite-4.0-h-tiny": ((30.8, 37.1, 68.3, 277.7), (28.7, 35.6, 66.8, 277.7)),
+    "Falcon-H1-7B": ((134.3, 134.3, 336.4, 1481.8), (72.4, 110.9, 282.8, 1441.9)),
+    "DeepSeek-V3": ((8.6, 67.6, 335.6, 2144.5), (8.6, 67.6, 335.6, 2144.5)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_bytes(name: str, tmp_path: Path) -> None:
+    """From the config.json, with last blocks moved whole, as the published figures count them."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS[name]))
+    for at, tokens in enumerate((128, 1000, 5000, 32000)):
+        form = cli("plan", path, "--tokens", tokens, "--descriptor-bytes", 2**40, "--json").form
+        vllm, needed = (figures[at] for figures in PUBLISHED[name])
+        assert form["vllm"]["bytes"] / MIB == pytest.approx(vllm, abs=0.0501)
+        # A latent is cut at the last token at no cost: up to 15 tokens of 61 layers less than whole blocks.
+        least = needed - (15 * 1152 * 61 / MIB if name == "DeepSeek-V3" else 0) - 0.0501
+        assert least <= form["bytes"] / MIB <= needed + 0.0501
+
+
+@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("pair", ["1-2", "2-1", "2-4", "4-2"])
+def test_every_model_between_every_pair(name: str, pair: str) -> None:
+    p, d = pair.split("-")
+    done = cli("plan", name, "--prefill", f"tp={p}", "--decode", f"tp={d},block=64", "--tokens", 3000, "--json")
+    assert done.code == 0, done.err
+    form = done.form
+    assert form["bytes"] == sum(row["bytes"] for row in form["pairs"]) > 0
+    assert form["bytes"] == sum(row["bytes"] for row in form["groups"])
+    assert {row["decode_rank"] for row in form["pairs"]} == set(range(int(d)))
+
+
+def test_prefix_hit() -> None:
+    """1,088 tokens are one block of D: of attention, but never of the state."""
+    some, none = (cli("plan", NANO, *PAIR, "--cached", cached, "--json").form for cached in (1024, 0))
+    assert some["groups"] == none["groups"]
+    assert "--cached 1,024 is 0 whole blocks of 1,088 tokens in group 4: 0 tokens are not read" in some["notes"]
+    hit = cli("plan", NANO, *PAIR, "--cached", 2176, "--json").form
+    assert hit["bytes"] == sum(one.bytes for one in transfers(8192, [0, 0, 0, 0, 2]))
+    assert hit["groups"][4]["what"] == "tokens 2,176 to 8,191"
+    assert not any("--cached" in note for note in hit["notes"])
+
+
+def test_used_pool_is_seeded() -> None:
+    forms = [
+        cli("plan", "gemma-3-4b", "--pool", pool, "--seed", seed, "--json").form
+        for pool, seed in (("fresh", 0), ("used", 0), ("used", 0), ("used", 1))
+    ]
+    assert forms[1] == forms[2]
+    assert len({form["bytes"] for form in forms}) == 1
+    assert forms[0]["descriptors"] < forms[1]["descriptors"] != forms[3]["descriptors"]
+
+
+def test_predicted_time(tmp_path: Path) -> None:
+    """By hand from the constants: ranks of D in parallel, sources of a rank one after the other."""
+    link = tmp_path / "link.json"
+    link.write_text(
+        json.dumps({"kvhma_link": 1, "seconds_per_descriptor": 1e-5, "bytes_per_second": 1e9, "source": ""})
+    )
+    form = cli("plan", NANO, "--prefill", "tp=4", "--decode", "tp=2", "--link", link, "--json").form
+    ranks = [0.0, 0.0]
+    for row in form["pairs"]:
+        ranks[row["decode_rank"]] += 1e-5 * row["descriptors"] + row["bytes"] / 1e9
+    assert len(form["pairs"]) == 4
+    assert form["seconds"] == pytest.approx(max(ranks))
+    assert form["link"]["source"] == f"measured, {link}"
+    default = cli("plan", NANO, "--json").form
+    assert default["link"]["bytes_per_second"] == 40e9
+    assert default["link"]["source"].startswith("defaults: ")
+
+
+def test_text_for_a_stranger(config: Path) -> None:
+    done = cli("plan", config, *PAIR)
+    assert (done.code, done.err) == (0, "")
+    assert "Nemotron-3-Nano: 8,192 tokens" in done.out
+    for words in ("0 ssm the last state", "4 full tokens 0 to 8,191", "142.8 MiB", "vLLM 0.32", "no HMA"):
+        assert words in done.words
+    quiet = cli("plan", config, *PAIR, "-q")
+    assert quiet.out.splitlines()[0].strip() == "all ranks"
+    assert "note" not in quiet.out
+
+
+def test_a_refusing_vllm_is_named() -> None:
+    form = cli("plan", NANO, "--prefill", "tp=1,kernel=16", "--decode", "tp=1,block=24,kernel=24", "--json").form
+    assert form["vllm"] == {"refused": "kernel block of D, 24 tokens, is no multiple of P's, 16"}
+    text = cli("plan", NANO, "--prefill", "tp=1,kernel=16", "--decode", "tp=1,block=24,kernel=24").words
+    assert "refused: kernel block of D" in text
+
+
+def test_a_geometry_is_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "rank.json"
+    one = tiny_hybrid(40)
+    path.write_bytes(one.to_json())
+    form = cli("plan", path, "--tokens", 100, "--json").form
+    tables = [table.tolist() for table in sequence_blocks(one, 100)]
+    spans = kvhma.live_spans(one, 100, tables)
+    moved = kvhma.plan(one, one).transfer(100, spans, spans)
+    assert (form["model"], form["bytes"], form["descriptors"]) == ("rank", moved.bytes, moved.descriptors)
+
+
+def test_geometries_without_block_ids(tmp_path: Path) -> None:
+    d, p = sides()
+    paths = []
+    for index, side in enumerate([d[1], *p]):
+        paths.append(tmp_path / f"{index}.json")
+        paths[-1].write_bytes(side.to_json())
+    form = cli("plan", "--local", paths[0], "--remote", paths[1], "--remote", paths[2], "--json").form
+    assert form["bytes"] == transfers(8192)[1].bytes
+    assert [(row["decode_rank"], row["prefill_rank"]) for row in form["pairs"]] == [(1, 0)]
+    assert form["vllm"] == {"refused": "not all ranks of both engines are given"}
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_is_the_plans_text(config: Path) -> None:
+    done = cli("explain", config, *PAIR, "--rank", 2)
+    assert (done.code, done.err) == (0, "")
+    d, p = sides()
+    assert kvhma.plan(d[2], p).explain().strip() in done.out
+    assert "a state of 1.0 MiB has to fit the page of a block" in done.out
+    assert "This was rank 2 of 4" in done.out
+    form = cli("explain", config, *PAIR, "--all-ranks", "--json").form
+    assert [row["text"] for row in form["ranks"]] == [kvhma.plan(rank, p).explain() for rank in d]
+    assert form["refusals"] == []
+
+
+REFUSALS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "kv": ("tp=2,kv=fp8", "tp=4", {"field": "dtype", "decode": "bfloat16", "prefill": "float8_e4m3fn"}),
+    "spec": ("tp=2", "tp=4,spec=2", {"field": "extent", "decode": "5", "prefill": "3"}),
+    "ssm": ("tp=2,ssm=bf16", "tp=4", {"field": "dtype", "decode": "float32", "prefill": "bfloat16"}),
+}
+FIXES = {
+    "kv": "give both engines the same --kv-cache-dtype",
+    "spec": "give both engines the same number of speculative tokens",
+    "ssm": "give both engines the same --mamba-ssm-cache-dtype",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_has_field_values_and_fix(name: str) -> None:
+    prefill, decode, expected = REFUSALS[name]
+    done = cli("explain", NANO, "--prefill", prefill, "--decode", decode, "--json")
+    assert (done.code, done.err) == (1, "")
+    (row,) = done.form["refusals"]
+    assert {key: row[key] for key in expected} == expected
+    assert row["fix"].startswith(FIXES[name])
+    text = cli("explain", NANO, "--prefill", prefill, "--decode", decode)
+    assert text.code == 1
+    assert f"field {expected['field']}: {expected['decode']} on D, {expected['prefill']} on P" in text.out
+    assert f"fix: {FIXES[name]}" in text.out
+    assert expected["decode"] in refused("plan", NANO, "--prefill", prefill, "--decode", decode)
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    """D wants two heads and only a rank with one of them is given: no finding, and yet refused."""
+    one = model("granite-4.0-h-tiny")
+    whole, half = layout(one, num_blocks=40), layout(one, num_blocks=40, tp_rank=0, tp_size=2)
+    (tmp_path / "d.json").write_bytes(whole.to_json())
+    (tmp_path / "p.json").write_bytes(half.to_json())
+    done = cli("explain", "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--json", "--tokens", 500)
+    assert done.code == 1
+    (row,) = done.form["refusals"]
+    assert row["fix"] == "list every rank and pipeline stage of the prefill engine"

