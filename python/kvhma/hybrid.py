@@ -448,7 +448,7 @@ def _attention_parts(
 
 
 def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:
-    """Return the parts of one state page: the convolution's, then ``ssm``; no gaps between them.
+    """Return the parts of one state page: the convolution's, then ``ssm`` if there is one; no gaps between them.
 
     Args:
         state: the state over all ranks.
@@ -471,6 +471,8 @@ def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Pa
         )
         parts.append(Part(part.name, state.conv_dtype, item, before * channel_stride, axes))
         before += part.length
+    if not state.is_recurrent:
+        return tuple(parts)
     cell = item_bytes(state.ssm_dtype)
     content = state.head_dim * state.d_state
     heads = _shard("state.n_heads", state.n_heads, tp_rank, tp_size)

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from kvhma.errors import GeometryError, KvhmaError
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked", "mla"]
-StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn"]
-CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "mamba1", "mamba2", "gdn"]
+StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "short_conv"]
+CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "mamba1", "mamba2", "gdn", "short_conv"]
 
 ATTENTION_KINDS: frozenset[str] = frozenset(get_args(AttentionKind))
 STATE_KINDS: frozenset[str] = frozenset(get_args(StateKind))
@@ -60,17 +60,17 @@ class State:
 
     Mamba2 convolves ``x`` (``n_heads * head_dim`` channels), ``B`` and ``C`` (``n_groups * d_state`` each); a
     gated delta net (GDN) convolves ``q``, ``k`` (``n_groups`` key heads of ``d_state``) and ``v``; Mamba1
-    only ``x``, and each of its channels is a head of one row.
+    only ``x``, and each of its channels is a head of one row. A short convolution has nothing but that ``x``.
 
     Attributes:
-        kind: ``"mamba1"``, ``"mamba2"`` or ``"gdn"``.
+        kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"`` or ``"short_conv"``.
         conv_dim: channels of the convolution state.
         d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows. With speculative decoding an
             engine keeps one more for every draft token: add them here.
         n_heads: heads of the recurrent state (value heads for GDN).
         head_dim: rows of a head.
-        d_state: columns of a head.
-        n_groups: groups of ``B`` and ``C``, or key heads for GDN; 0 for Mamba1.
+        d_state: columns of a head; 0 for a short convolution.
+        n_groups: groups of ``B`` and ``C``, or key heads for GDN; 0 for Mamba1 and a short convolution.
         conv_dtype: dtype of the convolution state.
         ssm_dtype: dtype of the recurrent state.
 
@@ -94,20 +94,30 @@ class State:
             raise GeometryError(f"state kind {self.kind!r}: known are {', '.join(sorted(STATE_KINDS))}")
         item_bytes(self.conv_dtype)
         item_bytes(self.ssm_dtype)
-        if min(self.conv_dim, self.n_heads, self.head_dim, self.d_state) < 1 or self.d_conv < 2:
+        if (
+            min(self.conv_dim, self.n_heads, self.head_dim, self.d_state + (not self.is_recurrent)) < 1
+            or self.d_conv < 2
+        ):
             raise GeometryError(f"state sizes must be positive and d_conv at least 2: {self}")
+        if self.d_state and not self.is_recurrent:
+            raise GeometryError(f"d_state {self.d_state} of a {self.kind} state, which has no recurrent part")
         # Without groups B and C would be parts of no bytes, which no geometry can hold.
-        if (self.n_groups != 0) if self.kind == "mamba1" else (self.n_groups < 1):
+        if (self.n_groups != 0) if self.kind in ("mamba1", "short_conv") else (self.n_groups < 1):
             raise GeometryError(f"n_groups {self.n_groups} of a {self.kind} state")
         total = sum(columns for _, columns in self.conv_parts)
         if total != self.conv_dim:
             raise GeometryError(f"conv_dim {self.conv_dim} of a {self.kind} state whose parts have {total} channels")
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether there is more than the convolution's."""
+        return self.kind != "short_conv"
+
+    @property
     def conv_parts(self) -> tuple[tuple[str, int], ...]:
         """Parts of the convolution state in memory order: name and channels over all ranks."""
         inner, grouped = self.n_heads * self.head_dim, self.n_groups * self.d_state
-        if self.kind == "mamba1":
+        if self.kind in ("mamba1", "short_conv"):
             return (("x", inner),)
         if self.kind == "gdn":
             return (("q", grouped), ("k", grouped), ("v", inner))

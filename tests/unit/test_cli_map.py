@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -153,17 +154,39 @@ def test_wrong_output(tmp_path: Path) -> None:
     assert "--source 1: rank 0 of D reads nothing from it; it reads from 0" in line
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_in_a_browser(scheme: str, tmp_path: Path) -> None:
-    """A browser that loads nothing draws the file, and on paper of the reader's choice."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no browser")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--window-size=1220,1400",
+)
+DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
+PROBE = """<pre id="answer"></pre><script>
+const wrong = [], shapes = [...document.querySelectorAll("rect, polygon")].filter(s => s.querySelector("title"));
+let seen = 0;
+for (const shape of shapes) {
+  const box = shape.getBoundingClientRect();
+  if (shape.tagName != "rect" || box.width < 8 || box.bottom > innerHeight) continue;
+  seen += 1;
+  const hit = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+  if (!hit || !hit.querySelector("title")) wrong.push(shape.textContent);
+}
+const paper = getComputedStyle(document.querySelector("svg")).backgroundColor;
+document.getElementById("answer").textContent = JSON.stringify({seen, wrong, paper});
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+@pytest.mark.parametrize(("flags", "paper"), [((), "rgb(255, 255, 255)"), (DARK, "rgb(20, 23, 28)")])
+def test_in_a_browser(flags: tuple[str, ...], paper: str, tmp_path: Path) -> None:
+    """A browser without a network draws it on paper of the reader's choice, and everything shows its text."""
     page = tmp_path / "m.html"
     cli("map", NANO, "--tokens", 4000, "-o", page)
-    shot = tmp_path / "shot.png"
-    dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND", *dark]
-    command = [browser, *flags, f"--user-data-dir={tmp_path}/profile", f"--screenshot={shot}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    assert shot.stat().st_size > 10_000
+    page.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
+    command = [str(BROWSER), *FLAGS, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout.partition('<pre id="answer">')[2].partition("</pre>")[0])
+    assert (found["wrong"], found["paper"]) == ([], paper)
+    assert found["seen"] > 60

@@ -277,3 +277,31 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     assert done.code == 1
     (row,) = done.form["refusals"]
     assert row["fix"] == "list every rank and pipeline stage of the prefill engine"
+
+
+def test_vllm_cuts_repeated_groups_in_equal_pieces(tmp_path: Path) -> None:
+    """Both ranks of P hold B and C whole; vLLM takes half of them from each, so that D gets each byte once."""
+    form = {"model_type": "mamba2", "num_hidden_layers": 3, "n_groups": 1, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(form))
+    found = cli("plan", tmp_path, "--prefill", "tp=2", "--json").form
+    state = 3 * 2 * (128 * 64 + 2 * 128) + 128 * 64 * 128 * 2
+    assert found["bytes"] == found["vllm"]["bytes"] == 3 * state
+
+
+def test_a_pool_has_room_for_every_rival() -> None:
+    """A model of windows alone keeps few blocks, a connector without groups all of them."""
+    form = cli("plan", "gpt-oss-20b", "--tokens", 50_000, "--pool", "used", "--json").form
+    assert form["no_hma"]["bytes"] == 24 * 50_000 * 2048
+    assert form["no_hma"]["descriptors"] > 24 * 300
+
+
+def test_different_kernel_blocks_have_a_note() -> None:
+    words = "equal kernel blocks, or layout=LBNHC, need fewer"
+    sides = {
+        "tp=1,block=64": True,
+        "tp=1,block=64,kernel=16": False,
+        "tp=1": False,
+    }
+    for side, noted in sides.items():
+        notes = cli("plan", "gpt-oss-20b", "--decode", side, "--pool", "used", "--json").form["notes"]
+        assert any(words in note for note in notes) == noted

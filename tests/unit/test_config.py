@@ -95,42 +95,63 @@ def test_null_is_the_default_of_the_architecture() -> None:
 
 
 TINY = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "dtype": "bfloat16"}
-NEMOTRON_TINY = {
-    **TINY,
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": "M*M-M*",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "ssm_state_size": 32,
-    "n_groups": 1,
+LIVE: dict[str, tuple[dict[str, Any], list[list[int]], int, int]] = {
+    "nemotron_h": (
+        {
+            "hybrid_override_pattern": "M*M-M*",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "conv_kernel": 4,
+        },
+        [[0, 4], [2], [1, 5]],
+        160,
+        40960,
+    ),
+    "qwen3_next": (
+        {
+            "num_hidden_layers": 8,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+        160,
+        81920,
+    ),
+    "gemma3_text": (
+        {
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+            "sliding_window": 64,
+        },
+        [[0], [1], [2], [3], [4], [6], [5]],
+        32,
+        8192,
+    ),
+    "gpt_oss": ({"num_hidden_layers": 4, "sliding_window": 64}, [[0, 2], [1, 3]], 32, 8192),
+    "llama": ({"num_hidden_layers": 3}, [[0, 1, 2]], 32, 8192),
+    "deepseek_v2": ({"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [[0, 1, 2]], 16, 18432),
 }
-QWEN_TINY = {
-    **TINY,
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "mamba_ssm_dtype": "float32",
-}
+"""What vLLM 0.32 reported of tiny models: layers of its groups, tokens of a block, bytes of a page."""
 
 
-@pytest.mark.parametrize(
-    ("form", "groups", "block", "state", "page"),
-    [
-        (NEMOTRON_TINY, {"mamba2": 2, "full": 1}, 160, 34688, 40960),
-        (QWEN_TINY, {"gdn": 3, "full": 1}, 96, 17920, 24576),
-    ],
-)
-def test_as_live_engines_reported(
-    form: dict[str, Any], groups: dict[str, int], block: int, state: int, page: int
-) -> None:
-    """What vLLM 0.32 on a CPU, where kernel blocks are multiples of 32, made of two tiny models."""
-    one = model_from_config(form)
-    found = summary(one, block_size=32, kernel_block=32)
-    assert (dict(found.groups), found.block_size, found.state_bytes) == (groups, block, state)
-    assert {layer.block_stride for layer in layout(one, num_blocks=2, block_size=32).layers} == {page}
+@pytest.mark.parametrize("model_type", LIVE)
+def test_as_live_engines_reported(model_type: str) -> None:
+    """On a CPU vLLM keeps the state of a gated delta net in float32, whatever the configuration says."""
+    form, groups, block, page = LIVE[model_type]
+    one = model_from_config({**TINY, "model_type": model_type, **form}, ssm_dtype="float32")
+    # Its CPU build asks for blocks of 32 tokens, and of 16 for a latent.
+    found = layout(one, num_blocks=2, block_size=16 if model_type == "deepseek_v2" else 32)
+    members = [
+        [int(y.name.split(".")[2]) for y in found.layers if y.group == index] for index in range(len(found.groups))
+    ]
+    assert members == groups
+    assert {group.block_size for group in found.groups if group.kind != "ssm"} == {block}
+    assert {layer.block_stride for layer in found.layers} == {page}
 
 
 def test_half_precision_checkpoint() -> None:

@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import NoReturn
 
 import click
 
 from kvhma import __version__
+from kvhma.cli.bench import bench
 from kvhma.cli.check import check
 from kvhma.cli.demo import demo
+from kvhma.cli.diff import diff
+from kvhma.cli.doctor import doctor
+from kvhma.cli.explain import explain
+from kvhma.cli.map import map_
 from kvhma.cli.plan import plan
+from kvhma.cli.show import printable
 from kvhma.errors import KvhmaError
 
+_EPILOG = "Exit codes: 0 done, 1 something was found or a check failed, 2 the input is wrong."
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
 @click.version_option(__version__)
 def app() -> None:
     """What must move when a prefill engine hands a hybrid KV cache to a decode engine."""
@@ -23,21 +33,28 @@ def app() -> None:
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line: whatever is wrong with the input is one line and exit code 2."""
     try:
-        code = app.main(arguments, standalone_mode=False)
+        # The name is what shells ask completions of, however the command was started.
+        code = app.main(arguments, prog_name="kvhma", standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         raise SystemExit(2) from None
     except click.ClickException as error:
-        click.echo(f"Error: {error.format_message()}", err=True)
-        raise SystemExit(2) from None
+        _refuse(error.format_message())
     except KvhmaError as error:
-        click.echo(f"Error: {error}", err=True)
-        raise SystemExit(2) from None
+        _refuse(str(error))
     except click.Abort:
         raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     raise SystemExit(code or 0)
 
 
-app.add_command(check)
-app.add_command(demo)
-app.add_command(plan)
+def _refuse(text: str) -> NoReturn:
+    click.echo(f"Error: {printable(' '.join(text.split()))}", err=True)
+    raise SystemExit(2) from None
+
+
+for command in (plan, explain, map_, diff, check, bench, doctor, demo):
+    app.add_command(command)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import click
 
 from kvhma.cases import check as check_case
 from kvhma.cases import load
+from kvhma.cli.show import output_options, print_json, printable, watched
 from kvhma.errors import RequestError
 
 _EXIT = {"right": 0, "wrong": 1, "refused": 2, "unreadable": 2}
@@ -19,19 +19,23 @@ _EXIT = {"right": 0, "wrong": 1, "refused": 2, "unreadable": 2}
 
 @click.command()
 @click.argument("cases", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, a list with an object for each file.")
-def check(cases: tuple[Path, ...], as_json: bool) -> None:
-    """Check case files: what a request moves is simulated, and every byte looked at.
+@output_options
+def check(cases: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
+    """Check case files, byte by byte.
+
+    What a request moves is simulated, and every byte looked at.
 
     Exit code 0: all are right. 1: a byte or a descriptor is wrong, or not what the case expects. 2: a file is not a
-    case, is too large to simulate, or its request is refused without being expected to be.
+    case, is too large to simulate, or its request is refused without being expected to be. With -q only files that are
+    not right are named.
     """
-    rows = [_row(path) for path in cases]
+    rows = [_row(path) for path in watched("checking", cases, quiet)]
     if as_json:
-        click.echo(json.dumps(rows))
+        print_json(rows)
     else:
         for row in rows:
-            click.echo(_line(row))
+            if not quiet or _EXIT[row["verdict"]]:
+                click.echo(_line(row))
     raise SystemExit(max(_EXIT[row["verdict"]] for row in rows))
 
 
@@ -50,15 +54,10 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    text = _printable(row["text"])
+    text = printable(row["text"])
     if "bytes" in row:
         text = (
             f"{row['descriptors']:,} descriptors, {row['bytes']:,} bytes read ({row['excess']:,} behind the last "
             f"token), {row['zeroed']:,} zeroed, {row['untouched']:,} untouched"
         )
-    return f"{row['verdict']:<10} {_printable(row['case'])}: {text}"
-
-
-def _printable(text: str) -> str:
-    """Escape what a name in a hostile case could do to a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    return f"{row['verdict']:<10} {printable(row['case'])}: {text}"

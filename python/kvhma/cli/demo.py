@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from typing import Any
 
 import click
@@ -18,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhma import baselines
+from kvhma.cli.pair import process, receive
 from kvhma.cli.scenario import MAX_TOKENS, Request, Scenario, geometry_of, scenario
+from kvhma.cli.show import output_options
 from kvhma.cli.workers import Outcome, decode, prefill
-from kvhma.errors import PeerLostError
 from kvhma.models import model as find_model
 from kvhma.models import models
 
 _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
-_TIMEOUT_SECONDS = 120.0
 
 
 @click.command()
@@ -40,7 +36,7 @@ _TIMEOUT_SECONDS = 120.0
 @click.option("--tokens", type=click.IntRange(1, MAX_TOKENS), help="Tokens of the longest prompt.")
 @click.option("--requests", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests to move.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Other blocks, other bytes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@output_options
 @click.option("--list-models", is_flag=True, help="Print the names of the built-in table and stop.")
 @click.option("--corrupt", is_flag=True, hidden=True, help="Spoil one byte at D before the check.")
 def demo(
@@ -49,27 +45,29 @@ def demo(
     requests: int,
     seed: int,
     as_json: bool,
+    quiet: bool,
     list_models: bool,
     corrupt: bool,
 ) -> None:
-    """Move hybrid KV caches from a prefill to a decode process over NIXL.
+    """Move caches between two processes, and check them.
 
-    Both processes lay their caches out as vLLM's hybrid allocator would: groups that share tensors, padded state
-    pages, kernel blocks. Every byte at D is checked: moved, zeroed or untouched. Exit code 1 if one is wrong.
+    Hybrid KV caches go from a prefill to a decode process over NIXL. Both processes lay their caches out as vLLM's
+    hybrid allocator would: groups that share tensors, padded state pages, kernel blocks. Every byte at D is checked:
+    moved, zeroed or untouched. Exit code 1 if one is wrong.
     """
-    # Both processes inherit it: the library announces every agent otherwise.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if list_models:
         click.echo("\n".join(models()))
         return
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError("the demo needs nixl: pip install 'kvhma[nixl]'")
+    # Progress goes beside what is asked for: away from JSON, nowhere if nobody wants it.
     console = Console(stderr=as_json)
+    progress = Console(stderr=as_json, quiet=quiet)
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         plan = scenario(find_model(name), tokens, requests, seed)
-        with console.status(f"{name}: starting two processes"):
-            rows = [_row(plan, request, outcome) for request, outcome in _run(plan, seed, corrupt, console)]
+        with progress.status(f"{name}: starting two processes"):
+            rows = [_row(plan, request, outcome) for request, outcome in _run(plan, seed, corrupt, progress)]
         results[name] = rows
         if not as_json:
             console.print(_table(name, rows))
@@ -83,46 +81,19 @@ def demo(
 
 
 def _run(plan: Scenario, seed: int, corrupt: bool, console: Console) -> Iterator[tuple[Request, Outcome]]:
-    with _process(prefill, plan, seed) as p, _process(decode, plan, seed, corrupt) as d:
-        hello = _receive(p, "prefill")
-        p.send(_receive(d, "decode"))
+    with process(prefill, plan, seed) as p, process(decode, plan, seed, corrupt) as d:
+        hello = receive(p, "prefill")
+        p.send(receive(d, "decode"))
         d.send(hello)
         for index, request in enumerate(plan.requests):
-            d.send(_receive(p, "prefill"))
-            outcome = _receive(d, "decode")
+            d.send(receive(p, "prefill"))
+            outcome = receive(d, "decode")
             mark = "[red]wrong[/]" if outcome.wrong else "verified"
             console.print(
                 f"{plan.model.name} {index + 1}/{len(plan.requests)}: {request.name}, {mark}", highlight=False
             )
             yield request, outcome
         p.send(None)
-
-
-@contextmanager
-def _process(target: Any, *arguments: Any) -> Iterator[Connection]:
-    # NIXL has threads, which a forked process would not survive.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        ours.close()
-
-
-def _receive(pipe: Connection, name: str) -> Any:
-    try:
-        if pipe.poll(_TIMEOUT_SECONDS):
-            return pipe.recv()
-    except (EOFError, ConnectionError):
-        raise PeerLostError(f"the {name} process ended early; its output says why") from None
-    raise PeerLostError(f"the {name} process said nothing for {_TIMEOUT_SECONDS:.0f} s")
 
 
 def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:

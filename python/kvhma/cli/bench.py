@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma bench``: how long planning takes, and what the way between two processes costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvhma.cli import link as pair
+from kvhma.cli.arguments import hand_off
+from kvhma.cli.cost import Link, link_file, save_link
+from kvhma.cli.show import duration, output_options, plural, print_json, printable, size
+from kvhma.cli.sides import Side, parse_side
+from kvhma.cli.svg import Drawing
+from kvhma.errors import RequestError
+
+_SECONDS = 0.2
+"""Time that one figure of `maths` is repeated for."""
+_BAR = 16
+
+
+@click.group()
+def bench() -> None:
+    """Measure planning, or a link between processes."""
+
+
+@bench.command()
+@click.argument("model", default="NVIDIA-Nemotron-3-Nano-30B-A3B")
+@click.option("--prefill", default="tp=1", callback=parse_side, help="As for `kvhma plan`.")
+@click.option("--decode", default="tp=1", callback=parse_side, help="As for `kvhma plan`.")
+@click.option(
+    "--tokens", type=click.IntRange(1, 1 << 20), multiple=True, default=(1000, 8000, 32000), show_default=True
+)
+@output_options
+def maths(model: str, prefill: Side, decode: Side, tokens: tuple[int, ...], as_json: bool, quiet: bool) -> None:
+    """Time planning a pair once, and the descriptors and ids of a request, on a used block pool."""
+    rows = []
+    with _progress(quiet or as_json) as progress:
+        task = progress.add_task("measuring", total=3 * len(tokens))
+        for count in tokens:
+            one = hand_off(model, prefill, decode, count, 0, None, None, "used", 0, None, ())
+            planned = one.plan(one.d[0])
+            mine, theirs = one.spans(one.d[0])
+            row: dict[str, Any] = {"tokens": count, "descriptors": planned.transfer(count, mine, theirs).descriptors}
+            calls: dict[str, Callable[[], object]] = {
+                "plan": lambda one=one: one.plan(one.d[0]),  # type: ignore[misc]
+                "transfer": lambda p=planned, n=count, a=mine, b=theirs: p.transfer(n, a, b),  # type: ignore[misc]
+                "ids": lambda p=planned, n=count, a=mine, b=theirs: p.ids(n, a, b),  # type: ignore[misc]
+            }
+            for name, call in calls.items():
+                row[name] = _best(call)
+                progress.advance(task)
+            rows.append(row)
+    if as_json:
+        print_json({"kvhma_bench_maths": 1, "model": one.name, "rows": rows})
+        return
+    table = _table(f"{printable(one.name)}: best of {_SECONDS} s", "tokens", "descriptors", "plan", "transfer", "ids")
+    for row in rows:
+        times = (duration(row[name]) for name in ("plan", "transfer", "ids"))
+        table.add_row(f"{row['tokens']:,}", f"{row['descriptors']:,}", *times)
+    Console().print(table)
+
+
+@bench.command("link")
+@click.option(
+    "--block",
+    "blocks",
+    multiple=True,
+    callback=lambda ctx, param, values: tuple(_size(ctx, param, value) for value in values),
+    default=("4KiB", "16KiB", "64KiB", "256KiB", "1MiB"),
+    show_default=True,
+    help="Bytes of a block, as 65536 or 64KiB; may be given more than once.",
+)
+@click.option(
+    "--descriptors", type=click.IntRange(2, 65536), default=1024, show_default=True, help="Blocks of a read, at most."
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Reads for each figure.")
+@click.option("--backend", default="UCX", show_default=True, help="NIXL's backend.")
+@click.option("--save", type=click.Path(path_type=Path), help="Where to write the constants that `kvhma plan` uses.")
+@click.option("--no-save", is_flag=True, help="Do not write the constants.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the figures into this SVG or HTML file.")
+@output_options
+def link_(
+    blocks: tuple[int, ...],
+    descriptors: int,
+    repeats: int,
+    backend: str,
+    save: Path | None,
+    no_save: bool,
+    output: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Read memory of a second process over NIXL, in blocks of your sizes, and fit the cost model to it.
+
+    Each size is read twice: as blocks with gaps between them, one descriptor each, and as one run. The constants of
+    t = a * descriptors + bytes / bandwidth are kept for `kvhma plan`.
+    """
+    if importlib.util.find_spec("nixl") is None:
+        raise click.UsageError("bench link needs nixl: pip install 'kvhma[nixl]'")
+    if output is not None and output.suffix not in (".svg", ".html"):
+        raise RequestError(f"--output {output}: its name must end in .svg or .html")
+    if save is not None and no_save:
+        raise click.UsageError("--save and --no-save exclude each other")
+    points = []
+    with _progress(quiet or as_json) as progress:
+        task = progress.add_task("reading", total=2 * len(blocks))
+        for point in pair.measure(blocks, descriptors, repeats, backend):
+            points.append(point)
+            progress.advance(task)
+    constants = pair.fit(points, f"measured, {backend}, two processes of one machine")
+    place = None if no_save else save or link_file()
+    if place is not None:
+        save_link(constants, place)
+    if output is not None:
+        _write(output, points, constants)
+    if as_json:
+        rows = [{**asdict(point), "bytes": point.bytes} for point in points]
+        print_json({"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": place and str(place)})
+        return
+    _print(points, constants)
+    if place is not None and not quiet:
+        click.echo(f"kept for `kvhma plan` in {click.format_filename(place)}")
+
+
+bench.add_command(link_)
+
+
+def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    match = re.fullmatch(r"(\d{1,12})\s*(B|KiB|MiB)?", text, re.ASCII)
+    nbytes = int(match[1]) * {"KiB": 1 << 10, "MiB": 1 << 20}.get(match[2], 1) if match else 0
+    if not 8 <= nbytes <= pair.BUDGET:
+        raise click.BadParameter(f"{text!a}: must be 8 bytes to {size(pair.BUDGET)}, as 65536 or 64KiB", ctx, param)
+    return nbytes
+
+
+def _progress(quiet: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
+def _best(call: Callable[[], object]) -> float:
+    """Return the shortest time of a call, repeated for a while."""
+    best, until = float("inf"), time.perf_counter() + _SECONDS
+    while (start := time.perf_counter()) < until:
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _print(points: list[pair.Point], constants: Link) -> None:
+    fastest = max(point.bytes / point.seconds for point in points)
+    table = _table("two processes, best of the repeats", "blocks", "in", "time", "GB/s", "", "model")
+    table.columns[4].justify = "left"
+    for point in points:
+        speed = point.bytes / point.seconds
+        table.add_row(
+            f"{point.blocks:,} × {size(point.block)}",
+            plural(point.descriptors, "run"),
+            duration(point.seconds),
+            f"{speed / 1e9:.2f}",
+            "█" * max(1, round(speed / fastest * _BAR)),
+            duration(constants.seconds(point.descriptors, point.bytes)),
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"t = {duration(constants.seconds_per_descriptor)} * descriptors + bytes / "
+        f"{constants.bytes_per_second / 1e9:.2f} GB/s",
+        highlight=False,
+    )
+
+
+def _write(output: Path, points: list[pair.Point], constants: Link) -> None:
+    """Draw speed by block size: measured as boxes, what the model says as a line."""
+    page = Drawing(760, "kvhma bench link", "Bytes per second by block size, blocks apart and in one run")
+    page.text(20, 34, "Reads between two processes", "big")
+    law = f"{duration(constants.seconds_per_descriptor)} a descriptor, {constants.bytes_per_second / 1e9:.2f} GB/s"
+    page.text(20, 54, f"{law}; the line is what this model says", "soft")
+    fastest = max(point.bytes / point.seconds for point in points)
+    y = 76.0
+    for point in points:
+        speed = point.bytes / point.seconds
+        model = point.bytes / constants.seconds(point.descriptors, point.bytes)
+        apart = point.descriptors > 1
+        what = plural(point.descriptors, "descriptor")
+        page.text(20, y + 13, f"{size(point.block)}, {what}")
+        hover = f"{point.blocks} blocks of {point.block:,} bytes in {what}\n{duration(point.seconds)}"
+        page.rect(220, y, speed / fastest * 440, 16, "c1" if apart else "c0", hover)
+        page.rect(220 + min(model / fastest, 1.1) * 440, y - 2, 1.5, 20, "read", f"model: {model / 1e9:.2f} GB/s")
+        page.text(740, y + 13, f"{speed / 1e9:.2f} GB/s", "end")
+        y += 22 if apart else 30
+    text = page.svg(y + 10) if output.suffix == ".svg" else page.html(y + 10)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--output {output}: {error.strerror or error}") from error

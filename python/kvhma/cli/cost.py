@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a read: ``seconds = seconds_per_descriptor * descriptors + bytes / bytes_per_second``."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from kvhma.errors import RequestError
+
+LINK_VERSION = 1
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one reader can expect of the way between two engines.
+
+    Attributes:
+        seconds_per_descriptor: time that one more descriptor takes.
+        bytes_per_second: what is reached when descriptors are few.
+        source: where the two numbers come from.
+    """
+
+    seconds_per_descriptor: float
+    bytes_per_second: float
+    source: str
+
+    def seconds(self, descriptors: int, nbytes: int) -> float:
+        """Return the time that one rank's reads take one after the other."""
+        return self.seconds_per_descriptor * descriptors + nbytes / self.bytes_per_second
+
+
+DEFAULT_LINK = Link(3e-6, 40e9, "defaults: 3 µs a descriptor, 40 GB/s; measure yours with `kvhma bench link`")
+"""About what a 400 Gb/s network card does."""
+
+
+def link_file() -> Path:
+    """Return where ``kvhma bench link`` leaves its result and ``kvhma plan`` looks for it."""
+    return Path(click.get_app_dir("kvhma")) / "link.json"
+
+
+def save_link(link: Link, path: Path) -> None:
+    """Write the constants.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"kvhma_link": LINK_VERSION, **asdict(link)}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}") from error
+
+
+def load_link(path: Path | None) -> Link:
+    """Read the constants: of a file, else of the usual place, else the defaults.
+
+    Raises:
+        RequestError: the file cannot be read, or is something else.
+    """
+    if path is None:
+        path = link_file()
+        if not path.is_file():
+            return DEFAULT_LINK
+    try:
+        with path.open("rb") as stream:
+            form = json.loads(stream.read(_MAX_BYTES))
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: not JSON: {error}") from error
+    if not isinstance(form, dict) or form.get("kvhma_link") != LINK_VERSION:
+        raise RequestError(f"{path}: not written by `kvhma bench link` (version {LINK_VERSION})")
+    numbers = []
+    for name in ("seconds_per_descriptor", "bytes_per_second"):
+        value = form.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise RequestError(f"{path}: {name} {value!a}: must be a positive number")
+        numbers.append(float(value))
+    return Link(numbers[0], numbers[1], f"measured, {path}")

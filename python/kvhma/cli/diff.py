@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma diff``: two geometries, two models, or two plans as `kvhma plan --json` prints them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import kvhma
+from kvhma.cli.arguments import model_or_geometry
+from kvhma.cli.fixes import fix_of
+from kvhma.cli.show import output_options, plural, print_json, printable
+from kvhma.config import load_json
+from kvhma.errors import RequestError
+from kvhma.geometry import Geometry
+from kvhma.models import Model
+
+_MAX_ROWS = 60
+_PLAN = "kvhma_plan"
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@output_options
+def diff(a: str, b: str, as_json: bool, quiet: bool) -> None:
+    """Compare two geometries, two models, or two plans.
+
+    A geometry is JSON as docs/geometry.md describes it, a plan is what `kvhma plan --json` prints, a model is a
+    config.json or a name of the built-in table. Exit code 0: nothing differs. 1: something does.
+
+    For geometries it also says which differences keep the two from being paired, and what would fix them.
+    """
+    left, right = _read(a), _read(b)
+    if type(left) is not type(right):
+        raise RequestError(f"{a!a} is a {_word(left)}, {b!a} is a {_word(right)}: only two of a kind can be compared")
+    rows = [
+        {"field": path, "a": mine, "b": theirs}
+        for path, mine, theirs in differences(_comparable(left), _comparable(right))
+    ]
+    findings = _findings(left, right) if isinstance(left, Geometry) and isinstance(right, Geometry) else None
+    if as_json:
+        print_json({"kvhma_diff": 1, "equal": not rows, "differences": rows, "findings": findings})
+    elif not quiet:
+        _print(a, b, rows, findings)
+    raise SystemExit(1 if rows else 0)
+
+
+def _read(text: str) -> Geometry | Model | dict[str, Any]:
+    path = Path(text)
+    if path.is_file() and _PLAN in (form := load_json(path)):
+        return dict(form)
+    return model_or_geometry(text)
+
+
+def _word(value: object) -> str:
+    return {Geometry: "geometry", Model: "model"}.get(type(value), "plan")
+
+
+def _comparable(value: Geometry | Model | dict[str, Any]) -> Any:
+    """Return plain values: layers by name, and pages in place of their numbers."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Model):
+        state = value.state and {name: getattr(value.state, name) for name in value.state.__slots__}
+        form = {name: getattr(value, name) for name in value.__slots__ if name != "name"}
+        return {**form, "state": state, "layers": list(value.layers)}
+    form = json.loads(value.to_json())
+    form["layers"] = {
+        layer["name"]: {**layer, "page": {"parts": _by_name(form["pages"][layer["page"]]["parts"])}}
+        for layer in form["layers"]
+    }
+    del form["pages"]
+    return form
+
+
+def _by_name(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {part["name"]: {**part, "axes": {axis["name"]: axis for axis in part["axes"]}} for part in parts}
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path and both values of everything that differs; None where a side has nothing."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys((*a, *b)):
+            yield from differences(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(a, list) and isinstance(b, list):
+        for index in range(max(len(a), len(b))):
+            mine, theirs = (side[index] if index < len(side) else None for side in (a, b))
+            yield from differences(mine, theirs, f"{path}[{index}]")
+    elif a != b:
+        yield path, a, b
+
+
+def _findings(left: Geometry, right: Geometry) -> list[dict[str, str]]:
+    return [
+        {"severity": found.severity, "text": found.text, "fix": fix_of(found)} for found in kvhma.validate(left, right)
+    ]
+
+
+def _print(a: str, b: str, rows: list[dict[str, Any]], findings: list[dict[str, str]] | None) -> None:
+    console = Console()
+    if not rows:
+        console.print("nothing differs")
+        return
+    table = Table("field", printable(a), printable(b), box=None, padding=(0, 2, 0, 0))
+    for row in rows[:_MAX_ROWS]:
+        cells = (row["field"], *(_short(row[side]) for side in "ab"))
+        table.add_row(*(printable(cell) for cell in cells))
+    console.print(table)
+    if (more := len(rows) - _MAX_ROWS) > 0:
+        console.print(f"and {plural(more, 'difference')} more; --json prints all")
+    if findings is None:
+        return
+    for found in findings[:_MAX_ROWS]:
+        console.print(f"{found['severity']}: {printable(found['text'])}", markup=False, highlight=False)
+        console.print(f"  fix: {found['fix']}", markup=False, highlight=False)
+    if not any(found["severity"] == "error" for found in findings):
+        console.print("None of this keeps the two from being paired.")
+
+
+def _short(value: object) -> str:
+    text = "–" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

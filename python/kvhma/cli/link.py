@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two processes of ``kvhma bench link``: one holds memory, the other reads it in blocks and takes the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.cli.cost import Link
+from kvhma.cli.pair import process, receive
+from kvhma.errors import KvhmaError, TransferError
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
+
+BUDGET = 64 << 20
+"""Bytes that one read moves at most."""
+_PAGE = 4096
+_TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        block: bytes of a block.
+        blocks: blocks that were read.
+        descriptors: copies they were read in: one a block where they are apart, one in all where they touch.
+        seconds: time of the read, from making it until all bytes have come: the best of the repeats.
+        median: the median of the repeats.
+    """
+
+    block: int
+    blocks: int
+    descriptors: int
+    seconds: float
+    median: float
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were read."""
+        return self.block * self.blocks
+
+
+def blocks_of(block: int, most: int) -> int:
+    """Return how many blocks of a size are read."""
+    return max(1, min(most, BUDGET // block))
+
+
+def measure(sizes: Sequence[int], most: int, repeats: int, backend: str) -> Iterator[Point]:
+    """Start both processes and yield each measurement as it comes.
+
+    Args:
+        sizes: bytes of a block.
+        most: blocks that a read takes at most.
+        repeats: how often each is done.
+        backend: NIXL's backend.
+
+    Raises:
+        PeerLostError: a process ended early.
+        TransferError: NIXL refused, or a byte is not what it has to be.
+    """
+    memory = 2 * max(blocks_of(size, most) * size for size in sizes)
+    with process(_hold, memory, backend) as p, process(_read, memory, list(sizes), most, repeats, backend) as d:
+        hello = _ok(receive(p, "prefill"))
+        p.send(_ok(receive(d, "decode")))
+        d.send(hello)
+        for _ in range(2 * len(sizes)):
+            yield _ok(receive(d, "decode"))
+        p.send(None)
+
+
+def fit(points: Sequence[Point], source: str) -> Link:
+    """Fit the cost model to measurements, by relative error.
+
+    Args:
+        points: at least two, with different bytes per descriptor.
+        source: what to say where the constants come from.
+    """
+    rows = np.array([[point.descriptors, point.bytes] for point in points], dtype=float)
+    seconds = np.array([point.seconds for point in points])
+    found, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(points)), rcond=None)
+    each, per_byte = (float(value) for value in found)
+    if per_byte <= 0 or each <= 0:
+        # All of the time is in one of the two: read it off where that one counts most.
+        per_byte = min(float(s / n) for s, n in zip(seconds, rows[:, 1], strict=True))
+        rest = [max(float(s - n * per_byte) / float(c), 1e-9) for s, (c, n) in zip(seconds, rows, strict=True)]
+        each = float(np.median(rest))
+    return Link(each, 1 / per_byte, source)
+
+
+def _ok(message: object) -> Any:
+    if isinstance(message, KvhmaError):
+        raise message
+    return message
+
+
+def _geometry(memory: NDArray[np.uint8]) -> Geometry:
+    page = Page((Part("bytes", "uint8", 1, 0, (Axis("bytes", _PAGE, 1),)),))
+    layer = Layer("link", 0, 0, 0, len(memory) // _PAGE, _PAGE, page)
+    return Geometry((Region(memory.ctypes.data, len(memory)),), (Group("opaque", 1),), (layer,), null_block=None)
+
+
+def _pattern(length: int) -> NDArray[np.uint8]:
+    """Return bytes of which no two blocks are alike."""
+    words = np.arange(-(-length // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return words.view(np.uint8)[:length].copy()
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
+    from kvhma.nixl import Agent
+
+    memory = _pattern(_room(nbytes))
+    try:
+        with Agent("link-prefill", backends=(backend,)) as agent:
+            geometry = _geometry(memory)
+            agent.register(geometry)
+            pipe.send(agent.hello(geometry))
+            agent.connect(pipe.recv())
+            while not pipe.poll(0.01):  # until D has read everything
+                agent.notifications()
+    except (KvhmaError, ImportError) as error:
+        pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
+    except EOFError:  # the other process failed, and says so itself
+        return
+
+
+def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: int, backend: str) -> None:
+    from kvhma.nixl import Agent
+
+    expected = _pattern(_room(nbytes))
+    memory = np.zeros(_room(nbytes), dtype=np.uint8)
+    try:
+        with Agent("link-decode", backends=(backend,)) as agent:
+            agent.register(_geometry(memory))
+            pipe.send(agent.hello(_geometry(memory)))
+            peer = agent.connect(pipe.recv())
+            base = peer.geometry.regions[0].base
+            for size in sizes:
+                count = blocks_of(size, most)
+                for apart in (True, False):
+                    rows = _rows(size, count, apart)
+                    local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in (memory.ctypes.data, base))
+                    times = []
+                    for _ in range(repeats + 1):
+                        start = time.perf_counter()
+                        moving = agent.read(peer, local, remote, b"")
+                        if not moving.wait(_TIMEOUT_SECONDS):
+                            raise TransferError(f"{count} blocks of {size} bytes did not come in {_TIMEOUT_SECONDS} s")
+                        times.append(time.perf_counter() - start)
+                    for at, length, _ in rows.tolist():
+                        if not np.array_equal(memory[at : at + length], expected[at : at + length]):
+                            raise TransferError(f"a block of {size} bytes at {at} arrived with wrong bytes")
+                    warm = sorted(times[1:])
+                    pipe.send(Point(size, count, len(rows), warm[0], warm[len(warm) // 2]))
+    except (KvhmaError, ImportError) as error:
+        pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
+    except EOFError:
+        return
+
+
+def _rows(size: int, count: int, apart: bool) -> NDArray[np.uint64]:
+    """Return offset, length and device of what is read: blocks with gaps of their own size, or one run."""
+    if not apart:
+        return np.array([[0, size * count, 0]], dtype=np.uint64)
+    rows = np.zeros((count, 3), dtype=np.uint64)
+    rows[:, 0] = np.arange(count, dtype=np.uint64) * np.uint64(2 * size)
+    rows[:, 1] = size
+    return rows

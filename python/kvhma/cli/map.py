@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma map``: the picture of a hand-off, as one SVG or HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhma.cli.arguments import hand_off, hand_off_options
+from kvhma.cli.scene import draw, scene
+from kvhma.cli.show import output_options, print_json, working
+from kvhma.errors import RequestError
+
+_SUFFIXES = (".svg", ".html")
+
+
+@click.command("map")
+@hand_off_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("map.svg"), show_default=True)
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Rank of D.")
+@click.option("--source", type=click.IntRange(0), help="Rank of P; else the first one that D's rank reads from.")
+@click.option("--tensors", type=click.IntRange(1, 64), default=6, show_default=True, help="Tensors to draw runs of.")
+@output_options
+def map_(
+    output: Path,
+    rank: int,
+    source: int | None,
+    tensors: int,
+    descriptor_bytes: int,
+    as_json: bool,
+    quiet: bool,
+    **given: Any,
+) -> None:
+    """Draw what a request moves, as one file.
+
+    SVG, or HTML if its name ends so: where bytes lie, and which of them move. Takes what `kvhma plan` takes. The file
+    needs no network and follows the reader's light or dark setting.
+    """
+    if output.suffix not in _SUFFIXES:
+        raise RequestError(f"--output {output}: its name must end in {' or '.join(_SUFFIXES)}")
+    one = hand_off(**given)
+    if rank >= len(one.d):
+        raise RequestError(f"--rank {rank}: the decode engine has ranks 0 to {len(one.d) - 1}")
+    with working("drawing", quiet or as_json):
+        what = scene(one, rank, source, descriptor_bytes)
+        page, height = draw(what, tensors)
+    text = page.svg(height) if output.suffix == ".svg" else page.html(height)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--output {output}: {error.strerror or error}") from error
+    if as_json:
+        form = {"kvhma_map": 1, "file": str(output), "bytes": len(text.encode()), "decode_rank": rank}
+        print_json({**form, "prefill_rank": what.p.geometry.tp_rank, "runs": len(what.pairs)})
+    elif not quiet:
+        click.echo(f"{click.format_filename(output)}: {what.title}; {what.lines[0]}")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that the command line starts, and the pipes to them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvhma.errors import PeerLostError
+
+TIMEOUT_SECONDS = 120.0
+
+
+@contextmanager
+def process(target: Any, *arguments: Any) -> Iterator[Connection]:
+    """Run a function in a process of its own; it gets a pipe first, then the arguments."""
+    # Inherited: the library announces every agent otherwise.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    # NIXL has threads, which a forked process would not survive.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=_run, args=(theirs, target, arguments), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        worker.join(timeout=10)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+        ours.close()
+
+
+def _run(pipe: Connection, target: Any, arguments: tuple[Any, ...]) -> None:
+    # The library logs to standard output, which is for answers.
+    os.dup2(2, 1)
+    target(pipe, *arguments)
+
+
+def receive(pipe: Connection, name: str, seconds: float = TIMEOUT_SECONDS) -> Any:
+    """Return the next message of a process.
+
+    Raises:
+        PeerLostError: it ended, or said nothing in time.
+    """
+    try:
+        if pipe.poll(seconds):
+            return pipe.recv()
+    except (EOFError, ConnectionError):
+        raise PeerLostError(f"the {name} process ended early; its output says why") from None
+    raise PeerLostError(f"the {name} process said nothing for {seconds:.0f} s")

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma plan --request``: the runs of one request, from JSON to JSON. Other engines can test against it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import kvhma
+from kvhma.cli.arguments import geometry
+from kvhma.cli.show import print_json, printable
+from kvhma.errors import RequestError
+
+_MAX_ROWS = 40
+
+
+def run(
+    local: Path | None, remote: tuple[Path, ...], request: Path, descriptor_bytes: int, as_json: bool, quiet: bool
+) -> None:
+    """Print what one request with given blocks moves and zeroes.
+
+    A request is {"num_tokens": N, "local": [{"first": 0, "ids": [..]}, ..], "remote": [..]} with a span for each group.
+
+    Raises:
+        click.UsageError: an option is missing.
+        KvhmaError: a file, the pair or the request is wrong.
+    """
+    if not local or not remote:
+        raise click.UsageError("--request needs --local and --remote")
+    ours = geometry(local)
+    theirs = [geometry(path) for path in remote]
+    num_tokens, ours_spans, theirs_spans = _read_request(request)
+    planned = kvhma.plan(ours, theirs, descriptor_bytes=descriptor_bytes)
+    transfer = planned.transfer(num_tokens, ours_spans, theirs_spans)
+    warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
+    form = {**_form(transfer), "findings": warnings}
+    if as_json:
+        print_json(form)
+        return
+    _print(form, quiet)
+
+
+def _read_request(path: Path) -> tuple[Any, list[kvhma.Span], list[kvhma.Span]]:
+    try:
+        form = json.loads(path.read_bytes())
+        sides = [[kvhma.Span(span["first"], span["ids"]) for span in form[side]] for side in ("local", "remote")]
+        return form["num_tokens"], sides[0], sides[1]
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: not JSON: {error}") from error
+    except KeyError as error:
+        raise RequestError(f"{path}: field {error} is missing") from error
+    except TypeError as error:
+        raise RequestError(f"{path}: a request is an object with lists of spans: {error}") from error
+
+
+def _form(transfer: kvhma.Transfer) -> dict[str, Any]:
+    return {
+        "bytes": transfer.bytes,
+        "descriptors": transfer.descriptors,
+        "excess_bytes": transfer.excess_bytes,
+        "reads": [
+            {
+                "source": read.source,
+                "bytes": read.bytes,
+                "descriptors": read.descriptors,
+                "runs": [
+                    [ours[0], theirs[0], ours[1]]
+                    for ours, theirs in zip(read.local.tolist(), read.remote.tolist(), strict=True)
+                ],
+            }
+            for read in transfer.reads
+        ],
+        "zero": [row[:2] for row in transfer.zero.tolist()],
+    }
+
+
+def _print(form: dict[str, Any], quiet: bool) -> None:
+    console = Console()
+    for finding in [] if quiet else form["findings"]:
+        console.print(f"source {finding['source']}: {printable(finding['text'])}", highlight=False, markup=False)
+    for read in [] if quiet else form["reads"]:
+        table = Table(title=f"read from source {read['source']}: {read['descriptors']} runs, {read['bytes']:,} bytes")
+        for name in ("local address", "remote address", "length"):
+            table.add_column(name, justify="right")
+        for ours, theirs, length in read["runs"][:_MAX_ROWS]:
+            table.add_row(hex(ours), hex(theirs), f"{length:,}")
+        if (more := len(read["runs"]) - _MAX_ROWS) > 0:
+            table.caption = f"and {more} more; --json prints all"
+        console.print(table)
+    zeroed = sum(length for _, length in form["zero"])
+    console.print(
+        f"{form['descriptors']} descriptors, {form['bytes']:,} bytes read ({form['excess_bytes']:,} of them behind the "
+        f"last token), {zeroed:,} bytes zeroed in {len(form['zero'])} ranges",
+        highlight=False,
+    )

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model caches, read from its Hugging Face ``config.json``. No other package and no network is needed."""
+
+from __future__ import annotations
+
+from kvhma.config.fields import ConfigError
+from kvhma.config.files import load_json, read_config
+from kvhma.config.model import known_model_types, model_from_config
+
+__all__ = ["ConfigError", "known_model_types", "load_json", "model_from_config", "read_config"]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a path to a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvhma.config.fields import ConfigError
+from kvhma.config.model import model_from_config
+from kvhma.models import Model
+
+_MAX_BYTES = 16 << 20
+_FILE = "config.json"
+_QUANTIZATION_FILE = "hf_quant_config.json"
+
+
+def read_config(path: Path, *, kv_dtype: str | None = None, ssm_dtype: str | None = None) -> Model:
+    """Read a model from a ``config.json``.
+
+    Args:
+        path: the file, or a directory with it. A ``hf_quant_config.json`` beside it is read too, as engines do.
+        kv_dtype: dtype of the KV cache; None for what the checkpoint asks for.
+        ssm_dtype: dtype of the recurrent state; None for what the architecture and the configuration say.
+
+    Returns:
+        The model, named after its directory, or after its file where that has another name.
+
+    Raises:
+        ConfigError: no such file, not JSON, an unknown architecture, or a field that is missing or wrong.
+    """
+    file = path / _FILE if path.is_dir() else path
+    form = load_json(file)
+    beside = file.with_name(_QUANTIZATION_FILE)
+    if "quantization_config" not in form and beside.is_file():
+        quantization = load_json(beside).get("quantization")
+        form = {**form, "quantization_config": quantization}
+    folder = file.resolve().parent.name
+    name = folder if file.name == _FILE and folder else file.stem
+    try:
+        return replace(model_from_config(form, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype), name=name)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def load_json(file: Path) -> Mapping[str, Any]:
+    """Read a JSON object from a file of reasonable size.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    if len(raw) > _MAX_BYTES:
+        raise ConfigError(f"{file}: more than {_MAX_BYTES >> 20} MiB")
+    try:
+        form = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from error
+    if not isinstance(form, dict):
+        raise ConfigError(f"{file}: a {type(form).__name__}, expected a JSON object")
+    return form

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules by which architectures order their layers: ``full``, ``sliding``, ``chunked``, ``none`` or ``state``.
+
+``state`` stands for whatever recurrent state the architecture has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvhma.config.fields import ConfigError, Fields, quoted
+
+WORDS: Mapping[str, str] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "state",
+    "mamba": "state",
+    "conv": "state",
+    "mlp": "none",
+    "moe": "none",
+}
+"""What the words of a layer list stand for; ``state`` is whatever state the architecture has."""
+
+_NEMOTRON_LETTERS = {"M": "state", "*": "full", "-": "none", "E": "none"}
+
+
+def uniform(fields: Fields) -> list[str]:
+    """Full attention everywhere."""
+    return ["full"] * fields.layers()
+
+
+def windowed(fields: Fields) -> list[str]:
+    """Windows everywhere, where there is one at all."""
+    return ["sliding" if fields.optional_size("sliding_window") else "full"] * fields.layers()
+
+
+def late_windows(fields: Fields) -> list[str]:
+    """Windows behind the first layers, where they are switched on."""
+    count = fields.layers()
+    if not fields.get("use_sliding_window") or not fields.optional_size("sliding_window"):
+        return ["full"] * count
+    first = fields.get("max_window_layers")
+    if not isinstance(first, int) or first < 0:
+        raise ConfigError(f"max_window_layers {quoted(first)}: must be an integer of at least 0")
+    return ["full" if index < first else "sliding" for index in range(count)]
+
+
+def every_nth_full(other: str, *names: str) -> Callable[[Fields], list[str]]:
+    """Return a reader of models whose layers are `other` but for every n-th; the first of `names` given is n."""
+
+    def layers(fields: Fields) -> list[str]:
+        if other == "sliding" and not fields.optional_size("sliding_window"):
+            return ["full"] * fields.layers()
+        pattern = fields.get(*names)
+        # Some write it out, as LLLG.
+        step = len(pattern) if isinstance(pattern, str) else fields.size(*names)
+        return ["full" if step and (index + 1) % step == 0 else other for index in range(fields.layers())]
+
+    return layers
+
+
+def llama4(fields: Fields) -> list[str]:
+    """Chunks in the layers with rotary embedding."""
+    count = fields.layers()
+    rope = fields.get("no_rope_layers")
+    if rope and (not isinstance(rope, list) or len(rope) != count):
+        raise ConfigError(f"no_rope_layers {quoted(rope)}: must be a list of {count} numbers, one for each layer")
+    if not fields.optional_size("attention_chunk_size"):
+        return ["full"] * count
+    step = fields.size("no_rope_layer_interval")
+    flags = rope or [(index + 1) % step != 0 for index in range(count)]
+    return ["chunked" if flag else "full" for flag in flags]
+
+
+def nemotron_h(fields: Fields) -> list[str]:
+    """One letter for each layer."""
+    pattern = fields.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set(_NEMOTRON_LETTERS):
+        raise ConfigError(
+            f"hybrid_override_pattern {quoted(pattern)}: must be a text of {', '.join(_NEMOTRON_LETTERS)}, "
+            "one letter for each layer"
+        )
+    return [_NEMOTRON_LETTERS[letter] for letter in pattern]
+
+
+def jamba(fields: Fields) -> list[str]:
+    """Full attention once in a period."""
+    period = fields.size("attn_layer_period")
+    offset = fields.get("attn_layer_offset")
+    if not isinstance(offset, int) or not 0 <= offset < period:
+        raise ConfigError(f"attn_layer_offset {quoted(offset)}: must be less than attn_layer_period {period}")
+    return ["full" if index % period == offset else "state" for index in range(fields.layers())]
+
+
+def bamba(fields: Fields) -> list[str]:
+    """Full attention in the layers that are listed."""
+    full = fields.indices("attn_layer_indices") or set()
+    return ["full" if index in full else "state" for index in range(fields.layers())]
+
+
+def lfm2(fields: Fields) -> list[str]:
+    """Full attention in the layers that are listed, else everywhere."""
+    full = fields.indices("full_attn_idxs")
+    return ["full" if full is None or index in full else "state" for index in range(fields.layers())]
+
+
+def all_state(fields: Fields) -> list[str]:
+    """State everywhere."""
+    return ["state"] * fields.layers()
+
+
+def both(fields: Fields) -> list[str]:
+    """Attention and state in each layer."""
+    return ["full+state"] * fields.layers()

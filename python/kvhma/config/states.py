@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrent state of an architecture, from the fields of its configuration."""
+
+from __future__ import annotations
+
+from kvhma.config.fields import ConfigError, Fields, quoted
+from kvhma.models import State
+
+
+def mamba2(fields: Fields, dtype: str) -> State:
+    """Read a Mamba2 state as Bamba, Granite 4 and Falcon-H1 write it."""
+    heads = fields.size("mamba_n_heads")
+    width = fields.optional_size("mamba_d_ssm") or fields.size("mamba_expand") * fields.size("hidden_size")
+    head = fields.size("mamba_d_head", derived=width // heads)
+    if heads * head != width:
+        raise ConfigError(f"mamba_d_head {head} of {heads} heads: together they must have {width} channels")
+    return _mamba2(fields, heads, head, fields.size("mamba_d_state"), fields.size("mamba_n_groups"), dtype)
+
+
+def pure_mamba2(fields: Fields, dtype: str) -> State:
+    """Read the state of Mamba2 itself."""
+    heads, head = fields.size("num_heads"), fields.size("head_dim")
+    return _mamba2(fields, heads, head, fields.size("state_size"), fields.size("n_groups"), dtype)
+
+
+def nemotron_h(fields: Fields, dtype: str) -> State:
+    """Read a Mamba2 state as NemotronH writes it; its recurrent part is in float32 unless the file says otherwise."""
+    heads, head = fields.size("mamba_num_heads"), fields.size("mamba_head_dim")
+    groups = fields.size("n_groups", "mamba_n_groups")
+    ssm = _dtype_of(fields, "mamba_ssm_cache_dtype", dtype)
+    return _mamba2(fields, heads, head, fields.size("ssm_state_size"), groups, dtype, ssm)
+
+
+def _mamba2(
+    fields: Fields, heads: int, head: int, columns: int, groups: int, dtype: str, ssm: str | None = None
+) -> State:
+    if heads % groups:
+        raise ConfigError(f"n_groups {groups}: must divide the {heads} heads of the state")
+    return State(
+        kind="mamba2",
+        conv_dim=heads * head + 2 * groups * columns,
+        d_conv=_taps(fields, "mamba_d_conv", "conv_kernel"),
+        n_heads=heads,
+        head_dim=head,
+        d_state=columns,
+        n_groups=groups,
+        conv_dtype=dtype,
+        ssm_dtype=ssm or dtype,
+    )
+
+
+def mamba1(fields: Fields, dtype: str) -> State:
+    """Read a Mamba1 state as Jamba and Mamba write it: each channel is a head of one row."""
+    expand = fields.size("mamba_expand", "expand")
+    inner = expand * fields.size("hidden_size")
+    if fields.get("mamba_expand") is None:  # Mamba itself has a field for it, which has the name of an MLP's elsewhere
+        inner = fields.size("intermediate_size", derived=inner)
+    return State(
+        kind="mamba1",
+        conv_dim=inner,
+        d_conv=_taps(fields, "mamba_d_conv", "conv_kernel"),
+        n_heads=inner,
+        head_dim=1,
+        d_state=fields.size("mamba_d_state", "state_size"),
+        n_groups=0,
+        conv_dtype=dtype,
+        ssm_dtype=dtype,
+    )
+
+
+def gated_delta_net(fields: Fields, dtype: str) -> State:
+    """Read the state of a gated delta net: key heads are its groups."""
+    keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    key, value = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+    return State(
+        kind="gdn",
+        conv_dim=2 * keys * key + values * value,
+        d_conv=_taps(fields, "linear_conv_kernel_dim"),
+        n_heads=values,
+        head_dim=value,
+        d_state=key,
+        n_groups=keys,
+        conv_dtype=dtype,
+        ssm_dtype=_dtype_of(fields, "mamba_ssm_dtype", dtype),
+    )
+
+
+def short_conv(fields: Fields, dtype: str) -> State:
+    """Read the state of a short convolution: its last inputs, and nothing recurrent."""
+    channels = fields.size("conv_dim", derived=fields.size("hidden_size"))
+    return State(
+        kind="short_conv",
+        conv_dim=channels,
+        d_conv=_taps(fields, "conv_L_cache"),
+        n_heads=channels,
+        head_dim=1,
+        d_state=0,
+        n_groups=0,
+        conv_dtype=dtype,
+        ssm_dtype=dtype,
+    )
+
+
+def _taps(fields: Fields, *names: str) -> int:
+    taps = fields.size(*names)
+    if taps < 2:
+        raise ConfigError(f"{fields.called(*names)} {taps}: a convolution of less than 2 taps keeps no state")
+    return taps
+
+
+def _dtype_of(fields: Fields, name: str, dtype: str) -> str:
+    value = fields.get(name) or fields.default(name)
+    if value in (None, "auto"):
+        return dtype
+    if value not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"{name} {quoted(value)}: known are float32, bfloat16, float16")
+    return str(value)
