@@ -13,7 +13,7 @@ help: ## list the targets
 # nixl's metadata asks for torch, which kvhma does not use: install it without its dependencies.
 $(VENV)/.tools: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check numpy "click>=8.1" "rich>=13" "maturin>=1.9.4,<2"
+	$(BIN)/python -m pip install -q --disable-pip-version-check numpy "click>=8.2" "rich>=13" "maturin>=1.9.4,<2"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps nixl==$(NIXL) nixl-cu12==$(NIXL)
 	touch $@
 

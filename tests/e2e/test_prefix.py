@@ -60,7 +60,9 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
         told = [prefill(p, prompt) for prompt in many]
         got = [decode(d, prompt, params) for prompt, params in zip(many, told, strict=True)]
         for prompt, answer, right in zip(many, got, expected, strict=True):
-            same(name, answer.result(120), right.result(120), f"of {len(prompt)} tokens")
+            # How many are computed together decides how they are rounded.
+            found = difference(answer.result(120), right.result(120), 2 * noise(name))
+            assert found is None, f"of {len(prompt)} tokens: {found}"
         for engine in (p, d):
             engine.idle(free=engine.state()["all_blocks"] - 1)
 

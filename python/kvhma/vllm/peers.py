@@ -8,7 +8,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import kvhma
@@ -24,6 +23,7 @@ from kvhma.vllm.side_channel import (
     AskRoster,
     Client,
     Done,
+    HandshakeTimeoutError,
     Hello,
     Refused,
     Roster,
@@ -33,6 +33,9 @@ logger = logging.getLogger("vllm.kvhma")
 
 _FAILURE_SECONDS = 1.0
 """How long a failed handshake stands for the next ones with the same engine: many requests share one."""
+
+_MOST_BYTES = 256 << 20
+"""Bytes of the hellos of all ranks of an engine."""
 
 
 @dataclass(eq=False)
@@ -72,38 +75,46 @@ class Peers:
         self._shook = shook
         self._lock = threading.Lock()
         self._sources: OrderedDict[Address, Source] = OrderedDict()
-        self._pending: dict[tuple[Address, int], Future[Source]] = {}
+        self._pending: dict[tuple[Address, int], list[Callable[[KvhmaError | None], None]]] = {}
         self._failed: dict[tuple[Address, int], tuple[float, KvhmaError]] = {}
 
     def __len__(self) -> int:
         return len(self._sources)
 
-    def borrow(self, remote: Remote) -> Source:
-        """Return the source of a request, after a handshake if need be; give it back with :meth:`give_back`.
+    def borrow(self, remote: Remote, later: Callable[[KvhmaError | None], None]) -> Source | None:
+        """Return the source of a request, to be given back with :meth:`give_back`, or None until it is known.
+
+        Args:
+            remote: the request.
+            later: called from another thread after a handshake, if one is needed, with the error or with None. Then
+                ask again.
 
         Raises:
-            HandshakeError: it does not answer, is another engine than the request was told, or speaks another version.
+            HandshakeError: it did not answer a moment ago, was another engine than the request was told, or spoke
+                another version; or there are too many handshakes at a time.
             UnsupportedPairError: its caches cannot be read into ours; it has been told so.
-            TransferError: it cannot be connected to.
+            TransferError: it could not be connected to.
         """
         key = (remote.address, remote.instance)
         with self._lock:
             source = self._sources.get(remote.address)
             if source is not None and source.instance == remote.instance and source.gone is None:
                 self._sources.move_to_end(remote.address)
-                return self._lend(source)
+                source.loads += 1
+                return source
             since, error = self._failed.get(key, (0.0, None))
             if error is not None and time.monotonic() - since < _FAILURE_SECONDS:
                 raise error.with_traceback(None)
-            pending = self._pending.get(key)
-            mine = pending is None
-            if pending is None:
-                pending = self._pending[key] = Future()
-        if mine:
-            self._shake(remote, pending)
-        source = pending.result()
-        with self._lock:
-            return self._lend(source)
+            waiting = self._pending.get(key)
+            if waiting is not None:
+                waiting.append(later)
+                return None
+            if len(self._pending) >= self._settings.max_peers:
+                raise HandshakeTimeoutError(f"{len(self._pending)} other engines do not answer")
+            self._pending[key] = [later]
+        # A thread for each engine: one that does not answer must not keep others waiting.
+        threading.Thread(target=self._shake, args=(remote,), name="kvhma-handshake", daemon=True).start()
+        return None
 
     def give_back(self, source: Source) -> None:
         """Say that a load has ended; a source that nobody uses can be dropped."""
@@ -112,48 +123,53 @@ class Peers:
         if source.gone is not None:
             self._drop(source)
 
-    def _lend(self, source: Source) -> Source:
-        source.loads += 1
-        return source
-
-    def _shake(self, remote: Remote, pending: Future[Source]) -> None:
+    def _shake(self, remote: Remote) -> None:
         key = (remote.address, remote.instance)
         started = time.monotonic()
+        dropped: list[Source] = []
+        failure: KvhmaError | None = None
         try:
             source = self._connect(remote)
-        except KvhmaError as error:
-            with self._lock:
-                self._failed[key] = (time.monotonic(), error)
+        except Exception as error:
+            if not isinstance(error, KvhmaError):
+                logger.exception("kvhma: a handshake with %s met an error of the connector's own", remote.address)
+            failure = error if isinstance(error, KvhmaError) else HandshakeError(f"{type(error).__name__}: {error}")
+        with self._lock:
+            if failure is None:
+                self._failed.pop(key, None)
+                dropped = self._keep(source)
+            else:
+                self._failed[key] = (time.monotonic(), failure)
                 while len(self._failed) > self._settings.max_peers:
                     del self._failed[next(iter(self._failed))]
-                del self._pending[key]
-            pending.set_exception(error)
-            return
-        except BaseException as error:
-            with self._lock:
-                del self._pending[key]
-            pending.set_exception(error)
-            return
-        self._shook(time.monotonic() - started)
-        with self._lock:
-            self._failed.pop(key, None)
-            replaced = self._sources.pop(remote.address, None)
-            self._sources[remote.address] = source
-            del self._pending[key]
-            dropped = [old for old in (replaced,) if old is not None]
-            idle = [old for old in self._sources.values() if not old.loads and old is not source]
-            while len(self._sources) > self._settings.max_peers and idle:
-                dropped.append(self._sources.pop(idle.pop(0).address))
-        pending.set_result(source)
+            waiting = self._pending.pop(key)
+        if failure is None:
+            self._shook(time.monotonic() - started)
+        for later in waiting:
+            later(failure)
         for old in dropped:
             self._disconnect(old)
+
+    def _keep(self, source: Source) -> list[Source]:
+        """Return what has to go for it: an earlier life of the same engine, and engines nobody has used for longest."""
+        replaced = self._sources.pop(source.address, None)
+        self._sources[source.address] = source
+        dropped = [] if replaced is None else [replaced]
+        idle = [old for old in self._sources.values() if not old.loads and old is not source]
+        while len(self._sources) > self._settings.max_peers and idle:
+            dropped.append(self._sources.pop(idle.pop(0).address))
+        return dropped
 
     def _connect(self, remote: Remote) -> Source:
         timeout = self._settings.handshake_timeout
         with Client(remote.address, timeout) as client:
             roster = client.ask(AskRoster(PROTOCOL), Roster)
             self._check(remote, roster)
-            hellos = [client.ask(AskHello(pp, tp), Hello).data for pp, tp in roster.ranks]
+            hellos: list[bytes] = []
+            for pp, tp in roster.ranks:
+                hellos.append(client.ask(AskHello(pp, tp), Hello).data)
+                if sum(map(len, hellos)) > _MOST_BYTES:
+                    raise HandshakeError(f"the hellos of {remote.address} have more than {_MOST_BYTES} bytes")
             said = [decode_hello(data) for data in hellos]
             try:
                 plan = kvhma.plan(

@@ -31,14 +31,16 @@ COUNTS = ("handshakes", "fences", "expired", *(f"failed_{cause}" for cause in CA
 
 
 def _empty() -> dict[str, Any]:
-    return {name: [] for name in SERIES} | dict.fromkeys(COUNTS, 0) | {"handshake_seconds": [], "groups": {}}
+    sums: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+    return {name: [] for name in SERIES} | sums | {"handshake_seconds": [], "groups": {}, "ranks": {}}
 
 
 @dataclass
 class TransferStats(KVConnectorStats):
     """Numbers of one interval. `data` can be pickled and sent as JSON; ranks are joined by appending.
 
-    ``data["groups"]`` maps ``"0 full"`` (index and kind of a group) to bytes and descriptors of all its loads.
+    ``data["groups"]`` maps ``"0 full"`` (index and kind of a group) to bytes and descriptors of all its loads,
+    ``data["ranks"]`` the rank of a worker to bytes, descriptors and seconds of all its loads.
     """
 
     data: dict[str, Any] = field(default_factory=_empty)
@@ -60,18 +62,18 @@ class TransferStats(KVConnectorStats):
         for name, value in values.items():
             self.data[name].append(value)
 
-    def record_group(self, name: str, nbytes: int, descriptors: int) -> None:
-        """Add what a load moves for one group."""
-        row = self.data["groups"].setdefault(name, {"bytes": 0, "descriptors": 0})
-        row["bytes"] += nbytes
-        row["descriptors"] += descriptors
+    def add(self, table: str, name: str, **values: float) -> None:
+        """Add to a row of ``groups`` or ``ranks``."""
+        row = self.data[table].setdefault(name, dict.fromkeys(values, 0))
+        for key, value in values.items():
+            row[key] += value
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         """Add the numbers of another rank or interval."""
         for name, value in other.data.items():
-            if name == "groups":
-                for group, row in value.items():
-                    self.record_group(group, row["bytes"], row["descriptors"])
+            if isinstance(value, dict):
+                for row, numbers in value.items():
+                    self.add(name, row, **numbers)
             elif isinstance(value, list):
                 self.data[name] = self.data[name] + value
             else:
@@ -97,6 +99,10 @@ class TransferStats(KVConnectorStats):
                 "Tokens loaded": int(sum(data["tokens_loaded"])),
                 "Tokens cached": int(sum(data["tokens_cached"])),
             }
+            if len(data["ranks"]) > 1:
+                for rank, row in sorted(data["ranks"].items()):
+                    line[f"Rank {rank} MB"] = round(row["bytes"] / 1e6, 3)
+                    line[f"Rank {rank} transfer (ms)"] = round(row["seconds"] * 1e3, 2)
         for name in COUNTS:
             if data[name]:
                 line[name.replace("_", " ").capitalize()] = data[name]
@@ -123,6 +129,13 @@ _COUNTERS = {
     "handshakes": "Handshakes with other engines.",
     "fences": "Loads that ended close to the end of their lease and were checked with the other engine.",
     "expired": "Leases that ended before anybody read the blocks.",
+}
+
+
+_RANK_COUNTERS = {
+    "bytes": "Bytes moved by a rank: more than its share where ranks repeat heads.",
+    "descriptors": "Descriptors that a rank's loads were planned with.",
+    "seconds": "Time of a rank's transfers: the slowest one decides when a request goes on.",
 }
 
 
@@ -155,6 +168,11 @@ class PromMetrics(KVConnectorPromMetrics):
             documentation="Descriptors of a group, before neighbours of other groups are joined.",
             labelnames=by_group,
         )
+        by_rank = [*self._labelnames, "rank"]
+        self._ranks = {
+            name: self._counter_cls(name=f"vllm:kvhma_rank_{name}", documentation=text, labelnames=by_rank)
+            for name, text in _RANK_COUNTERS.items()
+        }
         self._failures = self._counter_cls(
             name="vllm:kvhma_failed_loads", documentation="Loads that failed.", labelnames=[*self._labelnames, "cause"]
         )
@@ -174,6 +192,9 @@ class PromMetrics(KVConnectorPromMetrics):
         for group, row in transfer_stats_data["groups"].items():
             self._group_bytes.labels(*labels, group).inc(row["bytes"])
             self._group_descriptors.labels(*labels, group).inc(row["descriptors"])
+        for rank, row in transfer_stats_data["ranks"].items():
+            for name, counter in self._ranks.items():
+                counter.labels(*labels, rank).inc(row[name])
         for cause in CAUSES:
             if transfer_stats_data[f"failed_{cause}"]:
                 self._failures.labels(*labels, cause).inc(transfer_stats_data[f"failed_{cause}"])

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
@@ -29,8 +30,20 @@ from kvhma.vllm.stats import TransferStats
 logger = logging.getLogger("vllm.kvhma")
 
 _NAP_SECONDS = 5e-4
+_HANDSHAKES = 3
+"""Handshakes that a load waits for; an engine that is lost after each of them will not answer it."""
+
 _BEHIND = 1 << 20
 """Blocks behind the last one of any request."""
+
+
+@dataclass(eq=False)
+class Order:
+    """A load that the scheduler ordered, when that was, and how many handshakes it has waited for."""
+
+    load: Load
+    since: float
+    handshakes: int = 0
 
 
 @dataclass(eq=False)
@@ -59,7 +72,7 @@ class WorkerHalf:
         self._agent = agent
         self._memory = memory
         self._peers = Peers(agent, geometry, settings, engine_id, self._shook)
-        self._orders: queue.SimpleQueue[tuple[Load, float] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._moving: deque[Moving] = deque()
         self._has_moving = threading.Event()
         self._lock = threading.Lock()
@@ -83,7 +96,7 @@ class WorkerHalf:
             self._fail(request_id, Failure("refused", text, passing=False))
         now = time.monotonic()
         for load in metadata.loads:
-            self._orders.put((load, now))
+            self._orders.put(Order(load, now))
 
     def collect(self) -> tuple[set[str], dict[str, Failure]]:
         """Return the requests whose loads have ended, each once, and why some of them failed."""
@@ -117,12 +130,14 @@ class WorkerHalf:
 
     def _load_all(self) -> None:
         while (order := self._orders.get()) is not None and not self._closing:
-            load, ordered = order
+            load = order.load
             try:
-                source = self._peers.borrow(load.remote)
+                source = self._peers.borrow(load.remote, partial(self._met, order))
             except Exception as error:
                 self._fail(load.request_id, explain(error))
                 continue
+            if source is None:
+                continue  # it comes back after the handshake
             try:
                 planned = source.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
                 self._memory.zero(planned.zero)
@@ -131,8 +146,17 @@ class WorkerHalf:
                 self._peers.give_back(source)
                 self._fail(load.request_id, explain(error))
                 continue
-            self._post(Moving(load, ordered, source, planned, lease))
+            self._post(Moving(load, order.since, source, planned, lease))
             self._count_groups(load, source.plan)
+
+    def _met(self, order: Order, error: KvhmaError | None) -> None:
+        order.handshakes += 1
+        if error is None and order.handshakes > _HANDSHAKES:
+            error = PeerLostError(f"{order.load.remote.address} was lost after each of {_HANDSHAKES} handshakes")
+        if error is None:
+            self._orders.put(order)
+        else:
+            self._fail(order.load.request_id, explain(error))
 
     def _claim(self, load: Load) -> Lease:
         timeout, margin = self._settings.handshake_timeout, self._settings.clock_margin
@@ -174,7 +198,7 @@ class WorkerHalf:
             logger.debug("kvhma: groups of %s were not counted", load.request_id, exc_info=True)
         with self._lock:
             for row in rows:
-                self._stats.record_group(*row)
+                self._stats.add("groups", row[0], bytes=row[1], descriptors=row[2])
 
     # --- the thread that polls -----------------------------------------------------------------------------
 
@@ -226,8 +250,17 @@ class WorkerHalf:
         if moving.error is not None:
             self._fail(moving.load.request_id, explain(moving.error))
             return
+        numbers = self._numbers(moving, ended)
+        logger.debug("kvhma: loaded %s from %s: %s", moving.load.request_id, moving.load.remote.engine_id, numbers)
         with self._lock:
-            self._stats.record(**self._numbers(moving, ended))
+            self._stats.record(**numbers)
+            self._stats.add(
+                "ranks",
+                str(self._geometry.tp_rank),
+                bytes=numbers["bytes"],
+                descriptors=numbers["selected_descriptors"],
+                seconds=numbers["transfer_seconds"],
+            )
             self._received.append(moving.load.request_id)
 
     def _numbers(self, moving: Moving, ended: float) -> dict[str, float]:
