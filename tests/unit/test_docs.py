@@ -1,32 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's code runs and prints what the README says; the documented JSON is a geometry."""
+"""Every block of README and docs is what it says: code runs and prints it, commands end well, JSON is of its kind.
 
+Blocks in `sh` start servers or install things, and are the only ones that are not run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvhma import Geometry
+import pytest
+
+from kvhma import Geometry, cases
+from support.cli_configs import NEMOTRON_3_NANO
 
 ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+KVHMA = [sys.executable, "-c", "from kvhma.cli import main; main()"]
+NOT_RUN = {"curl", "eval", "make", "pip", "vllm"}
+"""What a block that is not run may start its lines with."""
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
+CONFIG = re.compile(r"\{\"kv_connector\":[^{}]*\}")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-def blocks(path, language):
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+@dataclass
+class Block:
+    """A block of code: its language, its text, and whether only white space is between it and the block before."""
+
+    language: str
+    text: str
+    follows: bool = False
 
 
-def test_readme_code_prints_what_it_says():
-    code, output = blocks("README.md", "python"), blocks("README.md", "text")
-    assert len(code) == len(output) == 1
-    run = subprocess.run([sys.executable, "-c", code[0]], capture_output=True, text=True, check=True)
-    assert run.stdout == output[0]
+@dataclass
+class Command:
+    """A line that is run, and what is shown below it; None if nothing is."""
+
+    words: list[str]
+    output: str | None = None
+
+
+def blocks(page: str) -> list[Block]:
+    """Fenced blocks, and indented ones as `console`, or `sh` if they start with what is not run."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found: list[tuple[int, int, Block]] = []
+    for match in FENCE.finditer(text):
+        found.append((*match.span(), Block(*match.groups())))
+    hidden = FENCE.sub(lambda match: "-" * len(match[0]), text)
+    for match in INDENTED.finditer(hidden):
+        lines = "\n".join(line[4:] for line in match[0].rstrip("\n").split("\n"))
+        language = "sh" if lines.split()[0] in NOT_RUN else "console"
+        found.append((*match.span(), Block(language, f"{lines}\n")))
+    found.sort(key=lambda item: item[0])
+    end = 0
+    for start, stop, block in found:
+        block.follows = not text[end:start].strip()
+        end = stop
+    return [block for _, _, block in found]
+
+
+def commands(page: str) -> list[Command]:
+    """The `kvhma` lines of a page. What else is in a block is the output of the last one, also of a block before."""
+    found: list[Command] = []
+    for block in blocks(page):
+        if block.language != "console":
+            continue
+        printed = False
+        for line in block.text.rstrip("\n").split("\n"):
+            if line.startswith("$ kvhma ") or (line.startswith("kvhma ") and not printed):
+                found.append(Command(shlex.split(line.removeprefix("$ "), comments=True)[1:]))
+            else:
+                printed = True
+                assert found, f"{page}: {line!r} is shown as output, but no command is before it"
+                last = found[-1]
+                last.output = line if last.output is None else f"{last.output}\n{line}"
+    return found
+
+
+def scripts() -> list[str]:
+    # docs/torch.md needs torch: tests/tensors/test_docs.py runs it where that is.
+    return [page for page in PAGES if page != "docs/torch.md" and any(b.language == "python" for b in blocks(page))]
+
+
+def form(page: str) -> str:
+    (block,) = (block for block in blocks(page) if block.language == "json")
+    return block.text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where a page's commands run: the files that pages speak of."""
+    (tmp_path / "Nemotron-3-Nano").mkdir()
+    (tmp_path / "Nemotron-3-Nano" / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
+    (tmp_path / "case.json").write_text(form("docs/cases.md"))
+    (tmp_path / "assets").mkdir()
+    return tmp_path
+
+
+def run(folder, *command):
+    environment = os.environ | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "NIXL_LOG_LEVEL": "WARN"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_language_that_is_tested(page):
+    for block in blocks(page):
+        assert block.language in {"console", "json", "python", "sh", "text"}, block.text
+        if block.language == "sh":
+            words = {line.split()[0] for line in block.text.splitlines() if line.strip()}
+            assert words <= NOT_RUN, f"{words - NOT_RUN} in a block that is not run"
+
+
+@pytest.mark.parametrize("page", scripts())
+def test_code_prints_what_it_says(page, folder):
+    code, printed = ["import numpy"], [""]
+    for block in blocks(page):
+        if block.language == "python":
+            code.append(block.text)
+            printed.append("")
+        elif block.language == "text" and block.follows:
+            printed[-1] = block.text
+    if any("kvhma.nixl" in text for text in code):
+        pytest.importorskip("nixl", reason="needs NIXL")
+    ended = run(folder, sys.executable, "-c", "\nprint(end='\\x1e')\n".join(code))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\x1e") == printed
+
+
+def test_the_page_that_is_left_out_is_run_elsewhere():
+    assert "docs/torch.md" in (ROOT / "tests/tensors/test_docs.py").read_text()
+    assert any(block.language == "python" for block in blocks("docs/torch.md"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands_end_well_and_print_what_it_says(page, folder):
+    for command in commands(page):
+        if command.words[:2] == ["bench", "link"] or command.words[:1] == ["demo"]:
+            pytest.importorskip("nixl", reason="needs NIXL")
+        ended = run(folder, *KVHMA, *command.words)
+        refused = command.output is not None and command.output.startswith("refused")
+        assert (ended.returncode, ended.stderr) == (int(refused), ""), command.words
+        if command.output is not None:
+            got = [line.rstrip() for line in ended.stdout.strip("\n").splitlines()]
+            shown = command.output.strip("\n").splitlines()
+            places = range(len(got) - len(shown) + 1)
+            assert any(got[at : at + len(shown)] == shown for at in places), (command.words, ended.stdout)
+    for drawn in (folder / "assets").iterdir():
+        same = drawn.read_bytes() == (ROOT / "docs/assets" / drawn.name).read_bytes()
+        assert same, f"docs/assets/{drawn.name} is not what the command draws: run python tools/pictures.py"
+
+
+def test_every_picture_has_a_command_and_a_place():
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    drawn = {word for page in PAGES for command in commands(page) for word in command.words if "assets/" in word}
+    there = {f"assets/{path.name}" for path in (ROOT / "docs/assets").iterdir()}
+    assert drawn == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
 
 
 def test_documented_geometry_is_one():
-    (form,) = blocks("docs/geometry.md", "json")
-    geometry = Geometry.from_json(form)
+    geometry = Geometry.from_json(form("docs/geometry.md"))
     assert geometry.groups[0].window == 1024
     assert Geometry.from_json(geometry.to_json()) == geometry
+
+
+def test_documented_case_is_right(folder):
+    verdict = cases.check(cases.load(folder / "case.json"))
+    assert verdict.outcome == "right", verdict.text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
+def test_documented_connectors_exist(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    configs = [json.loads(found) for found in CONFIG.findall(text)]
+    assert configs
+    for config in configs:
+        assert config.get("kv_role", "kv_both") in {"kv_both", "kv_consumer", "kv_producer"}
+        spec = importlib.util.find_spec(config["kv_connector_module_path"])
+        assert spec is not None
+        assert spec.origin is not None
+        assert re.search(rf"\b{config['kv_connector']}\b", Path(spec.origin).read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+        assert re.match(r"https?:", target) or ((ROOT / page).parent / target).exists(), target
+
+
+def test_navigation_has_every_page():
+    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {Path(page).name for page in PAGES} - {"README.md"} | {"index.md"}
 
 
 def test_import_needs_numpy_only():
