@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 does not tell sources apart
+    CACHE_HIT_SOURCE: Any = None
+else:
+    CACHE_HIT_SOURCE = CacheHitSource.P2P
+
 _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """What configurations of models call the groups of B and C."""
 

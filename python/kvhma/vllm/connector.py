@@ -15,11 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvhma
 from kvhma.nixl import Agent
-from kvhma.vllm.compat import check_config, engine_facts, host_staged, place_of
+from kvhma.vllm.compat import CACHE_HIT_SOURCE, check_config, engine_facts, host_staged, place_of
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler import SchedulerHalf
@@ -49,7 +48,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     "kv_role": "kv_both"}'``. docs/vllm.md has the settings.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Check the engine's configuration and start the half that this process needs.
