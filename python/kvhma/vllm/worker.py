@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from kvhma.vllm.stats import TransferStats
 logger = logging.getLogger("vllm.kvhma")
 
 _NAP_SECONDS = 5e-4
+_SWITCH_SECONDS = 5e-4
 _HANDSHAKES = 3
 """Handshakes that a load waits for; an engine that is lost after each of them will not answer it."""
 
@@ -80,6 +82,8 @@ class WorkerHalf:
         self._failures: dict[str, Failure] = {}
         self._stats = TransferStats()
         self._closing = False
+        # vLLM's thread spins while it waits for its next step, and a thread of ours gets its turn only after this long.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self._threads = [
             threading.Thread(target=self._load_all, name=f"kvhma-load-{index}", daemon=True)
             for index in range(settings.load_threads)
