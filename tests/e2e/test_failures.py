@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 
 from support.engines import Engine, Zygote, engines, free_port
-from support.handoff import arguments, decode, failures, hand_over, kvhma, loads, prefill, prompts, same
+from support.handoff import all_free, arguments, decode, failures, hand_over, kvhma, loads, prefill, prompts, same
 
 Models = Callable[[str], Path]
 QUICK = {"handshake_timeout": 1}
-
-
-def all_free(engine: Engine) -> None:
-    engine.idle(free=engine.state()["all_blocks"] - 1)
 
 
 def replacement(engine: Engine, log: Path) -> Engine:

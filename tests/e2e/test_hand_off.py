@@ -10,7 +10,7 @@ import pytest
 
 from support.engines import Zygote, engines
 from support.engines.tiny import MODELS
-from support.handoff import arguments, compare, decode, failures, kvhma, loads, prefill, prompts, same
+from support.handoff import all_free, arguments, compare, decode, failures, kvhma, loads, prefill, prompts, same
 
 Models = Callable[[str], Path]
 
@@ -57,7 +57,7 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
         compare(name, one, two, plain, [33, 301, 601], ranks_differ=True)
         compare(name, two, one, plain, [33, 301, 601], ranks_differ=True)
         for engine in (one, two):
-            engine.idle(free=engine.state()["all_blocks"] - 1)
+            all_free(engine)
 
 
 @pytest.mark.parametrize(("name", "mine", "theirs"), [("llama", 32, 64), ("gemma3", 96, 32)])
@@ -96,7 +96,7 @@ def test_blocks_that_must_not_be_cut_are_refused(zygote: Zygote, model: Models, 
                 assert "amx" in (tmp_path / f"{log}.log").read_text()
         else:
             same(name, refused, expected)
-        p.idle(free=p.state()["all_blocks"] - 1)
+        all_free(p)
 
 
 def test_through_host_memory(zygote: Zygote, model: Models, tmp_path: Path) -> None:

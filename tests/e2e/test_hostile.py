@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from support.engines import Zygote, engines, free_port
-from support.handoff import arguments, decode, hand_over, kvhma, prefill, prompts, same
+from support.handoff import all_free, arguments, decode, hand_over, kvhma, prefill, prompts, same
 
 Models = Callable[[str], Path]
 NAME = "gemma3"
@@ -100,7 +100,7 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         print(f"{number} broken parameters: {refused} refused, {served} answered right")
         assert refused > served
         same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(60), "after all that")
-        d.idle(free=d.state()["all_blocks"] - 1)
+        all_free(d)
 
 
 def test_broken_requests_to_p(zygote: Zygote, model: Models, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.engines import Zygote, engines
-from support.handoff import arguments, compare, kvhma, loads
+from support.handoff import all_free, arguments, compare, kvhma, loads
 
 
 def run(*command: str) -> None:
@@ -60,4 +60,4 @@ def test_two_hosts(hosts: dict[str, str], zygote: Zygote, model: Callable[[str],
     with engines(zygote, model(name), tmp_path, **sides, plain=arguments(name)) as (p, d, plain):
         compare(name, p, d, plain, [33, 301, 1201])
         assert loads(d) == 3
-        p.idle(free=p.state()["all_blocks"] - 1)
+        all_free(p)

@@ -10,7 +10,7 @@ import pytest
 
 from support.engines import Zygote, engines
 from support.engines.compare import difference
-from support.handoff import arguments, decode, hand_over, kvhma, loads, noise, prefill, prompts, same
+from support.handoff import all_free, arguments, decode, hand_over, kvhma, loads, noise, prefill, prompts, same
 
 Models = Callable[[str], Path]
 
@@ -47,7 +47,7 @@ def test_prefix_hits_and_chunks(name: str, zygote: Zygote, model: Models, tmp_pa
             assert moved["block-aligned"] <= len(cases["block-aligned"]) - 2 * block
         assert moved["to the last block"] < 2 * block
         for engine in (p, d):
-            engine.idle(free=engine.state()["all_blocks"] - 1)
+            all_free(engine)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h", "qwen3_next"])
@@ -64,7 +64,7 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
             found = difference(answer.result(120), right.result(120), 2 * noise(name))
             assert found is None, f"of {len(prompt)} tokens: {found}"
         for engine in (p, d):
-            engine.idle(free=engine.state()["all_blocks"] - 1)
+            all_free(engine)
 
 
 @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
         print(f"{name}: {preempted:g} preemptions, {loads(d)} loads")
         assert preempted > 0
         assert loads(d) == len(many)
-        d.idle(free=d.state()["all_blocks"] - 1)
-        p.idle(free=p.state()["all_blocks"] - 1)
+        all_free(d)
+        all_free(p)

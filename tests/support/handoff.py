@@ -86,6 +86,11 @@ def compare(
     print(f"{name}: at most {worst:.2g} nats from the plain engine")
 
 
+def all_free(engine: Engine) -> None:
+    """Wait until an engine holds no request and no block but the null block."""
+    engine.idle(free=engine.state()["all_blocks"] - 1)
+
+
 def loads(engine: Engine) -> int:
     """Loads of an engine that ended well."""
     return int(engine.sample("vllm:kvhma_load_seconds_count"))

@@ -8,7 +8,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
-import vllm.envs
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,

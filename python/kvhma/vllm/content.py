@@ -153,6 +153,11 @@ def _whole(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
         dense *= length
     fields = (type(spec).__name__, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
     dtype = "/".join([_dtype(spec, view), *map(str, fields), f"tp{place.tp_size}"])
+    return _for_equals(dtype, size, place)
+
+
+def _for_equals(dtype: str, size: int, place: Place) -> tuple[Part, ...]:
+    """Bytes of one rank; `dtype` says all that has to be equal on the other side."""
     ranks = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
     return (Part("whole", dtype, 1, 0, (ranks,)),)
 
@@ -174,9 +179,7 @@ def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
     known = _known_state(spec, place)
     if known is None:
         kinds = f"{spec.mamba_type.name}/{spec.shapes}/tp{place.tp_size}"
-        size = spec.state_content_size_bytes
-        axis = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
-        return (Part("whole", kinds.replace(" ", ""), 1, 0, (axis,)),)
+        return _for_equals(kinds.replace(" ", ""), spec.state_content_size_bytes, place)
     state, conv = known
     return state_parts(state, place.tp_rank, place.tp_size, conv)
 

@@ -98,10 +98,11 @@ class Remote:
         It is no signature. It keeps apart requests and prompts that a proxy mixed up, and parameters that were changed
         on the way. A proxy may change the address, since networks have names of their own.
         """
-        spans = [[span.first, write_ids(span.ids)] for span in self.spans]
-        told = [self.engine_id, self.instance, *astuple(self.hold), self.lease, self.num_tokens, spans]
+        places = [[span.first, len(span.ids)] for span in self.spans]
+        told = [self.engine_id, self.instance, *astuple(self.hold), self.lease, self.num_tokens, places]
         digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=16)
-        digest.update(array("q", token_ids).tobytes())
+        for numbers in (*(span.ids for span in self.spans), token_ids):
+            digest.update(array("q", numbers).tobytes())
         return digest.hexdigest()
 
     def to_params(self, *, pp_size: int) -> dict[str, Any]:
