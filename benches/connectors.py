@@ -32,7 +32,7 @@ STARTS = 3
 TURNS = {1: 12, 16: 6}
 """Turns of each connector, by how many requests are handed over at a time."""
 
-STALL_TURNS = 6
+STALL_TURNS = 3
 QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step: on few cores it would take them from the next turn."""
 
@@ -71,6 +71,17 @@ class Pair:
 
     p: Engine
     d: Engine
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the machine to others."""
+        for engine in (self.p, self.d):
+            engine.pause()
+        try:
+            yield
+        finally:
+            for engine in (self.p, self.d):
+                engine.go_on()
 
     def begin(self) -> None:
         """Compute something in both, so that the first hand-off is the first of nothing but that."""

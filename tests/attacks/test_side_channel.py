@@ -20,7 +20,7 @@ from kvhma.vllm.side_channel import (
     AskRoster,
     Client,
     HandshakeTimeoutError,
-    Hello,
+    RankHello,
     Leases,
     Listener,
     Refused,
@@ -45,7 +45,7 @@ def answers(address):
     with Client(address, 5) as client:
         roster = client.ask(AskRoster(PROTOCOL), Roster)
         assert (roster.engine_id, int.from_bytes(roster.instance, "big"), roster.ranks) == ("p", 258, [(0, 0), (0, 1)])
-        assert client.ask(AskHello(0, 1), Hello).data == b"one"
+        assert client.ask(AskHello(0, 1), RankHello).data == b"one"
 
 
 def dealer(address):
@@ -65,12 +65,12 @@ def test_another_protocol(address):
 
 def test_a_rank_that_is_not_there(address):
     with Client(address, 5) as client, pytest.raises(HandshakeError, match="pipeline 0, tensor 3"):
-        client.ask(AskHello(0, 3), Hello)
+        client.ask(AskHello(0, 3), RankHello)
 
 
 def test_an_answer_of_another_kind(address):
     with Client(address, 5) as client, pytest.raises(HandshakeError, match="AskRoster with Roster"):
-        client.ask(AskRoster(PROTOCOL), Hello)
+        client.ask(AskRoster(PROTOCOL), RankHello)
 
 
 def test_a_peers_text_brings_no_line_breaks_into_the_log(address, caplog):

@@ -7,7 +7,7 @@ import pytest
 
 from kvhma.vllm.leases import Courier, Lease, LeaseEndedError, Ledger
 from kvhma.vllm.params import Address, Claim, Hold
-from kvhma.vllm.side_channel import Listener
+from kvhma.vllm.side_channel import Lines, Listener
 from support.engines.engine import free_port
 
 
@@ -161,21 +161,21 @@ def ledger(address):
 
 
 def test_a_read_inside_its_lease_is_one_question(address, ledger):
-    lease = Lease(address, claim(ledger.hold("a")), timeout=2, margin=0.1)
+    lease = Lease(Lines(address, 2), claim(ledger.hold("a")), timeout=2, margin=0.1)
     assert covers(lease, time.monotonic())
     assert lease.questions == 1
     lease.close()
 
 
 def test_a_read_close_to_the_end_is_asked_for_again(address, ledger):
-    lease = Lease(address, claim(ledger.hold("a")), timeout=2, margin=10)
+    lease = Lease(Lines(address, 2), claim(ledger.hold("a")), timeout=2, margin=10)
     assert covers(lease, time.monotonic())
     assert lease.questions == 2
     lease.close()
 
 
 def test_a_read_past_the_end(address, ledger):
-    lease = Lease(address, claim(ledger.hold("a")), timeout=2, margin=0.1)
+    lease = Lease(Lines(address, 2), claim(ledger.hold("a")), timeout=2, margin=0.1)
     time.sleep(1.1)
     with pytest.raises(LeaseEndedError, match="P does not hold 'a' for us"):
         covers(lease, time.monotonic())
@@ -184,9 +184,9 @@ def test_a_read_past_the_end(address, ledger):
 
 def test_a_second_reader(address, ledger):
     hold = ledger.hold("a")
-    first = Lease(address, claim(hold, 1), timeout=2, margin=0.1)
+    first = Lease(Lines(address, 2), claim(hold, 1), timeout=2, margin=0.1)
     assert covers(first, time.monotonic())
-    second = Lease(address, claim(hold, 2), timeout=2, margin=0.1)
+    second = Lease(Lines(address, 2), claim(hold, 2), timeout=2, margin=0.1)
     with pytest.raises(LeaseEndedError, match="read already"):
         covers(second, time.monotonic())
     first.close()
@@ -194,7 +194,7 @@ def test_a_second_reader(address, ledger):
 
 
 def test_nobody_answers(address):
-    lease = Lease(address, claim(Hold("a", 1)), timeout=0.1, margin=0.1)
+    lease = Lease(Lines(address, 2), claim(Hold("a", 1)), timeout=0.1, margin=0.1)
     with pytest.raises(LeaseEndedError, match=r"no answer in 0\.1 s"):
         covers(lease, time.monotonic())
     lease.close()

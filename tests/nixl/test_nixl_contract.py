@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,3 +109,27 @@ def test_ids_of_int64_wrap_silently(nixl):
         for handle in (made, local, remote):
             handle.release()
         nixl.remove_remote_agent("wrap-P")
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["plain", "kvhma"])
+def test_a_progress_thread_polls_without_a_pause_but_ours_sleeps(ours):
+    api = importlib.import_module("nixl._api")
+    before = set(threads())
+    agent = open_nixl("idle", ("UCX",), 0, False) if ours else api.nixl_agent("idle", api.nixl_agent_config())
+    assert agent.backends
+    time.sleep(0.1)
+    new = set(threads()) - before
+    begun, waited = threads(), os.times().elapsed
+    time.sleep(0.5)
+    share = max(now - begun[task] for task, now in threads().items() if task in new) / (os.times().elapsed - waited)
+    # A spinning one gets what the other tests of this machine leave it, which is far more than the time of a wake-up.
+    assert share < 0.05 if ours else share > 0.1
+
+
+def threads() -> dict[str, float]:
+    """Seconds of processor time of each thread of this process."""
+    tasks = {}
+    for task in Path("/proc/self/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        tasks[task.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return tasks

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,6 +16,9 @@ from kvhma.errors import KvhmaError, PeerLostError, TransferError
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 """The agent name that makes a prepared list a local one."""
+
+_PROGRESS_MICROSECONDS = 10_000
+"""How long a progress thread without events sleeps; an event wakes it at once."""
 
 _REFUSALS = frozenset(
     {"nixlInvalidParamError", "nixlMismatchError", "nixlNotAllowedError", "nixlNotFoundError"}
@@ -83,7 +87,7 @@ def open_nixl(name: str, backends: Sequence[str], num_threads: int, telemetry: b
             # reading the notifications exclude the others.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
         )
-        agent = api.nixl_agent(name, config)
+        agent = _sleeping(api)(name, config)
     except Exception as exc:
         raise translate(exc, f"cannot make NIXL agent {name!r} with backends {list(backends)}") from exc
     # NIXL skips a backend it has no plugin for with a warning, and fails at the first use.
@@ -91,6 +95,32 @@ def open_nixl(name: str, backends: Sequence[str], num_threads: int, telemetry: b
     if missing:
         raise TransferError(f"NIXL has no plugin for {missing}; it has {agent.get_plugin_list()}")
     return cast(NixlAgent, agent)
+
+
+def _sleeping(api: ModuleType) -> Callable[[str, Any], Any]:
+    """Return NIXL's class of agents, with a progress thread that sleeps while nothing happens.
+
+    NIXL's Python API fixes its delay at zero, and then the thread polls without a pause: it takes a core from the
+    engine, and from transfers too where cores are few. The binding can set the delay; the API just never lets anybody.
+    So run its constructor with a binding that does, and leave the module itself alone: others may use it.
+    """
+    plain = api.nixl_agent
+    binding, init = getattr(api, "nixlBind", None), plain.__init__
+    if not hasattr(getattr(binding, "nixlAgentConfig", None), "pthrDelay") or not isinstance(init, FunctionType):
+        return cast(Callable[[str, Any], Any], plain)
+
+    class Binding:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(binding, name)
+
+        def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - NIXL's name
+            config.pthrDelay = _PROGRESS_MICROSECONDS
+            return binding.nixlAgent(name, config)
+
+    names = vars(api) | {"nixlBind": Binding()}
+    made = FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)
+    made.__kwdefaults__ = init.__kwdefaults__
+    return cast(Callable[[str, Any], Any], type(plain.__name__, (plain,), {"__init__": made}))
 
 
 def takes_strided(nixl: NixlAgent) -> bool:

@@ -204,7 +204,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         sent, self._sent = self._sent, set()
         if self._worker is None:
             return KVConnectorTransferResults(finished_sending=sent)
-        received, failures = self._worker.collect()
+        metadata = self._connector_metadata
+        received, failures = self._worker.collect(idle=isinstance(metadata, StepMetadata) and metadata.idle)
         self._report = WorkerReport(failures) if failures else None
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=set(failures)

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,6 +26,7 @@ from kvhma.vllm.side_channel import (
     MAX_CLAIMS,
     Client,
     Leases,
+    Lines,
     Question,
     Release,
     Renew,
@@ -109,33 +111,86 @@ class LeaseEndedError(TransferError):
     """P may have used the blocks for something else while they were read."""
 
 
+class _Inquiry:
+    """One question to P for some claims, shared by their leases: do you hold these for us, and how long?"""
+
+    def __init__(self, lines: Lines, claims: Sequence[Claim]) -> None:
+        self.asked = time.monotonic()
+        self._lines = lines
+        self._users = len(claims)
+        self._claims = len(claims)
+        self._answer: Leases | None = None
+        self._error: LeaseEndedError | None = None
+        self._client: Client | None = lines.take()
+        self._client.send(Renew([write_claim(claim) for claim in claims]))
+
+    @property
+    def socket(self) -> zmq.Socket[bytes] | None:
+        return None if self._client is None else self._client.socket
+
+    def answer(self, timeout: float) -> Leases | None:
+        """Return the answer, None if it is not here yet; raise LeaseEndedError if it is none, or late."""
+        if self._client is not None:
+            try:
+                self._answer = self._read(self._client, timeout)
+            except HandshakeError as error:
+                self._error = LeaseEndedError(f"{_NOBODY_SAYS}: {error}")
+            if self._answer is not None or self._error is not None:
+                self._hang_up()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._answer
+
+    def leave(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._hang_up()
+
+    def _read(self, client: Client, timeout: float) -> Leases | None:
+        if not client.answered():
+            if time.monotonic() - self.asked > timeout:
+                raise HandshakeError("no answer in time")
+            return None
+        answer = client.receive(Leases, "Renew", 0)
+        if len(answer.expires) != self._claims:
+            raise HandshakeError(f"{self._claims} claims, {len(answer.expires)} answers")
+        return answer
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._lines.give_back(self._client)
+            self._client = None
+
+
 class Lease:
-    """The lease under which one load reads. P is asked when the read begins, and has answered when it ends."""
+    """The lease under which one load reads. P is asked when the read begins, and has answered when it ends.
 
-    def __init__(self, address: Address, claim: Claim, *, timeout: float, margin: float) -> None:
-        """Claim the request without waiting for the answer.
+    Leases of one :func:`claim_all` share its question and belong to one thread at a time.
 
-        Args:
-            address: P's scheduler.
-            claim: what is read, and by whom.
-            timeout: seconds to wait for an answer once the read has ended.
-            margin: seconds by which the read has to end before the lease does.
-        """
-        self._client = Client(address, timeout)
+    Attributes:
+        fences: questions that had to be asked after the read.
+    """
+
+    def __init__(
+        self, lines: Lines, claim: Claim, inquiry: _Inquiry, index: int, timeout: float, margin: float
+    ) -> None:
+        """Take over the place of a claim in an inquiry; :func:`claim_all` calls it."""
+        self._lines = lines
+        self._claim = claim
+        self._inquiry = inquiry
+        self._index = index
         self._timeout = timeout
         self._margin = margin
-        self._claim = claim
-        self.questions = 0
-        self._ask()
+        self.fences = 0
+
+    @property
+    def socket(self) -> zmq.Socket[bytes] | None:
+        """Readable once P has answered; None if it has."""
+        return self._inquiry.socket
 
     def close(self) -> None:
-        """Hang up."""
-        self._client.close()
-
-    def _ask(self) -> None:
-        self._asked = time.monotonic()
-        self.questions += 1
-        self._client.send(Renew([write_claim(self._claim)]))
+        """Wait for no answer any more."""
+        self._inquiry.leave()
 
     def covers(self, ended: float) -> bool | None:
         """Whether the blocks were held until the read ended at `ended`, by our clock; None if it is not known yet.
@@ -146,25 +201,35 @@ class Lease:
         Raises:
             LeaseEndedError: they were not, or nobody says so in time.
         """
-        now = time.monotonic()
-        if not self._client.answered():
-            if now - max(self._asked, ended) > self._timeout:
-                raise LeaseEndedError(f"{_NOBODY_SAYS}: no answer in {self._timeout} s")
+        asked = self._inquiry.asked
+        answer = self._inquiry.answer(self._timeout + max(0.0, ended - asked))
+        if answer is None:
             return None
-        try:
-            answer = self._client.receive(Leases, "Renew", 0)
-        except HandshakeError as error:
-            raise LeaseEndedError(f"{_NOBODY_SAYS}: {error}") from error
-        expires = answer.expires[0] if len(answer.expires) == 1 else None
+        expires = answer.expires[self._index]
         if expires is None:
             name = printable(self._claim.hold.request_id)
             raise LeaseEndedError(f"P does not hold {name!r} for us: its lease has ended, or it was read already")
         # Their clock was read after we asked, and the two may drift apart by 0.1 %.
-        latest = answer.clock + (ended - self._asked) * 1.001
-        if self._asked >= ended or latest + self._margin < expires:
+        latest = answer.clock + (ended - asked) * 1.001
+        if asked >= ended or latest + self._margin < expires:
             return True
-        self._ask()
+        self.fences += 1
+        self._inquiry.leave()
+        self._inquiry, self._index = _Inquiry(self._lines, [self._claim]), 0
         return None
+
+
+def claim_all(lines: Lines, claims: Sequence[Claim], *, timeout: float, margin: float) -> list[Lease]:
+    """Claim requests of one P with one question, without waiting for the answer.
+
+    Args:
+        lines: to P's scheduler.
+        claims: what is read, and by whom; at most `MAX_CLAIMS`.
+        timeout: seconds to wait for an answer once a read has ended.
+        margin: seconds by which a read has to end before its lease does.
+    """
+    inquiry = _Inquiry(lines, claims)
+    return [Lease(lines, claim, inquiry, index, timeout, margin) for index, claim in enumerate(claims)]
 
 
 @dataclass(eq=False)

@@ -45,12 +45,14 @@ class StepMetadata(KVConnectorMetadata):
         refusals: requests that cannot be read, and why; the workers report them as failed.
         sent: requests whose blocks nobody wants any more, to be reported as sent.
         stage: blocks to copy to host memory after this step, for each group.
+        idle: whether nothing is computed in this step.
     """
 
     loads: list[Load] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     sent: list[str] = field(default_factory=list)
     stage: list[tuple[Span, ...]] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import kvhma
 from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, Peer, decode_hello
+from kvhma.nixl import Agent, Hello, Peer, decode_hello
 from kvhma.vllm.params import Address, Remote
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import (
@@ -24,7 +24,8 @@ from kvhma.vllm.side_channel import (
     Client,
     Done,
     HandshakeTimeoutError,
-    Hello,
+    RankHello,
+    Lines,
     Refused,
     Roster,
 )
@@ -47,12 +48,14 @@ class Source:
         instance: random number of its life.
         plan: what we read from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
+        lines: to its scheduler.
     """
 
     address: Address
     instance: int
     plan: _kvhma.Plan
     peers: list[Peer | None]
+    lines: Lines
     loads: int = 0
 
     @property
@@ -162,31 +165,42 @@ class Peers:
 
     def _connect(self, remote: Remote) -> Source:
         timeout = self._settings.handshake_timeout
-        with Client(remote.address, timeout) as client:
-            roster = client.ask(AskRoster(PROTOCOL), Roster)
-            self._check(remote, roster)
-            hellos: list[bytes] = []
-            for pp, tp in roster.ranks:
-                hellos.append(client.ask(AskHello(pp, tp), Hello).data)
-                if sum(map(len, hellos)) > _MOST_BYTES:
-                    raise HandshakeError(f"the hellos of {remote.address} have more than {_MOST_BYTES} bytes")
-            said = [decode_hello(data) for data in hellos]
-            try:
-                plan = kvhma.plan(
-                    self._geometry,
-                    [hello.geometry for hello in said],
-                    descriptor_bytes=self._settings.descriptor_bytes,
-                )
-            except UnsupportedPairError as error:
-                client.ask(Refused(self._engine_id, str(error)[:4000]), Done)
-                raise
+        lines = Lines(remote.address, timeout)
+        client = lines.take()
+        try:
+            plan, said, hellos = self._agree(remote, client)
+            peers = [
+                self._agent.connect(data, expect=hello.name, timeout=timeout) if index in plan.sources else None
+                for index, (data, hello) in enumerate(zip(hellos, said, strict=True))
+            ]
+        except BaseException:
+            client.close()
+            raise
+        lines.give_back(client)
+        return Source(remote.address, remote.instance, plan, peers, lines)
+
+    def _agree(self, remote: Remote, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
+        """Ask an engine who it is, and plan what we read from it; the plan, and what its workers say."""
+        roster = client.ask(AskRoster(PROTOCOL), Roster)
+        self._check(remote, roster)
+        hellos: list[bytes] = []
+        for pp, tp in roster.ranks:
+            hellos.append(client.ask(AskHello(pp, tp), RankHello).data)
+            if sum(map(len, hellos)) > _MOST_BYTES:
+                raise HandshakeError(f"the hellos of {remote.address} have more than {_MOST_BYTES} bytes")
+        said = [decode_hello(data) for data in hellos]
+        try:
+            plan = kvhma.plan(
+                self._geometry,
+                [hello.geometry for hello in said],
+                descriptor_bytes=self._settings.descriptor_bytes,
+            )
+        except UnsupportedPairError as error:
+            client.ask(Refused(self._engine_id, str(error)[:4000]), Done)
+            raise
         for _, finding in plan.findings:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
-        peers = [
-            self._agent.connect(data, expect=hello.name, timeout=timeout) if index in plan.sources else None
-            for index, (data, hello) in enumerate(zip(hellos, said, strict=True))
-        ]
-        return Source(remote.address, remote.instance, plan, peers)
+        return plan, said, hellos
 
     def _check(self, remote: Remote, roster: Roster) -> None:
         tp_size = len({tp for _, tp in roster.ranks})
@@ -209,6 +223,7 @@ class Peers:
         self._disconnect(source)
 
     def _disconnect(self, source: Source) -> None:
+        source.lines.close()
         for peer in source.peers:
             if peer is None:
                 continue

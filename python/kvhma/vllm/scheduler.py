@@ -155,6 +155,7 @@ class SchedulerHalf:
         metadata, self._metadata = self._metadata, StepMetadata()
         released, expired = self._ledger.strike_off()
         metadata.sent = released + expired
+        metadata.idle = output.total_num_scheduled_tokens == 0
         self._stats.count("expired", len(expired))
         if expired:
             logger.warning("kvhma: the leases of %d requests ended before anybody read them: %s", len(expired), expired)

@@ -26,7 +26,6 @@ class Settings:
         handshake_timeout: seconds to wait for each answer of another engine.
         load_retries: how often a load that failed for a passing reason is tried again before the engine's
             ``kv_load_failure_policy`` has its way.
-        load_threads: threads that plan and post; a transport that copies inline copies in them.
         max_peers: engines whose connection and plan are kept.
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
         backends: NIXL's transports, in order of preference.
@@ -43,7 +42,6 @@ class Settings:
     clock_margin: float = 0.5
     handshake_timeout: float = 5.0
     load_retries: int = 1
-    load_threads: int = 4
     max_peers: int = 64
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     backends: tuple[str, ...] = ("UCX",)
@@ -90,7 +88,6 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "clock_margin": (float, 0, 3600),
     "handshake_timeout": (float, 0.1, 600),
     "load_retries": (int, 0, 100),
-    "load_threads": (int, 1, 64),
     "max_peers": (int, 1, 4096),
     "descriptor_bytes": (int, 0, 1 << 40),
     "num_threads": (int, 0, 256),

@@ -29,6 +29,8 @@ MAX_ANSWER_BYTES = MAX_HELLO_BYTES + 4096
 MAX_CLAIMS = 4096
 """Requests in one message."""
 
+_HEARTBEAT_MILLISECONDS = 2000
+
 logger = logging.getLogger("vllm.kvhma")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -81,7 +83,7 @@ class Roster(msgspec.Struct, tag="roster", frozen=True):
     ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True):
+class RankHello(msgspec.Struct, tag="hello", frozen=True):
     """A worker's message of :mod:`kvhma.nixl.handshake`."""
 
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_HELLO_BYTES)]
@@ -105,8 +107,8 @@ class Problem(msgspec.Struct, tag="problem", frozen=True):
 
 
 Question = AskRoster | AskHello | Renew | Release | Refused
-Answer = Roster | Hello | Leases | Done | Problem
-AnswerT = TypeVar("AnswerT", Roster, Hello, Leases, Done)
+Answer = Roster | RankHello | Leases | Done | Problem
+AnswerT = TypeVar("AnswerT", Roster, RankHello, Leases, Done)
 
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -214,7 +216,7 @@ class Listener:
                 if data is None:
                     ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
                     return Problem(f"no worker of rank {ranks}; there are {len(self._hellos)}")
-                return Hello(data)
+                return RankHello(data)
             case Renew():
                 return Leases(time.monotonic(), self._desk.renew([read_claim(form) for form in question.claims]))
             case Release():
@@ -254,6 +256,9 @@ def open_client(address: Address) -> zmq.Socket[bytes]:
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
+        # Connections are kept, and one that a network has forgotten must not be what the next question finds.
+        (zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS),
+        (zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MILLISECONDS),
         (zmq.IPV6, int(":" in address.host)),
     ):
         socket.setsockopt(option, value)
@@ -266,13 +271,19 @@ def open_client(address: Address) -> zmq.Socket[bytes]:
 
 
 class Client:
-    """Asks one listener, a question at a time."""
+    """Asks one listener, a question at a time.
+
+    Attributes:
+        socket: readable once there is an answer.
+        waiting: whether a question has no answer yet.
+    """
 
     def __init__(self, address: Address, timeout: float) -> None:
         """Start to connect. Raises HandshakeError if it is no address."""
         self._address = address
         self._timeout = timeout
-        self._socket = open_client(address)
+        self.socket = open_client(address)
+        self.waiting = False
 
     def __enter__(self) -> Client:
         return self
@@ -282,7 +293,7 @@ class Client:
 
     def close(self) -> None:
         """Hang up."""
-        self._socket.close()
+        self.socket.close()
 
     def ask(self, question: Question, kind: type[AnswerT]) -> AnswerT:
         """Ask and wait for an answer of a kind.
@@ -296,20 +307,60 @@ class Client:
 
     def send(self, question: Question) -> None:
         """Ask without waiting. One answer has to be received before the next question."""
-        self._socket.send(msgspec.msgpack.encode(question))
+        self.socket.send(msgspec.msgpack.encode(question))
+        self.waiting = True
 
     def answered(self) -> bool:
         """Whether there is an answer to be received."""
-        return bool(self._socket.poll(0))
+        return bool(self.socket.poll(0))
 
     def receive(self, kind: type[AnswerT], asked: str, timeout: float) -> AnswerT:
         """Wait for an answer of a kind. Errors as for :meth:`ask`."""
-        if not self._socket.poll(int(timeout * 1000)):
+        if not self.socket.poll(int(timeout * 1000)):
             raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout} s")
-        answer = read_answer(self._socket.recv())
+        data = self.socket.recv()
+        self.waiting = False
+        answer = read_answer(data)
         if not isinstance(answer, kind):
             raise HandshakeError(f"{self._address} answers {asked} with {type(answer).__name__}")
         return answer
+
+
+class Lines:
+    """Clients of one listener that have a connection already: a new one takes ten times as long to answer."""
+
+    _KEPT = 16
+
+    def __init__(self, address: Address, timeout: float) -> None:
+        """Start without any."""
+        self._address = address
+        self._timeout = timeout
+        self._idle: list[Client] = []
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def take(self) -> Client:
+        """Return a client that nobody else uses, until it is given back."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return Client(self._address, self._timeout)
+
+    def give_back(self, client: Client) -> None:
+        """Keep a client for the next question, unless it still waits for an answer."""
+        with self._lock:
+            if not client.waiting and not self._closed and len(self._idle) < self._KEPT:
+                self._idle.append(client)
+                return
+        client.close()
+
+    def close(self) -> None:
+        """Hang up all."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for client in idle:
+            client.close()
 
 
 class HandshakeTimeoutError(HandshakeError):

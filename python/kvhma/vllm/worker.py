@@ -15,11 +15,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
+import zmq
+
 from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Transfer
-from kvhma.vllm.leases import Lease, LeaseEndedError
+from kvhma.vllm.leases import Lease, LeaseEndedError, claim_all
 from kvhma.vllm.metadata import Failure, Load, StepMetadata
 from kvhma.vllm.params import Claim
 from kvhma.vllm.peers import Peers, Source
@@ -31,9 +33,16 @@ from kvhma.vllm.stats import TransferStats
 logger = logging.getLogger("vllm.kvhma")
 
 _NAP_SECONDS = 5e-4
+_ANSWER_SECONDS = 1e-3
+_PATIENCE_SECONDS = 2e-3
+_MOST_SECONDS = 1e-2
+"""How long a step waits until one more load has been read, and for all of them."""
+
 _SWITCH_SECONDS = 5e-4
 _HANDSHAKES = 3
 """Handshakes that a load waits for; an engine that is lost after each of them will not answer it."""
+
+_ORDERS_AT_ONCE = 32
 
 _BEHIND = 1 << 20
 """Blocks behind the last one of any request."""
@@ -55,8 +64,8 @@ class Moving:
     load: Load
     ordered: float
     source: Source
-    planned: _kvhma.Transfer
     lease: Lease
+    planned: _kvhma.Transfer | None = None
     transfers: list[Transfer] = field(default_factory=list)
     posted: float = 0.0
     post_seconds: float = 0.0
@@ -78,17 +87,21 @@ class WorkerHalf:
         self._moving: deque[Moving] = deque()
         self._has_moving = threading.Event()
         self._lock = threading.Lock()
+        self._reported = threading.Condition(self._lock)
+        self._under_way = 0
+        self._ordered = False
+        self._read = 0
         self._received: list[str] = []
         self._failures: dict[str, Failure] = {}
         self._stats = TransferStats()
         self._closing = False
         # vLLM's thread spins while it waits for its next step, and a thread of ours gets its turn only after this long.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
+        # More than one thread that loads would only wait for each other, and for vLLM's: most of a load is Python.
         self._threads = [
-            threading.Thread(target=self._load_all, name=f"kvhma-load-{index}", daemon=True)
-            for index in range(settings.load_threads)
+            threading.Thread(target=self._load_all, name="kvhma-load", daemon=True),
+            threading.Thread(target=self._poll_all, name="kvhma-poll", daemon=True),
         ]
-        self._threads.append(threading.Thread(target=self._poll_all, name="kvhma-poll", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -96,15 +109,30 @@ class WorkerHalf:
 
     def order(self, metadata: StepMetadata) -> None:
         """Take the orders of a step."""
+        self._ordered = bool(metadata.loads)
+        with self._lock:
+            self._under_way += len(metadata.refusals) + len(metadata.loads)
         for request_id, text in metadata.refusals.items():
             self._fail(request_id, Failure("refused", text, passing=False))
         now = time.monotonic()
         for load in metadata.loads:
             self._orders.put(Order(load, now))
 
-    def collect(self) -> tuple[set[str], dict[str, Failure]]:
-        """Return the requests whose loads have ended, each once, and why some of them failed."""
-        with self._lock:
+    def collect(self, *, idle: bool) -> tuple[set[str], dict[str, Failure]]:
+        """Return the requests whose loads have ended, each once, and why some of them failed.
+
+        Small loads end with the step that ordered them, or just after it, so wait for those while one ends after the
+        other. Loads that take longer cost one patience, and not in every step, unless a step is `idle`, with nothing
+        to compute: the engine would only ask again.
+        """
+        with self._reported:
+            if self._ordered or idle:
+                self._ordered = False
+                deadline = time.monotonic() + _MOST_SECONDS
+                read = -1
+                while self._under_way and self._read > read and time.monotonic() < deadline:
+                    read = self._read
+                    self._reported.wait_for(lambda: not self._under_way, _PATIENCE_SECONDS)
             received, self._received = set(self._received), []
             failures, self._failures = self._failures, {}
         return received, failures
@@ -120,8 +148,7 @@ class WorkerHalf:
     def close(self) -> None:
         """Wait for what is in flight and stop; the caches may be freed afterwards."""
         self._closing = True
-        for _ in self._threads:
-            self._orders.put(None)
+        self._orders.put(None)
         self._has_moving.set()
         for thread in self._threads:
             thread.join(timeout=self._settings.handshake_timeout + 1)
@@ -130,28 +157,64 @@ class WorkerHalf:
         except TransferError as error:
             logger.warning("kvhma: %s", error)
 
-    # --- threads that load ---------------------------------------------------------------------------------
+    # --- the thread that loads -----------------------------------------------------------------------------
 
     def _load_all(self) -> None:
-        while (order := self._orders.get()) is not None and not self._closing:
-            load = order.load
+        while (orders := self._next_orders()) and not self._closing:
+            claimed = [moving for source, those in self._with_sources(orders) for moving in self._claim(source, those)]
+            waiting: list[Moving] = []
+            for moving in claimed:
+                self._begin(moving)
+                # A transport that copies inline is done by now, and P has answered for the first ones.
+                waiting = [one for one in (*waiting, moving) if not self._advance(one)]
+            self._moving.extend(waiting)
+            self._has_moving.set()
+            for moving in claimed:
+                self._count_groups(moving.load, moving.source.plan)
+
+    def _next_orders(self) -> list[Order]:
+        """Wait for an order and return it with those behind it; none at the end."""
+        orders = []
+        order = self._orders.get()
+        while order is not None:
+            orders.append(order)
+            if len(orders) == _ORDERS_AT_ONCE:
+                break
             try:
-                source = self._peers.borrow(load.remote, partial(self._met, order))
+                order = self._orders.get_nowait()
+            except queue.Empty:
+                break
+        return orders
+
+    def _with_sources(self, orders: list[Order]) -> list[tuple[Source, list[Order]]]:
+        """Return the orders by engine, those without a known engine later, after a handshake."""
+        found: dict[int, tuple[Source, list[Order]]] = {}
+        for order in orders:
+            try:
+                source = self._peers.borrow(order.load.remote, partial(self._met, order))
             except Exception as error:
-                self._fail(load.request_id, explain(error))
+                self._fail(order.load.request_id, explain(error))
                 continue
-            if source is None:
-                continue  # it comes back after the handshake
-            try:
-                planned = source.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
-                self._memory.zero(planned.zero)
-                lease = self._claim(load)
-            except Exception as error:
+            if source is not None:
+                found.setdefault(id(source), (source, []))[1].append(order)
+        return list(found.values())
+
+    def _claim(self, source: Source, orders: list[Order]) -> list[Moving]:
+        """Claim what some loads read from one engine. It answers while they are planned and posted."""
+        claims = [Claim(order.load.remote.hold, order.load.reader) for order in orders]
+        try:
+            leases = claim_all(
+                source.lines,
+                claims,
+                timeout=self._settings.handshake_timeout,
+                margin=self._settings.clock_margin,
+            )
+        except Exception as error:
+            for order in orders:
                 self._peers.give_back(source)
-                self._fail(load.request_id, explain(error))
-                continue
-            self._post(Moving(load, order.since, source, planned, lease))
-            self._count_groups(load, source.plan)
+                self._fail(order.load.request_id, explain(error))
+            return []
+        return [Moving(order.load, order.since, source, lease) for order, lease in zip(orders, leases, strict=True)]
 
     def _met(self, order: Order, error: KvhmaError | None) -> None:
         order.handshakes += 1
@@ -162,15 +225,17 @@ class WorkerHalf:
         else:
             self._fail(order.load.request_id, explain(error))
 
-    def _claim(self, load: Load) -> Lease:
-        timeout, margin = self._settings.handshake_timeout, self._settings.clock_margin
-        return Lease(load.remote.address, Claim(load.remote.hold, load.reader), timeout=timeout, margin=margin)
-
-    def _post(self, moving: Moving) -> None:
+    def _begin(self, moving: Moving) -> None:
+        """Plan a load and post its reads. What goes wrong is told once those that were posted have ended."""
+        load, source = moving.load, moving.source
         started = time.monotonic()
         try:
-            for read in moving.planned.reads:
-                peer = moving.source.peers[read.source]
+            planned = source.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
+            moving.planned = planned
+            self._memory.zero(planned.zero)
+            started = time.monotonic()
+            for read in planned.reads:
+                peer = source.peers[read.source]
                 if peer is None:
                     raise RequestError(f"source {read.source} is not connected")
                 transfer = self._agent.read(
@@ -182,12 +247,9 @@ class WorkerHalf:
                 )
                 moving.transfers.append(transfer)
         except Exception as error:
-            # Reads that were posted go on, and the blocks are not free before they have ended.
             moving.error = error
         moving.posted = time.monotonic()
         moving.post_seconds = moving.posted - started
-        self._moving.append(moving)
-        self._has_moving.set()
 
     def _count_groups(self, load: Load, plan: _kvhma.Plan) -> None:
         # The plan joins neighbours of all groups, so what one of them costs is planned by itself.
@@ -214,15 +276,23 @@ class WorkerHalf:
                 continue
             for _ in range(len(self._moving)):
                 moving = self._moving.popleft()
-                try:
-                    if not self._poll(moving):
-                        self._moving.append(moving)
-                except Exception as error:
-                    self._fail(moving.load.request_id, explain(error))
-            time.sleep(_NAP_SECONDS if self._moving else 0)
+                if not self._advance(moving):
+                    self._moving.append(moving)
+            if any(moving.ended is None for moving in self._moving):
+                time.sleep(_NAP_SECONDS)
+            elif self._moving:  # all is read, and P's answers end the wait
+                sockets = {moving.lease.socket for moving in self._moving}
+                zmq.select([socket for socket in sockets if socket is not None], [], [], _ANSWER_SECONDS)
+
+    def _advance(self, moving: Moving) -> bool:
+        """Make progress; return whether a load has ended and was reported."""
+        try:
+            return self._poll(moving)
+        except Exception as error:
+            self._fail(moving.load.request_id, explain(error))
+            return True
 
     def _poll(self, moving: Moving) -> bool:
-        """Make progress; return whether a load has ended and was reported."""
         for transfer in moving.transfers:
             try:
                 transfer.poll()
@@ -232,6 +302,7 @@ class WorkerHalf:
             return False
         if moving.ended is None:
             moving.ended = time.monotonic()
+            self._read += 1
         if moving.error is None:
             try:
                 if not moving.lease.covers(moving.ended):
@@ -250,11 +321,11 @@ class WorkerHalf:
         moving.lease.close()
         self._peers.give_back(moving.source)
         with self._lock:
-            self._stats.count("fences", moving.lease.questions - 1)
-        if moving.error is not None:
-            self._fail(moving.load.request_id, explain(moving.error))
+            self._stats.count("fences", moving.lease.fences)
+        if moving.error is not None or moving.planned is None:
+            self._fail(moving.load.request_id, explain(moving.error or RuntimeError("a load without a plan")))
             return
-        numbers = self._numbers(moving, ended)
+        numbers = self._numbers(moving, moving.planned, ended)
         logger.debug("kvhma: loaded %s from %s: %s", moving.load.request_id, moving.load.remote.engine_id, numbers)
         with self._lock:
             self._stats.record(**numbers)
@@ -265,10 +336,10 @@ class WorkerHalf:
                 descriptors=numbers["selected_descriptors"],
                 seconds=numbers["transfer_seconds"],
             )
-            self._received.append(moving.load.request_id)
+            self._report(moving.load.request_id)
 
-    def _numbers(self, moving: Moving, ended: float) -> dict[str, float]:
-        load, planned = moving.load, moving.planned
+    def _numbers(self, moving: Moving, planned: _kvhma.Transfer, ended: float) -> dict[str, float]:
+        load = moving.load
         windows = [
             max(0, span.first * group.block_size - load.cached)
             for group, span in zip(self._geometry.groups, load.spans, strict=True)
@@ -295,7 +366,13 @@ class WorkerHalf:
         with self._lock:
             self._stats.count(f"failed_{failure.cause}")
             self._failures[request_id] = failure
-            self._received.append(request_id)
+            self._report(request_id)
+
+    def _report(self, request_id: str) -> None:
+        self._under_way -= 1
+        self._received.append(request_id)
+        if not self._under_way:
+            self._reported.notify()
 
     def _shook(self, seconds: float) -> None:
         with self._lock:

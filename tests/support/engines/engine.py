@@ -234,6 +234,13 @@ class Engine:
                     found.append(int(entry.name))
         return sorted(found)
 
+    def pause(self) -> None:
+        """Stop all its processes where they are, until `go_on`: a peer that hangs, or one that takes no core."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
+
     def stacks(self) -> None:
         """Print the stacks of all threads of all its processes into the log."""
         for pid in self.pids():
