@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from kvhma.vllm.leases import Courier, Lease, LeaseEndedError, Ledger
+from kvhma.vllm.leases import Courier, LeaseEndedError, Ledger, claim_all
 from kvhma.vllm.params import Address, Claim, Hold
-from kvhma.vllm.side_channel import Lines, Listener
+from kvhma.vllm.side_channel import Client, Lines, Listener, Renew
 from support.engines.engine import free_port
 
 
@@ -153,6 +153,18 @@ def covers(lease, ended):
 
 
 @pytest.fixture
+def lines(address):
+    lines = Lines(address, 2)
+    yield lines
+    lines.close()
+
+
+def ask(lines, *claims, timeout=2.0, margin=0.1):
+    leases = claim_all(lines, claims, timeout=timeout, margin=margin)
+    return leases[0] if len(leases) == 1 else leases
+
+
+@pytest.fixture
 def ledger(address):
     ledger = Ledger(1.0)
     listener = listen(address, ledger)
@@ -160,41 +172,101 @@ def ledger(address):
     listener.close()
 
 
-def test_a_read_inside_its_lease_is_one_question(address, ledger):
-    lease = Lease(Lines(address, 2), claim(ledger.hold("a")), timeout=2, margin=0.1)
+def test_a_read_inside_its_lease_is_one_question(lines, ledger):
+    lease = ask(lines, claim(ledger.hold("a")))
     assert covers(lease, time.monotonic())
-    assert lease.questions == 1
+    assert lease.fences == 0
     lease.close()
 
 
-def test_a_read_close_to_the_end_is_asked_for_again(address, ledger):
-    lease = Lease(Lines(address, 2), claim(ledger.hold("a")), timeout=2, margin=10)
+def test_a_read_close_to_the_end_is_asked_for_again(lines, ledger):
+    lease = ask(lines, claim(ledger.hold("a")), margin=10)
     assert covers(lease, time.monotonic())
-    assert lease.questions == 2
+    assert lease.fences == 1
     lease.close()
 
 
-def test_a_read_past_the_end(address, ledger):
-    lease = Lease(Lines(address, 2), claim(ledger.hold("a")), timeout=2, margin=0.1)
+def test_a_read_past_the_end(lines, ledger):
+    lease = ask(lines, claim(ledger.hold("a")))
     time.sleep(1.1)
     with pytest.raises(LeaseEndedError, match="P does not hold 'a' for us"):
         covers(lease, time.monotonic())
     lease.close()
 
 
-def test_a_second_reader(address, ledger):
+def test_a_second_reader(lines, ledger):
     hold = ledger.hold("a")
-    first = Lease(Lines(address, 2), claim(hold, 1), timeout=2, margin=0.1)
+    first = ask(lines, claim(hold, 1))
     assert covers(first, time.monotonic())
-    second = Lease(Lines(address, 2), claim(hold, 2), timeout=2, margin=0.1)
+    second = ask(lines, claim(hold, 2))
     with pytest.raises(LeaseEndedError, match="read already"):
         covers(second, time.monotonic())
     first.close()
     second.close()
 
 
-def test_nobody_answers(address):
-    lease = Lease(Lines(address, 2), claim(Hold("a", 1)), timeout=0.1, margin=0.1)
-    with pytest.raises(LeaseEndedError, match=r"no answer in 0\.1 s"):
+def test_nobody_answers(lines):
+    lease = ask(lines, claim(Hold("a", 1)), timeout=0.1, margin=0.1)
+    with pytest.raises(LeaseEndedError, match="no answer in time"):
         covers(lease, time.monotonic())
     lease.close()
+
+
+def test_claims_of_a_step_are_one_question(lines, ledger, monkeypatch):
+    questions = []
+    send = Client.send
+    monkeypatch.setattr(Client, "send", lambda self, question: (questions.append(question), send(self, question)))
+    holds = [ledger.hold(name) for name in "ab"]
+    first, unknown, second = ask(lines, claim(holds[0]), claim(Hold("c", 1)), claim(holds[1]))
+    assert covers(first, time.monotonic())
+    with pytest.raises(LeaseEndedError, match="P does not hold 'c' for us"):
+        covers(unknown, time.monotonic())
+    assert covers(second, time.monotonic())
+    assert [type(question) for question in questions] == [Renew]
+    for lease in (first, unknown, second):
+        lease.close()
+
+
+def test_one_of_several_is_asked_for_again(lines, ledger):
+    near, far = ask(lines, claim(ledger.hold("a")), claim(ledger.hold("b")), margin=0.5)
+    assert covers(far, time.monotonic())
+    time.sleep(0.6)
+    assert covers(near, time.monotonic())
+    assert (near.fences, far.fences) == (1, 0)
+    for lease in (near, far):
+        lease.close()
+
+
+def test_a_line_is_kept_for_the_next_question_unless_it_waits(lines, ledger):
+    for name in "ab":
+        (lease,) = claim_all(lines, [claim(ledger.hold(name))], timeout=2, margin=0.1)
+        socket = lease.socket
+        assert covers(lease, time.monotonic())
+        assert lease.socket is None
+        lease.close()
+        if name == "a":
+            kept = socket
+    assert socket is kept
+    waits = lines.take()
+    waits.send(Renew([]))
+    lines.give_back(waits)
+    assert waits.socket.closed
+    idle = lines.take()
+    lines.close()
+    lines.give_back(idle)
+    assert idle.socket.closed
+
+
+def test_an_answer_for_other_claims_than_were_asked(address, lines):
+    class Confused(Ledger):
+        def renew(self, claims):
+            return [*super().renew(claims), 1e9]
+
+    listener = listen(address, Confused(1.0))
+    try:
+        lease = ask(lines, claim(Hold("a", 1)))
+        with pytest.raises(LeaseEndedError, match="1 claims, 2 answers"):
+            covers(lease, time.monotonic())
+        lease.close()
+    finally:
+        listener.close()

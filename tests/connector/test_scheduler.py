@@ -19,7 +19,7 @@ from kvhma.vllm.settings import Settings
 from support.engines.engine import free_port
 from support.tiny import tiny_hybrid
 
-STEP = SimpleNamespace(num_scheduled_tokens={})
+STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
 def half(*, recompute=True, backoff=0, lease=30.0, **more):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
+from kvhma.vllm.params import Address
 from kvhma.vllm.settings import Settings, SettingsError
 
 
@@ -15,6 +16,11 @@ def test_given():
     assert found.host_staged is True
 
 
+def test_addresses():
+    found = Settings.read({"prefill_engines": ["p:5600", "[::1]:5601"]})
+    assert found.prefill_engines == (Address("p", 5600), Address("::1", 5601))
+
+
 @pytest.mark.parametrize(
     ("extra", "match"),
     [
@@ -22,8 +28,14 @@ def test_given():
         ({"kv_lease_duration": 0}, "kv_lease_duration is 0.*1..86400"),
         ({"kv_lease_duration": "5"}, "kv_lease_duration is '5'"),
         ({"kv_lease_duration": float("nan")}, "nan"),
-        ({"load_threads": 1.5}, "load_threads is 1.5, expected int"),
-        ({"load_threads": True}, "load_threads is True"),
+        ({"load_retries": 1.5}, "load_retries is 1.5, expected int"),
+        ({"load_retries": True}, "load_retries is True"),
+        ({"prefill_engines": "p:5600"}, "prefill_engines is 'p:5600', expected a list of host:port"),
+        ({"prefill_engines": ["p"]}, r"prefill_engines is \['p'\]"),
+        ({"prefill_engines": [":5600"]}, "prefill_engines"),
+        ({"prefill_engines": ["p:0"]}, "prefill_engines"),
+        ({"prefill_engines": ["p:70000"]}, "prefill_engines"),
+        ({"prefill_engines": [5600]}, "prefill_engines"),
         ({"backends": []}, "backends is"),
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),

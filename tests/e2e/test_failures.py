@@ -14,7 +14,19 @@ from typing import Any
 import pytest
 
 from support.engines import Engine, Zygote, engines, free_port
-from support.handoff import all_free, arguments, decode, failures, hand_over, kvhma, loads, prefill, prompts, same
+from support.handoff import (
+    all_free,
+    arguments,
+    compare,
+    decode,
+    failures,
+    hand_over,
+    kvhma,
+    loads,
+    prefill,
+    prompts,
+    same,
+)
 
 Models = Callable[[str], Path]
 QUICK = {"handshake_timeout": 1}
@@ -207,3 +219,37 @@ def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         same(name, hand_over(p, other, many[0]), plain.generate(many[0], max_tokens=16).result(60), "of another D")
         all_free(p)
         assert loads(other) == 1
+
+
+def test_engines_that_are_met_before_the_first_request(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    port = free_port()
+    nobody = f"127.0.0.1:{free_port()}"
+    settings = {
+        "p": kvhma("gemma3", env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}),
+        "d": kvhma("gemma3", extra={"prefill_engines": [nobody, f"127.0.0.1:{port}"], "handshake_timeout": 1}),
+        "plain": arguments("gemma3"),
+    }
+
+    def met(d: Engine, *before: int) -> int:
+        """Wait until D knows another life of P than those before."""
+        end = time.monotonic() + 30
+        while True:
+            known = d.rpc("e2e_connector", "_worker._peers.instances")[0]
+            if len(known) == 1 and (instance := known[f"127.0.0.1:{port}"]) not in before:
+                return instance
+            assert time.monotonic() < end, known
+            time.sleep(0.1)
+
+    with engines(zygote, model("gemma3"), tmp_path, **settings) as (p, d, plain):
+        first = met(d)
+        compare("gemma3", p, d, plain, [301])
+        assert d.sample("vllm:kvhma_handshakes_total") == 1
+        p.kill()
+        again = replacement(p, tmp_path / "again.log").start().ready()
+        try:
+            met(d, first)
+            compare("gemma3", again, d, plain, [300])
+            assert d.sample("vllm:kvhma_handshakes_total") == 2
+            assert failures(d, "peer_lost") == 0
+        finally:
+            again.stop()

@@ -105,7 +105,8 @@ def _sleeping(api: ModuleType) -> Callable[[str, Any], Any]:
     So run its constructor with a binding that does, and leave the module itself alone: others may use it.
     """
     plain = api.nixl_agent
-    binding, init = getattr(api, "nixlBind", None), plain.__init__
+    binding: Any = getattr(api, "nixlBind", None)
+    init = plain.__init__
     if not hasattr(getattr(binding, "nixlAgentConfig", None), "pthrDelay") or not isinstance(init, FunctionType):
         return cast(Callable[[str, Any], Any], plain)
 

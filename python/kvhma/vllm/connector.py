@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import sys
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 
+_SWITCH_SECONDS = 5e-4
+
+
 class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands the KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
 
@@ -60,6 +64,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
+        # vLLM's threads spin while they wait for each other, and a thread of ours gets its turn only after this long.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._hello: WorkerHello | None = None

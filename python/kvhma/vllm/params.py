@@ -41,6 +41,23 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Life:
+    """One life of a prefill engine.
+
+    Attributes:
+        address: its scheduler.
+        engine_id: its name of itself.
+        instance: random number of this life; after a restart it is another one.
+        tp_size: its tensor-parallel ranks; None if nobody said.
+    """
+
+    address: Address
+    engine_id: str
+    instance: int
+    tp_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """A finished request whose blocks P keeps for a reader.
 
@@ -91,6 +108,11 @@ class Remote:
     digest: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
+
+    @property
+    def life(self) -> Life:
+        """Whose blocks they are."""
+        return Life(self.address, self.engine_id, self.instance, self.tp_size)
 
     def seal(self, token_ids: Iterable[int]) -> str:
         """Return the digest that `digest` should be, given the tokens that the blocks are of.

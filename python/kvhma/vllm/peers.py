@@ -15,7 +15,7 @@ from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, Hello, Peer, decode_hello
-from kvhma.vllm.params import Address, Remote
+from kvhma.vllm.params import Address, Life
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import (
     PROTOCOL,
@@ -24,8 +24,8 @@ from kvhma.vllm.side_channel import (
     Client,
     Done,
     HandshakeTimeoutError,
-    RankHello,
     Lines,
+    RankHello,
     Refused,
     Roster,
 )
@@ -65,7 +65,7 @@ class Source:
 
 
 class Peers:
-    """Sources by address. Safe to use from several threads; one handshake at a time with each engine."""
+    """Sources by instance. Safe to use from several threads; one handshake at a time with each engine."""
 
     def __init__(
         self, agent: Agent, geometry: Geometry, settings: Settings, engine_id: str, shook: Callable[[float], None]
@@ -77,18 +77,18 @@ class Peers:
         self._engine_id = engine_id
         self._shook = shook
         self._lock = threading.Lock()
-        self._sources: OrderedDict[Address, Source] = OrderedDict()
+        self._sources: OrderedDict[int, Source] = OrderedDict()
         self._pending: dict[tuple[Address, int], list[Callable[[KvhmaError | None], None]]] = {}
         self._failed: dict[tuple[Address, int], tuple[float, KvhmaError]] = {}
 
     def __len__(self) -> int:
         return len(self._sources)
 
-    def borrow(self, remote: Remote, later: Callable[[KvhmaError | None], None]) -> Source | None:
-        """Return the source of a request, to be given back with :meth:`give_back`, or None until it is known.
+    def borrow(self, remote: Life, later: Callable[[KvhmaError | None], None]) -> Source | None:
+        """Return the source of an engine, to be given back with :meth:`give_back`, or None until it is known.
 
         Args:
-            remote: the request.
+            remote: the engine that a request was told of.
             later: called from another thread after a handshake, if one is needed, with the error or with None. Then
                 ask again.
 
@@ -100,9 +100,10 @@ class Peers:
         """
         key = (remote.address, remote.instance)
         with self._lock:
-            source = self._sources.get(remote.address)
-            if source is not None and source.instance == remote.instance and source.gone is None:
-                self._sources.move_to_end(remote.address)
+            # By its random number: an engine may have several addresses.
+            source = self._sources.get(remote.instance)
+            if source is not None and source.gone is None:
+                self._sources.move_to_end(remote.instance)
                 source.loads += 1
                 return source
             since, error = self._failed.get(key, (0.0, None))
@@ -119,6 +120,23 @@ class Peers:
         threading.Thread(target=self._shake, args=(remote,), name="kvhma-handshake", daemon=True).start()
         return None
 
+    def meet(self, address: Address, later: Callable[[KvhmaError | None], None]) -> None:
+        """Get to know an engine before a request comes from it; nothing happens if it is known. Waits for its answer.
+
+        Raises:
+            HandshakeError: it does not answer, or said so a moment ago; others as for :meth:`borrow`.
+        """
+        with Client(address, self._settings.handshake_timeout) as client:
+            roster = client.ask(AskRoster(PROTOCOL), Roster)
+        found = self.borrow(Life(address, roster.engine_id, int.from_bytes(roster.instance, "big"), None), later)
+        if found is not None:
+            self.give_back(found)
+
+    def instances(self) -> dict[str, int]:
+        """Return the engines that are known, by address, and which life of theirs it is."""
+        with self._lock:
+            return {str(source.address): instance for instance, source in self._sources.items()}
+
     def give_back(self, source: Source) -> None:
         """Say that a load has ended; a source that nobody uses can be dropped."""
         with self._lock:
@@ -126,7 +144,7 @@ class Peers:
         if source.gone is not None:
             self._drop(source)
 
-    def _shake(self, remote: Remote) -> None:
+    def _shake(self, remote: Life) -> None:
         key = (remote.address, remote.instance)
         started = time.monotonic()
         dropped: list[Source] = []
@@ -155,15 +173,24 @@ class Peers:
 
     def _keep(self, source: Source) -> list[Source]:
         """Return what has to go for it: an earlier life of the same engine, and engines nobody has used for longest."""
-        replaced = self._sources.pop(source.address, None)
-        self._sources[source.address] = source
-        dropped = [] if replaced is None else [replaced]
+        known = self._sources.get(source.instance)
+        if known is not None and known.gone is None:
+            # Met at two of its addresses at the same time: both have the same peers.
+            source.lines.close()
+            return []
+        replaced = [
+            instance
+            for instance, old in self._sources.items()
+            if instance == source.instance or old.address == source.address
+        ]
+        dropped = [self._sources.pop(instance) for instance in replaced]
+        self._sources[source.instance] = source
         idle = [old for old in self._sources.values() if not old.loads and old is not source]
         while len(self._sources) > self._settings.max_peers and idle:
-            dropped.append(self._sources.pop(idle.pop(0).address))
+            dropped.append(self._sources.pop(idle.pop(0).instance))
         return dropped
 
-    def _connect(self, remote: Remote) -> Source:
+    def _connect(self, remote: Life) -> Source:
         timeout = self._settings.handshake_timeout
         lines = Lines(remote.address, timeout)
         client = lines.take()
@@ -179,7 +206,7 @@ class Peers:
         lines.give_back(client)
         return Source(remote.address, remote.instance, plan, peers, lines)
 
-    def _agree(self, remote: Remote, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
+    def _agree(self, remote: Life, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
         """Ask an engine who it is, and plan what we read from it; the plan, and what its workers say."""
         roster = client.ask(AskRoster(PROTOCOL), Roster)
         self._check(remote, roster)
@@ -202,7 +229,7 @@ class Peers:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
         return plan, said, hellos
 
-    def _check(self, remote: Remote, roster: Roster) -> None:
+    def _check(self, remote: Life, roster: Roster) -> None:
         tp_size = len({tp for _, tp in roster.ranks})
         for field_name, told, found in (
             ("remote_engine_id", remote.engine_id, roster.engine_id),
@@ -217,9 +244,9 @@ class Peers:
 
     def _drop(self, source: Source) -> None:
         with self._lock:
-            if source.loads or self._sources.get(source.address) is not source:
+            if source.loads or self._sources.get(source.instance) is not source:
                 return
-            del self._sources[source.address]
+            del self._sources[source.instance]
         self._disconnect(source)
 
     def _disconnect(self, source: Source) -> None:

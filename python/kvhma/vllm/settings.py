@@ -10,6 +10,7 @@ from typing import Any
 
 from kvhma.errors import KvhmaError
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+from kvhma.vllm.params import Address
 
 
 class SettingsError(KvhmaError, ValueError):
@@ -26,6 +27,8 @@ class Settings:
         handshake_timeout: seconds to wait for each answer of another engine.
         load_retries: how often a load that failed for a passing reason is tried again before the engine's
             ``kv_load_failure_policy`` has its way.
+        prefill_engines: addresses of engines to shake hands with before their first request comes, as ``host:port`` of
+            their side channels.
         max_peers: engines whose connection and plan are kept.
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
         backends: NIXL's transports, in order of preference.
@@ -42,6 +45,7 @@ class Settings:
     clock_margin: float = 0.5
     handshake_timeout: float = 5.0
     load_retries: int = 1
+    prefill_engines: tuple[Address, ...] = ()
     max_peers: int = 64
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     backends: tuple[str, ...] = ("UCX",)
@@ -70,6 +74,8 @@ class Settings:
         given = {name: extra[name] for name in known & set(extra)}
         if "backends" in given:
             given["backends"] = _names(given["backends"])
+        if "prefill_engines" in given:
+            given["prefill_engines"] = _addresses(given["prefill_engines"])
         for name, (kind, low, high) in _RANGES.items():
             if (value := given.get(name)) is not None:
                 given[name] = _number(name, value, kind, low, high)
@@ -100,6 +106,18 @@ def _number(name: str, value: Any, kind: type[int] | type[float], low: float, hi
     if not right or not math.isfinite(value) or not low <= value <= high:
         raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {kind.__name__} {low}..{high}")
     return kind(value)
+
+
+def _addresses(value: Any) -> tuple[Address, ...]:
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        found = [
+            Address(host.removeprefix("[").removesuffix("]"), int(port))
+            for host, _, port in (text.rpartition(":") for text in value)
+            if host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+        ]
+        if len(found) == len(value):
+            return tuple(found)
+    raise SettingsError(f"kv_connector_extra_config: prefill_engines is {value!r}, expected a list of host:port")
 
 
 def _names(value: Any) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Transfer
 from kvhma.vllm.leases import Lease, LeaseEndedError, claim_all
 from kvhma.vllm.metadata import Failure, Load, StepMetadata
-from kvhma.vllm.params import Claim
+from kvhma.vllm.params import Address, Claim
 from kvhma.vllm.peers import Peers, Source
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import HandshakeTimeoutError
@@ -38,9 +37,12 @@ _PATIENCE_SECONDS = 2e-3
 _MOST_SECONDS = 1e-2
 """How long a step waits until one more load has been read, and for all of them."""
 
-_SWITCH_SECONDS = 5e-4
 _HANDSHAKES = 3
 """Handshakes that a load waits for; an engine that is lost after each of them will not answer it."""
+
+_MEET_SECONDS = 2.0
+_AVOID_SECONDS = 60.0
+"""How often engines are looked for, and how long one that cannot be read from is left alone."""
 
 _ORDERS_AT_ONCE = 32
 
@@ -94,14 +96,14 @@ class WorkerHalf:
         self._received: list[str] = []
         self._failures: dict[str, Failure] = {}
         self._stats = TransferStats()
-        self._closing = False
-        # vLLM's thread spins while it waits for its next step, and a thread of ours gets its turn only after this long.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
+        self._closed = threading.Event()
         # More than one thread that loads would only wait for each other, and for vLLM's: most of a load is Python.
         self._threads = [
             threading.Thread(target=self._load_all, name="kvhma-load", daemon=True),
             threading.Thread(target=self._poll_all, name="kvhma-poll", daemon=True),
         ]
+        if settings.prefill_engines:
+            self._threads.append(threading.Thread(target=self._meet_all, name="kvhma-meet", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -147,7 +149,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Wait for what is in flight and stop; the caches may be freed afterwards."""
-        self._closing = True
+        self._closed.set()
         self._orders.put(None)
         self._has_moving.set()
         for thread in self._threads:
@@ -160,7 +162,7 @@ class WorkerHalf:
     # --- the thread that loads -----------------------------------------------------------------------------
 
     def _load_all(self) -> None:
-        while (orders := self._next_orders()) and not self._closing:
+        while (orders := self._next_orders()) and not self._closed.is_set():
             claimed = [moving for source, those in self._with_sources(orders) for moving in self._claim(source, those)]
             waiting: list[Moving] = []
             for moving in claimed:
@@ -191,7 +193,7 @@ class WorkerHalf:
         found: dict[int, tuple[Source, list[Order]]] = {}
         for order in orders:
             try:
-                source = self._peers.borrow(order.load.remote, partial(self._met, order))
+                source = self._peers.borrow(order.load.remote.life, partial(self._met, order))
             except Exception as error:
                 self._fail(order.load.request_id, explain(error))
                 continue
@@ -269,7 +271,7 @@ class WorkerHalf:
     # --- the thread that polls -----------------------------------------------------------------------------
 
     def _poll_all(self) -> None:
-        while not self._closing or self._moving:
+        while not self._closed.is_set() or self._moving:
             if not self._moving:
                 self._has_moving.wait()
                 self._has_moving.clear()
@@ -358,6 +360,28 @@ class WorkerHalf:
             "tokens_cached": load.cached,
             "tokens_clipped": sum(windows),
         }
+
+    # --- the thread that meets -----------------------------------------------------------------------------
+
+    def _meet_all(self) -> None:
+        """Know the engines that will be read from, in each of their lives, before a request waits for that."""
+        avoided: dict[Address, float] = {}
+
+        def met(address: Address, error: KvhmaError | None) -> None:
+            if error is not None:
+                avoided[address] = time.monotonic() + _AVOID_SECONDS
+                logger.warning("kvhma: %s of prefill_engines: %s", address, error)
+
+        while True:
+            for address in self._settings.prefill_engines:
+                if avoided.get(address, 0.0) > time.monotonic() or self._closed.is_set():
+                    continue
+                try:
+                    self._peers.meet(address, partial(met, address))
+                except KvhmaError as error:
+                    logger.debug("kvhma: %s of prefill_engines: %s", address, error)
+            if self._closed.wait(_MEET_SECONDS):
+                return
 
     # --- reports -------------------------------------------------------------------------------------------
 
