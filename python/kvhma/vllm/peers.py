@@ -144,6 +144,14 @@ class Peers:
         if source.gone is not None:
             self._drop(source)
 
+    def close(self) -> None:
+        """Hang up everywhere. The agent, which has the connections, is not closed."""
+        with self._lock:
+            sources = list(self._sources.values())
+            self._sources.clear()
+        for source in sources:
+            source.lines.close()
+
     def _shake(self, remote: Life) -> None:
         key = (remote.address, remote.instance)
         started = time.monotonic()

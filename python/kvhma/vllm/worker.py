@@ -154,6 +154,7 @@ class WorkerHalf:
         self._has_moving.set()
         for thread in self._threads:
             thread.join(timeout=self._settings.handshake_timeout + 1)
+        self._peers.close()
         try:
             self._agent.close()
         except TransferError as error:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half with real agents and a real listener, but no engine: what it reads, reports and waits for."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("torch")
+
+from kvhma.geometry import Span
+from kvhma.nixl import Agent
+from kvhma.vllm import worker as worker_module
+from kvhma.vllm.leases import Ledger
+from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.params import Address, Hold, Remote, new_nonce
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.side_channel import Client, Listener, Renew
+from kvhma.vllm.staging import Direct
+from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.worker import WorkerHalf
+from support.engines.engine import free_port
+from support.flat import flat_geometry, labelled
+
+PAGE = 4096
+PAGES = 64
+
+
+class Prefill:
+    """What P is to D: memory, an agent, a ledger and a listener."""
+
+    numbers = itertools.count()
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.instance = new_nonce()
+        self.memory = labelled(PAGES, seed=self.instance % 1000)
+        self.geometry = flat_geometry(self.memory)
+        self.agent = Agent(f"P{next(self.numbers)}")
+        self.agent.register(self.geometry)
+        self.ledger = Ledger(30.0)
+        hellos = {(0, 0): self.agent.hello(self.geometry)}
+        self.listener = Listener(address, engine_id="p", instance=self.instance, hellos=hellos, desk=self.ledger)
+
+    def remote(self, name: str, blocks: list[int], hold: Hold | None = None) -> Remote:
+        return Remote(
+            address=self.address,
+            engine_id="p",
+            instance=self.instance,
+            hold=hold or self.ledger.hold(name),
+            lease=30.0,
+            num_tokens=len(blocks),
+            digest="",
+            spans=(Span(0, blocks),),
+            tp_size=1,
+        )
+
+    def close(self) -> None:
+        self.listener.close()
+        self.agent.close()
+
+
+class Decode:
+    """A worker's half over memory of its own."""
+
+    def __init__(self, **settings: object) -> None:
+        self.memory = np.zeros(PAGES * PAGE, dtype=np.uint8)
+        geometry = flat_geometry(self.memory)
+        agent = Agent(f"D{next(Prefill.numbers)}")
+        agent.register(geometry)
+        self.half = WorkerHalf(
+            Settings.read({"handshake_timeout": 2, **settings}), "d", geometry, agent, Direct(geometry, {})
+        )
+
+    def order(self, **loads: tuple[Remote, list[int]]) -> None:
+        self.half.order(StepMetadata([load(name, *of) for name, of in loads.items()]))
+
+    def ended(self, *names: str) -> dict[str, str]:
+        """Wait until loads have ended, each once; return the causes of those that failed."""
+        end = time.monotonic() + 20
+        received: list[str] = []
+        causes: dict[str, str] = {}
+        while len(received) < len(names):
+            assert time.monotonic() < end, received
+            some, failures = self.half.collect(idle=True)
+            received += some
+            causes |= {name: failure.cause for name, failure in failures.items()}
+        assert sorted(received) == sorted(names)
+        return causes
+
+    def pages(self, blocks: list[int]) -> np.ndarray:
+        return self.memory.reshape(PAGES, PAGE)[blocks]
+
+
+def load(name: str, remote: Remote, blocks: list[int]) -> Load:
+    return Load(name, remote, new_nonce(), remote.num_tokens, 0, (Span(0, blocks),))
+
+
+@pytest.fixture
+def p():
+    made = Prefill(Address("127.0.0.1", free_port()))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def d():
+    made = Decode()
+    yield made
+    made.half.close()
+
+
+def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
+    questions = []
+    send = Client.send
+    monkeypatch.setattr(Client, "send", lambda self, question: (questions.append(question), send(self, question)))
+    moves = {"a": ([1, 2, 3], [7, 6, 5]), "b": ([9], [20]), "c": ([30, 40, 50, 60], [10, 11, 12, 13])}
+    for step in range(2):
+        d.memory[:] = 0
+        d.order(**{name: (p.remote(name, theirs), ours) for name, (theirs, ours) in moves.items()})
+        assert d.ended(*moves) == {}
+        expected = np.zeros((PAGES, PAGE), np.uint8)
+        for theirs, ours in moves.values():
+            expected[ours] = p.memory.reshape(PAGES, PAGE)[theirs]
+        assert np.array_equal(d.pages(list(range(PAGES))), expected), step
+    assert d.half.collect(idle=True) == (set(), {})
+    claims = [len(question.claims) for question in questions if isinstance(question, Renew)]
+    assert sum(claims) == 6
+    stats = TransferStats()
+    end = time.monotonic() + 20
+    # Groups are counted once the loads are on their way, which is not before they are reported.
+    while stats.data["groups"].get("0 opaque", {}).get("bytes") != 2 * 8 * PAGE:
+        assert time.monotonic() < end, stats.data
+        stats = stats.aggregate(d.half.take_stats() or TransferStats())
+    assert len(stats.data["load_seconds"]) == 6
+    assert stats.data["handshakes"] == 1
+
+
+def test_one_load_of_a_step_fails_alone(p, d):
+    d.order(
+        held=(p.remote("held", [1, 2]), [1, 2]),
+        unknown=(p.remote("unknown", [3], Hold("unknown", 1)), [3]),
+        outside=(p.remote("outside", [PAGES]), [4]),
+        last=(p.remote("last", [5]), [5]),
+    )
+    assert d.ended("held", "unknown", "outside", "last") == {"unknown": "expired", "outside": "request"}
+    assert np.array_equal(d.pages([1, 2, 5]), p.memory.reshape(PAGES, PAGE)[[1, 2, 5]])
+    assert not d.pages([4]).any()
+    # What failed keeps no connection busy, and the engine can be read from again.
+    d.order(again=(p.remote("again", [6]), [6]))
+    assert d.ended("again") == {}
+
+
+def test_an_engine_that_does_not_answer_fails_its_own_loads(p):
+    d = Decode(handshake_timeout=0.3)
+    try:
+        silent = Remote(Address("127.0.0.1", free_port()), "x", 1, Hold("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
+        d.order(silent=(silent, [1]), good=(p.remote("good", [2]), [2]))
+        assert d.ended("silent", "good") == {"silent": "handshake"}
+    finally:
+        d.half.close()
+
+
+def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, monkeypatch):
+    waits = []
+    wait_for = d.half._reported.wait_for
+    monkeypatch.setattr(d.half._reported, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
+    silent = Remote(Address("127.0.0.1", free_port()), "x", 1, Hold("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
+    assert d.half.collect(idle=True) == (set(), {})
+    assert not waits, "there is nothing to wait for"
+    d.order(silent=(silent, [1]))
+    assert d.half.collect(idle=False) == (set(), {})
+    assert len(waits) == 1, "nothing was read meanwhile"
+    assert d.half.collect(idle=False) == (set(), {})
+    assert len(waits) == 1, "one patience for each load, not one for each step"
+    assert d.half.collect(idle=True) == (set(), {})
+    assert len(waits) == 2
+    assert d.ended("silent") == {"silent": "handshake"}
+    d.half.order(StepMetadata(refusals={"r": "no"}))
+    waits.clear()
+    assert d.ended("r") == {"r": "refused"}
+    assert not waits
+
+
+def test_engines_are_met_in_each_of_their_lives(p, monkeypatch):
+    monkeypatch.setattr(worker_module, "_MEET_SECONDS", 0.05)
+    address, nobody = p.address, Address("127.0.0.1", free_port())
+    d = Decode(prefill_engines=[str(nobody), str(address)], handshake_timeout=0.3)
+    try:
+        known(d, {str(address): p.instance})
+        p.listener.close()
+        second = Prefill(address)
+        try:
+            known(d, {str(address): second.instance})
+            d.order(a=(second.remote("a", [3]), [4]))
+            assert d.ended("a") == {}
+            assert np.array_equal(d.pages([4]), second.memory.reshape(PAGES, PAGE)[[3]])
+            stats = d.half.take_stats()
+            assert stats is not None
+            assert stats.data["handshakes"] == 2
+            # By another of its addresses it is the same engine.
+            elsewhere = second.remote("b", [5])
+            object.__setattr__(elsewhere, "address", Address("localhost", address.port))
+            d.order(b=(elsewhere, [6]))
+            assert d.ended("b") == {}
+            assert d.half.take_stats().data["handshakes"] == 0
+        finally:
+            second.close()
+    finally:
+        d.half.close()
+
+
+def known(d: Decode, expected: dict[str, int]) -> None:
+    end = time.monotonic() + 20
+    while (found := d.half._peers.instances()) != expected:
+        assert time.monotonic() < end, found
+        time.sleep(0.02)
