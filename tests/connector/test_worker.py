@@ -33,10 +33,10 @@ class Prefill:
 
     numbers = itertools.count()
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, instance: int | None = None) -> None:
         self.address = address
-        self.instance = new_nonce()
-        self.memory = labelled(PAGES, seed=self.instance % 1000)
+        self.instance = new_nonce() if instance is None else instance
+        self.memory = labelled(PAGES, seed=next(self.numbers))
         self.geometry = flat_geometry(self.memory)
         self.agent = Agent(f"P{next(self.numbers)}")
         self.agent.register(self.geometry)
@@ -210,6 +210,19 @@ def test_engines_are_met_in_each_of_their_lives(p, monkeypatch):
             second.close()
     finally:
         d.half.close()
+
+
+def test_who_claims_to_be_another_engine_is_read_only_by_those_who_name_its_address(p, d):
+    impostor = Prefill(Address("127.0.0.1", free_port()), p.instance)
+    try:
+        d.order(theirs=(impostor.remote("theirs", [1]), [1]))
+        assert d.ended("theirs") == {}
+        d.order(ours=(p.remote("ours", [2]), [2]))
+        assert d.ended("ours") == {}
+        assert np.array_equal(d.pages([1]), impostor.memory.reshape(PAGES, PAGE)[[1]])
+        assert np.array_equal(d.pages([2]), p.memory.reshape(PAGES, PAGE)[[2]])
+    finally:
+        impostor.close()
 
 
 def known(d: Decode, expected: dict[str, int]) -> None:

@@ -94,7 +94,7 @@ class _Rank:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # One agent, whatever it is used for: each has a thread that keeps a core busy.
+        # One agent, whatever it is used for: each has threads and connections of its own.
         self.agent: Agent | None = None
         # Registered memory has to outlive the agent, and new memory must not lie where old one is registered.
         self.kept: list[Memory] = []
@@ -284,7 +284,7 @@ class Ranks:
             AssertionError: a rank failed, or a byte of it was wrong.
         """
         p, d = self._p[: len(prefill)], self._d[: len(decode)]
-        # An agent that idles keeps a core busy all the same.
+        # An agent that idles still has its threads and connections.
         self._close(self._awake - {*p, *d})
         self._awake |= {*p, *d}
         for rank, geometry in [*zip(p, prefill, strict=True), *zip(d, decode, strict=True)]:

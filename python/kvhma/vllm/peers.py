@@ -65,7 +65,7 @@ class Source:
 
 
 class Peers:
-    """Sources by instance. Safe to use from several threads; one handshake at a time with each engine."""
+    """Sources by address. Safe to use from several threads; one handshake at a time with each engine."""
 
     def __init__(
         self, agent: Agent, geometry: Geometry, settings: Settings, engine_id: str, shook: Callable[[float], None]
@@ -77,7 +77,7 @@ class Peers:
         self._engine_id = engine_id
         self._shook = shook
         self._lock = threading.Lock()
-        self._sources: OrderedDict[int, Source] = OrderedDict()
+        self._sources: OrderedDict[Address, Source] = OrderedDict()
         self._pending: dict[tuple[Address, int], list[Callable[[KvhmaError | None], None]]] = {}
         self._failed: dict[tuple[Address, int], tuple[float, KvhmaError]] = {}
 
@@ -100,10 +100,9 @@ class Peers:
         """
         key = (remote.address, remote.instance)
         with self._lock:
-            # By its random number: an engine may have several addresses.
-            source = self._sources.get(remote.instance)
-            if source is not None and source.gone is None:
-                self._sources.move_to_end(remote.instance)
+            source = self._find(remote)
+            if source is not None:
+                self._sources.move_to_end(source.address)
                 source.loads += 1
                 return source
             since, error = self._failed.get(key, (0.0, None))
@@ -118,6 +117,15 @@ class Peers:
             self._pending[key] = [later]
         # A thread for each engine: one that does not answer must not keep others waiting.
         threading.Thread(target=self._shake, args=(remote,), name="kvhma-handshake", daemon=True).start()
+        return None
+
+    def _find(self, remote: Life) -> Source | None:
+        # Requests may name an engine that was met by another of its addresses. Anybody can claim to be a life, so only
+        # addresses that the operator gave stand for others.
+        met = (self._sources.get(address) for address in self._settings.prefill_engines)
+        for source in (self._sources.get(remote.address), *met):
+            if source is not None and source.instance == remote.instance and source.gone is None:
+                return source
         return None
 
     def meet(self, address: Address, later: Callable[[KvhmaError | None], None]) -> None:
@@ -135,7 +143,7 @@ class Peers:
     def instances(self) -> dict[str, int]:
         """Return the engines that are known, by address, and which life of theirs it is."""
         with self._lock:
-            return {str(source.address): instance for instance, source in self._sources.items()}
+            return {str(address): source.instance for address, source in self._sources.items()}
 
     def give_back(self, source: Source) -> None:
         """Say that a load has ended; a source that nobody uses can be dropped."""
@@ -181,21 +189,12 @@ class Peers:
 
     def _keep(self, source: Source) -> list[Source]:
         """Return what has to go for it: an earlier life of the same engine, and engines nobody has used for longest."""
-        known = self._sources.get(source.instance)
-        if known is not None and known.gone is None:
-            # Met at two of its addresses at the same time: both have the same peers.
-            source.lines.close()
-            return []
-        replaced = [
-            instance
-            for instance, old in self._sources.items()
-            if instance == source.instance or old.address == source.address
-        ]
-        dropped = [self._sources.pop(instance) for instance in replaced]
-        self._sources[source.instance] = source
+        replaced = self._sources.pop(source.address, None)
+        self._sources[source.address] = source
+        dropped = [] if replaced is None else [replaced]
         idle = [old for old in self._sources.values() if not old.loads and old is not source]
         while len(self._sources) > self._settings.max_peers and idle:
-            dropped.append(self._sources.pop(idle.pop(0).instance))
+            dropped.append(self._sources.pop(idle.pop(0).address))
         return dropped
 
     def _connect(self, remote: Life) -> Source:
@@ -252,9 +251,9 @@ class Peers:
 
     def _drop(self, source: Source) -> None:
         with self._lock:
-            if source.loads or self._sources.get(source.instance) is not source:
+            if source.loads or self._sources.get(source.address) is not source:
                 return
-            del self._sources[source.instance]
+            del self._sources[source.address]
         self._disconnect(source)
 
     def _disconnect(self, source: Source) -> None:

