@@ -94,7 +94,7 @@ time.sleep(600)
 def test_two_ranks_say_the_same(name: str, zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
     rng = random.Random(name)
     prompts = [[rng.randrange(512) for _ in range(300)] for _ in range(4)]
-    dtype, noise = ("bfloat16", 0.15) if name == "qwen3_next" else ("float32", 1e-3)
+    dtype, noise = ("bfloat16", 0.25) if name == "qwen3_next" else ("float32", 1e-3)
     answers = []
     for size in (1, 2):
         log = tmp_path / f"{size}.log"

@@ -19,9 +19,10 @@ def noise(name: str, length: int = 0) -> float:
     """Nats by which two plain engines may differ for a prompt of some length.
 
     All models compute in float32 but qwen3_next, whose kernel takes bfloat16 only and sums a chunk in another order
-    than its tokens. Its answers are equal where the last token, which D computes, is alone in the plain engine too.
+    than its tokens: plain engines differed by up to 0.16, and how much depends on the processor. Its answers are equal
+    where the last token, which D computes, is alone in the plain engine too.
     """
-    return 0.15 if name == "qwen3_next" and length % CHUNK != 1 else 1e-4
+    return 0.25 if name == "qwen3_next" and length % CHUNK != 1 else 1e-4
 
 
 def arguments(name: str, **more: Any) -> dict[str, Any]:
