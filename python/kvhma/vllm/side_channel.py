@@ -329,7 +329,7 @@ class Client:
 class Lines:
     """Clients of one listener that have a connection already: a new one takes ten times as long to answer."""
 
-    _KEPT = 16
+    _KEPT = 4
 
     def __init__(self, address: Address, timeout: float) -> None:
         """Start without any."""
