@@ -120,12 +120,14 @@ def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> Non
         assert (failures(d, "expired"), failures(strict, "expired")) == (1, 1)
 
         # Whoever waits in D keeps its lease, and takes its cache when there is room.
-        blocker = d.generate(late, max_tokens=2000, request_id="blocker")
+        blockers = [d.generate(late, max_tokens=2000, request_id=f"blocker {at}") for at in range(4)]
         waiting = decode(d, late, prefill(p, late), timeout=None)
         time.sleep(2 * lease)
-        assert not blocker.done(), "nothing was in the way"
-        assert len(p.state()["requests"]) == 1, "the lease of a request that waits at D has ended"
-        d.abort("blocker")
+        assert not blockers[-1].done(), "nothing was in the way"
+        # vLLM 0.31 loads a request that it has no room to run.
+        assert len(p.state()["requests"]) == 1 or loads(d) == 1, "the lease of a request that waits at D has ended"
+        for at in range(len(blockers)):
+            d.abort(f"blocker {at}")
         same(name, waiting.result(60), expected, "that waited")
         assert (failures(d, "expired"), loads(d)) == (1, 1)
         all_free(p)

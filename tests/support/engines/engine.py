@@ -61,13 +61,18 @@ class Answer:
     seconds: float
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment, and none that the kernel hands out by itself."""
+    """A TCP port nobody listens on at this moment, none that the kernel hands out by itself, and never one twice."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
             port = random.SystemRandom().randrange(15_000, 32_000)
             listener.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def make_models(zygote: Zygote, folder: Path, *names: str) -> list[Path]:
