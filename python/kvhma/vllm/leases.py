@@ -128,15 +128,14 @@ class _Inquiry:
     def socket(self) -> zmq.Socket[bytes] | None:
         return None if self._client is None else self._client.socket
 
-    def answer(self, timeout: float) -> Leases | None:
-        """Return the answer, None if it is not here yet; raise LeaseEndedError if it is none, or late."""
-        if self._client is not None:
+    def answer(self) -> Leases | None:
+        """Return the answer, None if it is not here yet; raise LeaseEndedError if it is none."""
+        if self._client is not None and self._client.answered():
             try:
-                self._answer = self._read(self._client, timeout)
+                self._answer = self._read(self._client)
             except HandshakeError as error:
                 self._error = LeaseEndedError(f"{_NOBODY_SAYS}: {error}")
-            if self._answer is not None or self._error is not None:
-                self._hang_up()
+            self._hang_up()
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._answer
@@ -146,11 +145,7 @@ class _Inquiry:
         if not self._users:
             self._hang_up()
 
-    def _read(self, client: Client, timeout: float) -> Leases | None:
-        if not client.answered():
-            if time.monotonic() - self.asked > timeout:
-                raise HandshakeError("no answer in time")
-            return None
+    def _read(self, client: Client) -> Leases:
         answer = client.receive(Leases, "Renew", 0)
         if len(answer.expires) != self._claims:
             raise HandshakeError(f"{self._claims} claims, {len(answer.expires)} answers")
@@ -202,8 +197,10 @@ class Lease:
             LeaseEndedError: they were not, or nobody says so in time.
         """
         asked = self._inquiry.asked
-        answer = self._inquiry.answer(self._timeout + max(0.0, ended - asked))
+        answer = self._inquiry.answer()
         if answer is None:
+            if time.monotonic() - max(asked, ended) > self._timeout:
+                raise LeaseEndedError(f"{_NOBODY_SAYS}: no answer in {self._timeout} s")
             return None
         expires = answer.expires[self._index]
         if expires is None:
