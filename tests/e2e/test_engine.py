@@ -30,14 +30,14 @@ def test_ends(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> N
     llama = model("llama")
     with Engine(zygote, llama, tmp_path / "stopped.log") as engine:
         long = engine.generate(PROMPT, max_tokens=2000, request_id="long")
-        assert len(engine.generate(PROMPT, max_tokens=3).result(60).token_ids) == 3
+        assert len(engine.generate(PROMPT, max_tokens=3).result().token_ids) == 3
         assert len(engine.core("e2e_blocks", "long")[0]) > 3
         engine.abort("long")
-        assert long.result(60).finish_reason == "abort"
-        late = engine.generate(PROMPT, max_tokens=2000, timeout=0.2).result(60)
+        assert long.result().finish_reason == "abort"
+        late = engine.generate(PROMPT, max_tokens=2000, timeout=0.2).result()
         assert "TimeoutError" in str(late.error)
         engine.idle(free=engine.state()["all_blocks"] - 1)  # block 0 is never given out
-        refused = engine.generate([10**9], max_tokens=1).result(60)
+        refused = engine.generate([10**9], max_tokens=1).result()
         assert refused.error, refused
         begun = time.monotonic()
     assert time.monotonic() - begun < 8
@@ -100,6 +100,6 @@ def test_two_ranks_say_the_same(name: str, zygote: Zygote, model: Callable[[str]
         log = tmp_path / f"{size}.log"
         with Engine(zygote, model(name), log, tensor_parallel_size=size, engine_args={"dtype": dtype}) as engine:
             assert len(engine.rpc("e2e_census")) == size
-            answers.append([engine.generate(prompt, max_tokens=12).result(60) for prompt in prompts])
+            answers.append([engine.generate(prompt, max_tokens=12).result() for prompt in prompts])
     print(f"\n{name}: one rank and two {[float(f'{d:.2g}') for d in map(distance, *answers)]}")
     assert [difference(two, one, noise) for one, two in zip(*answers, strict=True)] == [None] * len(prompts)

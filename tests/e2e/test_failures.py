@@ -65,8 +65,8 @@ def test_p_killed_before_during_and_after_and_restarted(
             tuple(prompt): d.generate(prompt, max_tokens=16) for prompt in (after, *during, before, again, stale)
         }
 
-        same(name, hand_over(p, d, after), expected[tuple(after)].result(60), "before anything happens")
-        same(name, hand_over(p, strict, after), expected[tuple(after)].result(60), "before anything happens")
+        same(name, hand_over(p, d, after), expected[tuple(after)].result(), "before anything happens")
+        same(name, hand_over(p, strict, after), expected[tuple(after)].result(), "before anything happens")
         told = {tuple(prompt): prefill(p, prompt) for prompt in (before, stale, *during)}
         running = decode(d, after, prefill(p, after), max_tokens=200)
         got = [decode(d, prompt, told[tuple(prompt)], request_id=f"during {at}") for at, prompt in enumerate(during)]
@@ -74,22 +74,22 @@ def test_p_killed_before_during_and_after_and_restarted(
         time.sleep(0.05)
         p.kill()
         for prompt, answer in zip(during, got, strict=True):
-            same(name, answer.result(120), expected[tuple(prompt)].result(60), "while it was read")
+            same(name, answer.result(), expected[tuple(prompt)].result(), "while it was read")
         for prompt, answer in zip(during, strictly, strict=True):
-            if answer.result(120).finish_reason != "error":
-                same(name, answer.result(), expected[tuple(prompt)].result(60), "while it was read")
-        assert len(running.result(120).token_ids) == 200
-        same(name, decode(d, before, told[tuple(before)]).result(60), expected[tuple(before)].result(60), "before")
-        assert decode(strict, before, told[tuple(before)]).result(60).finish_reason == "error"
+            if answer.result().finish_reason != "error":
+                same(name, answer.result(), expected[tuple(prompt)].result(), "while it was read")
+        assert len(running.result().token_ids) == 200
+        same(name, decode(d, before, told[tuple(before)]).result(), expected[tuple(before)].result(), "before")
+        assert decode(strict, before, told[tuple(before)]).result().finish_reason == "error"
         all_free(d)
         all_free(strict)
 
         with replacement(p, tmp_path / "p-again.log") as second:
             for engine in (d, strict):
-                same(name, hand_over(second, engine, again), expected[tuple(again)].result(60), "after a restart")
+                same(name, hand_over(second, engine, again), expected[tuple(again)].result(), "after a restart")
             # What the first life of P promised is not there, whatever the second one has in these blocks.
-            same(name, decode(d, stale, told[tuple(stale)]).result(60), expected[tuple(stale)].result(60), "stale")
-            refused = decode(strict, stale, told[tuple(stale)]).result(60)
+            same(name, decode(d, stale, told[tuple(stale)]).result(), expected[tuple(stale)].result(), "stale")
+            refused = decode(strict, stale, told[tuple(stale)]).result()
             assert refused.finish_reason == "error"
             assert "kvhma.instance" in (tmp_path / "strict.log").read_text()
             all_free(second)
@@ -106,17 +106,17 @@ def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> Non
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, strict):
         late, *others = prompts(name, [301] * 12)
-        expected = d.generate(late, max_tokens=16).result(60)
+        expected = d.generate(late, max_tokens=16).result()
         told = [prefill(p, late) for _ in range(2)]
         assert len(p.state()["requests"]) == 2
         time.sleep(lease + 0.5)
         all_free(p)
         assert p.sample("vllm:kvhma_expired_total") == 2
         for prompt in others:  # they get the blocks that the late one had
-            p.generate(prompt, max_tokens=1).result(60)
+            p.generate(prompt, max_tokens=1).result()
         # Both know by their clocks that the lease has ended, and the question confirms it.
-        same(name, decode(d, late, told[0]).result(60), expected, "after its lease")
-        assert decode(strict, late, told[1]).result(60).finish_reason == "error"
+        same(name, decode(d, late, told[0]).result(), expected, "after its lease")
+        assert decode(strict, late, told[1]).result().finish_reason == "error"
         assert (failures(d, "expired"), failures(strict, "expired")) == (1, 1)
 
         # Whoever waits in D keeps its lease, and takes its cache when there is room.
@@ -128,7 +128,7 @@ def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> Non
         assert len(p.state()["requests"]) == 1 or loads(d) == 1, "the lease of a request that waits at D has ended"
         for at in range(len(blockers)):
             d.abort(f"blocker {at}")
-        same(name, waiting.result(60), expected, "that waited")
+        same(name, waiting.result(), expected, "that waited")
         assert (failures(d, "expired"), loads(d)) == (1, 1)
         all_free(p)
 
@@ -140,14 +140,14 @@ def test_the_question_past_the_deadline(zygote: Zygote, model: Models, tmp_path:
     settings = {"p": kvhma(name), "d": kvhma(name, extra=asks), "r": kvhma(name, policy="recompute", extra=asks)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, r):
         prompt, other = prompts(name, [301] * 2)
-        expected = d.generate(prompt, max_tokens=16).result(60)
+        expected = d.generate(prompt, max_tokens=16).result()
         same(name, hand_over(p, d, prompt), expected)
         assert (d.sample("vllm:kvhma_fences_total"), failures(d, "expired")) == (1, 0)
         # P's worker still answers reads, but the scheduler that could say so does not.
         told = prefill(p, prompt)
-        same(name, hand_over(p, r, other), r.generate(other, max_tokens=16).result(60))
+        same(name, hand_over(p, r, other), r.generate(other, max_tokens=16).result())
         listener = {**told, "remote_port": free_port()}
-        assert decode(d, prompt, listener).result(60).finish_reason == "error"
+        assert decode(d, prompt, listener).result().finish_reason == "error"
         all_free(d)
 
 
@@ -156,7 +156,7 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
     settings = {"p": kvhma(name), "d": kvhma(name, extra=QUICK, policy="recompute"), "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         (good,) = prompts(name, [301])
-        right = plain.generate(good, max_tokens=16).result(60)
+        right = plain.generate(good, max_tokens=16).result()
         rng = random.Random(1)
 
         def round_of(number: int) -> None:
@@ -166,7 +166,7 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
                 answers.append(decode(d, prompt, prefill(p, prompt), request_id=request_id, max_tokens=64))
                 time.sleep(rng.choice([0, 0, 0.002, 0.01, 0.05]))
                 d.abort(request_id)
-            assert {answer.result(60).finish_reason for answer in answers} <= {"abort", "length"}
+            assert {answer.result().finish_reason for answer in answers} <= {"abort", "length"}
             all_free(d)
             all_free(p)
 
@@ -186,7 +186,7 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
             answer = decode(d, good, told | {"remote_host": "127.0.0.1"}, request_id="frozen")
             time.sleep(0.3)
             d.abort("frozen")
-            answer.result(60)
+            answer.result()
             all_free(d)
         all_free(p)
 
@@ -218,7 +218,7 @@ def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         time.sleep(0.02)
         d.kill()
         assert all(answer.exception(10) is not None or answer.result() for answer in answers)
-        same(name, hand_over(p, other, many[0]), plain.generate(many[0], max_tokens=16).result(60), "of another D")
+        same(name, hand_over(p, other, many[0]), plain.generate(many[0], max_tokens=16).result(), "of another D")
         all_free(p)
         assert loads(other) == 1
 

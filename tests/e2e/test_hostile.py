@@ -78,7 +78,7 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     both = kvhma(NAME, extra=extra)
     with engines(zygote, model(NAME), tmp_path, p=both, d=both, plain=arguments(NAME)) as (p, d, plain):
         prompt, other = prompts(NAME, [301] * 2)
-        expected = plain.generate(prompt, max_tokens=4).result(60)
+        expected = plain.generate(prompt, max_tokens=4).result()
         refused = served = 0
         good = prefill(p, prompt)
         for number in itertools.count():
@@ -88,7 +88,7 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
             what, params = next(itertools.islice(broken(good), number, None), ("", None))
             if params is None:
                 break
-            got = decode(d, prompt, params, max_tokens=4).result(60)
+            got = decode(d, prompt, params, max_tokens=4).result()
             if got.finish_reason == "error" or got.error is not None:  # of the engine, or of vLLM's front end
                 refused += 1
             else:
@@ -96,10 +96,10 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
                 same(NAME, got, expected, what)
                 served += 1
             assert d.alive, what
-        same(NAME, decode(d, prompt, good, max_tokens=4).result(60), expected, "good")
+        same(NAME, decode(d, prompt, good, max_tokens=4).result(), expected, "good")
         print(f"{number} broken parameters: {refused} refused, {served} answered right")
         assert refused > served
-        same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(60), "after all that")
+        same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(), "after all that")
         all_free(d)
 
 
@@ -109,10 +109,10 @@ def test_broken_requests_to_p(zygote: Zygote, model: Models, tmp_path: Path) -> 
         prompt, other = prompts(NAME, [100, 301])
         for value in VALUES:
             for key in ("do_remote_decode", "do_remote_prefill"):
-                p.generate(prompt, max_tokens=1, kv_transfer_params={key: value}).result(60)
+                p.generate(prompt, max_tokens=1, kv_transfer_params={key: value}).result()
             # A first step of several tokens, of none, and one that is cut short by a stop.
-            p.generate(prompt, max_tokens=3, kv_transfer_params={"do_remote_decode": True, "x": value}).result(60)
-        same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(60), "after all that")
+            p.generate(prompt, max_tokens=3, kv_transfer_params={"do_remote_decode": True, "x": value}).result()
+        same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(), "after all that")
 
 
 def talk(address: tuple[str, int]) -> None:
@@ -147,9 +147,9 @@ def test_the_side_channel(zygote: Zygote, model: Models, tmp_path: Path) -> None
                 raw.sendall(b"\xff")
             talk(("127.0.0.1", port))
             first, second = prompts(NAME, [301, 65])
-            same(NAME, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(60), "after junk")
+            same(NAME, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(), "after junk")
             talk(("127.0.0.1", port))
-            same(NAME, hand_over(p, d, second), plain.generate(second, max_tokens=16).result(60), "after more junk")
+            same(NAME, hand_over(p, d, second), plain.generate(second, max_tokens=16).result(), "after more junk")
         finally:
             for raw in slow:
                 raw.close()

@@ -156,7 +156,7 @@ class Engine:
         request_id: str | None = None,
         logprobs: int = 2,
         priority: int = 0,
-        timeout: float | None = 60,
+        timeout: float | None = 150,
         **sampling: Any,
     ) -> Future[Answer]:
         """Ask for a completion, greedy and without end-of-sequence token unless `sampling` says otherwise.
