@@ -17,6 +17,7 @@ from support.engines import Engine, Zygote, engines, free_port
 from support.handoff import (
     all_free,
     arguments,
+    at_once,
     compare,
     decode,
     failures,
@@ -61,12 +62,11 @@ def test_p_killed_before_during_and_after_and_restarted(
         after, *during = prompts(name, [301] + [1500] * 6)
         before, again, stale = prompts((name, 2), [301] * 3)
         # An engine without parameters is a plain one.
-        expected = {
-            tuple(prompt): d.generate(prompt, max_tokens=16) for prompt in (after, *during, before, again, stale)
-        }
+        asked = (after, *during, before, again, stale)
+        expected = dict(zip(map(tuple, asked), at_once(d, asked, max_tokens=16), strict=True))
 
-        same(name, hand_over(p, d, after), expected[tuple(after)].result(), "before anything happens")
-        same(name, hand_over(p, strict, after), expected[tuple(after)].result(), "before anything happens")
+        same(name, hand_over(p, d, after), expected[tuple(after)], "before anything happens")
+        same(name, hand_over(p, strict, after), expected[tuple(after)], "before anything happens")
         told = {tuple(prompt): prefill(p, prompt) for prompt in (before, stale, *during)}
         running = decode(d, after, prefill(p, after), max_tokens=200)
         got = [decode(d, prompt, told[tuple(prompt)], request_id=f"during {at}") for at, prompt in enumerate(during)]
@@ -74,21 +74,21 @@ def test_p_killed_before_during_and_after_and_restarted(
         time.sleep(0.05)
         p.kill()
         for prompt, answer in zip(during, got, strict=True):
-            same(name, answer.result(), expected[tuple(prompt)].result(), "while it was read")
+            same(name, answer.result(), expected[tuple(prompt)], "while it was read")
         for prompt, answer in zip(during, strictly, strict=True):
             if answer.result().finish_reason != "error":
-                same(name, answer.result(), expected[tuple(prompt)].result(), "while it was read")
+                same(name, answer.result(), expected[tuple(prompt)], "while it was read")
         assert len(running.result().token_ids) == 200
-        same(name, decode(d, before, told[tuple(before)]).result(), expected[tuple(before)].result(), "before")
+        same(name, decode(d, before, told[tuple(before)]).result(), expected[tuple(before)], "before")
         assert decode(strict, before, told[tuple(before)]).result().finish_reason == "error"
         all_free(d)
         all_free(strict)
 
         with replacement(p, tmp_path / "p-again.log") as second:
             for engine in (d, strict):
-                same(name, hand_over(second, engine, again), expected[tuple(again)].result(), "after a restart")
+                same(name, hand_over(second, engine, again), expected[tuple(again)], "after a restart")
             # What the first life of P promised is not there, whatever the second one has in these blocks.
-            same(name, decode(d, stale, told[tuple(stale)]).result(), expected[tuple(stale)].result(), "stale")
+            same(name, decode(d, stale, told[tuple(stale)]).result(), expected[tuple(stale)], "stale")
             refused = decode(strict, stale, told[tuple(stale)]).result()
             assert refused.finish_reason == "error"
             assert "kvhma.instance" in (tmp_path / "strict.log").read_text()

@@ -16,12 +16,13 @@ import pytest
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
 from support.engines.compare import distance
 from support.engines.tiny import MODELS
+from support.handoff import at_once
 
 # One prompt's blocks are held until the end: blocks that were given out again would hold what they are put in place of.
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"kv_lease_duration": 300},
+    "kv_connector_extra_config": {"kv_lease_duration": 600},
 }
 LENGTH = 301
 TOKENS = 12
@@ -50,7 +51,7 @@ def test_one_wrong_block_shows(name: str, zygote: Zygote, model: Callable[[str],
     nixl = ARGUMENTS[name] | {"kv_transfer_config": NIXL}
     with engines(zygote, model(name), tmp_path, prefill=nixl, decode=nixl, plain=ARGUMENTS[name] | DS) as (p, d, plain):
         alone = [plain.generate(each, max_tokens=TOKENS).result() for each in prompts]
-        crowd = [f.result() for f in [plain.generate(each, max_tokens=TOKENS) for each in prompts]]
+        crowd = at_once(plain, prompts, max_tokens=TOKENS)
         if ARGUMENTS[name] is CHUNKED:  # several requests share a step and are cut elsewhere: another computation
             print(f"\n{name}: requests cut elsewhere {max(map(distance, alone, crowd)):.2g}")
             crowd = alone

@@ -10,7 +10,7 @@ import pytest
 
 from support.engines import Zygote, engines
 from support.engines.compare import difference
-from support.handoff import all_free, arguments, decode, hand_over, kvhma, loads, noise, prefill, prompts, same
+from support.handoff import all_free, arguments, at_once, decode, hand_over, kvhma, loads, noise, prefill, prompts, same
 
 Models = Callable[[str], Path]
 
@@ -35,10 +35,10 @@ def test_prefix_hits_and_chunks(name: str, zygote: Zygote, model: Models, tmp_pa
         }
         moved = {}
         for what, prompt in cases.items():
-            expected = plain.generate(prompt, max_tokens=16)
+            expected = plain.generate(prompt, max_tokens=16).result()
             before = d.loaded_tokens()
             got = hand_over(p, d, prompt)
-            same(name, got, expected.result(), what)
+            same(name, got, expected, what)
             moved[what] = d.loaded_tokens() - before
         print(f"{name}: tokens loaded {moved}")
         assert moved["nothing cached"] >= len(base) - 1
@@ -55,13 +55,13 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
     both = kvhma(name)
     with engines(zygote, model(name), tmp_path, p=both, d=both, plain=arguments(name)) as (p, d, plain):
         many = prompts(name, [20 + 17 * index for index in range(32)])
-        expected = [plain.generate(prompt, max_tokens=16) for prompt in many]
+        expected = at_once(plain, many, max_tokens=16)
         # All of them wait at D for their caches at the same time.
         told = [prefill(p, prompt) for prompt in many]
         got = [decode(d, prompt, params) for prompt, params in zip(many, told, strict=True)]
         for prompt, answer, right in zip(many, got, expected, strict=True):
             # How many are computed together decides how they are rounded.
-            found = difference(answer.result(), right.result(), 2 * noise(name))
+            found = difference(answer.result(), right, 2 * noise(name))
             assert found is None, f"of {len(prompt)} tokens: {found}"
         for engine in (p, d):
             all_free(engine)
@@ -80,12 +80,12 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         block = max(group["block_size"] for group in p.rpc("e2e_groups")[0] if "Mamba" not in group["kind"])
         many = prompts(name, [2 * block - 3] * 12)
-        expected = [plain.generate(prompt, max_tokens=2 * block) for prompt in many]
+        expected = at_once(plain, many, max_tokens=2 * block)
         told = [prefill(p, prompt) for prompt in many]
         got = [decode(d, prompt, params, max_tokens=2 * block) for prompt, params in zip(many, told, strict=True)]
         for answer, right in zip(got, expected, strict=True):
             # A request that was preempted computes its answer so far in other chunks than before.
-            found = difference(answer.result(), right.result(), 2 * noise(name))
+            found = difference(answer.result(), right, 2 * noise(name))
             assert found is None, found
         preempted = d.sample("vllm:num_preemptions_total")
         print(f"{name}: {preempted:g} preemptions, {loads(d)} loads")

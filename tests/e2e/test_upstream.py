@@ -24,11 +24,11 @@ def test_hand_off(name: str, noise: float, zygote: Zygote, model: Callable[[str]
         before = p.state()["free_blocks"]
         for length in (300, 333):
             prompt = [rng.randrange(512) for _ in range(length)]
-            expected = plain.generate(prompt, max_tokens=16)
+            expected = plain.generate(prompt, max_tokens=16).result()
             first = p.generate(prompt, max_tokens=1, kv_transfer_params=REMOTE_DECODE).result()
             assert first.kv_transfer_params, first
             got = d.generate(prompt, max_tokens=16, kv_transfer_params=first.kv_transfer_params).result()
-            print(f"{name}, {length} tokens: {distance(got, expected.result()):.2g} nats from plain")
-            assert difference(got, expected.result(), noise) is None
+            print(f"{name}, {length} tokens: {distance(got, expected):.2g} nats from plain")
+            assert difference(got, expected, noise) is None
         assert d.loaded_tokens() >= 300 + 333 - 2
         p.idle(free=before)

@@ -135,10 +135,7 @@ class Agent:
         # Registered at once, so that later hellos do not differ by it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
-        try:
-            self._registrations.append(self._nixl.register_memory(_row(self._scratch), self._scratch.memory))
-        except Exception as exc:
-            raise translate(exc, f"cannot register memory of agent {name!r}") from exc
+        self._register(self._scratch)
         self._knows_blobs = self._nixl.get_agent_metadata().startswith(_blob_start(name))
 
     def __enter__(self) -> Agent:
@@ -160,17 +157,19 @@ class Agent:
             TransferError: NIXL refused a region.
         """
         with self._setup:
-            nixl = self._open()
             # Larger ones first, so that a region inside another one is seen to be covered.
             for region in sorted(geometry.regions, key=lambda r: (r.base, -r.bytes)):
-                if self._covers(region):
-                    continue
-                try:
-                    self._registrations.append(nixl.register_memory(_row(region), region.memory))
-                except Exception as exc:
-                    raise translate(exc, f"cannot register {region}") from exc
-                spans = self._registered.setdefault((region.memory, region.device), [])
-                insort(spans, (region.base, region.base + region.bytes))
+                if not self._covers(region):
+                    self._register(region)
+
+    def _register(self, region: Region) -> None:
+        nixl = self._open()
+        try:
+            self._registrations.append(nixl.register_memory(_row(region), region.memory))
+        except Exception as exc:
+            raise translate(exc, f"cannot register {region}") from exc
+        spans = self._registered.setdefault((region.memory, region.device), [])
+        insort(spans, (region.base, region.base + region.bytes))
 
     def _covers(self, region: Region) -> bool:
         spans = self._registered.get((region.memory, region.device), [])
@@ -197,6 +196,19 @@ class Agent:
                     raise RequestError(f"{region} is not registered")
             metadata = self._open().get_agent_metadata()
         return encode_hello(metadata, geometry, name=self.name, generation=self.generation, extra=extra)
+
+    def rehearse(self, other: Agent) -> None:
+        """Connect to an agent of this process that is thrown away afterwards, read from it, and part again.
+
+        A transport works out how to talk to a peer once for each kind of connection, on the side that connects and on
+        the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After a
+        rehearsal in each part, ``a.rehearse(b)`` and ``c.rehearse(a)``, the first real peer of ``a`` finds that done.
+        Take another agent for each: UCX would go the way back over the connection that is still there.
+
+        Raises:
+            TransferError: the two cannot connect; others as for :meth:`connect`.
+        """
+        self.disconnect(self.connect(other.hello(Geometry(regions=(other._scratch,), groups=(), layers=()))))
 
     def connect(self, hello: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
         """Connect to the sender of a hello, and warm the connection up.

@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 import kvhma
+from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
 from kvhma.vllm.compat import CACHE_HIT_SOURCE, check_config, engine_facts, host_staged, place_of
 from kvhma.vllm.geometry import geometry_of
@@ -162,11 +164,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             self._memory = copy
         engine_id = self._kv_transfer_config.engine_id
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
-        agent = Agent(
-            f"kvhma-{engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}",
-            backends=self._settings.backends,
-            num_threads=self._settings.num_threads,
-        )
+        agent = self._agent(f"kvhma-{engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
         agent.register(geometry)
         extra = {"model": config.model_config.model, "vllm": vllm.__version__, "kvhma": kvhma.__version__}
         self._hello = WorkerHello(agent.hello(geometry, json.dumps(extra).encode()[: 32 << 10]))
@@ -179,6 +177,17 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             kinds,
             len(self._hello.data),
         )
+
+    def _agent(self, name: str) -> Agent:
+        make = partial(Agent, backends=self._settings.backends, num_threads=self._settings.num_threads)
+        agent = make(name)
+        try:
+            with make(f"{name}-owner") as owner, make(f"{name}-reader") as reader:
+                agent.rehearse(owner)
+                reader.rehearse(agent)
+        except KvhmaError as error:  # the first request will be slower, or say the same again
+            logger.warning("kvhma: connections are not prepared: %s", error)
+        return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what this worker says of itself."""
