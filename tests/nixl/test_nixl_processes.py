@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +88,32 @@ def test_bytes_and_notification(transport, start_worker, reader):
     assert worker.notifications(1) == [["D", "r1"]]
     reader.agent.notify(peer, b"r2")
     assert worker.notifications(1) == [["D", "r2"]]
+
+
+@pytest.mark.parametrize("transport", ["default"], indirect=True)
+def test_a_rehearsal_saves_the_first_peer_on_both_sides(transport, start_worker):
+    # Counted in bytes read from files: UCX looks into /proc and /sys for each kind of connection that is new to it.
+
+    def reads(pid: int | str) -> int:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["rchar"])
+
+    def first_peer(*, rehearsed: bool) -> tuple[int, int]:
+        worker = start_worker(**transport, **({"REHEARSE": "1"} if rehearsed else {}))
+        with Agent(f"D {rehearsed}") as agent:
+            if rehearsed:
+                agent.rehearse()
+            pids = "self", worker.process.pid
+            before = [reads(pid) for pid in pids]
+            peer = agent.connect(worker.hello)
+            ours, theirs = (reads(pid) - count for pid, count in zip(pids, before, strict=True))
+            agent.disconnect(peer)
+            return ours, theirs
+
+    plain, ready = first_peer(rehearsed=False), first_peer(rehearsed=True)
+    print(f"bytes read at D and P: {plain}, after rehearsals {ready}")
+    assert plain[0] > 10 * ready[0]
+    assert plain[1] > 10 * ready[1]
 
 
 def test_the_notification_leaves_only_by_a_poll(tcp, start_worker, reader):

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -115,6 +116,7 @@ class Agent:
         """
         self.name = name
         self.generation = secrets.randbits(64)
+        self._another = partial(Agent, backends=backends, num_threads=num_threads) if nixl is None else None
         self._nixl: NixlAgent | None = nixl or open_nixl(name, backends, num_threads, telemetry)
         self.strided = takes_strided(self._nixl) if strided is None else strided
         self._telemetry = telemetry
@@ -197,18 +199,24 @@ class Agent:
             metadata = self._open().get_agent_metadata()
         return encode_hello(metadata, geometry, name=self.name, generation=self.generation, extra=extra)
 
-    def rehearse(self, other: Agent) -> None:
-        """Connect to an agent of this process that is thrown away afterwards, read from it, and part again.
+    def rehearse(self) -> None:
+        """Connect to an agent of this process, let another one connect to us, read from each other, and part again.
 
         A transport works out how to talk to a peer once for each kind of connection, on the side that connects and on
-        the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After a
-        rehearsal in each part, ``a.rehearse(b)`` and ``c.rehearse(a)``, the first real peer of ``a`` finds that done.
-        Take another agent for each: UCX would go the way back over the connection that is still there.
+        the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After this,
+        first peers find that done. It takes a quarter of a second.
 
         Raises:
-            TransferError: the two cannot connect; others as for :meth:`connect`.
+            RequestError: the agent was given its ``nixl``.
+            TransferError: NIXL cannot make other agents, or they cannot connect.
         """
-        self.disconnect(self.connect(other.hello(Geometry(regions=(other._scratch,), groups=(), layers=()))))
+        if self._another is None:
+            raise RequestError(f"agent {self.name!r} was given its NIXL and cannot make others")
+        # One for each part: UCX would go the way back over the connection that is there, which is of another kind.
+        with self._another(f"{self.name}-owner") as owner, self._another(f"{self.name}-reader") as reader:
+            for one, other in ((self, owner), (reader, self)):
+                scratch = Geometry(regions=(other._scratch,), groups=(), layers=())
+                one.disconnect(one.connect(other.hello(scratch)))
 
     def connect(self, hello: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
         """Connect to the sender of a hello, and warm the connection up.

@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -179,14 +178,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _agent(self, name: str) -> Agent:
-        make = partial(Agent, backends=self._settings.backends, num_threads=self._settings.num_threads)
-        agent = make(name)
+        agent = Agent(name, backends=self._settings.backends, num_threads=self._settings.num_threads)
         try:
-            with make(f"{name}-owner") as owner, make(f"{name}-reader") as reader:
-                agent.rehearse(owner)
-                reader.rehearse(agent)
-        except KvhmaError as error:  # the first request will be slower, or say the same again
-            logger.warning("kvhma: connections are not prepared: %s", error)
+            agent.rehearse()
+        except KvhmaError as error:
+            logger.warning("kvhma: the first hand-off will be slower: %s", error)
         return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
