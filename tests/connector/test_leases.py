@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ledger and courier, over the real side channel."""
 
+import threading
 import time
 
 import pytest
 
+from kvhma.vllm import side_channel
 from kvhma.vllm.leases import Courier, LeaseEndedError, Ledger, claim_all
 from kvhma.vllm.params import Address, Claim, Hold
-from kvhma.vllm.side_channel import Client, Lines, Listener, Renew
+from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener, Renew
 from support.engines.engine import free_port
 
 
@@ -269,4 +271,78 @@ def test_an_answer_for_other_claims_than_were_asked(address, lines):
             covers(lease, time.monotonic())
         lease.close()
     finally:
+        listener.close()
+
+
+def test_a_line_whose_connection_has_ended_for_good_is_not_waited_for(lines, ledger):
+    (lease,) = claim_all(lines, [claim(ledger.hold("a"))], timeout=2, margin=0.1)
+    assert covers(lease, time.monotonic())
+    lease.close()
+    dead = lines.take()
+    dead.socket.disconnect(dead.socket.LAST_ENDPOINT)  # a frame that is none of ZMQ's leaves it like this
+    lines.give_back(dead)
+    begun = time.monotonic()
+    (lease,) = claim_all(lines, [claim(ledger.hold("b"))], timeout=2, margin=0.1)
+    assert covers(lease, time.monotonic()), "asked over a new one"
+    assert dead.socket.closed
+    assert time.monotonic() - begun < 2
+    lease.close()
+    alone = lines.take()
+    alone.socket.disconnect(alone.socket.LAST_ENDPOINT)
+    with pytest.raises(HandshakeTimeoutError, match="cannot ask"):
+        alone.send(Renew([]))
+    alone.close()
+
+
+def test_releases_do_not_keep_renewals_from_being_said(address, courier):
+    ledger = Ledger(0.6)
+    said = []
+
+    class Busy:
+        """While it answers, another request is let go of."""
+
+        def renew(self, claims):
+            said.append("renew")
+            return ledger.renew(claims)
+
+        def release(self, claims):
+            said.append("release")
+            courier.release(address, claim(Hold("another", len(said))))
+
+    listener = Listener(address, engine_id="p", instance=1, hellos={}, desk=Busy())
+    try:
+        hold = ledger.hold("a")
+        courier.track(address, claim(hold), every=0.05)
+        courier.release(address, claim(Hold("another", 0)))
+        until(lambda: said.count("release") > 50 and said.count("renew") > 5)
+        time.sleep(0.8)
+        assert ledger.strike_off() == ([], [])
+    finally:
+        listener.close()
+
+
+def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(address, courier, monkeypatch):
+    ledger = Ledger(5)
+    go_on = threading.Event()
+    getaddrinfo = side_channel.getaddrinfo
+
+    def slowly(host, *more, **options):
+        if host == "slow":
+            go_on.wait(10)
+            host = "localhost"
+        return getaddrinfo(host, *more, **options)
+
+    monkeypatch.setattr(side_channel, "getaddrinfo", slowly)
+    listener = listen(address, ledger)
+    try:
+        holds = ledger.hold("at once"), ledger.hold("later")
+        first, later = (end_of(ledger, hold) for hold in holds)
+        courier.track(Address("slow", address.port), claim(holds[1]), every=0.05)
+        courier.track(address, claim(holds[0]), every=0.05)
+        until(lambda: end_of(ledger, holds[0]) > first + 0.2)
+        assert end_of(ledger, holds[1]) == later
+        go_on.set()
+        until(lambda: end_of(ledger, holds[1]) > later)
+    finally:
+        go_on.set()
         listener.close()

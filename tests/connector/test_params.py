@@ -90,6 +90,16 @@ OWN = ["version", "instance", "generation", "lease", "tokens", "digest", "spans"
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]
 
 
+def test_all_groups_together_have_a_bound():
+    tokens = 20_000
+    told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(Span(0, []),) * 200).to_params(pp_size=1)
+    told["kvhma"]["spans"] = [[0, f"1-{tokens}"]] * 4
+    assert len(Remote.from_params(told, num_prompt_tokens=tokens).spans) == 4
+    told["kvhma"]["spans"] = [[0, f"1-{tokens}"]] * 200
+    with pytest.raises(RequestError, match="block ids: more than"):
+        Remote.from_params(told, num_prompt_tokens=tokens)
+
+
 @pytest.mark.parametrize("key", REQUIRED)
 def test_a_missing_key_is_named(key):
     broken = params()

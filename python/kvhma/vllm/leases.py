@@ -30,9 +30,11 @@ from kvhma.vllm.side_channel import (
     Question,
     Release,
     Renew,
+    is_numeric,
     open_client,
     printable,
     read_answer,
+    resolve,
     write_claim,
 )
 
@@ -111,6 +113,10 @@ class LeaseEndedError(TransferError):
     """P may have used the blocks for something else while they were read."""
 
 
+class LeaseUnknownError(LeaseEndedError):
+    """P may have, and does not say."""
+
+
 class _Inquiry:
     """One question to P for some claims, shared by their leases: do you hold these for us, and how long?"""
 
@@ -120,21 +126,20 @@ class _Inquiry:
         self._users = len(claims)
         self._claims = len(claims)
         self._answer: Leases | None = None
-        self._error: LeaseEndedError | None = None
-        self._client: Client | None = lines.take()
-        self._client.send(Renew([write_claim(claim) for claim in claims]))
+        self._error: LeaseUnknownError | None = None
+        self._client: Client | None = lines.send(Renew([write_claim(claim) for claim in claims]))
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
         return None if self._client is None else self._client.socket
 
     def answer(self) -> Leases | None:
-        """Return the answer, None if it is not here yet; raise LeaseEndedError if it is none."""
+        """Return the answer, None if it is not here yet; raise LeaseUnknownError if it is none."""
         if self._client is not None and self._client.answered():
             try:
                 self._answer = self._read(self._client)
             except HandshakeError as error:
-                self._error = LeaseEndedError(f"{_NOBODY_SAYS}: {error}")
+                self._error = LeaseUnknownError(f"{_NOBODY_SAYS}: {error}")
             self._hang_up()
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -194,13 +199,14 @@ class Lease:
         asked after the read, it needs no clock.
 
         Raises:
-            LeaseEndedError: they were not, or nobody says so in time.
+            LeaseEndedError: they were not.
+            LeaseUnknownError: nobody says so in time.
         """
         asked = self._inquiry.asked
         answer = self._inquiry.answer()
         if answer is None:
             if time.monotonic() - max(asked, ended) > self._timeout:
-                raise LeaseEndedError(f"{_NOBODY_SAYS}: no answer in {self._timeout} s")
+                raise LeaseUnknownError(f"{_NOBODY_SAYS}: no answer in {self._timeout} s")
             return None
         expires = answer.expires[self._index]
         if expires is None:
@@ -211,8 +217,9 @@ class Lease:
         if asked >= ended or latest + self._margin < expires:
             return True
         self.fences += 1
+        second = _Inquiry(self._lines, [self._claim])
         self._inquiry.leave()
-        self._inquiry, self._index = _Inquiry(self._lines, [self._claim]), 0
+        self._inquiry, self._index = second, 0
         return None
 
 
@@ -224,6 +231,9 @@ def claim_all(lines: Lines, claims: Sequence[Claim], *, timeout: float, margin: 
         claims: what is read, and by whom; at most `MAX_CLAIMS`.
         timeout: seconds to wait for an answer once a read has ended.
         margin: seconds by which a read has to end before its lease does.
+
+    Raises:
+        HandshakeError: P cannot be asked.
     """
     inquiry = _Inquiry(lines, claims)
     return [Lease(lines, claim, inquiry, index, timeout, margin) for index, claim in enumerate(claims)]
@@ -233,9 +243,12 @@ def claim_all(lines: Lines, claims: Sequence[Claim], *, timeout: float, margin: 
 class _Peer:
     tracked: set[Claim] = field(default_factory=set)
     releases: deque[Claim] = field(default_factory=deque)
+    numeric: Address | None = None
+    looked_up: bool = False
     socket: zmq.Socket[bytes] | None = None
     waiting: bool = False
     asked_at: float = 0.0
+    renewed: bool = False
     renewed_at: float = -1e9
     interval: float = 3600.0
 
@@ -289,8 +302,9 @@ class Courier:
         self._closing = True
         self._wake()
         self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._lock:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def _peer(self, address: Address) -> _Peer | None:
         peer = self._peers.get(address)
@@ -338,14 +352,18 @@ class Courier:
 
     def _speak(self, address: Address, peer: _Peer, now: float) -> None:
         question: Question
-        if peer.releases:
-            claims = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_CLAIMS))]
-            question = Release([write_claim(claim) for claim in claims])
-        elif peer.tracked and now - peer.renewed_at >= peer.interval:
+        due = peer.tracked and now - peer.renewed_at >= peer.interval
+        if (due or peer.releases) and not self._is_known(address, peer):
+            return
+        # Both may be wanted all the time, and neither may keep the other from being said.
+        if due and not (peer.releases and peer.renewed):
             # More than fit one message take turns by chance; a lease outlasts several of them.
             claims = random.sample(list(peer.tracked), min(len(peer.tracked), MAX_CLAIMS))
             question = Renew([write_claim(claim) for claim in claims])
             peer.renewed_at = now
+        elif peer.releases:
+            claims = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_CLAIMS))]
+            question = Release([write_claim(claim) for claim in claims])
         elif peer.tracked:
             return
         else:
@@ -355,9 +373,10 @@ class Courier:
                 del self._peers[address]
             return
         peer.asked_at = now
+        peer.renewed = isinstance(question, Renew)
         try:
             if peer.socket is None:
-                peer.socket = open_client(address)
+                peer.socket = open_client(peer.numeric or address)
             peer.socket.send(msgspec.msgpack.encode(question), zmq.NOBLOCK)
         except (HandshakeError, zmq.ZMQError):
             self._hang_up(peer)
@@ -374,9 +393,34 @@ class Courier:
             except (HandshakeError, zmq.ZMQError):
                 self._hang_up(peer)
 
+    def _is_known(self, address: Address, peer: _Peer) -> bool:
+        """Whether it is known where a peer is. A name service may take its time, so another thread asks it."""
+        if peer.numeric is None and is_numeric(address):
+            peer.numeric = address
+        if peer.numeric is None and not peer.looked_up:
+            threading.Thread(target=self._look_up, args=(address, peer), name="kvhma-look-up", daemon=True).start()
+            peer.looked_up = True
+        return peer.numeric is not None
+
+    def _look_up(self, address: Address, peer: _Peer) -> None:
+        numeric = None
+        try:
+            numeric = resolve(address)
+        except HandshakeError as error:
+            logger.debug("kvhma: %s", error)
+            time.sleep(self._timeout)  # before it is tried again
+        with self._lock:
+            peer.numeric = numeric
+            peer.looked_up = False
+            if numeric is None:
+                peer.releases.clear()
+            if not self._closing:
+                self._wake()
+
     @staticmethod
     def _hang_up(peer: _Peer) -> None:
         peer.waiting = False
+        peer.numeric = None  # a name may stand for another host by the next time
         if peer.socket is not None:
             peer.socket.close()
             peer.socket = None

@@ -26,6 +26,9 @@ VERSION = 1
 MAX_ID = (1 << 31) - 1
 _MAX_GROUPS = 256
 _MAX_NAME = 512
+_MOST_SHARES = 4
+"""Blocks that a token may be in, over all groups: one for each of the few that have the smallest blocks."""
+
 _RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
 
 
@@ -180,7 +183,7 @@ class Remote:
             lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
             digest=_text(own, "kvhma.digest"),
-            spans=_spans(own, min(tokens, num_prompt_tokens) + _MAX_GROUPS),
+            spans=_spans(own, min(tokens, num_prompt_tokens)),
             tp_size=tp_size,
         )
 
@@ -235,17 +238,20 @@ def read_ids(text: str, limit: int) -> list[int]:
     return ids
 
 
-def _spans(own: Mapping[str, Any], limit: int) -> tuple[Span, ...]:
+def _spans(own: Mapping[str, Any], tokens: int) -> tuple[Span, ...]:
     rows = own.get("spans")
     if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
         raise RequestError(f"kv_transfer_params: kvhma.spans is {_show(rows)}, expected a list of 1..{_MAX_GROUPS}")
     spans = []
+    left = _MOST_SHARES * tokens + _MAX_GROUPS
     for row in rows:
         if not (isinstance(row, list) and len(row) == 2 and _is_integer(row[0]) and isinstance(row[1], str)):
             raise RequestError(f"kv_transfer_params: kvhma.spans has {_show(row)}, expected [first, ids]")
         if not 0 <= row[0] <= MAX_ID:
             raise RequestError(f"kv_transfer_params: kvhma.spans starts at {_show(row[0])}, expected 0..{MAX_ID}")
-        spans.append(Span(row[0], read_ids(row[1], limit)))
+        ids = read_ids(row[1], min(left, tokens + _MAX_GROUPS))
+        left -= len(ids)
+        spans.append(Span(row[0], ids))
     return tuple(spans)
 
 

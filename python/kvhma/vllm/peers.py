@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import kvhma
 from kvhma import _kvhma
-from kvhma.errors import HandshakeError, KvhmaError, UnsupportedPairError
+from kvhma.errors import HandshakeError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, Hello, Peer, decode_hello
 from kvhma.vllm.params import Address, Life
@@ -28,12 +29,17 @@ from kvhma.vllm.side_channel import (
     RankHello,
     Refused,
     Roster,
+    printable,
+    resolve,
 )
 
 logger = logging.getLogger("vllm.kvhma")
 
 _FAILURE_SECONDS = 1.0
-"""How long a failed handshake stands for the next ones with the same engine: many requests share one."""
+"""How long a handshake that failed for a lasting reason stands for the next ones with the same engine."""
+
+_ANSWERS = 4
+"""Timeouts that an engine has for all of its answers."""
 
 _MOST_BYTES = 256 << 20
 """Bytes of the hellos of all ranks of an engine."""
@@ -49,6 +55,7 @@ class Source:
         plan: what we read from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         lines: to its scheduler.
+        hellos: hashes of what its workers said of themselves, by the name of their agent.
     """
 
     address: Address
@@ -56,6 +63,7 @@ class Source:
     plan: _kvhma.Plan
     peers: list[Peer | None]
     lines: Lines
+    hellos: dict[str, bytes]
     loads: int = 0
 
     @property
@@ -93,7 +101,7 @@ class Peers:
                 ask again.
 
         Raises:
-            HandshakeError: it did not answer a moment ago, was another engine than the request was told, or spoke
+            HandshakeError: it was, a moment ago, another engine than the request was told, or spoke
                 another version; or there are too many handshakes at a time.
             UnsupportedPairError: its caches cannot be read into ours; it has been told so.
             TransferError: it could not be connected to.
@@ -116,7 +124,16 @@ class Peers:
                 raise HandshakeTimeoutError(f"{len(self._pending)} other engines do not answer")
             self._pending[key] = [later]
         # A thread for each engine: one that does not answer must not keep others waiting.
-        threading.Thread(target=self._shake, args=(remote,), name="kvhma-handshake", daemon=True).start()
+        thread = threading.Thread(target=self._shake, args=(remote,), name="kvhma-handshake", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                others = [one for one in self._pending.pop(key) if one is not later]
+            failure = HandshakeTimeoutError(f"no handshake with {remote.address}: {error}")
+            for one in others:
+                one(failure)
+            raise failure from error
         return None
 
     def _find(self, remote: Life) -> Source | None:
@@ -134,7 +151,7 @@ class Peers:
         Raises:
             HandshakeError: it does not answer, or said so a moment ago; others as for :meth:`borrow`.
         """
-        with Client(address, self._settings.handshake_timeout) as client:
+        with Client(resolve(address), self._settings.handshake_timeout) as client:
             roster = client.ask(AskRoster(PROTOCOL), Roster)
         found = self.borrow(Life(address, roster.engine_id, int.from_bytes(roster.instance, "big"), None), later)
         if found is not None:
@@ -172,13 +189,14 @@ class Peers:
                 logger.exception("kvhma: a handshake with %s met an error of the connector's own", remote.address)
             failure = error if isinstance(error, KvhmaError) else HandshakeError(f"{type(error).__name__}: {error}")
         with self._lock:
+            now = time.monotonic()
+            self._failed = {of: one for of, one in self._failed.items() if now - one[0] < _FAILURE_SECONDS}
             if failure is None:
-                self._failed.pop(key, None)
                 dropped = self._keep(source)
-            else:
-                self._failed[key] = (time.monotonic(), failure)
-                while len(self._failed) > self._settings.max_peers:
-                    del self._failed[next(iter(self._failed))]
+            elif not isinstance(failure, (HandshakeTimeoutError, TransferError)):  # those may pass: try again
+                # Its frames hold all that the engine said.
+                failure.__traceback__ = failure.__cause__ = failure.__context__ = None
+                self._failed[key] = (now, failure)
             waiting = self._pending.pop(key)
         if failure is None:
             self._shook(time.monotonic() - started)
@@ -199,27 +217,41 @@ class Peers:
 
     def _connect(self, remote: Life) -> Source:
         timeout = self._settings.handshake_timeout
-        lines = Lines(remote.address, timeout)
+        lines = Lines(resolve(remote.address), timeout)
         client = lines.take()
+        peers: list[Peer | None] = []
         try:
             plan, said, hellos = self._agree(remote, client)
-            peers = [
-                self._agent.connect(data, expect=hello.name, timeout=timeout) if index in plan.sources else None
-                for index, (data, hello) in enumerate(zip(hellos, said, strict=True))
-            ]
+            names = {one.name: hashlib.blake2b(data).digest() for one, data in zip(said, hellos, strict=True)}
+            self._check_names(remote.address, names)
+            for index, data in enumerate(hellos):
+                peers.append(self._agent.connect(data, timeout=timeout) if index in plan.sources else None)
         except BaseException:
             client.close()
+            self._part(peers)
             raise
         lines.give_back(client)
-        return Source(remote.address, remote.instance, plan, peers, lines)
+        return Source(remote.address, remote.instance, plan, peers, lines, names)
+
+    def _check_names(self, address: Address, names: dict[str, bytes]) -> None:
+        # A hello is no secret: whoever repeats another engine's, changed, would be connected in its place.
+        with self._lock:
+            for source in self._sources.values():
+                for name in source.hellos.keys() & names.keys():
+                    if source.address != address and source.gone is None and source.hellos[name] != names[name]:
+                        raise HandshakeError(
+                            f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
+                        )
 
     def _agree(self, remote: Life, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
         """Ask an engine who it is, and plan what we read from it; the plan, and what its workers say."""
+        # An engine has as many ranks as it says: all of them together may take no longer than this.
+        deadline = time.monotonic() + _ANSWERS * self._settings.handshake_timeout
         roster = client.ask(AskRoster(PROTOCOL), Roster)
         self._check(remote, roster)
         hellos: list[bytes] = []
         for pp, tp in roster.ranks:
-            hellos.append(client.ask(AskHello(pp, tp), RankHello).data)
+            hellos.append(client.ask(AskHello(pp, tp), RankHello, deadline=deadline).data)
             if sum(map(len, hellos)) > _MOST_BYTES:
                 raise HandshakeError(f"the hellos of {remote.address} have more than {_MOST_BYTES} bytes")
         said = [decode_hello(data) for data in hellos]
@@ -258,8 +290,17 @@ class Peers:
 
     def _disconnect(self, source: Source) -> None:
         source.lines.close()
-        for peer in source.peers:
-            if peer is None:
+        self._part(source.peers)
+
+    def _part(self, peers: list[Peer | None]) -> None:
+        """Disconnect from peers through which no other source reads.
+
+        An engine may have two addresses, or be met again when only some of its ranks were lost.
+        """
+        with self._lock:
+            used = {peer for source in self._sources.values() for peer in source.peers}
+        for peer in peers:
+            if peer is None or peer in used:
                 continue
             try:
                 self._agent.disconnect(peer, self._settings.handshake_timeout)

@@ -8,10 +8,13 @@ it is sent, if only with :class:`Problem`; nothing that arrives can stop it.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
+from socket import SOCK_STREAM, getaddrinfo
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -246,26 +249,54 @@ def _endpoint(address: Address) -> str:
     return f"tcp://[{address.host}]:{address.port}" if ":" in address.host else f"tcp://{address}"
 
 
-def open_client(address: Address) -> zmq.Socket[bytes]:
-    """Return a socket that asks the listener at an address; connecting goes on in the background.
+def is_numeric(address: Address) -> bool:
+    """Whether nobody has to be asked where it is."""
+    try:
+        ipaddress.ip_address(address.host)
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(address: Address) -> Address:
+    """Return the numeric form of an address. It may take as long as the name service likes.
+
+    ZMQ would look names up in the one thread that serves all sockets of the process, so it is given none.
 
     Raises:
-        HandshakeError: not an address.
+        HandshakeTimeoutError: the name is not known, or nobody says so.
     """
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
-        # Connections are kept, and one that a network has forgotten must not be what the next question finds.
-        (zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS),
-        (zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MILLISECONDS),
-        (zmq.IPV6, int(":" in address.host)),
-    ):
-        socket.setsockopt(option, value)
+    if is_numeric(address):
+        return address
     try:
+        found = getaddrinfo(address.host, address.port, type=SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise HandshakeTimeoutError(f"remote_host {printable(address.host)!r}: {error}") from error
+    return Address(str(found[0][4][0]), address.port)
+
+
+def open_client(address: Address) -> zmq.Socket[bytes]:
+    """Return a socket that asks the listener at a numeric address; connecting goes on in the background.
+
+    Raises:
+        HandshakeError: not an address, or no socket is to be had.
+    """
+    socket: zmq.Socket[bytes] | None = None
+    try:
+        socket = zmq.Context.instance().socket(zmq.REQ)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
+            # Connections are kept, and one that a network has forgotten must not be what the next question finds.
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS),
+            (zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MILLISECONDS),
+            (zmq.IPV6, int(":" in address.host)),
+        ):
+            socket.setsockopt(option, value)
         socket.connect(_endpoint(address))
     except zmq.ZMQError as error:
-        socket.close()
+        if socket is not None:
+            socket.close()
         raise HandshakeError(f"remote_host and remote_port {address}: {error}") from error
     return socket
 
@@ -279,7 +310,7 @@ class Client:
     """
 
     def __init__(self, address: Address, timeout: float) -> None:
-        """Start to connect. Raises HandshakeError if it is no address."""
+        """Start to connect to a numeric address. Raises HandshakeError if it is none."""
         self._address = address
         self._timeout = timeout
         self.socket = open_client(address)
@@ -295,20 +326,29 @@ class Client:
         """Hang up."""
         self.socket.close()
 
-    def ask(self, question: Question, kind: type[AnswerT]) -> AnswerT:
-        """Ask and wait for an answer of a kind.
+    def ask(self, question: Question, kind: type[AnswerT], *, deadline: float = math.inf) -> AnswerT:
+        """Ask and wait for an answer of a kind, to the deadline on the monotonic clock at most.
 
         Raises:
             HandshakeError: the listener has a problem with it, or its answer is another one.
             HandshakeTimeoutError: no answer in time. The client cannot be used any more.
         """
         self.send(question)
-        return self.receive(kind, type(question).__name__, self._timeout)
+        left = max(0.0, deadline - time.monotonic())
+        return self.receive(kind, type(question).__name__, min(self._timeout, left))
 
     def send(self, question: Question) -> None:
-        """Ask without waiting. One answer has to be received before the next question."""
-        self.socket.send(msgspec.msgpack.encode(question))
+        """Ask without waiting. One answer has to be received before the next question.
+
+        Raises:
+            HandshakeTimeoutError: the connection has ended for good. The client cannot be used any more.
+        """
         self.waiting = True
+        try:
+            # After a frame that is none of ZMQ's there is no connection, nor will there be: it must not wait for one.
+            self.socket.send(msgspec.msgpack.encode(question), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise HandshakeTimeoutError(f"cannot ask {self._address}: {error}") from error
 
     def answered(self) -> bool:
         """Whether there is an answer to be received."""
@@ -317,7 +357,7 @@ class Client:
     def receive(self, kind: type[AnswerT], asked: str, timeout: float) -> AnswerT:
         """Wait for an answer of a kind. Errors as for :meth:`ask`."""
         if not self.socket.poll(int(timeout * 1000)):
-            raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout} s")
+            raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout:.3g} s")
         data = self.socket.recv()
         self.waiting = False
         answer = read_answer(data)
@@ -345,6 +385,25 @@ class Lines:
             if self._idle:
                 return self._idle.pop()
         return Client(self._address, self._timeout)
+
+    def send(self, question: Question) -> Client:
+        """Ask without waiting; return the client that waits for the answer, to be given back.
+
+        Raises:
+            HandshakeError: not over a new connection either.
+        """
+        while True:
+            with self._lock:
+                fresh = not self._idle
+            client = self.take()
+            try:
+                client.send(question)
+            except HandshakeError:
+                client.close()
+                if fresh:
+                    raise
+            else:
+                return client
 
     def give_back(self, client: Client) -> None:
         """Keep a client for the next question, unless it still waits for an answer."""

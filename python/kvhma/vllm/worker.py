@@ -20,7 +20,7 @@ from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Transfer
-from kvhma.vllm.leases import Lease, LeaseEndedError, claim_all
+from kvhma.vllm.leases import Lease, LeaseEndedError, LeaseUnknownError, claim_all
 from kvhma.vllm.metadata import Failure, Load, StepMetadata
 from kvhma.vllm.params import Address, Claim
 from kvhma.vllm.peers import Peers, Source
@@ -281,11 +281,13 @@ class WorkerHalf:
                 moving = self._moving.popleft()
                 if not self._advance(moving):
                     self._moving.append(moving)
-            if any(moving.ended is None for moving in self._moving):
+            # A copy: the thread that loads adds to it.
+            left = list(self._moving)
+            sockets = {moving.lease.socket for moving in left} - {None}
+            if sockets and all(moving.ended is not None for moving in left):  # P's answers end the wait
+                zmq.select(list(sockets), [], [], _ANSWER_SECONDS)
+            elif left:
                 time.sleep(_NAP_SECONDS)
-            elif self._moving:  # all is read, and P's answers end the wait
-                sockets = {moving.lease.socket for moving in self._moving}
-                zmq.select([socket for socket in sockets if socket is not None], [], [], _ANSWER_SECONDS)
 
     def _advance(self, moving: Moving) -> bool:
         """Make progress; return whether a load has ended and was reported."""
@@ -381,6 +383,10 @@ class WorkerHalf:
                     self._peers.meet(address, partial(met, address))
                 except KvhmaError as error:
                     logger.debug("kvhma: %s of prefill_engines: %s", address, error)
+                except Exception:
+                    logger.exception(
+                        "kvhma: meeting %s of prefill_engines met an error of the connector's own", address
+                    )
             if self._closed.wait(_MEET_SECONDS):
                 return
 
@@ -406,6 +412,7 @@ class WorkerHalf:
 
 
 _CAUSES: tuple[tuple[type[Exception], str, bool], ...] = (
+    (LeaseUnknownError, "expired", True),
     (LeaseEndedError, "expired", False),
     (PeerLostError, "peer_lost", True),
     (HandshakeTimeoutError, "handshake", True),

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that are read from: met, lost in part, named twice, and what others say in their name."""
+
+import gc
+import threading
+import weakref
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+
+from kvhma.errors import HandshakeError, KvhmaError, TransferError
+from kvhma.nixl import Agent, decode_hello
+from kvhma.nixl.fake import FakeNet, FakeNixl
+from kvhma.vllm import peers as peers_module
+from kvhma.vllm import side_channel
+from kvhma.vllm.leases import Ledger
+from kvhma.vllm.params import Address, Life
+from kvhma.vllm.peers import Peers, Source
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener
+from support.engines.engine import free_port
+from support.flat import flat_geometry, labelled
+
+
+class World:
+    """A decode worker with two layers, and prefill engines whose workers have one layer each; NIXL is a fake."""
+
+    def __init__(self) -> None:
+        self.net = FakeNet()
+        self.memory = labelled(4), labelled(4)
+        self.geometry = flat_geometry(*self.memory)
+        self.agent = self.make_agent("D")
+        self.shaken = 0
+        self.peers = Peers(self.agent, self.geometry, Settings.read({"handshake_timeout": 1}), "d", self.shook)
+        self.listeners: list[Listener] = []
+
+    def shook(self, seconds: float) -> None:
+        self.shaken += 1
+
+    def make_agent(self, name: str) -> Agent:
+        agent = Agent(name, nixl=FakeNixl(name, self.net))
+        agent.register(self.geometry)
+        return agent
+
+    def worker(self, name: str, rank: int) -> bytes:
+        """Start a prefill worker; return what it says of itself."""
+        return self.make_agent(name).hello(replace(self.geometry, layers=self.geometry.layers[rank : rank + 1]))
+
+    def prefill(self, *hellos: bytes, instance: int = 1) -> Life:
+        """Start to listen for an engine whose workers say this."""
+        address = Address("127.0.0.1", free_port())
+        said = {(0, rank): hello for rank, hello in enumerate(hellos)}
+        self.listeners.append(Listener(address, engine_id="p", instance=instance, hellos=said, desk=Ledger(30)))
+        return Life(address, "p", instance, None)
+
+    def meet(self, life: Life) -> Source:
+        """Borrow an engine's source, after a handshake if it needs one."""
+        for _ in range(2):
+            done = threading.Event()
+            errors: list[KvhmaError | None] = []
+            source = self.peers.borrow(life, lambda error, to=errors, done=done: (to.append(error), done.set()))
+            if source is not None:
+                return source
+            assert done.wait(10)
+            if errors[0] is not None:
+                raise errors[0]
+        raise AssertionError("not known after its handshake")
+
+
+@pytest.fixture
+def world():
+    made = World()
+    yield made
+    made.peers.close()
+    for listener in made.listeners:
+        listener.close()
+
+
+def test_what_was_lost_is_met_again_and_the_rest_kept(world):
+    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    first = world.meet(life)
+    first.peers[0].gone = "its endpoint was lost"
+    second = world.meet(life)
+    assert second is not first
+    assert second.gone is None
+    assert second.peers[1] is first.peers[1], "it was not lost"
+    world.peers.give_back(first)
+    world.peers.give_back(second)
+    assert world.meet(life) is second
+    assert world.shaken == 2
+
+
+def test_an_engine_with_two_addresses(world):
+    hellos = world.worker("P0", 0), world.worker("P1", 1)
+    one, other = world.prefill(*hellos), world.prefill(*hellos)
+    first, second = world.meet(one), world.meet(other)
+    world.peers.give_back(first)
+    world.peers._drop(first)
+    assert second.gone is None
+
+
+def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
+    hello = world.worker("P0", 0), world.worker("P1", 1)
+    source = world.meet(world.prefill(*hello))
+    again = world.prefill(world.make_agent("P0").hello(world.geometry, b"another life"), instance=2)
+    with pytest.raises(HandshakeError, match=r"'P0', which is at 127\.0\.0\.1"):
+        world.meet(again)
+    assert source.gone is None
+
+
+def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkeypatch):
+    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    connect = world.agent.connect
+
+    def but_one(hello, **more):
+        if decode_hello(hello).name == "P1":
+            raise TransferError("not this one")
+        return connect(hello, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.agent, "connect", but_one)
+        with pytest.raises(TransferError, match="not this one"):
+            world.meet(life)
+    assert not world.agent._peers
+    assert world.meet(life).gone is None
+
+
+def test_a_passing_failure_stands_for_nothing(world):
+    hellos = world.worker("P0", 0), world.worker("P1", 1)
+    life = world.prefill(*hellos)
+    world.listeners.pop().close()
+    with pytest.raises(HandshakeTimeoutError):
+        world.meet(life)
+    world.listeners.append(
+        Listener(
+            life.address, engine_id="p", instance=1, hellos={(0, 0): hellos[0], (0, 1): hellos[1]}, desk=Ledger(30)
+        )
+    )
+    assert world.meet(life).gone is None, "the next one shakes hands again"
+
+
+def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(world, monkeypatch):
+    clients = []
+    take = Lines.take
+
+    def watched(self):
+        client = take(self)
+        clients.append(weakref.ref(client))
+        return client
+
+    monkeypatch.setattr(Lines, "take", watched)
+    life = world.prefill(b"no hello")
+    for _ in range(2):
+        with pytest.raises(HandshakeError, match="a hello of 8 bytes is cut off"):
+            world.meet(life)
+    gc.collect()
+    assert len(clients) == 1, "one handshake for both"
+    assert clients[0]() is None, "the frames of the handshake are kept with its error"
+
+
+def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(world, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(peers_module.time, "monotonic", lambda: clock[0])
+    asked = []
+    ask = Client.ask
+
+    def slowly(self, question, kind, **more):
+        clock[0] += 0.9
+        asked.append(more.get("deadline", 0.0) - clock[0])
+        if more and asked[-1] <= 0:
+            raise HandshakeTimeoutError("no time left")
+        return ask(self, question, kind)
+
+    monkeypatch.setattr(Client, "ask", slowly)
+    with pytest.raises(HandshakeTimeoutError, match="no time left"):
+        world.meet(world.prefill(*[world.worker(f"P{rank}", 0) for rank in range(40)]))
+    assert len(asked) <= 6
+
+
+def test_no_thread_for_a_handshake(world, monkeypatch):
+    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+
+    def none_left(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(HandshakeTimeoutError, match="can't start new thread"):
+            world.meet(life)
+    assert world.meet(life).gone is None
+
+
+def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
+    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    named = replace(life, address=Address("localhost", life.address.port))
+    seen = []
+    open_client = side_channel.open_client
+    monkeypatch.setattr(side_channel, "open_client", lambda address: (seen.append(address), open_client(address))[1])
+    assert world.meet(named).gone is None
+    assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
+    with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
+        world.meet(replace(life, address=Address("no-such-host.invalid", 1)))
