@@ -2,7 +2,9 @@
 """Engines that are read from: met, lost in part, named twice, and what others say in their name."""
 
 import gc
+import socket
 import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 
 from kvhma.errors import HandshakeError, KvhmaError, TransferError
+from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_hello
 from kvhma.nixl.fake import FakeNet, FakeNixl
 from kvhma.vllm import peers as peers_module
@@ -106,7 +109,7 @@ def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
     hello = world.worker("P0", 0), world.worker("P1", 1)
     source = world.meet(world.prefill(*hello))
     again = world.prefill(world.make_agent("P0").hello(world.geometry, b"another life"), instance=2)
-    with pytest.raises(HandshakeError, match=r"'P0', which is at 127\.0\.0\.1"):
+    with pytest.raises(TransferError, match=r"'P0', which is at 127\.0\.0\.1"):
         world.meet(again)
     assert source.gone is None
 
@@ -203,3 +206,68 @@ def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
     assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
     with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
         world.meet(replace(life, address=Address("no-such-host.invalid", 1)))
+
+
+@pytest.mark.parametrize(
+    "host", ["::ffff:127.0.0.1%1]:0;[localhost", "127.0.0.1;127.0.0.1", "localhost", "*", "", "[::1]", "::1%a b"]
+)
+def test_zmq_is_given_no_names(host):
+    address = Address(host, 5600)
+    with pytest.raises(HandshakeError, match="is not numeric"):
+        side_channel.open_client(address)
+    if host not in ("localhost", "*"):
+        with pytest.raises(HandshakeTimeoutError):
+            side_channel.resolve(address, 10)
+
+
+def test_a_name_stands_for_its_first_address_of_ipv4(monkeypatch):
+    places = {socket.AF_INET: ("192.0.2.7", 5600), socket.AF_INET6: ("::1", 5600, 0, 0)}
+
+    def getaddrinfo(host, port, family, kind):
+        if family not in places:
+            raise socket.gaierror("no address of this family")
+        return [(family, kind, 6, "", places[family])]
+
+    monkeypatch.setattr(side_channel, "getaddrinfo", getaddrinfo)
+    assert side_channel.resolve(Address("both", 5600), 10).host == "192.0.2.7"
+    del places[socket.AF_INET]
+    assert side_channel.resolve(Address("six", 5600), 10).host == "::1"
+    del places[socket.AF_INET6]
+    with pytest.raises(HandshakeTimeoutError, match="'none': the name is not known"):
+        side_channel.resolve(Address("none", 5600), 10)
+
+
+def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypatch):
+    go_on = threading.Event()
+    asked = []
+
+    def getaddrinfo(host, *more):
+        asked.append(host)
+        go_on.wait(20)
+        raise socket.gaierror("at last")
+
+    monkeypatch.setattr(side_channel, "getaddrinfo", getaddrinfo)
+    try:
+        for _ in range(2):
+            with pytest.raises(HandshakeTimeoutError, match=r"was not looked up in 0\.01 s"):
+                side_channel.resolve(Address("silent", 1), 0.01)
+        for index in range(63):
+            side_channel.look_up(Address(f"silent-{index}", 1))
+        with pytest.raises(HandshakeTimeoutError, match="64 other names"):
+            side_channel.look_up(Address("one more", 1))
+        assert side_channel.resolve(Address("127.0.0.1", 1), 0.01).host == "127.0.0.1"
+    finally:
+        go_on.set()
+    assert asked.count("silent") == 1
+    end = time.monotonic() + 10
+    while side_channel._lookups:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_rank_that_nothing_is_read_from_takes_no_name(world):
+    # A stage without a layer of ours: the planner has no use for it.
+    other = world.make_agent("P0").hello(Geometry(world.geometry.regions, world.geometry.groups, ()), b"of another")
+    source = world.meet(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
+    assert set(source.hellos) == {"M0", "M1"}
+    assert world.meet(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None

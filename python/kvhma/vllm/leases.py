@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,11 +31,10 @@ from kvhma.vllm.side_channel import (
     Question,
     Release,
     Renew,
-    is_numeric,
+    look_up,
     open_client,
     printable,
     read_answer,
-    resolve,
     write_claim,
 )
 
@@ -244,7 +244,8 @@ class _Peer:
     tracked: set[Claim] = field(default_factory=set)
     releases: deque[Claim] = field(default_factory=deque)
     numeric: Address | None = None
-    looked_up: bool = False
+    looking: Future[Address] | None = None
+    looked_up: float = -1e9
     socket: zmq.Socket[bytes] | None = None
     waiting: bool = False
     asked_at: float = 0.0
@@ -302,9 +303,8 @@ class Courier:
         self._closing = True
         self._wake()
         self._thread.join()
-        with self._lock:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _peer(self, address: Address) -> _Peer | None:
         peer = self._peers.get(address)
@@ -353,7 +353,7 @@ class Courier:
     def _speak(self, address: Address, peer: _Peer, now: float) -> None:
         question: Question
         due = peer.tracked and now - peer.renewed_at >= peer.interval
-        if (due or peer.releases) and not self._is_known(address, peer):
+        if (due or peer.releases) and not self._is_known(address, peer, now):
             return
         # Both may be wanted all the time, and neither may keep the other from being said.
         if due and not (peer.releases and peer.renewed):
@@ -393,34 +393,23 @@ class Courier:
             except (HandshakeError, zmq.ZMQError):
                 self._hang_up(peer)
 
-    def _is_known(self, address: Address, peer: _Peer) -> bool:
-        """Whether it is known where a peer is. A name service may take its time, so another thread asks it."""
-        if peer.numeric is None and is_numeric(address):
-            peer.numeric = address
-        if peer.numeric is None and not peer.looked_up:
-            threading.Thread(target=self._look_up, args=(address, peer), name="kvhma-look-up", daemon=True).start()
-            peer.looked_up = True
-        return peer.numeric is not None
-
-    def _look_up(self, address: Address, peer: _Peer) -> None:
-        numeric = None
+    def _is_known(self, address: Address, peer: _Peer, now: float) -> bool:
+        """Whether it is known where a peer is; if not, it is being looked up."""
         try:
-            numeric = resolve(address)
+            if peer.numeric is None and peer.looking is None and now - peer.looked_up > self._timeout:
+                peer.looking, peer.looked_up = look_up(address), now
+            if peer.looking is not None and peer.looking.done():
+                looking, peer.looking = peer.looking, None
+                peer.numeric = looking.result()
         except HandshakeError as error:
             logger.debug("kvhma: %s", error)
-            time.sleep(self._timeout)  # before it is tried again
-        with self._lock:
-            peer.numeric = numeric
-            peer.looked_up = False
-            if numeric is None:
-                peer.releases.clear()
-            if not self._closing:
-                self._wake()
+            peer.releases.clear()
+        return peer.numeric is not None
 
     @staticmethod
     def _hang_up(peer: _Peer) -> None:
         peer.waiting = False
-        peer.numeric = None  # a name may stand for another host by the next time
+        peer.numeric, peer.looked_up = None, -1e9  # a name may stand for another host by the next time
         if peer.socket is not None:
             peer.socket.close()
             peer.socket = None

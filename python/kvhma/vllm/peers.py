@@ -151,7 +151,8 @@ class Peers:
         Raises:
             HandshakeError: it does not answer, or said so a moment ago; others as for :meth:`borrow`.
         """
-        with Client(resolve(address), self._settings.handshake_timeout) as client:
+        timeout = self._settings.handshake_timeout
+        with Client(resolve(address, timeout), timeout) as client:
             roster = client.ask(AskRoster(PROTOCOL), Roster)
         found = self.borrow(Life(address, roster.engine_id, int.from_bytes(roster.instance, "big"), None), later)
         if found is not None:
@@ -217,12 +218,13 @@ class Peers:
 
     def _connect(self, remote: Life) -> Source:
         timeout = self._settings.handshake_timeout
-        lines = Lines(resolve(remote.address), timeout)
+        lines = Lines(resolve(remote.address, timeout), timeout)
         client = lines.take()
         peers: list[Peer | None] = []
         try:
             plan, said, hellos = self._agree(remote, client)
-            names = {one.name: hashlib.blake2b(data).digest() for one, data in zip(said, hellos, strict=True)}
+            # Whom nothing is read from is not connected, and has no name that counts.
+            names = {said[index].name: hashlib.blake2b(hellos[index]).digest() for index in plan.sources}
             self._check_names(remote.address, names)
             for index, data in enumerate(hellos):
                 peers.append(self._agent.connect(data, timeout=timeout) if index in plan.sources else None)
@@ -234,12 +236,15 @@ class Peers:
         return Source(remote.address, remote.instance, plan, peers, lines, names)
 
     def _check_names(self, address: Address, names: dict[str, bytes]) -> None:
-        # A hello is no secret: whoever repeats another engine's, changed, would be connected in its place.
+        # A hello is no secret: whoever repeats another engine's, changed, would be connected in its place. Where the
+        # operator says that an engine is, it is.
+        if address in self._settings.prefill_engines:
+            return
         with self._lock:
             for source in self._sources.values():
                 for name in source.hellos.keys() & names.keys():
                     if source.address != address and source.gone is None and source.hellos[name] != names[name]:
-                        raise HandshakeError(
+                        raise TransferError(
                             f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
                         )
 
@@ -297,10 +302,10 @@ class Peers:
 
         An engine may have two addresses, or be met again when only some of its ranks were lost.
         """
-        with self._lock:
-            used = {peer for source in self._sources.values() for peer in source.peers}
         for peer in peers:
-            if peer is None or peer in used:
+            with self._lock:
+                used = any(peer in source.peers for source in self._sources.values())
+            if peer is None or used:
                 continue
             try:
                 self._agent.disconnect(peer, self._settings.handshake_timeout)

@@ -11,10 +11,12 @@ import contextlib
 import ipaddress
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Mapping
-from socket import SOCK_STREAM, getaddrinfo
+from concurrent.futures import Future
+from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREAM, gaierror, getaddrinfo, getnameinfo
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -33,6 +35,7 @@ MAX_CLAIMS = 4096
 """Requests in one message."""
 
 _HEARTBEAT_MILLISECONDS = 2000
+_MOST_LOOKUPS = 64
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -251,36 +254,81 @@ def _endpoint(address: Address) -> str:
 
 def is_numeric(address: Address) -> bool:
     """Whether nobody has to be asked where it is."""
+    host, _, scope = address.host.partition("%")
     try:
-        ipaddress.ip_address(address.host)
+        ipaddress.ip_address(host)
     except ValueError:
         return False
-    return True
+    return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
 
 
-def resolve(address: Address) -> Address:
-    """Return the numeric form of an address. It may take as long as the name service likes.
+_lookups: dict[Address, Future[Address]] = {}
+_lookups_lock = threading.Lock()
 
-    ZMQ would look names up in the one thread that serves all sockets of the process, so it is given none.
+
+def look_up(address: Address) -> Future[Address]:
+    """Start to find the numeric form of an address, in a thread of its own: a name service takes the time it likes.
+
+    ZMQ would look names up in the one thread that serves all sockets of the process, so it is given none. The result
+    may be a HandshakeTimeoutError: the name is not known, or nobody says so.
 
     Raises:
-        HandshakeTimeoutError: the name is not known, or nobody says so.
+        HandshakeTimeoutError: too many names are being looked up.
     """
+    found: Future[Address] = Future()
     if is_numeric(address):
-        return address
+        found.set_result(address)
+        return found
+    with _lookups_lock:
+        if address in _lookups:
+            return _lookups[address]
+        if len(_lookups) >= _MOST_LOOKUPS:
+            raise HandshakeTimeoutError(f"{len(_lookups)} other names are being looked up")
+        try:
+            threading.Thread(target=_ask_names, args=(address, found), name="kvhma-look-up", daemon=True).start()
+        except RuntimeError as error:
+            raise HandshakeTimeoutError(f"remote_host {address.host!r} cannot be looked up: {error}") from error
+        _lookups[address] = found
+    return found
+
+
+def _ask_names(address: Address, found: Future[Address]) -> None:
     try:
-        found = getaddrinfo(address.host, address.port, type=SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise HandshakeTimeoutError(f"remote_host {printable(address.host)!r}: {error}") from error
-    return Address(str(found[0][4][0]), address.port)
+        # A listener at a name is bound to its first address of IPv4, if it has one.
+        for family in (AF_INET, AF_INET6):
+            with contextlib.suppress(gaierror):
+                ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)
+                found.set_result(Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port))
+                return
+        raise OSError("the name is not known")
+    except BaseException as error:
+        found.set_exception(HandshakeTimeoutError(f"remote_host {printable(address.host)!r}: {error}"))
+    finally:
+        with _lookups_lock:
+            _lookups.pop(address, None)
+
+
+def resolve(address: Address, timeout: float) -> Address:
+    """Return the numeric form of an address.
+
+    Raises:
+        HandshakeTimeoutError: the name is not known, or nobody says so in time.
+    """
+    try:
+        return look_up(address).result(timeout)
+    except TimeoutError as error:
+        raise HandshakeTimeoutError(f"remote_host {address.host!r} was not looked up in {timeout} s") from error
 
 
 def open_client(address: Address) -> zmq.Socket[bytes]:
     """Return a socket that asks the listener at a numeric address; connecting goes on in the background.
 
     Raises:
-        HandshakeError: not an address, or no socket is to be had.
+        HandshakeError: not a numeric address.
+        HandshakeTimeoutError: no socket is to be had now.
     """
+    if not is_numeric(address):
+        raise HandshakeError(f"remote_host {printable(address.host)!r} is not numeric")
     socket: zmq.Socket[bytes] | None = None
     try:
         socket = zmq.Context.instance().socket(zmq.REQ)
@@ -295,8 +343,9 @@ def open_client(address: Address) -> zmq.Socket[bytes]:
             socket.setsockopt(option, value)
         socket.connect(_endpoint(address))
     except zmq.ZMQError as error:
-        if socket is not None:
-            socket.close()
+        if socket is None:
+            raise HandshakeTimeoutError(f"no socket for {address}: {error}") from error
+        socket.close()
         raise HandshakeError(f"remote_host and remote_port {address}: {error}") from error
     return socket
 
