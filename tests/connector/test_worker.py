@@ -163,6 +163,24 @@ def test_an_engine_that_does_not_answer_fails_its_own_loads(p):
         d.half.close()
 
 
+def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
+    d = Decode(handshake_timeout=0.3)
+    try:
+        d.order(first=(p.remote("first", [1]), [1]))
+        assert d.ended("first") == {}
+        second = p.remote("second", [2])
+        p.listener.close()
+        d.order(second=(second, [2]))
+        end = time.monotonic() + 20
+        failures = {}
+        while not failures:
+            assert time.monotonic() < end
+            _, failures = d.half.collect(idle=True)
+        assert (failures["second"].cause, failures["second"].passing) == ("expired", True)
+    finally:
+        d.half.close()
+
+
 def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, monkeypatch):
     waits = []
     wait_for = d.half._reported.wait_for
