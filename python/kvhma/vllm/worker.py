@@ -372,7 +372,8 @@ class WorkerHalf:
 
         def met(address: Address, error: KvhmaError | None) -> None:
             if error is not None:
-                avoided[address] = time.monotonic() + _AVOID_SECONDS
+                if not explain(error).passing:
+                    avoided[address] = time.monotonic() + _AVOID_SECONDS
                 logger.warning("kvhma: %s of prefill_engines: %s", address, error)
 
         while True:
