@@ -351,32 +351,32 @@ class Courier:
                     self._speak(address, peer, now)
 
     def _speak(self, address: Address, peer: _Peer, now: float) -> None:
-        question: Question
         due = peer.tracked and now - peer.renewed_at >= peer.interval
-        if (due or peer.releases) and not self._is_known(address, peer, now):
+        if not due and not peer.releases:
+            if not peer.tracked:
+                peer.interval = 3600.0
+                if now - peer.asked_at > 60:
+                    self._hang_up(peer)
+                    del self._peers[address]
             return
+        numeric = self._numeric(address, peer, now)
+        if numeric is None:
+            return
+        question: Question
         # Both may be wanted all the time, and neither may keep the other from being said.
         if due and not (peer.releases and peer.renewed):
             # More than fit one message take turns by chance; a lease outlasts several of them.
             claims = random.sample(list(peer.tracked), min(len(peer.tracked), MAX_CLAIMS))
             question = Renew([write_claim(claim) for claim in claims])
             peer.renewed_at = now
-        elif peer.releases:
+        else:
             claims = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_CLAIMS))]
             question = Release([write_claim(claim) for claim in claims])
-        elif peer.tracked:
-            return
-        else:
-            peer.interval = 3600.0
-            if now - peer.asked_at > 60:
-                self._hang_up(peer)
-                del self._peers[address]
-            return
         peer.asked_at = now
         peer.renewed = isinstance(question, Renew)
         try:
             if peer.socket is None:
-                peer.socket = open_client(peer.numeric or address)
+                peer.socket = open_client(numeric)
             peer.socket.send(msgspec.msgpack.encode(question), zmq.NOBLOCK)
         except (HandshakeError, zmq.ZMQError):
             self._hang_up(peer)
@@ -393,8 +393,8 @@ class Courier:
             except (HandshakeError, zmq.ZMQError):
                 self._hang_up(peer)
 
-    def _is_known(self, address: Address, peer: _Peer, now: float) -> bool:
-        """Whether it is known where a peer is; if not, it is being looked up."""
+    def _numeric(self, address: Address, peer: _Peer, now: float) -> Address | None:
+        """Return where a peer is, None if that is still being looked up."""
         try:
             if peer.numeric is None and peer.looking is None and now - peer.looked_up > self._timeout:
                 peer.looking, peer.looked_up = look_up(address), now
@@ -404,7 +404,7 @@ class Courier:
         except HandshakeError as error:
             logger.debug("kvhma: %s", error)
             peer.releases.clear()
-        return peer.numeric is not None
+        return peer.numeric
 
     @staticmethod
     def _hang_up(peer: _Peer) -> None:

@@ -241,9 +241,10 @@ class Peers:
         if address in self._settings.prefill_engines:
             return
         with self._lock:
-            for source in self._sources.values():
+            others = [one for one in self._sources.values() if one.address != address and one.gone is None]
+            for source in others:
                 for name in source.hellos.keys() & names.keys():
-                    if source.address != address and source.gone is None and source.hellos[name] != names[name]:
+                    if source.hellos[name] != names[name]:
                         raise TransferError(
                             f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
                         )
@@ -303,9 +304,11 @@ class Peers:
         An engine may have two addresses, or be met again when only some of its ranks were lost.
         """
         for peer in peers:
+            if peer is None:
+                continue
             with self._lock:
                 used = any(peer in source.peers for source in self._sources.values())
-            if peer is None or used:
+            if used:
                 continue
             try:
                 self._agent.disconnect(peer, self._settings.handshake_timeout)
