@@ -109,6 +109,13 @@ class Transfer:
     @property
     def excess_bytes(self) -> int:
         """Bytes of tokens behind the request's that come along because the last block is cheaper whole."""
+    @property
+    def first_tokens(self) -> list[int]:
+        """For each local group, the first token from which on its blocks are filled up to the request's last token.
+
+        A block that begins before it holds zeros there: it is good for this request, but not for every other one that
+        shares its tokens, so it must not be left in a prefix cache. 0 for groups whose blocks hold no tokens.
+        """
 
 @final
 class IdRead:
@@ -152,6 +159,9 @@ class IdTransfer:
     @property
     def excess_bytes(self) -> int:
         """Bytes of tokens behind the request's: views have whole kernel blocks only."""
+    @property
+    def first_tokens(self) -> list[int]:
+        """As in `Transfer`."""
 
 @final
 class Loss:

@@ -63,6 +63,28 @@ def test_unequal_engines_give_the_same_bytes(seed: int, recipe: Recipe) -> None:
     assert fast.bytes == slow.bytes
 
 
+@given(SEEDS, recipes(AXES))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_first_tokens_are_where_what_is_moved_begins(seed: int, recipe: Recipe) -> None:
+    case = generate(seed, recipe, max_tokens=MAX_TOKENS)
+    fast, _ = both(case)
+    moved = set().union(*(covered(read.local) for read in fast.reads))
+    sourced = {layer.name for remote in case.remotes for layer in remote.layers}
+    assert len(fast.first_tokens) == len(case.local.groups)
+    for layer in case.local.layers:
+        group, first = case.local.groups[layer.group], fast.first_tokens[layer.group]
+        if group.kind in ("ssm", "opaque"):
+            assert first == 0
+            continue
+        by_token: dict[int, set[bool]] = {}
+        for item, place in _reference.layer_bytes(case.local, layer, case.local_spans[layer.group]):
+            part = next(part for part in layer.page.parts if part.name == item.part)
+            if item.token < case.num_tokens and any(axis.name == "tokens" for axis in part.axes):
+                by_token.setdefault(item.token, set()).add(place.address in moved)
+        if layer.name in sourced:
+            assert {token: {token >= first} for token in by_token} == by_token
+
+
 @given(st.lists(st.integers(1, 1 << 20), max_size=40), st.integers(1, 200), st.integers(1, 64))
 def test_the_static_rule_never_keeps_less_than_the_exact_one(ids: list[int], window: int, block_size: int) -> None:
     group = kvhma.Group("sliding", block_size, window=window)

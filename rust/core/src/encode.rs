@@ -24,6 +24,8 @@ pub struct IdTransfer {
     pub zero: Vec<Descriptor>,
     /// Bytes of tokens behind the request's: views have whole kernel blocks only.
     pub excess_bytes: u64,
+    /// As in [`Transfer`](crate::Transfer).
+    pub first_tokens: Vec<u64>,
 }
 
 /// Ids into the prepared views of both sides, pair by pair.
@@ -161,7 +163,7 @@ impl Plan {
             // Several sources, interleaved rows, or an overlap: what is written where has to be looked at one by one.
             self.apart(&request, &zero, Vec::with_capacity)?;
         }
-        Ok(IdTransfer { reads, zero, excess_bytes: request.excess_bytes })
+        Ok(IdTransfer { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() })
     }
 }
 

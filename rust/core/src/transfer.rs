@@ -30,6 +30,9 @@ pub struct Transfer {
     pub zero: Vec<Descriptor>,
     /// Bytes of tokens behind the request's that came along because a whole block was cheaper.
     pub excess_bytes: u64,
+    /// For each local group, the first token from which on its blocks are filled up to the request's last token.
+    /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
+    pub first_tokens: Vec<u64>,
 }
 
 /// Whether a partial last block may be cut.
@@ -52,6 +55,12 @@ pub(crate) struct Checked {
     pub(crate) excess_bytes: u64,
 }
 
+impl Checked {
+    pub(crate) fn first_tokens(&self) -> Vec<u64> {
+        self.reach.iter().map(|reach| reach.map_or(0, |reach| reach.start)).collect()
+    }
+}
+
 /// More tokens than any sequence has; positions stay far below 2^63.
 const MAX_TOKENS: u64 = 1 << 40;
 
@@ -69,7 +78,7 @@ impl Plan {
         let request = self.check(num_tokens, local, remote, Tail::Cheapest)?;
         let zero = self.zero(&request)?;
         let reads = self.apart(&request, &zero, room)?;
-        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes })
+        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() })
     }
 
     /// The copies of every source. Fails if a byte is written twice, also by `zero`.

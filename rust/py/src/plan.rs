@@ -35,6 +35,7 @@ pub(crate) struct Transfer {
     bytes: u64,
     descriptors: usize,
     excess_bytes: u64,
+    first_tokens: Vec<u64>,
 }
 
 #[pyclass(frozen, get_all, module = "kvhma._kvhma")]
@@ -53,6 +54,7 @@ pub(crate) struct IdTransfer {
     bytes: u64,
     descriptors: u64,
     excess_bytes: u64,
+    first_tokens: Vec<u64>,
 }
 
 #[pyclass(frozen, get_all, eq, module = "kvhma._kvhma")]
@@ -123,7 +125,8 @@ impl Plan {
             reads.push(Py::new(py, Read { source, local, remote, bytes: read_bytes, descriptors: count })?);
         }
         let zero = rows(py, transfer.zero)?.unbind();
-        Ok(Transfer { reads, zero, bytes, descriptors, excess_bytes: transfer.excess_bytes })
+        let kvhma_core::Transfer { excess_bytes, first_tokens, .. } = transfer;
+        Ok(Transfer { reads, zero, bytes, descriptors, excess_bytes, first_tokens })
     }
 
     fn explain(&self) -> String {
@@ -181,7 +184,7 @@ impl Plan {
     ) -> PyResult<IdTransfer> {
         let num_tokens = read_u64("num_tokens", num_tokens)?;
         let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
-        let kvhma_core::IdTransfer { reads: ids, zero, excess_bytes } =
+        let kvhma_core::IdTransfer { reads: ids, zero, excess_bytes, first_tokens } =
             py.detach(|| self.0.ids(num_tokens, &local, &remote)).or_raise(py)?;
         let (bytes, descriptors_after_merge) =
             (ids.iter().map(|read| read.bytes).sum(), ids.iter().map(|read| read.merged).sum());
@@ -192,6 +195,6 @@ impl Plan {
             reads.push(Py::new(py, read)?);
         }
         let zero = rows(py, zero)?.unbind();
-        Ok(IdTransfer { reads, zero, bytes, descriptors: descriptors_after_merge, excess_bytes })
+        Ok(IdTransfer { reads, zero, bytes, descriptors: descriptors_after_merge, excess_bytes, first_tokens })
     }
 }
