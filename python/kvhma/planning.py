@@ -86,7 +86,7 @@ def validate(local: Geometry, remote: Geometry) -> list[_kvhma.Finding]:
 
 def live_spans(
     geometry: Geometry,
-    num_tokens: int,
+    num_tokens: int | None,
     block_tables: Sequence[IdsLike],
     cached: Sequence[int] | None = None,
 ) -> list[Span]:
@@ -98,7 +98,8 @@ def live_spans(
 
     Args:
         geometry: the rank whose blocks these are.
-        num_tokens: tokens the cache holds for the request, or will hold.
+        num_tokens: tokens the cache holds for the request, or will hold; None to keep every block that is still in the
+            tables, for a reader whose larger blocks begin earlier.
         block_tables: logical block ids from position 0, for each group.
         cached: for each group, how many leading table entries are not to be filled (a prefix hit); None for none.
 
@@ -106,7 +107,8 @@ def live_spans(
         RequestError: a list has the wrong number of entries or the wrong type.
     """
     groups = geometry.groups
-    starts = _kvhma.first_entries(geometry.core, num_tokens, [0] * len(groups) if cached is None else cached)
+    entries = [0] * len(groups) if cached is None else cached
+    starts = entries if num_tokens is None else _kvhma.first_entries(geometry.core, num_tokens, entries)
     try:
         if len(block_tables) != len(groups):
             raise RequestError(f"block tables has {len(block_tables)} entries, expected {len(groups)}")

@@ -78,7 +78,9 @@ def tables(half_, start=1):
 
 
 def blocks(half_):
-    groups = [[SimpleNamespace(block_id=block) for block in table] for table in tables(half_)]
+    groups = [
+        [SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in table] for table in tables(half_)
+    ]
     return SimpleNamespace(blocks=tuple(groups))
 
 

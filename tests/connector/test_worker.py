@@ -14,7 +14,7 @@ from kvhma.geometry import Span
 from kvhma.nixl import Agent
 from kvhma.vllm import worker as worker_module
 from kvhma.vllm.leases import Ledger
-from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport
 from kvhma.vllm.params import Address, Hold, Remote, new_nonce
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import Client, Listener, Renew
@@ -84,9 +84,9 @@ class Decode:
         causes: dict[str, str] = {}
         while len(received) < len(names):
             assert time.monotonic() < end, received
-            some, failures = self.half.collect(idle=True)
+            some, report = self.half.collect(idle=True)
             received += some
-            causes |= {name: failure.cause for name, failure in failures.items()}
+            causes |= {name: failure.cause for name, failure in report.failures.items()}
         assert sorted(received) == sorted(names)
         return causes
 
@@ -125,7 +125,7 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
         for theirs, ours in moves.values():
             expected[ours] = p.memory.reshape(PAGES, PAGE)[theirs]
         assert np.array_equal(d.pages(list(range(PAGES))), expected), step
-    assert d.half.collect(idle=True) == (set(), {})
+    assert d.half.collect(idle=True) == (set(), WorkerReport())
     claims = [len(question.claims) for question in questions if isinstance(question, Renew)]
     assert sum(claims) == 6
     stats = TransferStats()
@@ -175,7 +175,7 @@ def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
         failures = {}
         while not failures:
             assert time.monotonic() < end
-            _, failures = d.half.collect(idle=True)
+            failures = d.half.collect(idle=True)[1].failures
         assert (failures["second"].cause, failures["second"].passing) == ("expired", True)
     finally:
         d.half.close()
@@ -186,14 +186,14 @@ def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, mo
     wait_for = d.half._reported.wait_for
     monkeypatch.setattr(d.half._reported, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
     silent = Remote(Address("127.0.0.1", free_port()), "x", 1, Hold("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
-    assert d.half.collect(idle=True) == (set(), {})
+    assert d.half.collect(idle=True) == (set(), WorkerReport())
     assert not waits, "there is nothing to wait for"
     d.order(silent=(silent, [1]))
-    assert d.half.collect(idle=False) == (set(), {})
+    assert d.half.collect(idle=False) == (set(), WorkerReport())
     assert len(waits) == 1, "nothing was read meanwhile"
-    assert d.half.collect(idle=False) == (set(), {})
+    assert d.half.collect(idle=False) == (set(), WorkerReport())
     assert len(waits) == 1, "one patience for each load, not one for each step"
-    assert d.half.collect(idle=True) == (set(), {})
+    assert d.half.collect(idle=True) == (set(), WorkerReport())
     assert len(waits) == 2
     assert d.ended("silent") == {"silent": "handshake"}
     d.half.order(StepMetadata(refusals={"r": "no"}))

@@ -93,3 +93,45 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
         assert loads(d) == len(many)
         all_free(d)
         all_free(p)
+
+
+@pytest.mark.parametrize(("name", "ours", "theirs"), [("gemma3", 32, 128), ("gpt_oss", 32, 128), ("gemma3", 64, 96)])
+def test_what_a_load_leaves_in_the_prefix_cache(
+    name: str, ours: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path
+) -> None:
+    """The requests after a hand-off, which hit the blocks that it filled.
+
+    D's first block of a window holds older tokens too, which P has let go of where its blocks are shorter. They were
+    zeros in a block that D's prefix cache served: with blocks of 32 and 128 tokens and prompts of 445 and 429 tokens, a
+    second prompt that shares 384 of them and runs at D alone was 0.25 and 0.67 nats off with other tokens, a third one,
+    handed over, 1.7 and 1.2. With 404 tokens it happened to be right.
+    """
+    settings = {
+        "p": kvhma(name, block_size=ours),
+        "d": kvhma(name, block_size=theirs, enable_prefix_caching=True),
+        "plain": arguments(name),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        for length in (445, 429, 404):
+            first, second, third = prompts((name, length), [length, 21, 64])
+            shared = first[: length // theirs * theirs]
+            expected = at_once(plain, [first, shared + second, shared + third], max_tokens=16)
+            same(name, hand_over(p, d, first), expected[0], f"{length}: first")
+            alone = d.generate(shared + second, max_tokens=16).result()
+            same(name, alone, expected[1], f"{length}: second, at D alone")
+            same(name, hand_over(p, d, shared + third), expected[2], f"{length}: third")
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_hits_after_a_load_with_equal_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """A window that begins in a block which P still holds is filled whole, and stays in D's prefix cache."""
+    settings = {"p": kvhma("gemma3"), "d": kvhma("gemma3", enable_prefix_caching=True), "plain": arguments("gemma3")}
+    with engines(zygote, model("gemma3"), tmp_path, **settings) as (p, d, plain):
+        first, more = prompts("equal blocks", [445, 21])
+        shared = first[:416]
+        expected = plain.generate(shared + more, max_tokens=16).result()
+        hand_over(p, d, first)
+        before = d.sample("vllm:prefix_cache_hits_total")
+        same("gemma3", d.generate(shared + more, max_tokens=16).result(), expected, "second, at D alone")
+        assert d.sample("vllm:prefix_cache_hits_total") - before == len(shared)

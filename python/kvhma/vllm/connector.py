@@ -94,7 +94,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take vLLM's manager of blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._deciding.manager = kv_cache_manager
+        self._deciding.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -216,14 +216,14 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults(finished_sending=sent)
         metadata = self._connector_metadata
-        received, failures = self._worker.collect(idle=isinstance(metadata, StepMetadata) and metadata.idle)
-        self._report = WorkerReport(failures) if failures else None
+        received, report = self._worker.collect(idle=isinstance(metadata, StepMetadata) and metadata.idle)
+        self._report = report if report.failures or report.first_tokens else None
         return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=received, failed_recving=set(failures)
+            finished_sending=sent, finished_recving=received, failed_recving=set(report.failures)
         )
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return why loads failed."""
+        """Return what the scheduler has to know of loads that ended."""
         report, self._report = self._report, None
         return report
 

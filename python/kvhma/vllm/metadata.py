@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -73,19 +74,33 @@ class Failure:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """From the workers to their scheduler: loads that failed, by D's name of the request."""
+    """From the workers to their scheduler, by D's name of the request.
+
+    Attributes:
+        failures: loads that failed.
+        first_tokens: of loads that are done, for groups whose first block is not filled from its start: the first token
+            from which on they are, by index of the group among those that take part.
+    """
 
     failures: dict[str, Failure] = field(default_factory=dict)
+    first_tokens: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Join the reports of two workers; of two failures the lasting one counts."""
-        failures = dict(self.failures)
+        """Join the reports of two workers: of two failures the lasting one counts, of two first tokens the later."""
+        failures, first_tokens = dict(self.failures), dict(self.first_tokens)
         if isinstance(other, WorkerReport):
             for request_id, failure in other.failures.items():
                 known = failures.get(request_id)
                 if known is None or known.passing:
                     failures[request_id] = failure
-        return WorkerReport(failures)
+            for request_id, tokens in other.first_tokens.items():
+                first_tokens[request_id] = later(first_tokens.get(request_id, {}), tokens)
+        return WorkerReport(failures, first_tokens)
+
+
+def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    """Return the first tokens by group that hold for two ranks: the later one of each group."""
+    return {group: max(one.get(group, 0), other.get(group, 0)) for group in one.keys() | other.keys()}
 
 
 @dataclass

@@ -14,8 +14,9 @@ from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
 from kvhma.vllm.leases import Courier, Ledger
-from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport
+from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
 from kvhma.vllm.params import Address, Claim, Remote, new_nonce
+from kvhma.vllm.prefix_cache import check_manager, hit_blocks, never_cache_before
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import Listener
 from kvhma.vllm.stats import TransferStats
@@ -78,6 +79,7 @@ class Pull:
         tries: loads so far.
         finished: whether the request ended while it was loading.
         reader: random number by which P knows this reader of its blocks.
+        first_tokens: of the ranks that have loaded, see `WorkerReport`.
     """
 
     remote: Remote | None
@@ -87,6 +89,7 @@ class Pull:
     tries: int = 0
     finished: bool = False
     reader: int = field(default_factory=new_nonce)
+    first_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class SchedulerHalf:
@@ -106,13 +109,21 @@ class SchedulerHalf:
         self._stats = TransferStats()
         self._staging: dict[str, Request] = {}
         self.manager: KVCacheManager | None = None
-        """vLLM's manager of blocks, once it is bound."""
 
     def close(self) -> None:
         """Stop the threads."""
         self._courier.close()
         if self._listener is not None:
             self._listener.close()
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take vLLM's manager of blocks.
+
+        Raises:
+            UnsupportedPairError: blocks cannot be kept out of its prefix cache.
+        """
+        check_manager(manager)
+        self.manager = manager
 
     def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
         """Take the hellos of the workers, by pipeline and tensor rank, and answer other engines from now on."""
@@ -184,7 +195,7 @@ class SchedulerHalf:
             # Behind the prompt is what P sampled itself, which D does not take over.
             tokens = min(tokens, request.num_prompt_tokens)
         try:
-            spans = kvhma.live_spans(self._geometry, tokens, self._transfer_tables(tables))
+            spans = kvhma.live_spans(self._geometry, None, self._transfer_tables(tables))
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed on", request_id)
             return False, None
@@ -245,7 +256,7 @@ class SchedulerHalf:
             del self._staging[request_id]
             if self._geometry is not None and self.manager is not None:
                 tables = self._transfer_tables(self.manager.get_block_ids(request_id))
-                staged.append(tuple(kvhma.live_spans(self._geometry, request.num_prompt_tokens, tables)))
+                staged.append(tuple(kvhma.live_spans(self._geometry, None, tables)))
         return staged
 
     # --- D -------------------------------------------------------------------------------------------------
@@ -295,6 +306,7 @@ class SchedulerHalf:
             return
         pull.stage = Stage.LOADING
         pull.tries += 1
+        pull.first_tokens = {}
         if not pull.refusal:
             try:
                 self._metadata.loads.append(self._load(request_id, pull, blocks, external))
@@ -308,17 +320,23 @@ class SchedulerHalf:
         if pull.remote is None or self._geometry is None:
             raise RequestError("there is nothing to load it from")
         cached = pull.num_tokens - external
-        tables = self._transfer_tables([[block.block_id for block in group] for group in blocks.blocks])
-        entries = [cached // group.block_size if group.kind != "ssm" else 0 for group in self._geometry.groups]
-        spans = kvhma.live_spans(self._geometry, pull.num_tokens, tables, entries)
+        tables = self._transfer_tables([[block.block_id for block in table] for table in blocks.blocks])
+        # Each group has a hit of its own: the one that vLLM names is that of full attention.
+        hits = [hit_blocks(blocks.blocks[group]) for group in self._engine.transfer_groups]
+        hits = [0 if group.kind == "ssm" else hit for group, hit in zip(self._geometry.groups, hits, strict=True)]
+        spans = kvhma.live_spans(self._geometry, pull.num_tokens, tables, hits)
         return Load(request_id, pull.remote, pull.reader, pull.num_tokens, cached, tuple(spans))
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of what the workers have ended."""
         report = output.kv_connector_worker_meta
-        failures = report.failures if isinstance(report, WorkerReport) else {}
+        if not isinstance(report, WorkerReport):
+            report = WorkerReport()
         failed = output.failed_recving or set()
-        for request_id, failure in failures.items():
+        for request_id, tokens in report.first_tokens.items():
+            if (pull := self._pulls.get(request_id)) is not None:
+                pull.first_tokens = later(pull.first_tokens, tokens)
+        for request_id, failure in report.failures.items():
             pull = self._pulls.get(request_id)
             if pull is not None and not failure.passing:
                 pull.refusal = pull.refusal or failure.text
@@ -326,11 +344,18 @@ class SchedulerHalf:
             pull = self._pulls.get(request_id)
             if pull is None:
                 continue
+            if request_id not in failed and not pull.finished:
+                self._keep_unfilled_out(request_id, pull.first_tokens)
             again = request_id in failed and not pull.refusal and pull.tries <= self._settings.load_retries
             if again and not pull.finished and self._engine.recompute:
                 pull.stage = Stage.WANTED
             else:
                 self._let_go(request_id)
+
+    def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
+        if self.manager is not None:
+            for group, token in first_tokens.items():
+                never_cache_before(self.manager, request_id, self._engine.transfer_groups[group], token)
 
     def _let_go(self, request_id: str) -> None:
         pull = self._pulls.pop(request_id)

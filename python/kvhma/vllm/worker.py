@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +22,7 @@ from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Transfer
 from kvhma.vllm.leases import Lease, LeaseEndedError, LeaseUnknownError, claim_all
-from kvhma.vllm.metadata import Failure, Load, StepMetadata
+from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.params import Address, Claim
 from kvhma.vllm.peers import Peers, Source
 from kvhma.vllm.settings import Settings
@@ -94,7 +95,7 @@ class WorkerHalf:
         self._ordered = False
         self._read = 0
         self._received: list[str] = []
-        self._failures: dict[str, Failure] = {}
+        self._told = WorkerReport()
         self._stats = TransferStats()
         self._closed = threading.Event()
         # More than one thread that loads would only wait for each other, and for vLLM's: most of a load is Python.
@@ -120,8 +121,8 @@ class WorkerHalf:
         for load in metadata.loads:
             self._orders.put(Order(load, now))
 
-    def collect(self, *, idle: bool) -> tuple[set[str], dict[str, Failure]]:
-        """Return the requests whose loads have ended, each once, and why some of them failed.
+    def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
+        """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
 
         Small loads end with the step that ordered them, or just after it, so wait for those while one ends after the
         other. Loads that take longer cost one patience, and not in every step, unless a step is `idle`, with nothing
@@ -136,8 +137,8 @@ class WorkerHalf:
                     read = self._read
                     self._reported.wait_for(lambda: not self._under_way, _PATIENCE_SECONDS)
             received, self._received = set(self._received), []
-            failures, self._failures = self._failures, {}
-        return received, failures
+            report, self._told = self._told, WorkerReport()
+        return received, report
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call."""
@@ -341,6 +342,8 @@ class WorkerHalf:
                 descriptors=numbers["selected_descriptors"],
                 seconds=numbers["transfer_seconds"],
             )
+            if tokens := unfilled(self._geometry, moving.load.spans, moving.planned.first_tokens):
+                self._told.first_tokens[moving.load.request_id] = tokens
             self._report(moving.load.request_id)
 
     def _numbers(self, moving: Moving, planned: _kvhma.Transfer, ended: float) -> dict[str, float]:
@@ -397,7 +400,7 @@ class WorkerHalf:
         logger.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
         with self._lock:
             self._stats.count(f"failed_{failure.cause}")
-            self._failures[request_id] = failure
+            self._told.failures[request_id] = failure
             self._report(request_id)
 
     def _report(self, request_id: str) -> None:
@@ -410,6 +413,24 @@ class WorkerHalf:
         with self._lock:
             self._stats.count("handshakes")
             self._stats.data["handshake_seconds"].append(seconds)
+
+
+def unfilled(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
+    """Return the first filled token of each group whose blocks begin before it, by index of the group.
+
+    A window or a chunk may begin inside a block of D that holds older tokens too, which P has let go of.
+
+    Args:
+        geometry: D's.
+        spans: D's blocks of a load, for each group.
+        first_tokens: of the transfer that filled them.
+    """
+    groups = enumerate(zip(geometry.groups, spans, first_tokens, strict=True))
+    return {
+        index: token
+        for index, (group, span, token) in groups
+        if len(span.ids) and token > span.first * group.block_size * group.cp_size
+    }
 
 
 _CAUSES: tuple[tuple[type[Exception], str, bool], ...] = (

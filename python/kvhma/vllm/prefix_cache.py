@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's prefix cache: what of a request it holds already, and what of a load it must never serve.
+
+vLLM gives every full block of a loaded request a hash, and later requests that share its tokens attend to all of them.
+A block that was filled from some token on only is right for the request that was loaded, and for nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvhma.errors import UnsupportedPairError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+def check_manager(manager: KVCacheManager) -> None:
+    """Refuse a manager whose blocks could not be kept out of the prefix cache.
+
+    Raises:
+        UnsupportedPairError: this version of vLLM counts cached blocks in another way.
+    """
+    for single in manager.coordinator.single_type_managers:
+        if not isinstance(getattr(single, "num_cached_block", None), dict):
+            raise UnsupportedPairError(
+                f"{type(single).__name__} of this vLLM has no num_cached_block, which keeps blocks that a load has not "
+                "filled out of the prefix cache; use a version of docs/compatibility.md"
+            )
+
+
+def hit_blocks(table: Sequence[KVCacheBlock]) -> int:
+    """Return how many leading entries of a request's block table are not to be written.
+
+    They are hits of the prefix cache, which other requests may share, and the null blocks before them. vLLM allocates
+    the blocks of a load without a hash.
+    """
+    wanted = (index for index, block in enumerate(table) if not block.is_null and block.block_hash is None)
+    return next(wanted, len(table))
+
+
+def never_cache_before(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
+    """Keep the blocks of a loaded request that begin before a token out of the prefix cache.
+
+    Call it before the load is reported as done: vLLM gives blocks their hashes right after. It takes them for cached
+    already, and they are forgotten with the request.
+
+    Args:
+        manager: vLLM's.
+        request_id: the request.
+        group: index of the KV cache group.
+        token: first token from which on the blocks are filled.
+    """
+    single = manager.coordinator.single_type_managers[group]
+    blocks = -(-token // single.block_size)
+    single.num_cached_block[request_id] = max(blocks, single.num_cached_block.get(request_id, 0))
