@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._settled import settled
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
 
@@ -229,6 +230,7 @@ def transfer(
     Raises:
         UnsupportedPairError: no source has some coordinates of a layer that both sides have.
     """
+    local, *remotes = settled((local, *remotes))
     spans = spans_by_source(remote_spans, len(remotes))
     held: dict[Item, tuple[int, Byte]] = {}
     for source, remote in enumerate(remotes):

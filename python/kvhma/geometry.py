@@ -91,6 +91,13 @@ class Axis:
         start: first global index that this rank holds.
         length: how many indices this rank holds; None for all that are left. An axis held whole by several ranks
             is replicated: any of them can be read.
+        may_repeat: this rank holds one index, and neighbouring ranks may hold the same one; how many do is not
+            known. `extent` then counts ranks and `start` is this rank: the true extent is a divisor of `extent`. Two
+            sides that know no more than this still meet: whatever the divisor is, the ranks that are paired hold
+            the same index.
+        spare: how many of the last indices hold what is written before it is read, as rows for draft tokens do. They
+            are moved where both sides have equally many, since a gap costs more than they do, and else left out.
+            Only of an axis that is held whole.
     """
 
     name: str
@@ -98,6 +105,8 @@ class Axis:
     stride: int
     start: int = 0
     length: int | None = None
+    may_repeat: bool = False
+    spare: int = 0
 
     def __post_init__(self) -> None:
         """Write the default length out, so that equal axes compare equal."""
@@ -257,7 +266,12 @@ def _without_none(value: Any) -> dict[str, Any]:
 
 
 def _part_form(part: Part) -> dict[str, Any]:
-    return {**_without_none(part), "axes": [_without_none(axis) for axis in part.axes]}
+    return {**_without_none(part), "axes": [_axis_form(axis) for axis in part.axes]}
+
+
+def _axis_form(axis: Axis) -> dict[str, Any]:
+    form = _without_none(axis)
+    return {key: value for key, value in form.items() if value or key not in ("may_repeat", "spare")}
 
 
 def _part(form: dict[str, Any]) -> Part:

@@ -460,14 +460,14 @@ def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Pa
         LayoutError: heads or groups do not divide over the ranks.
     """
     columns = conv_split(state, tp_rank=tp_rank, tp_size=tp_size)
-    item, rows = item_bytes(state.conv_dtype), state.d_conv - 1
+    item, rows = item_bytes(state.conv_dtype), state.d_conv - 1 + state.draft_rows
     width = sum(part.length for part in columns)
     channel_stride, row_stride = (rows * item, item) if conv == "DS" else (item, width * item)
     parts, before = [], 0
     for part in columns:
         axes = (
             Axis("channels", part.extent, channel_stride, part.start, part.length),
-            Axis("rows", rows, row_stride),
+            Axis("rows", rows, row_stride, spare=state.draft_rows),
         )
         parts.append(Part(part.name, state.conv_dtype, item, before * channel_stride, axes))
         before += part.length

@@ -65,14 +65,15 @@ class State:
     Attributes:
         kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"`` or ``"short_conv"``.
         conv_dim: channels of the convolution state.
-        d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows. With speculative decoding an
-            engine keeps one more for every draft token: add them here.
+        d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows.
         n_heads: heads of the recurrent state (value heads for GDN).
         head_dim: rows of a head.
         d_state: columns of a head; 0 for a short convolution.
         n_groups: groups of ``B`` and ``C``, or key heads for GDN; 0 for Mamba1 and a short convolution.
         conv_dtype: dtype of the convolution state.
         ssm_dtype: dtype of the recurrent state.
+        draft_rows: rows behind those ``d_conv - 1`` that an engine keeps for draft tokens, one for each. They are
+            written before they are read, so the other side may have another number of them.
 
     Raises:
         GeometryError: an unknown kind or dtype, or `conv_dim` is not the sum of its parts.
@@ -87,6 +88,7 @@ class State:
     n_groups: int
     conv_dtype: str
     ssm_dtype: str
+    draft_rows: int = 0
 
     def __post_init__(self) -> None:
         """Check what the split over ranks relies on."""
@@ -97,8 +99,9 @@ class State:
         if (
             min(self.conv_dim, self.n_heads, self.head_dim, self.d_state + (not self.is_recurrent)) < 1
             or self.d_conv < 2
+            or self.draft_rows < 0
         ):
-            raise GeometryError(f"state sizes must be positive and d_conv at least 2: {self}")
+            raise GeometryError(f"state sizes must be positive, d_conv at least 2 and draft_rows not negative: {self}")
         if self.d_state and not self.is_recurrent:
             raise GeometryError(f"d_state {self.d_state} of a {self.kind} state, which has no recurrent part")
         # Without groups B and C would be parts of no bytes, which no geometry can hold.

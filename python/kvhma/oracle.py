@@ -36,6 +36,7 @@ from kvhma._oracle_labels import (
 )
 from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
 from kvhma._oracle_types import Difference, OracleError, ReadLike, TransferLike
+from kvhma._settled import settled
 from kvhma.geometry import Geometry, Span
 
 __all__ = [
@@ -101,6 +102,7 @@ class Oracle:
 
     def __init__(self, local: Geometry, remotes: Sequence[Geometry]) -> None:
         """Make the label maps."""
+        local, *remotes = settled((local, *remotes))
         self._catalog = Catalog((local, *remotes))
         self._local = Side(local, self._catalog)
         self._remotes = [Side(remote, self._catalog) for remote in remotes]

@@ -35,7 +35,7 @@ from kvhma.vllm.geometry import geometry_of
 
 BF16 = torch.bfloat16
 BLOCKS = 8
-ALONE = Place(kv_heads=2)
+ALONE = Place()
 
 
 def full(heads=2, block=16, **more):
@@ -66,7 +66,7 @@ def sliding_mla(block=16):
 
 def mamba2(tp, *, heads=4, groups=1, order="DS", padded=None, spec=0):
     held = max(1, groups // tp)
-    channels, rows = heads // tp * 4 + 2 * held * 8, 3
+    channels, rows = heads // tp * 4 + 2 * held * 8, 3 + spec
     conv = (channels, rows) if order == "DS" else (rows, channels)
     return MambaSpec(
         block_size=64,
@@ -162,8 +162,8 @@ def test_attention_of_other_block_sizes(spec, mine, theirs):
 @pytest.mark.parametrize("spec", [mla, sliding_mla], ids=lambda spec: spec.__name__)
 @pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16)])
 def test_latents(spec, mine, theirs):
-    here = worker([spec(block=mine)], place=Place(1, 2, kv_heads=1))
-    moved(here, [worker([spec(block=theirs)], place=Place(rank, 4, kv_heads=1)) for rank in range(4)])
+    here = worker([spec(block=mine)], place=Place(1, 2))
+    moved(here, [worker([spec(block=theirs)], place=Place(rank, 4)) for rank in range(4)])
 
 
 @pytest.mark.parametrize("kernel", [16, 32])
@@ -175,7 +175,7 @@ def test_kernel_blocks(kernel):
 def test_heads_over_ranks(mine, theirs):
     def ranks(tp):
         held = max(1, 2 // tp)
-        return [worker([full(heads=held)], place=Place(rank, tp, kv_heads=2)) for rank in range(tp)]
+        return [worker([full(heads=held)], place=Place(rank, tp)) for rank in range(tp)]
 
     for rank in ranks(mine):
         moved(rank, ranks(theirs))
@@ -198,14 +198,14 @@ def test_states_over_ranks_in_both_orders(name, mine, theirs, here, there):
 
     def ranks(tp, order):
         spec = STATES[name](tp, order=order)
-        return [worker([spec], place=Place(rank, tp, kv_heads=2, state_groups=groups)) for rank in range(tp)]
+        return [worker([spec], place=Place(rank, tp, state_groups=groups)) for rank in range(tp)]
 
     for rank in ranks(mine, here):
         moved(rank, ranks(theirs, there), tokens=(5,))
 
 
 def test_groups_of_state_that_ranks_repeat_are_held_whole():
-    geometry = worker([mamba2(2, groups=1)], place=Place(1, 2, kv_heads=2, state_groups=1))
+    geometry = worker([mamba2(2, groups=1)], place=Place(1, 2, state_groups=1))
     parts = {part.name: part for part in geometry.layers[0].page.parts}
     assert set(parts) == {"x", "B", "C", "ssm"}
     for name in "BC":
@@ -216,7 +216,7 @@ def test_groups_of_state_that_ranks_repeat_are_held_whole():
 def test_a_hybrid_with_padded_pages_of_state():
     attention = full(block=64)
     state = mamba2(1, padded=attention.page_size_bytes, spec=2)
-    geometry = worker([attention, state], place=Place(kv_heads=2, state_groups=1))
+    geometry = worker([attention, state], place=Place(state_groups=1))
     assert geometry.groups[1].speculative == 2
     assert len(geometry.regions) == 1
     assert geometry.layers[2].block_stride == attention.page_size_bytes
@@ -241,7 +241,7 @@ def test_a_group_of_layers_with_other_heads():
         offset += page * BLOCKS
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=[group])
-    geometry = geometry_of(config, caches, Place(kv_heads=4))
+    geometry = geometry_of(config, caches, Place())
     assert [layer.page.nbytes for layer in geometry.layers] == [1024, 2048]
     moved(geometry, [geometry])
 
@@ -252,7 +252,7 @@ def test_layers_that_use_the_cache_of_another_are_left_out():
     tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=raw.numel(), block_stride=spec.page_size_bytes)
     view = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)[0]
     config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["a", "b"], spec)])
-    assert [layer.name for layer in geometry_of(config, {"a": view, "b": view}, Place(kv_heads=2)).layers] == ["a"]
+    assert [layer.name for layer in geometry_of(config, {"a": view, "b": view}, Place()).layers] == ["a"]
 
 
 def test_the_cpu_kernels():
@@ -276,7 +276,7 @@ def test_contents_that_are_not_known_pair_only_with_their_like(spec):
     with pytest.raises(UnsupportedPairError):
         kvhma.plan(alone, worker([full()]))
     with pytest.raises(UnsupportedPairError, match="tp2"):
-        kvhma.plan(alone, [worker([spec], place=Place(rank, 2, kv_heads=4)) for rank in range(2)])
+        kvhma.plan(alone, [worker([spec], place=Place(rank, 2)) for rank in range(2)])
 
 
 def test_an_unknown_spec_is_named():

@@ -242,12 +242,10 @@ def test_explain_is_the_plans_text(config: Path) -> None:
 
 REFUSALS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kv": ("tp=2,kv=fp8", "tp=4", {"field": "dtype", "decode": "bfloat16", "prefill": "float8_e4m3fn"}),
-    "spec": ("tp=2", "tp=4,spec=2", {"field": "extent", "decode": "5", "prefill": "3"}),
     "ssm": ("tp=2,ssm=bf16", "tp=4", {"field": "dtype", "decode": "float32", "prefill": "bfloat16"}),
 }
 FIXES = {
     "kv": "give both engines the same --kv-cache-dtype",
-    "spec": "give both engines the same number of speculative tokens",
     "ssm": "give both engines the same --mamba-ssm-cache-dtype",
 }
 
@@ -265,6 +263,23 @@ def test_a_refusal_has_field_values_and_fix(name: str) -> None:
     assert f"field {expected['field']}: {expected['decode']} on D, {expected['prefill']} on P" in text.out
     assert f"fix: {FIXES[name]}" in text.out
     assert expected["decode"] in refused("plan", NANO, "--prefill", prefill, "--decode", decode)
+
+
+@pytest.mark.parametrize("conv", ["SD", "DS"])
+def test_drafts_on_one_side(conv: str) -> None:
+    """Rows and slots that only one side keeps for its drafts are not moved; what both keep costs no descriptor."""
+
+    def moved(prefill: int, decode: int) -> tuple[int, int]:
+        sides = (f"tp=2,conv={conv},spec={prefill}", f"tp=4,conv={conv},spec={decode}")
+        form = cli("plan", NANO, "--prefill", sides[0], "--decode", sides[1], "--json").form
+        return form["bytes"], form["descriptors"]
+
+    plain = moved(0, 0)
+    assert moved(0, 2)[0] == moved(2, 0)[0] == moved(1, 3)[0] == plain[0]
+    # Five rows of a rank's channels each instead of three, or as many items more of every channel.
+    assert 3 * moved(2, 2)[1] <= (5 if conv == "SD" else 3) * plain[1]
+    # Rows that lie behind each other leave no gap at all, channels leave one each.
+    assert (moved(0, 2)[1] < 2 * plain[1]) == (conv == "SD")
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _ENGINE = {
     "one-sided-layer": "serve the same model and the same draft module on both sides, or list all pipeline stages",
 }
 _EXTENT = {
-    "rows": "give both engines the same number of speculative tokens: each makes the convolution state a row longer",
+    "rows": "serve the same model on both sides; rows for draft tokens are State.draft_rows, not part of d_conv",
     "heads": "serve the same model on both sides; extents count the heads of all ranks together",
 }
 _OTHER = (

@@ -50,11 +50,13 @@ class Side:
     spec: int = 0
 
     def model(self, one: Model) -> Model:
-        """Return the model as this engine caches it: its dtypes, and a row of convolution more for each draft."""
+        """Return the model as this engine caches it: its dtypes, and room for a row of convolution for each draft."""
         if self.kv:
             one = replace(one, dtype=self.kv)
         if one.state is not None:
-            state = replace(one.state, d_conv=one.state.d_conv + self.spec, ssm_dtype=self.ssm or one.state.ssm_dtype)
+            # vLLM keeps none for Mamba1.
+            drafts = 0 if one.state.kind == "mamba1" else self.spec
+            state = replace(one.state, draft_rows=drafts, ssm_dtype=self.ssm or one.state.ssm_dtype)
             one = replace(one, state=state)
         return one
 

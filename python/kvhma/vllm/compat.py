@@ -57,7 +57,6 @@ def place_of(config: VllmConfig) -> Place:
     return Place(
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
         tp_size=parallel.tensor_parallel_size,
-        kv_heads=config.model_config.get_total_num_kv_heads(),
         state_groups=groups,
     )
 

@@ -37,13 +37,11 @@ class Place:
     Attributes:
         tp_rank: place among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
-        kv_heads: KV heads of the model over all ranks.
         state_groups: groups of B and C of Mamba2 over all ranks; None where the model's configuration has none.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
-    kv_heads: int = 1
     state_groups: int | None = None
 
 
@@ -112,16 +110,16 @@ def parts_of(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]
 
 
 def _heads(spec: Any, view: View, place: Place) -> Axis | None:
+    """Return the heads of this layer, from this layer alone: layers of one model have different numbers of them."""
     held, ranks = view.shape[1], place.tp_size
-    if spec.max_tp_shards is not None:
-        shards = min(ranks, spec.max_tp_shards)
-    elif held > 1 or held * ranks == place.kv_heads:  # vLLM repeats heads only where a rank would have none
-        shards = ranks
-    else:
-        shards = place.kv_heads
-    if shards > ranks or ranks % shards:
+    shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
+    if ranks % shards:
         return None
-    return Axis("heads", held * shards, view.strides[1], place.tp_rank * shards // ranks * held, held)
+    # vLLM repeats heads only where a rank would have none: a rank with one head may share it with its neighbours, and
+    # neither the spec nor the layer says with how many. The other side may know, and need not.
+    may_repeat = held == 1 and ranks > 1 and spec.max_tp_shards is None
+    start = place.tp_rank * shards // ranks * held
+    return Axis("heads", held * shards, view.strides[1], start, held, may_repeat=may_repeat)
 
 
 def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
@@ -175,10 +173,11 @@ def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
             f"its state {spec.state_content_size_bytes}"
         )
     if spec.tp_replicated:
-        place = Place(kv_heads=place.kv_heads, state_groups=place.state_groups)
+        place = Place(state_groups=place.state_groups)
     known = _known_state(spec, place)
     if known is None:
-        kinds = f"{spec.mamba_type.name}/{spec.shapes}/tp{place.tp_size}"
+        drafts = f"num_speculative_tokens={spec.num_speculative_blocks}"
+        kinds = f"{spec.mamba_type.name}/{spec.shapes}/{drafts}/tp{place.tp_size}"
         return _for_equals(kinds.replace(" ", ""), spec.state_content_size_bytes, place)
     state, conv = known
     return state_parts(state, place.tp_rank, place.tp_size, conv)
@@ -191,6 +190,9 @@ def _known_state(spec: Any, place: Place) -> tuple[State, ConvOrder] | None:
         return None
     conv, ssm = spec.shapes
     ranks = place.tp_size
+    # A step with drafts keeps the inputs before each of them: a row more for every draft, behind the rows that the
+    # next token needs. It writes them before anything reads them. Mamba1 has none.
+    drafts = 0 if kind == "mamba1" else spec.num_speculative_blocks
     heads, head_dim, d_state = (ssm[0], 1, ssm[1]) if kind == "mamba1" else ssm
     inner = heads * head_dim
     for order, (channels, rows) in (("DS", conv), ("SD", conv[::-1])):
@@ -204,17 +206,18 @@ def _known_state(spec: Any, place: Place) -> tuple[State, ConvOrder] | None:
             # With fewer groups than ranks each rank has the whole one that its heads use.
             expected = max(1, groups // ranks)
             fits = grouped > 0 and grouped == 2 * d_state * held and groups > 0 and held == expected
-        if fits:
+        if fits and rows > drafts:
             state = State(
                 kind=kind,
                 conv_dim=inner * ranks + 2 * groups * d_state,
-                d_conv=rows + 1,
+                d_conv=rows - drafts + 1,
                 n_heads=heads * ranks,
                 head_dim=head_dim,
                 d_state=d_state,
                 n_groups=groups,
                 conv_dtype=str(spec.dtypes[0]).removeprefix("torch."),
                 ssm_dtype=str(spec.dtypes[1]).removeprefix("torch."),
+                draft_rows=drafts,
             )
             return state, order  # type: ignore[return-value]
     return None

@@ -214,6 +214,14 @@ fn check_axis(place: &str, axis: &Axis) -> Result<()> {
             return Err(wrong(place, "length", value, format!("has to end within extent {}", axis.extent)));
         }
     }
+    if axis.may_repeat && (axis.held() != 1 || axis.is_tokens()) {
+        let expected = "has to be 1 on an axis that may repeat, which is not tokens".to_owned();
+        return Err(wrong(place, "length", axis.held(), expected));
+    }
+    if axis.spare > 0 && (axis.spare >= axis.extent || axis.held() != axis.extent || axis.is_tokens()) {
+        let expected = format!("has to be below the extent {}, on an axis held whole that is not tokens", axis.extent);
+        return Err(wrong(place, "spare", axis.spare, expected));
+    }
     if axis.is_tokens() && axis.held() != axis.extent {
         let expected = format!("has to be the extent {}: tokens of a block are not sharded", axis.extent);
         return Err(wrong(place, "length", axis.held(), expected));

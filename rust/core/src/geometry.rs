@@ -166,6 +166,13 @@ pub struct Axis {
     /// Indices on this rank.
     #[serde(default)]
     pub length: Option<u64>,
+    /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
+    /// counts ranks, and the true extent is a divisor of it.
+    #[serde(default)]
+    pub may_repeat: bool,
+    /// Last indices whose items are written before they are read: they need not be moved.
+    #[serde(default)]
+    pub spare: u64,
 }
 
 impl Axis {

@@ -20,6 +20,7 @@ mod pieces;
 mod plan;
 mod runs;
 mod segment;
+mod settle;
 mod source;
 mod span;
 mod table;

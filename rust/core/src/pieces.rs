@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     fn axis(name: &str, extent: u64, stride: u64) -> Axis {
-        Axis { name: name.into(), extent, stride, start: 0, length: None }
+        Axis { name: name.into(), extent, stride, start: 0, length: None, may_repeat: false, spare: 0 }
     }
 
     fn part(axes: Vec<Axis>) -> Part {

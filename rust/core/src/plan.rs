@@ -9,10 +9,11 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::link::{LanePart, Link, MAX_PIECES};
 use crate::pieces::shard;
+use crate::settle::settle;
 use crate::source::{Share, assign};
 use crate::span::Blocks;
 use crate::table::Table;
-use crate::validate::{Finding, refuse_errors, validate};
+use crate::validate::{Finding, compare, refuse_errors};
 
 /// A geometry that is read from.
 pub(crate) struct Source {
@@ -46,6 +47,11 @@ impl Plan {
         if remotes.is_empty() {
             return Err(Error::Count { what: "remote geometries", got: 0, expected: 1 });
         }
+        let mut all = vec![local];
+        all.extend(remotes);
+        let mut all = settle(&all);
+        let remotes = all.split_off(1);
+        let local = all.swap_remove(0);
         let findings = find(&local, &remotes)?;
         let geometries: Vec<&Geometry> = remotes.iter().map(AsRef::as_ref).collect();
         let shares = assign(&local, &geometries)?;
@@ -105,7 +111,7 @@ fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Findi
     let mut findings = Vec::new();
     let mut apart = 0;
     for (source, remote) in remotes.iter().enumerate() {
-        let mut found = validate(local, remote);
+        let mut found = compare(local, remote);
         if let Some(index) = found.iter().position(|finding| finding.code == "no-common-layer") {
             apart += 1;
             // A pipeline stage without a layer of ours is nothing to complain of, unless all sources are.

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What keeps two geometries from being paired, or is worth knowing; the same words in both directions.
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::geometry::{Geometry, Group, Kind, Layer, Part};
+use crate::geometry::{Axis, Geometry, Group, Kind, Layer, Part};
+use crate::settle::settle;
 
 /// More than a person reads; a peer decides how many layers it names.
 const MAX_FINDINGS: usize = 1000;
@@ -63,7 +65,13 @@ impl Finding {
 }
 
 /// Compares two geometries. Never fails: whatever is wrong is a finding.
-pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
+pub fn validate(local: &Arc<Geometry>, remote: &Arc<Geometry>) -> Vec<Finding> {
+    let both = settle(&[Arc::clone(local), Arc::clone(remote)]);
+    compare(&both[0], &both[1])
+}
+
+/// Compares two geometries whose axes are settled.
+pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
     let mut findings = Vec::new();
     // Both sides walk all names in one order, so that they find the same things in the same order.
     let mut layers: BTreeMap<&str, (Option<&Layer>, Option<&Layer>)> = BTreeMap::new();
@@ -128,6 +136,11 @@ fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
     }
 }
 
+/// Size of an axis over all ranks, as far as the rank knows it.
+fn extent(axis: &Axis) -> String {
+    if axis.may_repeat { format!("a divisor of {}", axis.extent) } else { axis.extent.to_string() }
+}
+
 fn shortened(mut value: String) -> String {
     if let Some((end, _)) = value.char_indices().nth(MAX_VALUE) {
         value.truncate(end);
@@ -186,10 +199,11 @@ fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &La
         }
         for axis in part.axes.iter().filter(|axis| !axis.is_tokens()) {
             let Some(other) = other.axes.iter().find(|other| other.name == axis.name) else { continue };
-            if axis.extent != other.extent {
+            // What is still open could not be settled.
+            if axis.extent != other.extent || axis.may_repeat != other.may_repeat {
                 let place = format!("{place} axis {:?}", axis.name);
                 let why = "both sides have to mean the same whole";
-                add(&place, "extent", "extent", axis.extent.to_string(), other.extent.to_string(), why);
+                add(&place, "extent", "extent", extent(axis), extent(other), why);
             }
         }
         let (tokens, other_tokens) = (group.kernel_tokens(), other_group.kernel_tokens());

@@ -62,6 +62,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
         "query_pre_attn_scalar": 32,
     },
+    # One global head, which ranks repeat, beside two sliding ones, which they share out.
+    "gemma4": COMMON
+    | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 512,
+    },
     # Every expert is used: a router that picks a different expert for the last bit of difference is no oracle.
     "gpt_oss": COMMON
     | {
@@ -185,7 +198,7 @@ def _fill(name: str, parameter: torch.Tensor, model_type: str) -> None:
         parameter.fill_(0.7)
     elif "embed" in name:
         # Gemma multiplies by the square root of the width.
-        parameter.copy_(normal(1 / math.sqrt(shape[1]) if model_type == "gemma3_text" else 1.0))
+        parameter.copy_(normal(1 / math.sqrt(shape[1]) if model_type.startswith("gemma") else 1.0))
     elif last == "sinks" or "bias" in last:
         parameter.copy_(normal(0.2))
     elif parameter.dim() > 1:

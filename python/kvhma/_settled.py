@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes of which a rank does not know all, written as what all ranks together can only mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvhma.geometry import Axis, Geometry, Layer
+
+_Key = tuple[str, str, str]
+"""Layer, part and axis."""
+
+
+@dataclass(slots=True)
+class _Meaning:
+    """What the ranks say of one axis."""
+
+    known: int | None = None
+    ranks: int = 0
+    spares: frozenset[int] = frozenset()
+
+    def add(self, axis: Axis) -> None:
+        self.spares |= {axis.spare}
+        if axis.may_repeat:
+            self.ranks = math.gcd(self.ranks, axis.extent)
+        else:
+            self.known = axis.extent
+
+    def settle(self, axis: Axis) -> Axis:
+        if axis.may_repeat:
+            whole = self.ranks if self.known is None else self.known
+            if axis.extent % whole:
+                return axis
+            return Axis(axis.name, whole, axis.stride, axis.start * whole // axis.extent, 1)
+        if axis.spare and len(self.spares) > 1:
+            return Axis(axis.name, axis.extent - axis.spare, axis.stride)
+        return axis
+
+
+def settled(geometries: Sequence[Geometry]) -> list[Geometry]:
+    """Replace every axis that may repeat, and every one with spare indices that not all ranks have.
+
+    A rank that knows an extent decides it. Where none does, the true extent divides the ranks of every engine, and
+    indices of their greatest common divisor tell apart whatever can differ.
+
+    Args:
+        geometries: ranks of both sides.
+    """
+    meanings: dict[_Key, _Meaning] = {}
+    for geometry in geometries:
+        for layer in geometry.layers:
+            for key, axis in _axes(layer):
+                meanings.setdefault(key, _Meaning()).add(axis)
+    return [_settle(geometry, meanings) for geometry in geometries]
+
+
+def _axes(layer: Layer) -> Iterator[tuple[_Key, Axis]]:
+    for part in layer.page.parts:
+        yield from (((layer.name, part.name, axis.name), axis) for axis in part.axes)
+
+
+def _open(axes: Iterable[tuple[_Key, Axis]]) -> bool:
+    return any(axis.may_repeat or axis.spare for _, axis in axes)
+
+
+def _settle(geometry: Geometry, meanings: dict[_Key, _Meaning]) -> Geometry:
+    if not any(_open(_axes(layer)) for layer in geometry.layers):
+        return geometry
+    return replace(geometry, layers=tuple(_settle_layer(layer, meanings) for layer in geometry.layers))
+
+
+def _settle_layer(layer: Layer, meanings: dict[_Key, _Meaning]) -> Layer:
+    parts = []
+    for part in layer.page.parts:
+        axes = [meanings[layer.name, part.name, axis.name].settle(axis) for axis in part.axes]
+        parts.append(replace(part, axes=tuple(axes)))
+    return replace(layer, page=replace(layer.page, parts=tuple(parts)))
