@@ -49,7 +49,8 @@ impl Plan {
         }
         let mut all = vec![local];
         all.extend(remotes);
-        let mut all = settle(&all);
+        let settled = settle(&all.iter().map(AsRef::as_ref).collect::<Vec<_>>());
+        let mut all: Vec<_> = settled.into_iter().zip(all).map(|(new, old)| new.map_or(old, Arc::new)).collect();
         let remotes = all.split_off(1);
         let local = all.swap_remove(0);
         let findings = find(&local, &remotes)?;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Axes of which a rank does not know all: written as what the ranks of both sides can only mean together.
 use std::collections::HashMap;
-use std::sync::Arc;
 
 use crate::axis::gcd;
 use crate::geometry::{Axis, Geometry, Layer, Part};
@@ -9,14 +8,15 @@ use crate::geometry::{Axis, Geometry, Layer, Part};
 /// Part, axis and the extent it gets.
 type Change = (usize, usize, u64);
 
-/// Rewrites the axes of common layers that may repeat, or have spare indices, on any side. What cannot be settled
-/// stays as it is: the two sides then mean different things. The first geometry is the local one.
-pub(crate) fn settle(geometries: &[Arc<Geometry>]) -> Vec<Arc<Geometry>> {
+/// Rewrites the axes of common layers that may repeat, or have spare indices, on any side; None for a geometry that
+/// stays as it is. What cannot be settled stays: the two sides then mean different things. The first geometry is the
+/// local one.
+pub(crate) fn settle(geometries: &[&Geometry]) -> Vec<Option<Geometry>> {
     let open = |axis: &Axis| axis.may_repeat || axis.spare > 0;
     let parts = geometries.iter().flat_map(|geometry| &geometry.pages).flat_map(|page| &page.parts);
     let Some((local, remotes)) = geometries.split_first() else { return Vec::new() };
     if !parts.flat_map(|part| &part.axes).any(open) {
-        return geometries.to_vec();
+        return vec![None; geometries.len()];
     }
     let by_name: Vec<HashMap<&str, usize>> = remotes
         .iter()
@@ -69,11 +69,11 @@ fn extent(axis: &Axis, all: &[&Axis]) -> Option<u64> {
     (axis.spare > 0 && differ).then_some(axis.extent - axis.spare)
 }
 
-fn rewritten(geometry: &Arc<Geometry>, changes: HashMap<usize, Vec<Change>>) -> Arc<Geometry> {
+fn rewritten(geometry: &Geometry, changes: HashMap<usize, Vec<Change>>) -> Option<Geometry> {
     if changes.is_empty() {
-        return Arc::clone(geometry);
+        return None;
     }
-    let mut new = Geometry::clone(geometry);
+    let mut new = geometry.clone();
     let mut made: HashMap<(usize, Vec<Change>), usize> = HashMap::new();
     for (layer, changes) in changes {
         let Layer { page, .. } = new.layers[layer];
@@ -87,7 +87,7 @@ fn rewritten(geometry: &Arc<Geometry>, changes: HashMap<usize, Vec<Change>>) -> 
             pages.len() - 1
         });
     }
-    Arc::new(new)
+    Some(new)
 }
 
 fn settle_axis(axis: &mut Axis, extent: u64) {

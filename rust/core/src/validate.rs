@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What keeps two geometries from being paired, or is worth knowing; the same words in both directions.
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::geometry::{Axis, Geometry, Group, Kind, Layer, Part};
@@ -65,9 +64,9 @@ impl Finding {
 }
 
 /// Compares two geometries. Never fails: whatever is wrong is a finding.
-pub fn validate(local: &Arc<Geometry>, remote: &Arc<Geometry>) -> Vec<Finding> {
-    let both = settle(&[Arc::clone(local), Arc::clone(remote)]);
-    compare(&both[0], &both[1])
+pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
+    let both = settle(&[local, remote]);
+    compare(both[0].as_ref().unwrap_or(local), both[1].as_ref().unwrap_or(remote))
 }
 
 /// Compares two geometries whose axes are settled.
