@@ -3,6 +3,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,10 @@ from support.tiny import tiny_hybrid
 STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def half(*, recompute=True, backoff=0, lease=30.0, **more):
+def half(*, recompute=True, backoff=0, lease=30.0, facts=None, **more):
     geometry = tiny_hybrid(100)
     assert isinstance(geometry, Geometry)
-    facts = EngineFacts(
+    engine = EngineFacts(
         engine_id="engine",
         address=Address("127.0.0.1", free_port()),
         tp_size=1,
@@ -36,7 +37,8 @@ def half(*, recompute=True, backoff=0, lease=30.0, **more):
         host_staged=False,
         transfer_groups=tuple(range(len(geometry.groups))),
     )
-    made = SchedulerHalf(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), facts)
+    engine = replace(engine, **facts or {})
+    made = SchedulerHalf(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), engine)
     hello = encode_hello(b"x", geometry, name="a", generation=1)
     made.serve({(0, 0): WorkerHello(hello)})
     return made
@@ -189,6 +191,18 @@ def test_what_did_not_end_well_is_not_held(p, status):
     asked = request(params={"do_remote_decode": True}, status=status)
     p.add(asked)
     assert p.finish(asked, tables(p)) == (False, None)
+
+
+def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
+    wanted = {"do_remote_decode": True}
+    for drafted in (False, True):
+        made = half(facts={"has_state": True, "drafted_state": drafted})
+        decoded = request("decoded", tokens=43, params=wanted)
+        decoded.num_prompt_tokens = 40
+        assert made.finish(request("prompt", params=wanted), tables(made))[0]
+        assert made.finish(decoded, tables(made))[0] is not drafted
+        made.close()
+    assert "it decoded 3 tokens with speculative_config" in caplog.text
 
 
 def test_the_last_token_is_left_to_d():

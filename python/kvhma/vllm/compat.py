@@ -89,4 +89,11 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         recompute=transfer.kv_load_failure_policy == "recompute",
         host_staged=host_staged(config, settings),
         transfer_groups=tuple(caches.transfer_group_ids),
+        drafted_state=caches.has_mamba_layers and _drafted_state(config),
     )
+
+
+def _drafted_state(config: VllmConfig) -> bool:
+    caches = config.cache_config
+    rings = [getattr(caches, name, False) for name in ("use_replayssm", "use_kda_recoverssm")]
+    return bool(config.num_speculative_tokens) or any(rings)

@@ -44,6 +44,8 @@ class EngineFacts:
         recompute: whether a load that failed is recomputed instead of failing the request.
         host_staged: whether blocks go through host memory.
         transfer_groups: which groups of the engine take part.
+        drafted_state: whether decoding leaves a state where the drafts that were accepted ended: in another slot, some
+            rows further, or in a ring. Only behind a prompt it is where another engine looks for it.
     """
 
     engine_id: str
@@ -55,6 +57,7 @@ class EngineFacts:
     recompute: bool
     host_staged: bool
     transfer_groups: tuple[int, ...]
+    drafted_state: bool = False
 
 
 _RENEWALS = 6
@@ -194,6 +197,14 @@ class SchedulerHalf:
         if not self._engine.has_state:
             # Behind the prompt is what P sampled itself, which D does not take over.
             tokens = min(tokens, request.num_prompt_tokens)
+        elif self._engine.drafted_state and tokens > request.num_prompt_tokens:
+            logger.warning(
+                "kvhma: request %s is not handed on: it decoded %d tokens with speculative_config, and the state of a "
+                "recurrent layer is then where the accepted drafts ended; ask P for max_tokens=1",
+                request.request_id,
+                tokens - request.num_prompt_tokens,
+            )
+            return False, None
         try:
             spans = kvhma.live_spans(self._geometry, None, self._transfer_tables(tables))
         except KvhmaError:
@@ -276,7 +287,11 @@ class SchedulerHalf:
         if request.num_prompt_tokens <= self._engine.backoff:
             pull.num_tokens = 0
         elif remote.num_tokens > most:
-            pull.refusal = f"P computed {remote.num_tokens} tokens, of this prompt at most {most} can be taken over"
+            pull.refusal = (
+                f"P computed {remote.num_tokens} tokens, of this prompt at most {most} can be taken over: the last "
+                f"{self._engine.backoff} are computed here, for a window or a state or for num_speculative_tokens; "
+                "P has to leave as many, which follows from equal settings"
+            )
         elif remote.seal(request.all_token_ids[: remote.num_tokens]) != remote.digest:
             pull.refusal = (
                 f"kvhma.digest is {remote.digest!r}, these parameters and the first {remote.num_tokens} tokens have "
