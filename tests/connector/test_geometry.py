@@ -31,6 +31,7 @@ import kvhma
 from kvhma.errors import GeometryError, KvhmaError, UnsupportedPairError
 from kvhma.oracle import Oracle
 from kvhma.vllm.content import Place
+from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
 
 BF16 = torch.bfloat16
@@ -100,7 +101,15 @@ def mamba1(tp, *, order="DS", padded=None):
     )
 
 
-def worker(specs, *, layout="LBHNC", kernel=None, place=ALONE, each=2, cpu_kernel=lambda _: None):
+def writer_of(specs, cpu_kernel=None):
+    """What writes layers of these specs on a GPU, or on a CPU by a kernel."""
+    if cpu_kernel is not None:
+        return Writer("CPU_ATTN", "cpu", cpu_kernel=cpu_kernel)
+    latent = any("MLA" in type(spec).__name__ for spec in specs)
+    return Writer("TRITON_MLA" if latent else "FLASH_ATTN", "cuda", "9.0")
+
+
+def worker(specs, *, layout="LBHNC", kernel=None, place=ALONE, each=2, cpu_kernel=None):
     """A worker with `each` layers of every spec, laid out by vLLM; groups lie over each other."""
     page = max(spec.page_size_bytes for spec in specs)
     order = KVCacheLayout[layout]
@@ -116,7 +125,8 @@ def worker(specs, *, layout="LBHNC", kernel=None, place=ALONE, each=2, cpu_kerne
         tensors.append(tensor)
         groups.append(KVCacheGroupSpec(names, spec))
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
-    return geometry_of(config, caches, place, cpu_kernel=cpu_kernel)
+    writer = writer_of(specs, cpu_kernel)
+    return geometry_of(config, caches, place, writer=lambda _: writer)
 
 
 def tables_of(geometry, tokens):
@@ -241,7 +251,7 @@ def test_a_group_of_layers_with_other_heads():
         offset += page * BLOCKS
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=[group])
-    geometry = geometry_of(config, caches, Place())
+    geometry = geometry_of(config, caches, Place(), writer=lambda _: writer_of([]))
     assert [layer.page.nbytes for layer in geometry.layers] == [1024, 2048]
     moved(geometry, [geometry])
 
@@ -256,10 +266,10 @@ def test_layers_that_use_the_cache_of_another_are_left_out():
 
 
 def test_the_cpu_kernels():
-    tiles, rows = (worker([full(block=32)], cpu_kernel=lambda _, name=name: name) for name in ("amx", "vec"))
-    other = worker([full(block=64)], cpu_kernel=lambda _: "amx")
+    tiles, rows = (worker([full(block=32)], cpu_kernel=name) for name in ("amx", "vec"))
+    other = worker([full(block=64)], cpu_kernel="amx")
     moved(tiles, [tiles])
-    moved(rows, [worker([full(block=64)], cpu_kernel=lambda _: "vec")])
+    moved(rows, [worker([full(block=64)], cpu_kernel="vec")])
     for remote in (rows, other, worker([full(block=32)])):
         with pytest.raises(UnsupportedPairError):
             kvhma.plan(tiles, remote)
@@ -281,7 +291,7 @@ def test_contents_that_are_not_known_pair_only_with_their_like(spec):
 
 def test_an_unknown_spec_is_named():
     spec = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=BF16)
-    with pytest.raises(GeometryError, match=r"'model.layers.0.attn'.*CrossAttentionSpec"):
+    with pytest.raises(UnsupportedPairError, match=r"'model.layers.0.attn'.*CrossAttentionSpec"):
         worker([spec])
 
 

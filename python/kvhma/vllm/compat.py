@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import vllm
 import vllm.envs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.content import Place, kind_of
+from kvhma.vllm.formats import Writer, taking_part
 from kvhma.vllm.params import Address
 from kvhma.vllm.scheduler import EngineFacts
 from kvhma.vllm.settings import Settings
@@ -25,6 +28,18 @@ except ImportError:  # vLLM 0.31 does not tell sources apart
     CACHE_HIT_SOURCE: Any = None
 else:
     CACHE_HIT_SOURCE = CacheHitSource.P2P
+
+try:
+    from vllm.utils.deep_gemm import mqa_logits_use_mx_scales as _indexer_has_mx_scales
+except ImportError:  # vLLM 0.32 always stores floats
+
+    def _indexer_has_mx_scales() -> bool:
+        return False
+
+
+_INDEXERS = frozenset({"DEEPSEEK_V32_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER", "DEEPSEEK_V4_INDEXER"})
+
+_PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
 
 _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """What configurations of models call the groups of B and C."""
@@ -61,6 +76,47 @@ def place_of(config: VllmConfig) -> Place:
     )
 
 
+def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
+    """Return a function that says who writes the cache of a layer."""
+    context = config.compilation_config.static_forward_context
+    platform = next((name for name in _PLATFORMS if getattr(current_platform, f"is_{name}")()), "")
+    capability = current_platform.get_device_capability()
+
+    def find(name: str) -> Writer:
+        layer = context.get(name)
+        backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else ""
+        return Writer(
+            backend=backend,
+            platform=platform,
+            capability="" if capability is None else capability.as_version_str(),
+            cache_dtype=_indexer_dtype(config) if backend in _INDEXERS else _cache_dtype(layer),
+            version=vllm.__version__,
+            cpu_kernel=getattr(layer, "isa", None),
+        )
+
+    return find
+
+
+def _cache_dtype(layer: Any) -> str:
+    """The cache type of a layer; 8-bit floats are not the same on every platform."""
+    found = getattr(layer, "kv_cache_dtype", None) or getattr(getattr(layer, "cache_config", None), "cache_dtype", None)
+    name = found if isinstance(found, str) else ""
+    if name == "fp8":
+        name = "fp8_e4m3"
+    return f"{name}/{_name_of(current_platform.fp8_dtype())}" if "fp8" in name else name
+
+
+def _indexer_dtype(config: VllmConfig) -> str:
+    """What the indexer keeps, which is a setting of its own, and how its scales are stored, which hardware decides."""
+    kept = config.attention_config.resolve_indexer_kv_dtype("fp8")
+    scales = "mx" if _indexer_has_mx_scales() else "float32"
+    return f"indexer-{kept}/{scales}/{_name_of(current_platform.fp8_dtype())}"
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def host_staged(config: VllmConfig, settings: Settings) -> bool:
     """Return whether blocks go through host memory."""
     if settings.host_staged is not None:
@@ -73,10 +129,15 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     port = (settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT) + parallel.data_parallel_index
-    specs = [spec for group in caches.transfer_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    groups = taking_part(caches)
+    kinds = {
+        kind_of(group.layer_names[0], spec)
+        for group in (caches.kv_cache_groups[index] for index in groups)
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    }
     # D computes the last token of a prompt in any case. Its state is that of the token before, and its window or chunk
     # may begin where P, one token further, has let go of the blocks: P must not go there.
-    keeps_all = all(kind_of("of any name", spec) in ("full", "mla") for spec in specs)
+    keeps_all = kinds <= {"full", "mla"}
     # A draft module of several steps reads tokens that only D knows.
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
@@ -84,11 +145,11 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         address=Address(host, port),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        has_state=caches.has_mamba_layers,
+        has_state=not kinds.isdisjoint({"ssm", "opaque"}),
         backoff=max(int(not keeps_all), lookahead),
         recompute=transfer.kv_load_failure_policy == "recompute",
         host_staged=host_staged(config, settings),
-        transfer_groups=tuple(caches.transfer_group_ids),
+        transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
     )
 

@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
-from kvhma.vllm.compat import CACHE_HIT_SOURCE, check_config, engine_facts, host_staged, place_of
+from kvhma.vllm.compat import CACHE_HIT_SOURCE, check_config, engine_facts, host_staged, place_of, writer_of
+from kvhma.vllm.formats import taking_part
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler import SchedulerHalf
@@ -146,15 +147,15 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """
         config = self._vllm_config
         place = place_of(config)
-        context = config.compilation_config.static_forward_context
-        taking_part = {name for group in self._kv_cache_config.transfer_groups for name in group.layer_names}
-        caches = {name: cache for name, cache in kv_caches.items() if name in taking_part}
+        groups = (self._kv_cache_config.kv_cache_groups[index] for index in taking_part(self._kv_cache_config))
+        names = {name for group in groups for name in group.layer_names}
+        caches = {name: cache for name, cache in kv_caches.items() if name in names}
         copy = Staged(caches) if host_staged(config, self._settings) else None
         geometry = geometry_of(
             self._kv_cache_config,
             caches if copy is None else copy.caches,
             place,
-            cpu_kernel=lambda name: getattr(context.get(name), "isa", None),
+            writer=writer_of(config),
         )
         if copy is None:
             self._memory = Direct(geometry, caches)

@@ -14,15 +14,7 @@ from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Kind, Part
 from kvhma.hybrid import ConvOrder, state_parts
 from kvhma.models import State, StateKind
-
-_KINDS: dict[str, Kind] = {
-    "ChunkedLocalAttentionSpec": "chunked",
-    "FullAttentionSpec": "full",
-    "MLAAttentionSpec": "mla",
-    "MambaSpec": "ssm",
-    "SlidingWindowMLASpec": "sliding",
-    "SlidingWindowSpec": "sliding",
-}
+from kvhma.vllm.formats import KINDS, Writer, check_served, encoding_of, is_by_head, row_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
 """CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
@@ -54,14 +46,14 @@ class View:
         strides: the same, in bytes.
         item_bytes: bytes of an item.
         dtype: name of the item.
-        cpu_kernel: what vLLM's CPU attention packs a block for, e.g. ``"amx"``; None for other attention.
+        writer: what writes it.
     """
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
     item_bytes: int
     dtype: str
-    cpu_kernel: str | None = None
+    writer: Writer = Writer()
 
 
 def kind_of(name: str, spec: Any) -> Kind:
@@ -70,10 +62,12 @@ def kind_of(name: str, spec: Any) -> Kind:
     Raises:
         GeometryError: a spec that is not known. A subclass may keep other things in its blocks than its base, so a
             spec has to be known by its own name.
+        UnsupportedPairError: a cache that cannot be right after a load.
     """
-    found = _KINDS.get(type(spec).__name__)
+    check_served(name, spec)
+    found = KINDS.get(type(spec).__name__)
     if found is None:
-        raise GeometryError(f"layer {name!r}: spec is {type(spec).__name__}, known are {', '.join(_KINDS)}")
+        raise GeometryError(f"layer {name!r}: spec is {type(spec).__name__}, known are {', '.join(KINDS)}")
     return found
 
 
@@ -93,20 +87,37 @@ def parts_of(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]
         return _state(name, spec, view, place)
     if view.strides[3] != view.item_bytes:
         raise GeometryError(f"layer {name!r}: content stride is {view.strides[3]}, an item has {view.item_bytes} bytes")
-    if spec.num_head_slots is not None or spec.tokens_per_state != 1:
-        return _whole(name, spec, view, place)
-    content = Axis("content", view.shape[3], view.item_bytes)
+    dtype = encoding_of(spec, view.dtype, view.writer)
+    if is_by_head(spec, view.writer):
+        heads = _heads(spec, view, place)
+        return _whole(name, spec, view, place) if heads is None else _by_head(name, spec, dtype, view, heads)
+    pieces = row_bytes(spec, view.dtype, view.shape[3] * view.item_bytes, view.writer)
+    return _whole(name, spec, view, place) if pieces is None else _by_row(name, dtype, view, pieces)
+
+
+def _by_head(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
+    if view.writer.cpu_kernel is not None:
+        return _cpu(name, spec, f"{dtype}/cpu-{view.writer.cpu_kernel}", view, heads)
     tokens = Axis("tokens", view.shape[2], view.strides[2])
-    dtype = _dtype(spec, view)
-    if "MLA" in type(spec).__name__:
-        return (Part("kv", dtype, view.item_bytes, 0, (tokens, content)),)
-    heads = _heads(spec, view, place)
-    # Other bytes than K and V among a token's, or heads whose place is not known.
-    if spec.state_content_bytes is not None or heads is None:
-        return _whole(name, spec, view, place)
-    if view.cpu_kernel is None:
-        return (Part("kv", dtype, view.item_bytes, 0, (heads, tokens, content)),)
-    return _cpu(name, spec, f"{dtype}/cpu-{view.cpu_kernel}", view, heads)
+    content = Axis("content", view.shape[3], view.item_bytes)
+    return (Part("kv", dtype, view.item_bytes, 0, (heads, tokens, content)),)
+
+
+def _by_row(name: str, dtype: str, view: View, pieces: tuple[int, ...]) -> tuple[Part, ...]:
+    """Content without heads: `pieces` bytes of a token; a kernel block is all of the first piece, then of the next."""
+    _, _, tokens, width = view.shape
+    item = view.item_bytes
+    if len(pieces) == 1:
+        row = (Axis("tokens", tokens, view.strides[2]), Axis("content", width, item))
+        return (Part("kv", dtype, item, 0, row),)
+    if view.strides[2] != width * item:
+        raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, its kernels need {width * item}")
+    parts, before = [], 0
+    for part, size in zip(("data", "scales"), pieces, strict=True):
+        axes = (Axis("tokens", tokens, size), Axis("content", size, 1))
+        parts.append(Part(part, dtype, 1, before, axes))
+        before += tokens * size
+    return tuple(parts)
 
 
 def _heads(spec: Any, view: View, place: Place) -> Axis | None:
@@ -128,7 +139,7 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
     item = view.item_bytes
     if view.strides[2] != width * item:
         raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, the CPU kernel needs {width * item}")
-    if view.cpu_kernel in _STRIDED_CPU_KERNELS and spec.head_size == spec.head_size_v:
+    if view.writer.cpu_kernel in _STRIDED_CPU_KERNELS and spec.head_size == spec.head_size_v:
         size = spec.head_size
         k = (heads, Axis("content", size, tokens * item), Axis("tokens", tokens, item))
         v = (heads, Axis("tokens", tokens, size * item), Axis("content", size, item))
@@ -140,17 +151,23 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
 def _whole(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
     """One part that pairs only with the same part of the same rank of an equally large engine."""
     size = math.prod(view.shape[1:]) * view.item_bytes
-    order = sorted((stride, length) for stride, length in zip(view.strides[1:], view.shape[1:], strict=True))
+    dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
     dense = view.item_bytes
-    for stride, length in order:
+    for stride, length, _ in dims:
         if length > 1 and stride != dense:
             raise GeometryError(
                 f"layer {name!r}: a page of {type(spec).__name__} with strides {view.strides} is not contiguous; "
                 "set VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         dense *= length
-    fields = (type(spec).__name__, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
-    dtype = "/".join([_dtype(spec, view), *map(str, fields), f"tp{place.tp_size}"])
+    # In which order a page has heads and tokens changes what its bytes are.
+    shape = "".join(f"{letter}{length}" for _, length, letter in reversed(dims) if length > 1)
+    fields = (spec.head_size, spec.head_size_v, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
+    writer = view.writer
+    kernel = "" if writer.cpu_kernel is None else f"cpu-{writer.cpu_kernel}"
+    who = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
+    encoding = encoding_of(spec, view.dtype, writer)
+    dtype = "/".join([encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, who), f"tp{place.tp_size}"])
     return _for_equals(dtype, size, place)
 
 
@@ -158,12 +175,6 @@ def _for_equals(dtype: str, size: int, place: Place) -> tuple[Part, ...]:
     """Bytes of one rank; `dtype` says all that has to be equal on the other side."""
     ranks = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
     return (Part("whole", dtype, 1, 0, (ranks,)),)
-
-
-def _dtype(spec: Any, view: View) -> str:
-    quantized = spec.kv_quant_mode.name.lower()
-    special = [getattr(spec, "cache_dtype_str", None), None if quantized == "none" else quantized]
-    return "/".join([view.dtype, *filter(None, special)])
 
 
 def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
@@ -177,7 +188,7 @@ def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
     known = _known_state(spec, place)
     if known is None:
         drafts = f"num_speculative_tokens={spec.num_speculative_blocks}"
-        kinds = f"{spec.mamba_type.name}/{spec.shapes}/{drafts}/tp{place.tp_size}"
+        kinds = f"{spec.mamba_type.name}/{spec.shapes}/{spec.dtypes}/{drafts}/tp{place.tp_size}"
         return _for_equals(kinds.replace(" ", ""), spec.state_content_size_bytes, place)
     state, conv = known
     return state_parts(state, place.tp_rank, place.tp_size, conv)

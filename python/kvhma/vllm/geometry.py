@@ -9,10 +9,11 @@ from typing import Any
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page, Region
 from kvhma.vllm.content import Place, View, kind_of, parts_of
+from kvhma.vllm.formats import Writer, taking_part
 
 
 def geometry_of(
-    config: Any, caches: Mapping[str, Any], place: Place, *, cpu_kernel: Callable[[str], str | None] = lambda _: None
+    config: Any, caches: Mapping[str, Any], place: Place, *, writer: Callable[[str], Writer] = lambda _: Writer()
 ) -> Geometry:
     """Describe a worker's caches.
 
@@ -20,19 +21,22 @@ def geometry_of(
         config: the worker's ``KVCacheConfig``.
         caches: the 4-dimensional view ``[kernel blocks, heads, states, content]`` of each layer.
         place: the worker.
-        cpu_kernel: what vLLM's CPU attention packs the blocks of a layer for; None for any other attention.
+        writer: who writes the cache of a layer. A cache whose writer is not known is one part that only an equal
+            engine can read.
 
     Returns:
-        One group for each transfer group, in their order. Layers that use the cache of another one are left out.
+        One group for each group that takes part (`kvhma.vllm.formats.taking_part`), in their order. Layers that use
+        the cache of another one are left out.
 
     Raises:
         GeometryError: a spec or a view that is not known; the text names the layer and what was found.
+        UnsupportedPairError: a cache that cannot be right after a load.
         AddressOverflowError: an address does not fit 64 bits.
     """
     regions: dict[tuple[int, int], Region] = {}
     groups: list[Group] = []
     layers: list[Layer] = []
-    for index, group in enumerate(config.transfer_groups):
+    for index, group in enumerate(config.kv_cache_groups[number] for number in taking_part(config)):
         if group.host_resident:
             raise GeometryError(f"group {index}: its blocks are host_resident, which is not supported")
         specs = _layer_specs(group)
@@ -44,7 +48,7 @@ def geometry_of(
             tensor = caches[name]
             if placed.setdefault(tensor.data_ptr(), name) != name:
                 continue
-            view = _view(name, tensor, cpu_kernel(name))
+            view = _view(name, tensor, writer(name))
             ratio, rest = divmod(view.shape[0], config.num_blocks)
             if rest or not ratio:
                 raise GeometryError(f"layer {name!r}: {view.shape[0]} kernel blocks, {config.num_blocks} blocks")
@@ -110,11 +114,11 @@ def _window(spec: Any, kind: Kind) -> int | None:
     return int(spec.attention_chunk_size) if kind == "chunked" else None
 
 
-def _view(name: str, tensor: Any, cpu_kernel: str | None) -> View:
+def _view(name: str, tensor: Any, writer: Writer) -> View:
     if tensor.dim() != 4:
         raise GeometryError(f"layer {name!r}: the cache has shape {tuple(tensor.shape)}, expected four dimensions")
     item = tensor.element_size()
     a, b, c, d = tensor.shape
     strides = [stride * item for stride in tensor.stride()]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return View((a, b, c, d), (strides[0], strides[1], strides[2], strides[3]), item, dtype, cpu_kernel)
+    return View((a, b, c, d), (strides[0], strides[1], strides[2], strides[3]), item, dtype, writer)
