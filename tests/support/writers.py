@@ -44,7 +44,9 @@ class Cache:
         block, head, state, _ = (stride * item for stride in view.stride())
         start = view.data_ptr() - raw.data_ptr()
         memory = raw.numpy().view(np.uint8)
-        return cls(memory, start, (blocks, heads, states, content * item), (block, head, state), layout.layer_view_order)
+        return cls(
+            memory, start, (blocks, heads, states, content * item), (block, head, state), layout.layer_view_order
+        )
 
     def slots(self, slots: Ints) -> tuple[Ints, Ints]:
         """Return kernel block and place in it of each slot, shaped to be added to heads and bytes."""
@@ -288,3 +290,44 @@ def cpu_amx(head_size: int) -> Places:
         return np.concatenate([tiles, packed], axis=2)
 
     return places
+
+
+# --- recurrent state -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """What a model keeps of a sequence, over all ranks.
+
+    Attributes:
+        columns: the convolution's last inputs, by name in the order of the page: [channels, rows, bytes of an item].
+        heads: the state proper: [heads, bytes of a head].
+        shared: columns of which ranks beyond their number of shards hold the same.
+    """
+
+    columns: dict[str, Bytes]
+    heads: Bytes
+    shared: dict[str, int]
+
+    def of_rank(self, rank: int, ranks: int) -> tuple[Bytes, Bytes]:
+        """Return convolution and state of a rank, cut as `mamba_v2_sharded_weight_loader` does (`mamba_mixer2.py`).
+
+        Everything is cut evenly; one group of B and C is repeated on every rank.
+        """
+        held = []
+        for name, column in self.columns.items():
+            shards = min(ranks, self.shared.get(name, ranks))
+            size = column.shape[0] // shards
+            first = rank * shards // ranks * size
+            held.append(column[first : first + size])
+        size = self.heads.shape[0] // ranks
+        return np.concatenate(held), self.heads[rank * size : rank * size + size]
+
+    def page(self, rank: int, ranks: int, order: str) -> Bytes:
+        """Return the bytes of a page: convolution, then state, without a gap: `mamba/abstract.py`, `bind_kv_cache`.
+
+        The convolution has its channels first ("DS") or last ("SD"): `is_conv_state_dim_first`.
+        """
+        conv, state = self.of_rank(rank, ranks)
+        conv = conv if order == "DS" else conv.transpose(1, 0, 2)
+        return np.concatenate([conv.reshape(-1), state.reshape(-1)])

@@ -37,7 +37,9 @@ except ImportError:  # vLLM 0.32 always stores floats
         return False
 
 
-_INDEXERS = frozenset({"DEEPSEEK_V32_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER", "DEEPSEEK_V4_INDEXER"})
+_INDEXERS = frozenset(
+    {"DEEPSEEK_V32_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER", "DEEPSEEK_V4_INDEXER"}
+)
 
 _PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
 

@@ -167,7 +167,9 @@ def _whole(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
     kernel = "" if writer.cpu_kernel is None else f"cpu-{writer.cpu_kernel}"
     who = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
     encoding = encoding_of(spec, view.dtype, writer)
-    dtype = "/".join([encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, who), f"tp{place.tp_size}"])
+    dtype = "/".join(
+        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, who), f"tp{place.tp_size}"]
+    )
     return _for_equals(dtype, size, place)
 
 
