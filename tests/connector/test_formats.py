@@ -17,8 +17,6 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 torch = pytest.importorskip("torch")
 
-from support import writers
-from support.writers import Cache, Places
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -44,6 +42,8 @@ from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from kvhma.vllm.content import Place
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
+from support import writers
+from support.writers import Cache, Places, execute
 
 BF16, U8, I8 = torch.bfloat16, torch.uint8, torch.int8
 LAYOUTS = [layout.name for layout in KVCacheLayout]
@@ -266,12 +266,12 @@ FORMATS = {
 class Engine:
     """The ranks of an engine with `LAYERS` layers of one format, each with memory of its own."""
 
-    def __init__(self, format: Format, *, seed: int, layout="LBHNC", block=None, kernel=None, tp=1, blocks=8) -> None:
-        self.format = format
-        self.block = block or format.block
+    def __init__(self, form: Format, *, seed: int, layout="LBHNC", block=None, kernel=None, tp=1, blocks=8) -> None:
+        self.form = form
+        self.block = block or form.block
         self.random = np.random.default_rng(seed)
-        self.held = 1 if format.heads is None else max(1, format.heads // tp)
-        spec = format.spec(self.block, self.held)
+        self.held = 1 if form.heads is None else max(1, form.heads // tp)
+        spec = form.spec(self.block, self.held)
         order = KVCacheLayout[layout]
         names = [f"model.layers.{index}.attn" for index in range(LAYERS)]
         self.raws, self.caches, self.geometries, self.firsts = [], [], [], []
@@ -279,13 +279,13 @@ class Engine:
             raw = torch.zeros(LAYERS * blocks * spec.page_size_bytes, dtype=torch.int8)
             strides = compute_layout_strides(spec, blocks, LAYERS, order)
             tensor = KVCacheTensor(raw.numel(), names, layer_stride=strides[0], block_stride=strides[1])
-            views = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel or format.kernel)
+            views = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel or form.kernel)
             config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
-            place = Place(rank, tp, kv_heads=format.heads or 1)
+            place = Place(rank, tp)
             named = dict(zip(names, views, strict=True))
-            self.geometries.append(geometry_of(config, named, place, writer=lambda _: format.writer))
+            self.geometries.append(geometry_of(config, named, place, writer=lambda _: form.writer))
             self.caches.append([Cache.of(raw, view, order) for view in views])
-            self.firsts.append(0 if format.heads is None else rank * format.heads // tp)
+            self.firsts.append(0 if form.heads is None else rank * form.heads // tp)
             self.raws.append(raw)
         self.table = self.random.permutation(np.arange(1, blocks))
         self.fill()
@@ -304,33 +304,20 @@ class Engine:
         slots = self.slots(np.arange(cells.shape[1]))
         for caches, first in zip(self.caches, self.firsts, strict=True):
             for cache, rows in zip(caches, cells[:, :, first : first + self.held], strict=True):
-                writers.write(cache, self.format.write, slots, rows)
+                writers.write(cache, self.form.write, slots, rows)
 
     def wrong(self, rank: int, cells: np.ndarray) -> int:
         """Count the tokens and layers of which a rank's reader finds something else than `cells`."""
         count = cells.shape[1]
-        tokens = np.arange(0 if self.format.window is None else max(0, count - self.format.window + 1), count)
+        tokens = np.arange(0 if self.form.window is None else max(0, count - self.form.window + 1), count)
         slots, first = self.slots(tokens), self.firsts[rank]
-        read = self.format.read or self.format.write
+        read = self.form.read or self.form.write
         found = [cache.memory[read(cache, slots)] for cache in self.caches[rank]]
         expected = cells[:, tokens, first : first + self.held]
         return sum(int((rows != right).any(axis=(1, 2)).sum()) for rows, right in zip(found, expected, strict=True))
 
     def tables(self, tokens: int) -> list[list[int]]:
         return [self.table[: -(-tokens // self.block)].tolist()]
-
-
-def execute(
-    transfer: Any, local: Geometry, mine: np.ndarray, remotes: list[Geometry], theirs: list[np.ndarray]
-) -> None:
-    """Do what a transfer says, row by row."""
-    base = local.regions[0].base
-    for address, size, _ in transfer.zero.tolist():
-        mine[address - base : address - base + size] = 0
-    for read in transfer.reads:
-        source, start = theirs[read.source], remotes[read.source].regions[0].base
-        for (here, size, _), (there, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            mine[here - base : here - base + size] = source[there - start : there - start + size]
 
 
 Mutation = Callable[[Geometry], Geometry]
@@ -353,10 +340,10 @@ def wrong_after(
     theirs = [raw.numpy().view(np.uint8) for raw in prefill.raws]
     locals_ = [here(geometry) for geometry in decode.geometries]
     plans = [kvhma.plan(local, remotes, descriptor_bytes=descriptor_bytes) for local in locals_]
-    heads = decode.format.heads or 1
+    heads = decode.form.heads or 1
     found = {}
     for count in lengths:
-        cells = prefill.random.integers(0, 256, (LAYERS, count, heads, decode.format.cell), dtype=np.uint8)
+        cells = prefill.random.integers(0, 256, (LAYERS, count, heads, decode.form.cell), dtype=np.uint8)
         prefill.fill()
         prefill.write(cells)
         decode.fill()
@@ -387,7 +374,7 @@ def as_rows(geometry: Geometry) -> Geometry:
 
 
 @pytest.mark.parametrize(
-    ("format", "layout", "as_it_was"),
+    ("form", "layout", "as_it_was"),
     [
         (INDEXER, "LBNHC", {192: 0, 202: 30, 242: 150, 255: 96}),
         # The pages of three layers lie behind each other and are moved as one piece, which was right by luck.
@@ -397,71 +384,71 @@ def as_rows(geometry: Geometry) -> Geometry:
     ],
     ids=["indexer", "indexer, blocks first", "V4 window", "V4 window, blocks first"],
 )
-def test_scales_behind_the_tokens_of_a_block(format, layout, as_it_was):
+def test_scales_behind_the_tokens_of_a_block(form, layout, as_it_was):
     """Wrong (token, layer) with blocks of 64 and three layers: none; and as it was, with every token cut as a row."""
-    decode, prefill = (Engine(format, seed=seed, layout=layout, block=64) for seed in (1, 2))
+    decode, prefill = (Engine(form, seed=seed, layout=layout, block=64) for seed in (1, 2))
     usual = DEFAULT_DESCRIPTOR_BYTES
     assert set(wrong_after(decode, prefill, as_it_was, descriptor_bytes=usual).values()) == {0}
     found = wrong_after(decode, prefill, as_it_was, here=as_rows, there=as_rows, descriptor_bytes=usual)
     assert found == as_it_was
 
 
-def pairs_of_layouts(format: Format) -> list[tuple[str, str]]:
+def pairs_of_layouts(form: Format) -> list[tuple[str, str]]:
     """Every layout at each side at least once, equal and unequal."""
-    mine = format.layouts
+    mine = form.layouts
     return [(one, one) for one in mine] + list(zip(mine, (*mine[1:], mine[0]), strict=True)) * (len(mine) > 1)
 
 
 def cases() -> list[Any]:
     return [
         pytest.param(name, here, there, id=f"{name}: {here} from {there}")
-        for name, format in FORMATS.items()
-        for here, there in pairs_of_layouts(format)
+        for name, form in FORMATS.items()
+        for here, there in pairs_of_layouts(form)
     ]
 
 
 @pytest.mark.parametrize(("name", "here", "there"), cases())
 def test_every_prompt_of_two_blocks(name, here, there):
-    format = FORMATS[name]
-    decode, prefill = Engine(format, seed=1, layout=here), Engine(format, seed=2, layout=there)
-    found = wrong_after(decode, prefill, range(1, 2 * format.block + 1))
+    form = FORMATS[name]
+    decode, prefill = Engine(form, seed=1, layout=here), Engine(form, seed=2, layout=there)
+    found = wrong_after(decode, prefill, range(1, 2 * form.block + 1))
     assert {count: wrong for count, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (2, 1), (3, 2)])
 def test_blocks_of_other_sizes(name, mine, theirs):
-    format = FORMATS[name]
-    decode, prefill = (Engine(format, seed=n, block=n * format.block) for n in (mine, theirs))
-    if format.whole or format is AMX:
+    form = FORMATS[name]
+    decode, prefill = (Engine(form, seed=n, block=n * form.block) for n in (mine, theirs))
+    if form.whole or form is AMX:
         with pytest.raises(UnsupportedPairError, match=r"kernel block|dtype|extent"):
             kvhma.plan(decode.geometries[0], prefill.geometries)
         return
-    assert set(wrong_after(decode, prefill, range(1, 2 * max(mine, theirs) * format.block + 1)).values()) == {0}
+    assert set(wrong_after(decode, prefill, range(1, 2 * max(mine, theirs) * form.block + 1)).values()) == {0}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_blocks(name):
     """Data then scales is said of a kernel's block, not of a manager's; blocks of tiles may then differ as well."""
-    format = FORMATS[name]
-    if "alignment" in repr(format.spec(8, 1)) and format.spec(8, 1).page_size_padded is not None:
+    form = FORMATS[name]
+    if "alignment" in repr(form.spec(8, 1)) and form.spec(8, 1).page_size_padded is not None:
         pytest.skip("vLLM does not split padded pages")
-    decode = Engine(format, seed=1, block=2 * format.block, kernel=format.block)
-    prefill = Engine(format, seed=2, block=format.block)
-    assert set(wrong_after(decode, prefill, range(1, 4 * format.block + 1)).values()) == {0}
-    assert set(wrong_after(prefill, decode, range(1, 4 * format.block + 1)).values()) == {0}
+    decode = Engine(form, seed=1, block=2 * form.block, kernel=form.block)
+    prefill = Engine(form, seed=2, block=form.block)
+    assert set(wrong_after(decode, prefill, range(1, 4 * form.block + 1)).values()) == {0}
+    assert set(wrong_after(prefill, decode, range(1, 4 * form.block + 1)).values()) == {0}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 1)])
 def test_ranks(name, mine, theirs):
-    format = FORMATS[name]
-    decode, prefill = Engine(format, seed=1, tp=mine), Engine(format, seed=2, tp=theirs)
-    if format.whole and mine != theirs:
+    form = FORMATS[name]
+    decode, prefill = Engine(form, seed=1, tp=mine), Engine(form, seed=2, tp=theirs)
+    if form.whole and mine != theirs:
         with pytest.raises(UnsupportedPairError, match="dtype"):
             kvhma.plan(decode.geometries[0], prefill.geometries)
         return
-    assert set(wrong_after(decode, prefill, range(1, 2 * format.block + 1)).values()) == {0}
+    assert set(wrong_after(decode, prefill, range(1, 2 * form.block + 1)).values()) == {0}
 
 
 def test_what_is_whole_says_in_which_order_it_is():
@@ -476,7 +463,7 @@ def test_what_is_whole_says_in_which_order_it_is():
                 kvhma.plan(decode.geometries[0], prefill.geometries)
 
 
-# --- recurrent state ---------------------------------------------------------------------------------------------------
+# --- recurrent state -----------------------------------------------------------------------------------------------
 
 HEADS, HEAD, SIZE, ROWS = 4, 4, 8, 3
 
@@ -532,7 +519,7 @@ def state_rank(kind: str, rank: int, tp: int, order: str, groups: int) -> tuple[
     tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=strides[0], block_stride=strides[1])
     (view,) = create_kv_cache_views(raw, spec, 4, KVCacheLayout.LBHNC, tensor)
     config = KVCacheConfig(4, [tensor], [KVCacheGroupSpec(["a"], spec)])
-    place = Place(rank, tp, kv_heads=2, state_groups=groups if kind == "mamba2" else None)
+    place = Place(rank, tp, state_groups=groups if kind == "mamba2" else None)
     return raw, view, geometry_of(config, {"a": view}, place)
 
 
@@ -565,7 +552,7 @@ def test_recurrent_state(kind, groups, mine, theirs, here, there):
         assert (memory.reshape(4, -1)[1, : expected.size] == expected).all()
 
 
-# --- descriptions that are wrong ---------------------------------------------------------------------------------------
+# --- descriptions that are wrong -----------------------------------------------------------------------------------
 
 
 def with_parts(change: Callable[[Part], tuple[Part, ...]]) -> Mutation:
@@ -646,9 +633,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_description_is_seen(name):
-    format, here, there, mine, theirs = WRONG[name]
-    decode, prefill = Engine(format, seed=1, layout=mine), Engine(format, seed=2, layout=theirs)
-    lengths = range(1, 2 * format.block + 1)
+    form, here, there, mine, theirs = WRONG[name]
+    decode, prefill = Engine(form, seed=1, layout=mine), Engine(form, seed=2, layout=theirs)
+    lengths = range(1, 2 * form.block + 1)
     assert sum(wrong_after(decode, prefill, lengths).values()) == 0
     assert sum(wrong_after(decode, prefill, lengths, here=here, there=there).values()) > 0
 
@@ -665,13 +652,13 @@ def test_an_order_that_the_dtype_does_not_say_is_seen():
 
 def test_versions_that_store_the_same_spec_in_another_way_are_refused():
     old, new = (Engine(FORMATS[f"V4.1 window of {version}"], seed=1) for version in ("0.32", "0.33"))
-    assert old.format.spec(8, 1) == new.format.spec(8, 1)
+    assert old.form.spec(8, 1) == new.form.spec(8, 1)
     with pytest.raises(UnsupportedPairError, match="parts"):
         kvhma.plan(old.geometries[0], new.geometries)
 
 
 @pytest.mark.parametrize(
-    ("format", "mine", "theirs"),
+    ("form", "mine", "theirs"),
     [
         # The same spec, bytes of other meaning.
         (INDEXER, "indexer-fp8/float32/float8_e4m3fn", "indexer-fp8/mx/float8_e4m3fn"),
@@ -681,9 +668,9 @@ def test_versions_that_store_the_same_spec_in_another_way_are_refused():
         (FORMATS["fp8_ds_mla"], "fp8_ds_mla/float8_e4m3fn", "fp8_ds_mla/float8_e4m3fnuz"),
     ],
 )
-def test_cache_types_that_no_spec_says_are_compared(format, mine, theirs):
+def test_cache_types_that_no_spec_says_are_compared(form, mine, theirs):
     here, there = (
-        Engine(replace(format, writer=replace(format.writer, cache_dtype=kind)), seed=1) for kind in (mine, theirs)
+        Engine(replace(form, writer=replace(form.writer, cache_dtype=kind)), seed=1) for kind in (mine, theirs)
     )
     with pytest.raises(UnsupportedPairError, match=f"(?s){mine}.*{theirs}|parts"):
         kvhma.plan(here.geometries[0], there.geometries)

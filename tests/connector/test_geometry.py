@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import kvhma
-from kvhma.errors import GeometryError, KvhmaError, UnsupportedPairError
+from kvhma.errors import KvhmaError, UnsupportedPairError
 from kvhma.oracle import Oracle
 from kvhma.vllm.content import Place
 from kvhma.vllm.formats import Writer

@@ -41,10 +41,12 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Page
 from kvhma.oracle import Oracle
 from kvhma.vllm.content import Place
+from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
 
 SIZES = (1, 2, 4, 8)
 BLOCKS, QUERIES, WIDTH = 6, 16, 2
+WRITER = Writer("FLASH_ATTN", "cuda", "9.0")
 
 
 @cache
@@ -92,7 +94,7 @@ def worker(model: str, rank: int, size: int, layout: str = "LBHNC") -> Geometry:
         groups.append(KVCacheGroupSpec([name], spec))
         offset += BLOCKS * spec.page_size_bytes
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
-    return geometry_of(config, caches, Place(rank, size))
+    return geometry_of(config, caches, Place(rank, size), writer=lambda _: WRITER)
 
 
 def true(model: str, geometry: Geometry) -> Geometry:
@@ -163,7 +165,8 @@ def test_latents_are_held_by_every_rank() -> None:
     tensor = KVCacheTensor(raw.numel(), ["0"], layer_stride=strides[0], block_stride=strides[1])
     caches = {"0": create_kv_cache_views(raw, spec, BLOCKS, order, tensor)[0]}
     config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["0"], spec)])
-    (part,) = geometry_of(config, caches, Place(1, 2)).layers[0].page.parts
+    writer = Writer("TRITON_MLA", "cuda", "9.0")
+    (part,) = geometry_of(config, caches, Place(1, 2), writer=lambda _: writer).layers[0].page.parts
     assert not any(axis.may_repeat for axis in part.axes)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma.geometry import Geometry
+
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
@@ -71,6 +73,17 @@ def _heads(count: int) -> Ints:
     return np.arange(count)[None, :, None]
 
 
+def execute(transfer: Any, local: Geometry, mine: Bytes, remotes: list[Geometry], theirs: list[Bytes]) -> None:
+    """Do what a transfer says, row by row."""
+    base = local.regions[0].base
+    for address, size, _ in transfer.zero.tolist():
+        mine[address - base : address - base + size] = 0
+    for read in transfer.reads:
+        source, start = theirs[read.source], remotes[read.source].regions[0].base
+        for (here, size, _), (there, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
+            mine[here - base : here - base + size] = source[there - start : there - start + size]
+
+
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +126,7 @@ def flashinfer_paged_kv(key: int, value: int) -> Places:
 
 
 def per_token_head(data: int) -> Places:
-    """Triton's 8-bit caches: numbers and a float32 scale for K, then for V: `triton_attn.py`, `_ensure_scale_caches`."""
+    """Triton's 8-bit caches: numbers and a float32 scale of K, then of V: `triton_attn.py`, `_ensure_scale_caches`."""
 
     def places(cache: Cache, slots: Ints) -> Ints:
         block, token = cache.slots(slots)

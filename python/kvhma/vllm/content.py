@@ -53,7 +53,7 @@ class View:
     strides: tuple[int, int, int, int]
     item_bytes: int
     dtype: str
-    writer: Writer = Writer()
+    writer: Writer
 
 
 def kind_of(name: str, spec: Any) -> Kind:
@@ -83,7 +83,8 @@ def parts_of(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]
     Raises:
         GeometryError: spec and view contradict each other; the text names the layer and both values.
     """
-    if kind_of(name, spec) == "ssm":
+    kind_of(name, spec)
+    if type(spec).__name__ == "MambaSpec":
         return _state(name, spec, view, place)
     if view.strides[3] != view.item_bytes:
         raise GeometryError(f"layer {name!r}: content stride is {view.strides[3]}, an item has {view.item_bytes} bytes")

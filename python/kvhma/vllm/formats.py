@@ -16,11 +16,11 @@ from kvhma.geometry import Kind
 
 KINDS: dict[str, Kind] = {
     "ChunkedLocalAttentionSpec": "chunked",
-    # One block for each request, written in a circle: good for one position only, as a state is.
-    "CircularBufferSpec": "opaque",
+    # One block for each request, written in a circle: good for one position only, which is what a state is.
+    "CircularBufferSpec": "ssm",
     "FullAttentionSpec": "full",
     "HiddenStateCacheSpec": "mla",
-    "KpoolTailSpec": "opaque",
+    "KpoolTailSpec": "ssm",
     "MLAAttentionSpec": "mla",
     "MambaSpec": "ssm",
     # Lets go of generated tokens only, which are not handed over.
@@ -173,6 +173,8 @@ def row_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int,
         writer: who writes it.
     """
     if not _is_latent(spec) or spec.num_kv_heads != 1 or spec.num_head_slots is not None or spec.tokens_per_state != 1:
+        return None
+    if getattr(spec, "storage_block_size", None) is not None:  # vLLM 0.31: the view has other blocks than the kernel
         return None
     if writer.backend in _LATENT:
         return (content,) if _is_row(spec, content, writer) else None
