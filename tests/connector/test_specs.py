@@ -111,8 +111,9 @@ def here(names: Any) -> list[str]:
 def writer(name: str) -> Writer:
     """What usually writes layers of a spec."""
     backend = {"MLAAttentionSpec": "TRITON_MLA", "SlidingWindowMLASpec": "TRITON_MLA"}.get(name, "FLASH_ATTN")
-    special = {"HiddenStateCacheSpec": "CACHE_ONLY_ATTN", "CircularBufferSpec": "KPOOL_TAIL"}
-    return Writer(special.get(name, backend), "cuda", "9.0", version=vllm.__version__)
+    return Writer(
+        {"HiddenStateCacheSpec": "CACHE_ONLY_ATTN"}.get(name, backend), "cuda", "9.0", version=vllm.__version__
+    )
 
 
 def config_of(specs: dict[str, Any]) -> tuple[VllmConfig, KVCacheConfig]:

@@ -41,6 +41,12 @@ REFUSED = {
 }
 """Caches that cannot be right after a load, and why."""
 
+_HEADED = frozenset(
+    {"ChunkedLocalAttentionSpec", "FullAttentionSpec", "RSWASpec", "SinkFullAttentionSpec", "SlidingWindowSpec"}
+)
+_LATENTS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+"""Specs whose layers have a cache of tokens, with and without heads."""
+
 _BY_HEAD = frozenset(
     {
         "FLASH_ATTN",
@@ -153,7 +159,7 @@ def encoding_of(spec: Any, dtype: str, writer: Writer) -> str:
 
 def is_by_head(spec: Any, writer: Writer) -> bool:
     """Return whether a page is the bytes of each token and head, addressed by the strides of the view."""
-    if spec.num_head_slots is not None or spec.tokens_per_state != 1 or _is_latent(spec):
+    if type(spec).__name__ not in _HEADED or spec.num_head_slots is not None or spec.tokens_per_state != 1:
         return False
     if spec.state_content_bytes is not None:
         return _is_per_token_head(spec, writer)
@@ -172,7 +178,9 @@ def row_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int,
         content: bytes of a token in the view.
         writer: who writes it.
     """
-    if not _is_latent(spec) or spec.num_kv_heads != 1 or spec.num_head_slots is not None or spec.tokens_per_state != 1:
+    if type(spec).__name__ not in _LATENTS or spec.num_kv_heads != 1:
+        return None
+    if spec.num_head_slots is not None or spec.tokens_per_state != 1:
         return None
     if getattr(spec, "storage_block_size", None) is not None:  # vLLM 0.31: the view has other blocks than the kernel
         return None
@@ -193,10 +201,6 @@ def row_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int,
 
 def _series(writer: Writer) -> str:
     return ".".join(writer.version.split(".")[:2])
-
-
-def _is_latent(spec: Any) -> bool:
-    return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 def _is_plain(spec: Any, writer: Writer) -> bool:
