@@ -16,7 +16,6 @@ pytest.importorskip("zmq")
 from kvhma.errors import HandshakeError, KvhmaError, TransferError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_hello
-from kvhma.nixl.fake import FakeNet, FakeNixl
 from kvhma.vllm import peers as peers_module
 from kvhma.vllm import side_channel
 from kvhma.vllm.leases import Ledger
@@ -25,6 +24,7 @@ from kvhma.vllm.peers import Peers, Source
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener
 from support.engines.engine import free_port
+from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvhma._kvhma import expand_views
 from kvhma.errors import HandshakeError, PeerLostError, RequestError
 from kvhma.nixl import Agent, Peer, encode_hello
-from kvhma.nixl.fake import merge, runs_of_rows, runs_of_views
+from support.fake_nixl import merge, runs_of_rows, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of
 
 pytestmark = pytest.mark.nixl

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvhma.nixl.fake import ERRORS, Run, merge, runs_of_rows, runs_of_views
+from support.fake_nixl import ERRORS, Run, merge, runs_of_rows, runs_of_views
 
 PAGE = 64
 

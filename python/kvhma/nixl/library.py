@@ -34,7 +34,7 @@ class Handle(Protocol):
 
 
 class NixlAgent(Protocol):
-    """The methods of ``nixl_agent`` that kvhma calls, and no others; `kvhma.nixl.fake` has the same ones."""
+    """The methods of ``nixl_agent`` that kvhma calls, and no others; `tests/support/fake_nixl.py` has the same ones."""
 
     def register_memory(self, reg_list: NDArray[np.uint64], mem_type: str) -> Any: ...
     def deregister_memory(self, dereg_list: Any) -> None: ...

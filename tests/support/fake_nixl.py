@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A NIXL without NIXL, for tests: agents of one process that move bytes, count descriptors, fail on demand.
 
-It keeps the contract that `kvhma.nixl` relies on, not more: registered ranges, flat ids over rows, the merge
+It keeps the contract that `kvhma.nixl` relies on, and no more: registered ranges, flat ids over rows, the merge
 rule, progress and notifications only inside a poll, a released transfer that runs on, an agent that dies.
 """
 
