@@ -91,18 +91,18 @@ def test_bytes_and_notification(transport, start_worker, reader):
 
 
 @pytest.mark.parametrize("transport", ["default"], indirect=True)
-def test_a_rehearsal_saves_the_first_peer_on_both_sides(transport, start_worker):
+def test_prewarming_saves_the_first_peer_on_both_sides(transport, start_worker):
     # Counted in bytes read from files: UCX looks into /proc and /sys for each kind of connection that is new to it.
 
     def reads(pid: int | str) -> int:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         return int(dict(line.split(": ") for line in lines)["rchar"])
 
-    def first_peer(*, rehearsed: bool) -> tuple[int, int]:
-        worker = start_worker(**transport, **({"REHEARSE": "1"} if rehearsed else {}))
-        with Agent(f"D {rehearsed}") as agent:
-            if rehearsed:
-                agent.rehearse()
+    def first_peer(*, prewarmed: bool) -> tuple[int, int]:
+        worker = start_worker(**transport, **({"PREWARM": "1"} if prewarmed else {}))
+        with Agent(f"D {prewarmed}") as agent:
+            if prewarmed:
+                agent.prewarm_transport()
             pids = "self", worker.process.pid
             before = [reads(pid) for pid in pids]
             peer = agent.connect(worker.hello)
@@ -110,8 +110,8 @@ def test_a_rehearsal_saves_the_first_peer_on_both_sides(transport, start_worker)
             agent.disconnect(peer)
             return ours, theirs
 
-    plain, ready = first_peer(rehearsed=False), first_peer(rehearsed=True)
-    print(f"bytes read at D and P: {plain}, after rehearsals {ready}")
+    plain, ready = first_peer(prewarmed=False), first_peer(prewarmed=True)
+    print(f"bytes read at D and P: {plain}, after prewarming {ready}")
     assert plain[0] > 10 * ready[0]
     assert plain[1] > 10 * ready[1]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker in a process of its own: owns memory, says hello, and answers one JSON command per line until its end.
 
-Started as ``python worker.py NAME PAGES SEED``; the first line it prints is its hello, in hexadecimal. With REHEARSE in
-its environment it has rehearsed before.
+Started as ``python worker.py NAME PAGES SEED``; the first line it prints is its hello, in hexadecimal. With PREWARM in
+its environment it has prewarmed its transport before.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> None:
     memory = labelled(pages, seed=seed)
     geometry = flat_geometry(memory)
     with Agent(name) as agent:
-        if "REHEARSE" in os.environ:
-            agent.rehearse()
+        if "PREWARM" in os.environ:
+            agent.prewarm_transport()
         agent.register(geometry)
         print(agent.hello(geometry).hex(), file=answers, flush=True)
         for line in sys.stdin:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import kvhma
 from kvhma.errors import UnsupportedPairError
-from kvhma.nixl import Agent, Peer, Transfer
+from kvhma.nixl import Agent, Peer, TransferHandle
 from kvhma.oracle import MemoryReport, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
@@ -160,7 +160,7 @@ class _Rank:
         self.kept.clear()
 
 
-def _move(moved: Any, start: Callable[[Any], Transfer]) -> dict[int, Count | None]:
+def _move(moved: Any, start: Callable[[Any], TransferHandle]) -> dict[int, Count | None]:
     """Zero, then read from all sources at once; return what NIXL measured."""
     for address, nbytes, _ in moved.zero.tolist():
         ctypes.memset(address, 0, nbytes)
@@ -174,12 +174,12 @@ def _move(moved: Any, start: Callable[[Any], Transfer]) -> dict[int, Count | Non
     return measured
 
 
-def _direct(agent: Agent, peers: Sequence[Peer]) -> Callable[[Any], Transfer]:
+def _direct(agent: Agent, peers: Sequence[Peer]) -> Callable[[Any], TransferHandle]:
     return lambda read: agent.read(peers[read.source], read.local, read.remote)
 
 
 @contextlib.contextmanager
-def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Iterator[Callable[[Any], Transfer]]:
+def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Iterator[Callable[[Any], TransferHandle]]:
     lists = {}
     for source in plan.sources:
         views = plan.views(source)

@@ -106,9 +106,9 @@ def test_neighbours_do_not_overlap():
     assert len(agent._registrations) == 1 + 2  # the first is for warming up
 
 
-def test_an_agent_that_was_given_its_nixl_cannot_rehearse():
+def test_an_agent_that_was_given_its_nixl_cannot_prewarm():
     with pytest.raises(RequestError, match="'A' was given its NIXL"):
-        Agent("A", nixl=FakeNixl("A", FakeNet())).rehearse()
+        Agent("A", nixl=FakeNixl("A", FakeNet())).prewarm_transport()
 
 
 def test_a_refused_registration_is_a_transfer_error(world):

@@ -5,9 +5,9 @@ Importing this package does not import NIXL; making an :class:`Agent` does, and 
 missing.
 """
 
-from kvhma.nixl.agent import Agent, Peer, Prepared
+from kvhma.nixl.agent import Agent, Peer, PreparedList
 from kvhma.nixl.handshake import MAX_HELLO_BYTES, WARM_UP, Hello, decode_hello, encode_hello
-from kvhma.nixl.transfer import Telemetry, Transfer
+from kvhma.nixl.transfer import Telemetry, TransferHandle
 
 __all__ = [
     "MAX_HELLO_BYTES",
@@ -15,9 +15,9 @@ __all__ = [
     "Agent",
     "Hello",
     "Peer",
-    "Prepared",
+    "PreparedList",
     "Telemetry",
-    "Transfer",
+    "TransferHandle",
     "decode_hello",
     "encode_hello",
 ]

@@ -22,8 +22,8 @@ from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError
 from kvhma.geometry import Geometry, Memory, Region
 from kvhma.nixl.arrays import check_ids, check_rows, count_entries
 from kvhma.nixl.handshake import WARM_UP, Hello, decode_hello, encode_hello
-from kvhma.nixl.library import LOCAL_SIDE, Handle, NixlAgent, open_nixl, takes_strided, translate
-from kvhma.nixl.transfer import Telemetry, Transfer
+from kvhma.nixl.library import LOCAL_SIDE, NixlAgent, NixlHandle, open_nixl, takes_strided, translate
+from kvhma.nixl.transfer import Telemetry, TransferHandle
 
 _READ = "READ"
 _POLL_SECONDS = 5e-4
@@ -52,7 +52,7 @@ class Peer:
 
 
 @dataclass(eq=False)
-class Prepared:
+class PreparedList:
     """A list of descriptors that NIXL keeps, to be chosen from by id.
 
     Entry ``e`` of view ``v`` has the id ``e`` plus the counts of all views before ``v``.
@@ -64,7 +64,7 @@ class Prepared:
 
     peer: Peer | None
     count: int
-    _handle: Handle | None = field(repr=False)
+    _handle: NixlHandle | None = field(repr=False)
     _owner: Agent = field(repr=False)
 
     def release(self) -> None:
@@ -131,9 +131,9 @@ class Agent:
         self._registrations: list[Any] = []
         self._peers: dict[str, Peer] = {}
         self._hellos: dict[str, Hello] = {}
-        self._prepared: set[Prepared] = set()
-        self._live: set[Transfer] = set()
-        self._reaped: list[Transfer] = []
+        self._prepared: set[PreparedList] = set()
+        self._live: set[TransferHandle] = set()
+        self._reaped: list[TransferHandle] = []
         # Registered at once, so that later hellos do not differ by it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
@@ -199,7 +199,7 @@ class Agent:
             metadata = self._open().get_agent_metadata()
         return encode_hello(metadata, geometry, name=self.name, generation=self.generation, extra=extra)
 
-    def rehearse(self) -> None:
+    def prewarm_transport(self) -> None:
         """Connect to an agent of this process, let another one connect to us, read from each other, and part again.
 
         A transport works out how to talk to a peer once for each kind of connection, on the side that connects and on
@@ -364,7 +364,7 @@ class Agent:
 
     # --- prepared lists ------------------------------------------------------------------------------------
 
-    def prepare_local(self, views: NDArray[np.uint64], memory: Memory = "DRAM") -> Prepared:
+    def prepare_local(self, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
         """Let NIXL keep views of our own memory.
 
         Args:
@@ -378,7 +378,7 @@ class Agent:
         """
         return self._prepare(None, views, memory)
 
-    def prepare_remote(self, peer: Peer, views: NDArray[np.uint64], memory: Memory = "DRAM") -> Prepared:
+    def prepare_remote(self, peer: Peer, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
         """Let NIXL keep views of a peer's memory, as :meth:`prepare_local` does of ours.
 
         Raises:
@@ -388,7 +388,7 @@ class Agent:
         """
         return self._prepare(peer, views, memory)
 
-    def _prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> Prepared:
+    def _prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
         what = "local views" if peer is None else f"views of {peer.name!r}"
         check_rows(views, what, columns=5)
         if not len(views):
@@ -408,11 +408,11 @@ class Agent:
             except KvhmaError:
                 handle.release()
                 raise
-            prepared = Prepared(peer, count_entries(views), handle, self)
+            prepared = PreparedList(peer, count_entries(views), handle, self)
             self._prepared.add(prepared)
         return prepared
 
-    def _release(self, prepared: Prepared) -> None:
+    def _release(self, prepared: PreparedList) -> None:
         with self._lock:
             handle, prepared._handle = prepared._handle, None
             self._prepared.discard(prepared)
@@ -420,7 +420,7 @@ class Agent:
                 with contextlib.suppress(Exception):  # NIXL tries again when the handle is collected
                     handle.release()
 
-    def _release_all(self, prepared: Iterable[Prepared]) -> None:
+    def _release_all(self, prepared: Iterable[PreparedList]) -> None:
         for one in list(prepared):
             self._release(one)
 
@@ -435,7 +435,7 @@ class Agent:
         *,
         local_memory: Memory = "DRAM",
         remote_memory: Memory = "DRAM",
-    ) -> Transfer:
+    ) -> TransferHandle:
         """Start to read descriptors of a peer into ours; NIXL merges nothing here.
 
         Args:
@@ -457,7 +457,7 @@ class Agent:
         check_rows(remote, "remote descriptors")
         _check_equal(len(local), len(remote), "descriptors")
 
-        def make(nixl: NixlAgent) -> Handle:
+        def make(nixl: NixlAgent) -> NixlHandle:
             ours = _descriptors(nixl, local, local_memory)
             theirs = _descriptors(nixl, remote, remote_memory)
             return nixl.initialize_xfer(_READ, ours, theirs, peer.name, notif)
@@ -466,12 +466,12 @@ class Agent:
 
     def read_ids(
         self,
-        local: Prepared,
+        local: PreparedList,
         local_ids: NDArray[np.int32],
-        remote: Prepared,
+        remote: PreparedList,
         remote_ids: NDArray[np.int32],
         notif: bytes = b"",
-    ) -> Transfer:
+    ) -> TransferHandle:
         """Start to read prepared descriptors of a peer into ours.
 
         NIXL merges neighbours: ids that go up by one at the same places on both sides, within one dense view
@@ -496,7 +496,7 @@ class Agent:
         if peer is None or local.peer is not None:
             raise RequestError("read_ids takes a list of prepare_local and one of prepare_remote, in this order")
 
-        def make(nixl: NixlAgent) -> Handle:
+        def make(nixl: NixlAgent) -> NixlHandle:
             ours, theirs = local._handle, remote._handle
             if ours is None or theirs is None or local._owner is not self:
                 raise RequestError("a prepared list was released or is of another agent")
@@ -504,13 +504,13 @@ class Agent:
 
         return self._start(peer, len(local_ids), notif, make)
 
-    def _start(self, peer: Peer, count: int, notif: bytes, make: Callable[[NixlAgent], Handle]) -> Transfer:
+    def _start(self, peer: Peer, count: int, notif: bytes, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
         if not count:
             # NIXL has no empty transfers, but the peer still waits for the word that it may free its blocks.
             if notif:
                 self.notify(peer, notif)
             self._usable(peer)
-            return Transfer.empty(peer)
+            return TransferHandle.empty(peer)
         with self._lock:
             nixl = self._usable(peer)
             try:
@@ -522,12 +522,12 @@ class Agent:
                 error = translate(exc, what, RequestError)
                 self._note(peer, error)
                 raise error from exc
-            transfer = Transfer(peer, nixl, handle, self._measure, self._ended)
+            transfer = TransferHandle(peer, nixl, handle, self._measure, self._ended)
             self._live.add(transfer)
         transfer.post()
         return transfer
 
-    def _measure(self, nixl: NixlAgent, handle: Handle) -> Telemetry | None:
+    def _measure(self, nixl: NixlAgent, handle: NixlHandle) -> Telemetry | None:
         if not self._telemetry:
             return None
         try:
@@ -538,14 +538,14 @@ class Agent:
             return None
         return Telemetry(raw.descCount, raw.totalBytes, raw.startTime, raw.postDuration, raw.xferDuration)
 
-    def _ended(self, transfer: Transfer, error: KvhmaError | None) -> None:
+    def _ended(self, transfer: TransferHandle, error: KvhmaError | None) -> None:
         with self._lock:
             self._live.discard(transfer)
             if transfer.aborted:
                 self._reaped.append(transfer)
             self._note(transfer.peer, error)
 
-    def poll(self) -> list[Transfer]:
+    def poll(self) -> list[TransferHandle]:
         """Drive the aborted transfers.
 
         Returns:
@@ -627,7 +627,7 @@ def _check_equal(local: int, remote: int, what: str) -> None:
         raise RequestError(f"{local} local and {remote} remote {what}")
 
 
-def _drain(transfers: list[Transfer], timeout: float, what: str) -> None:
+def _drain(transfers: list[TransferHandle], timeout: float, what: str) -> None:
     deadline = time.monotonic() + timeout
     while left := [transfer for transfer in transfers if not transfer.drive()]:
         if time.monotonic() >= deadline:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvhma.errors import KvhmaError, PeerLostError, TransferError
-from kvhma.nixl.library import Handle, NixlAgent, translate
+from kvhma.nixl.library import NixlAgent, NixlHandle, translate
 
 if TYPE_CHECKING:
     from kvhma.nixl.agent import Peer
@@ -38,7 +38,7 @@ class Telemetry:
     transfer_us: int = 0
 
 
-class Transfer:
+class TransferHandle:
     """A read of a peer's memory, as :meth:`Agent.read` and :meth:`Agent.read_ids` return it.
 
     It has to be polled until it ends: NIXL makes progress, and notifies the peer, inside the poll. Until it
@@ -72,16 +72,16 @@ class Transfer:
         self,
         peer: Peer,
         nixl: NixlAgent,
-        handle: Handle,
-        measure: Callable[[NixlAgent, Handle], Telemetry | None],
-        on_end: Callable[[Transfer, KvhmaError | None], None],
+        handle: NixlHandle,
+        measure: Callable[[NixlAgent, NixlHandle], Telemetry | None],
+        on_end: Callable[[TransferHandle, KvhmaError | None], None],
     ) -> None:
         """Take over a handle that was made and not yet posted."""
         self.peer = peer
         self.telemetry: Telemetry | None = None
         self.aborted = False
         self._nixl: NixlAgent | None = nixl
-        self._handle: Handle | None = handle
+        self._handle: NixlHandle | None = handle
         self._measure = measure
         self._on_end = on_end
         self._error: KvhmaError | None = None
@@ -89,7 +89,7 @@ class Transfer:
         self._lock = threading.Lock()
 
     @classmethod
-    def empty(cls, peer: Peer) -> Transfer:
+    def empty(cls, peer: Peer) -> TransferHandle:
         """Return a transfer that had nothing to move and is done."""
         transfer = cls.__new__(cls)
         transfer.peer = peer

@@ -181,7 +181,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def _agent(self, name: str) -> Agent:
         agent = Agent(name, backends=self._settings.backends, num_threads=self._settings.num_threads)
         try:
-            agent.rehearse()
+            agent.prewarm_transport()
         except KvhmaError as error:
             logger.warning("kvhma: the first hand-off will be slower: %s", error)
         return agent

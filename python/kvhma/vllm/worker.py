@@ -20,7 +20,7 @@ import zmq
 from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
-from kvhma.nixl import Agent, Transfer
+from kvhma.nixl import Agent, TransferHandle
 from kvhma.vllm.leases import Lease, LeaseEndedError, LeaseUnknownError, claim_all
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.params import Address, Claim
@@ -69,7 +69,7 @@ class Moving:
     source: Source
     lease: Lease
     planned: _kvhma.Transfer | None = None
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[TransferHandle] = field(default_factory=list)
     posted: float = 0.0
     post_seconds: float = 0.0
     ended: float | None = None
