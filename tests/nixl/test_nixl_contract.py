@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from kvhma.errors import TransferError
 from kvhma.nixl import WARM_UP, Agent
-from kvhma.nixl.library import LOCAL_SIDE, open_nixl, takes_strided
+from kvhma.nixl.library import LOCAL_SIDE, PROGRESS_DELAY_US, open_nixl, takes_strided
 from support.flat import flat_geometry, labelled, rows_of
 
 pytestmark = pytest.mark.nixl
@@ -23,7 +24,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def nixl():
-    return open_nixl("contract", ("UCX",), 0, True)
+    return open_nixl("contract")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_a_wrapping_row_is_accepted(nixl):
 
 
 def test_descriptors_behind_an_overlap_are_not_found(nixl):
-    other = open_nixl("overlap", ("UCX",), 0, False)
+    other = open_nixl("overlap")
     array = labelled(8)
     for first, last in ((0, 8), (2, 3)):
         part = array[first * PAGE : last * PAGE]
@@ -72,7 +73,7 @@ def test_descriptors_behind_an_overlap_are_not_found(nixl):
 
 
 def test_a_name_cannot_change_its_metadata(nixl, errors):
-    first, second = (open_nixl("twice", ("UCX",), 0, False) for _ in range(2))
+    first, second = (open_nixl("twice") for _ in range(2))
     nixl.add_remote_agent(first.get_agent_metadata())
     with pytest.raises(errors.nixlNotAllowedError):
         nixl.add_remote_agent(second.get_agent_metadata())
@@ -111,25 +112,49 @@ def test_ids_of_int64_wrap_silently(nixl):
         nixl.remove_remote_agent("wrap-P")
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["plain", "kvhma"])
-def test_a_progress_thread_polls_without_a_pause_but_ours_sleeps(ours):
+@pytest.mark.parametrize("delay", [None, 0, PROGRESS_DELAY_US], ids=["plain", "no delay", "default"])
+def test_a_progress_thread_polls_without_a_pause_unless_it_is_delayed(delay):
     api = importlib.import_module("nixl._api")
     before = set(threads())
-    agent = open_nixl("idle", ("UCX",), 0, False) if ours else api.nixl_agent("idle", api.nixl_agent_config())
+    plain = delay is None
+    agent = api.nixl_agent("idle", api.nixl_agent_config()) if plain else open_nixl("idle", progress_delay_us=delay)
     assert agent.backends
     time.sleep(0.1)
     new = set(threads()) - before
     begun, waited = threads(), os.times().elapsed
     time.sleep(0.5)
-    share = max(now - begun[task] for task, now in threads().items() if task in new) / (os.times().elapsed - waited)
+    share = max(now - begun.get(task, 0) for task, now in threads().items() if task in new) / (
+        os.times().elapsed - waited
+    )
     # A spinning one gets what the other tests of this machine leave it, which is far more than the time of a wake-up.
-    assert share < 0.05 if ours else share > 0.1
+    assert share < 0.05 if delay else share > 0.1
+
+
+@pytest.mark.parametrize("delay", [0, PROGRESS_DELAY_US])
+def test_the_number_of_threads_reaches_the_backend(nixl, delay):
+    api = importlib.import_module("nixl._api")
+    config = api.nixl_agent_config(num_threads=3, capture_telemetry=True)
+    expected = threads_of(lambda: api.nixl_agent("three of NIXL's", config))
+    assert threads_of(lambda: open_nixl("three", num_threads=3, progress_delay_us=delay)) == expected
+    assert threads_of(lambda: open_nixl("none", progress_delay_us=delay)) < expected
+
+
+def threads_of(make: Callable[[], object]) -> int:
+    """How many threads an agent has."""
+    before = set(threads())
+    agent = make()
+    started = set(threads()) - before
+    del agent
+    return len(started)
 
 
 def threads() -> dict[str, float]:
     """Seconds of processor time of each thread of this process."""
     tasks = {}
     for task in Path("/proc/self/task").iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        try:
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
         tasks[task.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return tasks

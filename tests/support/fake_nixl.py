@@ -182,7 +182,6 @@ class FakeNixl:
         self.remotes: dict[str, tuple[int, list[tuple[str, int, int, int]]]] = {}
         self.inbox: list[tuple[str, bytes]] = []
         self.strided = strided
-        self.agent = SimpleNamespace(prepXferDlist=_new_binding if strided else _old_binding)
         net.agents[name] = self
 
     def _call(self, method: str) -> None:
@@ -376,11 +375,3 @@ class FakeNixl:
             news.setdefault(name, []).append(message)
         self.inbox.clear()
         return news
-
-
-def _new_binding() -> None:
-    """prepXferDlist(agent_name: str, mem_type: nixl_mem_t, descs: numpy.ndarray) -> int."""
-
-
-def _old_binding() -> None:
-    """prepXferDlist(agent_name: str, descs: nixlXferDList) -> int."""

@@ -37,7 +37,7 @@ class World:
         self.p_nixl = FakeNixl("P", self.net)
         self.d_nixl = FakeNixl("D", self.net, strided=strided, telemetry=telemetry)
         self.p = Agent("P", nixl=self.p_nixl)
-        self.d = Agent("D", nixl=self.d_nixl)
+        self.d = Agent("D", nixl=self.d_nixl, strided=strided)
         self.p_geometry = flat_geometry(self.source)
         self.d_geometry = flat_geometry(self.target)
         self.p.register(self.p_geometry)

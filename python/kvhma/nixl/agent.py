@@ -10,7 +10,6 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError
 from kvhma.geometry import Geometry, Memory, Region
 from kvhma.nixl.arrays import check_ids, check_rows, count_entries
 from kvhma.nixl.handshake import WARM_UP, Hello, decode_hello, encode_hello
-from kvhma.nixl.library import LOCAL_SIDE, NixlAgent, NixlHandle, open_nixl, takes_strided, translate
+from kvhma.nixl.library import LOCAL_SIDE, PROGRESS_DELAY_US, NixlAgent, NixlHandle, open_nixl, takes_strided, translate
 from kvhma.nixl.transfer import Telemetry, TransferHandle
 
 _READ = "READ"
@@ -95,7 +94,7 @@ class Agent:
         *,
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
-        telemetry: bool = True,
+        progress_delay_us: int = PROGRESS_DELAY_US,
         strided: bool | None = None,
         nixl: NixlAgent | None = None,
     ) -> None:
@@ -106,20 +105,27 @@ class Agent:
             backends: NIXL's transports, in order of preference.
             num_threads: transport threads, which share transfers of 1,024 descriptors or more. With 0 a transport
                 that copies inline does it in the calling thread.
-            telemetry: let NIXL measure transfers.
-            strided: False to write views out even where NIXL takes them; None to ask NIXL.
-            nixl: what to use in place of a new ``nixl_agent``, for example the fake one.
+            progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it, from 0 to
+                1,000,000. 0 lets it poll without a pause, which takes a processor core.
+            strided: False to write views out even where NIXL takes them; None to go by NIXL's version.
+            nixl: what to use in place of a new ``nixl_agent``.
 
         Raises:
             ImportError: NIXL is not installed, or lacks something it needs.
+            RequestError: the delay is out of range, or a backend takes no number of threads.
             TransferError: NIXL cannot start a backend.
         """
         self.name = name
         self.generation = secrets.randbits(64)
-        self._another = partial(Agent, backends=backends, num_threads=num_threads) if nixl is None else None
-        self._nixl: NixlAgent | None = nixl or open_nixl(name, backends, num_threads, telemetry)
+        self._given = nixl is not None
+        self._options: dict[str, Any] = {
+            "backends": backends,
+            "num_threads": num_threads,
+            "progress_delay_us": progress_delay_us,
+        }
+        self._nixl: NixlAgent | None = nixl or open_nixl(name, **self._options)
         self.strided = takes_strided(self._nixl) if strided is None else strided
-        self._telemetry = telemetry
+        self._telemetry = True
         # _setup makes registration, adding and removing peers one after the other; it is held while NIXL connects or
         # pins memory, never while we wait for a peer. _lock guards the fields below, and is held while a transfer is
         # made, so that no list is released below it; never over a post, a poll or a wait.
@@ -210,13 +216,16 @@ class Agent:
             RequestError: the agent was given its ``nixl``.
             TransferError: NIXL cannot make other agents, or they cannot connect.
         """
-        if self._another is None:
+        if self._given:
             raise RequestError(f"agent {self.name!r} was given its NIXL and cannot make others")
         # One for each part: UCX would go the way back over the connection that is there, which is of another kind.
-        with self._another(f"{self.name}-owner") as owner, self._another(f"{self.name}-reader") as reader:
-            for one, other in ((self, owner), (reader, self)):
-                scratch = Geometry(regions=(other._scratch,), groups=(), layers=())
-                one.disconnect(one.connect(other.hello(scratch)))
+        with (
+            Agent(f"{self.name}-owner", **self._options) as owner,
+            Agent(f"{self.name}-reader", **self._options) as reader,
+        ):
+            for local, remote in ((self, owner), (reader, self)):
+                scratch = Geometry(regions=(remote._scratch,), groups=(), layers=())
+                local.disconnect(local.connect(remote.hello(scratch)))
 
     def connect(self, hello: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
         """Connect to the sender of a hello, and warm the connection up.

@@ -5,20 +5,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+import importlib.metadata
+import re
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.errors import KvhmaError, PeerLostError, TransferError
+from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 """The agent name that makes a prepared list a local one."""
 
-_PROGRESS_MICROSECONDS = 10_000
-"""How long a progress thread without events sleeps; an event wakes it at once."""
+PROGRESS_DELAY_US = 1000
+"""Microseconds that a progress thread without events sleeps, if nothing else is said: docs/nixl.md says why."""
+
+_MAX_DELAY_US = 1_000_000
+_STRIDED_SINCE = (1, 5)
+_THREADS_OPTION = {"UCX": "num_threads", "LIBFABRIC": "num_threads", "UCCL": "num_cpus"}
+"""What NIXL's backends for memory of other processes call their number of threads."""
 
 _REFUSALS = frozenset(
     {"nixlInvalidParamError", "nixlMismatchError", "nixlNotAllowedError", "nixlNotFoundError"}
@@ -63,13 +69,30 @@ class NixlAgent(Protocol):
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
 
 
-def open_nixl(name: str, backends: Sequence[str], num_threads: int, telemetry: bool) -> NixlAgent:
-    """Import NIXL and make an agent.
+def open_nixl(
+    name: str,
+    *,
+    backends: Sequence[str] = ("UCX",),
+    num_threads: int = 0,
+    progress_delay_us: int = PROGRESS_DELAY_US,
+) -> NixlAgent:
+    """Import NIXL and make an agent with a progress thread.
+
+    Args:
+        name: unique name of the agent.
+        backends: NIXL's transports, in order of preference.
+        num_threads: transport threads besides the progress thread.
+        progress_delay_us: microseconds that the progress thread sleeps while no event wakes it, from 0 to 1,000,000.
+            0 lets it poll without a pause, as NIXL's own Python API does.
 
     Raises:
         ImportError: NIXL is not installed, or lacks something it needs.
+        RequestError: the delay is out of range, or a backend takes no number of threads.
         TransferError: NIXL has no such backend, or cannot start it.
     """
+    if not 0 <= progress_delay_us <= _MAX_DELAY_US:
+        raise RequestError(f"progress_delay_us is {progress_delay_us}, expected 0 to {_MAX_DELAY_US}")
+    options = [(backend, _backend_options(backend, num_threads)) for backend in backends]
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as exc:
@@ -78,59 +101,69 @@ def open_nixl(name: str, backends: Sequence[str], num_threads: int, telemetry: b
         config = api.nixl_agent_config(
             # The owner of memory that others read makes progress only in this thread.
             enable_prog_thread=True,
-            capture_telemetry=telemetry,
-            num_threads=num_threads,
-            backends=list(backends),
+            capture_telemetry=True,
+            backends=[],
             # NIXL's default is no locking at all. An engine posts from one thread, polls from another and
             # shakes hands in a third. RW lets posts and polls of different transfers run side by side, which
             # a post that copies inline (hundreds of milliseconds) needs; only registration, handshake and
             # reading the notifications exclude the others.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
         )
-        agent = _sleeping(api)(name, config)
+        agent = api.nixl_agent(name, config)
+        if progress_delay_us:
+            _delay_progress(agent, config, progress_delay_us)
+        # NIXL skips a backend it has no plugin for with a warning, and fails at the first use.
+        if missing := [backend for backend in backends if backend not in agent.get_plugin_list()]:
+            raise TransferError(f"NIXL has no plugin for {missing}; it has {agent.get_plugin_list()}")
+        for backend, option in options:
+            agent.create_backend(backend, option)
+    except ImportError:
+        raise
     except Exception as exc:
         raise translate(exc, f"cannot make NIXL agent {name!r} with backends {list(backends)}") from exc
-    # NIXL skips a backend it has no plugin for with a warning, and fails at the first use.
-    missing = [backend for backend in backends if backend not in agent.backends]
-    if missing:
-        raise TransferError(f"NIXL has no plugin for {missing}; it has {agent.get_plugin_list()}")
     return cast(NixlAgent, agent)
 
 
-def _sleeping(api: ModuleType) -> Callable[[str, Any], Any]:
-    """Return NIXL's class of agents, with a progress thread that sleeps while nothing happens.
+def _backend_options(backend: str, num_threads: int) -> dict[str, str]:
+    if not num_threads:
+        return {}
+    if backend not in _THREADS_OPTION:
+        raise RequestError(f"num_threads is {num_threads}, but backend {backend!r} takes none; use 0")
+    return {_THREADS_OPTION[backend]: str(num_threads)}
 
-    NIXL's Python API fixes its delay at zero, and then the thread polls without a pause: it takes a core from the
-    engine, and from transfers too where cores are few. The binding can set the delay; the API just never lets anybody.
-    So run its constructor with a binding that does, and leave the module itself alone: others may use it.
+
+def _delay_progress(agent: Any, config: Any, delay_us: int) -> None:
+    """Give a ``nixl_agent`` without backends another NIXL agent below it, whose progress thread sleeps.
+
+    NIXL's Python API fixes the delay at zero; its binding has a field for it.
     """
-    plain = api.nixl_agent
-    binding: Any = getattr(api, "nixlBind", None)
-    init = plain.__init__
-    if not hasattr(getattr(binding, "nixlAgentConfig", None), "pthrDelay") or not isinstance(init, FunctionType):
-        return cast(Callable[[str, Any], Any], plain)
-
-    class Binding:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(binding, name)
-
-        def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - NIXL's name
-            config.pthrDelay = _PROGRESS_MICROSECONDS
-            return binding.nixlAgent(name, config)
-
-    names = vars(api) | {"nixlBind": Binding()}
-    made = FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)
-    made.__kwdefaults__ = init.__kwdefaults__
-    return cast(Callable[[str, Any], Any], type(plain.__name__, (plain,), {"__init__": made}))
+    try:
+        bindings = importlib.import_module(type(agent.agent).__module__)
+        below = bindings.nixlAgentConfig()
+        below.useProgThread = config.enable_pthread
+        below.captureTelemetry = config.capture_telemetry
+        below.syncMode = config.sync_mode.value
+        below.pthrDelay = delay_us
+        del agent.agent  # first, since both would have the same name in NIXL's telemetry
+        agent.agent = bindings.nixlAgent(agent.name, below)
+    except AttributeError as exc:
+        raise ImportError(
+            f"this NIXL cannot delay its progress thread ({exc}); progress_delay_us=0 does without a delay"
+        ) from exc
 
 
 def takes_strided(nixl: NixlAgent) -> bool:
-    """Whether prepared lists can be made of strided rows (NIXL 1.5 and later).
+    """Whether prepared lists can be made of strided rows: NIXL 1.5 and later.
 
-    An older one would log an error and fail; the signatures in the binding's text tell without trying.
+    An agent of a package without a version counts as older: rows that are written out suit every version.
     """
-    binding = getattr(getattr(nixl, "agent", None), "prepXferDlist", None)
-    return "numpy.ndarray" in (getattr(binding, "__doc__", None) or "")
+    package = type(nixl).__module__.partition(".")[0]  # nixl_cu12, nixl_cu13
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    major_minor = re.match(r"(\d+)\.(\d+)", version)
+    return major_minor is not None and tuple(map(int, major_minor.groups())) >= _STRIDED_SINCE
 
 
 def translate(exc: Exception, what: str, refused: type[KvhmaError] = TransferError) -> KvhmaError:

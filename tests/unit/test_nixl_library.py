@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How NIXL is opened, and which version it is: against a library of the same form. tests/nixl has the real one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from kvhma.errors import RequestError, TransferError
+from kvhma.nixl.library import PROGRESS_DELAY_US, open_nixl, takes_strided
+
+
+class Sync(Enum):
+    NIXL_THREAD_SYNC_RW = 3
+
+
+class BindingConfig:
+    """Takes the fields of NIXL's and no others, as a class of pybind11 does."""
+
+    __slots__ = ("captureTelemetry", "pthrDelay", "syncMode", "useProgThread")
+
+
+class Binding:
+    __module__ = "nixl_test._bindings"
+
+    def __init__(self, name, config):
+        self.name, self.config = name, config
+
+
+class Api:
+    """NIXL's Python API as far as it is opened."""
+
+    made: ClassVar[list[Api]] = []
+
+    def __init__(self, name, config):
+        self.name, self.config = name, config
+        self.agent = Binding(name, None)
+        self.backends = dict.fromkeys(config.backends)
+        self.options = {}
+        Api.made.append(self)
+
+    def get_plugin_list(self):
+        return ["UCX", "POSIX", "UCCL"]
+
+    def create_backend(self, backend, options):
+        self.backends[backend] = self.agent
+        self.options[backend] = options
+
+
+Api.__module__ = "nixl_test._api"
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    """Put it in NIXL's place; returns its bindings."""
+    Api.made.clear()
+    api, bindings = ModuleType("nixl_test._api"), ModuleType("nixl_test._bindings")
+    api.nixl_agent, api.nixl_thread_sync_t = Api, Sync
+    api.nixl_agent_config = lambda **options: SimpleNamespace(**options, enable_pthread=options["enable_prog_thread"])
+    bindings.nixlAgentConfig, bindings.nixlAgent = BindingConfig, Binding
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    monkeypatch.setitem(sys.modules, "nixl_test._bindings", bindings)
+    return bindings
+
+
+@pytest.mark.parametrize(("options", "delay"), [({}, PROGRESS_DELAY_US), ({"progress_delay_us": 20}, 20)])
+def test_a_delay_is_set_before_there_is_a_backend(options, delay):
+    agent = open_nixl("A", **options)
+    assert Api.made == [agent]
+    below = agent.agent
+    assert (below.name, below.config.pthrDelay) == ("A", delay)
+    assert (below.config.useProgThread, below.config.captureTelemetry, below.config.syncMode) == (True, True, 3)
+    assert agent.backends == {"UCX": below}
+
+
+def test_without_a_delay_the_agent_is_as_nixl_made_it():
+    agent = open_nixl("A", progress_delay_us=0)
+    assert agent.agent.config is None
+    assert (agent.config.enable_pthread, agent.config.capture_telemetry) == (True, True)
+    assert agent.config.sync_mode is Sync.NIXL_THREAD_SYNC_RW
+    assert agent.backends == {"UCX": agent.agent}
+
+
+def test_a_nixl_whose_binding_has_no_delay(library):
+    library.nixlAgentConfig = type("Config", (), {"__slots__": ("captureTelemetry", "syncMode", "useProgThread")})
+    with pytest.raises(ImportError, match=r"pthrDelay.*progress_delay_us=0"):
+        open_nixl("A")
+    assert open_nixl("A", progress_delay_us=0).backends
+
+
+def test_a_nixl_that_keeps_its_binding_elsewhere(monkeypatch):
+    monkeypatch.setattr(Api, "__init__", lambda self, name, config: None)
+    with pytest.raises(ImportError, match=r"'agent'.*progress_delay_us=0"):
+        open_nixl("A")
+
+
+@pytest.mark.parametrize("delay", [-1, 1_000_001])
+def test_a_delay_out_of_range(delay):
+    with pytest.raises(RequestError, match=rf"progress_delay_us is {delay}, expected 0 to 1000000"):
+        open_nixl("A", progress_delay_us=delay)
+    assert not Api.made
+
+
+def test_threads_by_backend():
+    agent = open_nixl("A", backends=("UCX", "UCCL"), num_threads=4)
+    assert agent.options == {"UCX": {"num_threads": "4"}, "UCCL": {"num_cpus": "4"}}
+    assert open_nixl("A", backends=("POSIX",)).options == {"POSIX": {}}
+    with pytest.raises(RequestError, match="num_threads is 4, but backend 'POSIX' takes none"):
+        open_nixl("A", backends=("UCX", "POSIX"), num_threads=4)
+
+
+def test_a_backend_without_a_plugin():
+    with pytest.raises(TransferError, match=r"no plugin for \['NOPE'\]; it has \['UCX'"):
+        open_nixl("A", backends=("UCX", "NOPE"))
+    assert not Api.made[0].backends
+
+
+@pytest.mark.parametrize(
+    ("version", "strided"),
+    [
+        ("0.9", False),
+        ("1.3.0", False),
+        ("1.4.12", False),
+        ("1.5.0", True),
+        ("1.10.0", True),
+        ("2.0.0rc1", True),
+        ("dev", False),
+        (None, False),
+    ],
+)
+def test_strided_rows_by_version(monkeypatch, version, strided):
+    def installed(name):
+        if name == "nixl_test" and version is not None:
+            return version
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    agent = open_nixl("A")
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    assert takes_strided(agent) is strided
