@@ -91,7 +91,7 @@ def test_what_warms_up_is_a_notification(nixl):
         news: dict[str, list[bytes]] = {}
         deadline = time.monotonic() + 20
         while not news and time.monotonic() < deadline:
-            news = p._nixl.get_new_notifs()
+            news = p._session.open().get_new_notifs()
             time.sleep(0.001)
         assert news == {"warm-D": [WARM_UP]}
 
@@ -103,7 +103,7 @@ def test_ids_of_int64_wrap_silently(nixl):
     with Agent("wrap-P") as p:
         p.register(geometry)
         nixl.register_memory(np.array([[target.ctypes.data, target.nbytes, 0]], np.uint64), "DRAM")
-        nixl.add_remote_agent(p._nixl.get_agent_metadata())
+        nixl.add_remote_agent(p._session.open().get_agent_metadata())
         local = nixl.prep_xfer_dlist(LOCAL_SIDE, rows_of(target, [0, 1, 2, 3]), "DRAM")
         remote = nixl.prep_xfer_dlist("wrap-P", rows_of(array, [0, 1, 2, 3]), "DRAM")
         made = nixl.make_prepped_xfer("READ", local, np.array([2**32 + 1]), remote, np.array([1]), b"")

@@ -177,11 +177,11 @@ def test_notifications_take_any_bytes(pair):
 
 
 def test_registered_once(pair):
-    before = pair.d._nixl.get_agent_metadata()
+    before = pair.d._session.open().get_agent_metadata()
     pair.d.register(flat_geometry(pair.target))
     pair.d.register(flat_geometry(pair.target[PAGE : 4 * PAGE]))
-    assert pair.d._nixl.get_agent_metadata() == before
-    assert len(pair.d._registrations) == 1 + 1  # the first is for warming up
+    assert pair.d._session.open().get_agent_metadata() == before
+    assert len(pair.d._memory.registrations) == 1 + 1  # the first is for warming up
 
 
 def test_nixl_refuses_before_anything_is_posted(pair):
@@ -211,7 +211,7 @@ def test_nixl_refuses_before_anything_is_posted(pair):
         with pytest.raises(RequestError) as info:
             call()
         assert type(info.value.__cause__).__name__ in {"nixlNotFoundError", "nixlInvalidParamError"}
-    assert not d._live
+    assert not d._in_flight.running()
     assert not pair.target.any()
 
 
@@ -230,7 +230,7 @@ def test_a_list_of_an_earlier_connection_is_lost(pair):
 
 def test_hellos_that_nixl_refuses(pair):
     geometry = flat_geometry(pair.source)
-    metadata = pair.p._nixl.get_agent_metadata()
+    metadata = pair.p._session.open().get_agent_metadata()
     stranger = b"nixlSerDes|Agent" + (1).to_bytes(8, "little") + b"Q|"
     for name, blob in (("Q", metadata), ("Q", b""), ("Q", b"nixlSerDes|"), ("Q", stranger), ("D", metadata)):
         with pytest.raises(HandshakeError):
@@ -241,7 +241,7 @@ def test_hellos_that_nixl_refuses(pair):
 def test_a_geometry_beyond_what_is_registered(pair):
     with Agent("S") as agent:
         agent.register(flat_geometry(pair.source[: 8 * PAGE]))
-        metadata = agent._nixl.get_agent_metadata()
+        metadata = agent._session.open().get_agent_metadata()
         hello = encode_hello(metadata, flat_geometry(pair.source), name="S", generation=agent.generation)
         with pytest.raises(HandshakeError, match="'S' did not register Region"):
             pair.d.connect(hello)
@@ -285,7 +285,7 @@ def test_many_threads(pair):
         for thread in threads:
             thread.join(10)
     assert not failures
-    assert not d._live
+    assert not d._in_flight.running()
     assert (pair.target == pair.source).all()
     news += wait_for_notifications(pair.p, PAGES - len(news))
     assert sorted(news) == sorted(("D", b"%d" % first) for first in range(0, PAGES, share) for _ in range(share))

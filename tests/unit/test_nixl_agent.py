@@ -103,7 +103,7 @@ def test_neighbours_do_not_overlap():
     whole = np.zeros(8 * PAGE, np.uint8)
     agent = Agent("A", nixl=FakeNixl("A", FakeNet()))
     agent.register(flat_geometry(whole[4 * PAGE :], whole[: 4 * PAGE]))
-    assert len(agent._registrations) == 1 + 2  # the first is for warming up
+    assert len(agent._memory.registrations) == 1 + 2  # the first is for warming up
 
 
 def test_an_agent_that_was_given_its_nixl_cannot_prewarm():
@@ -162,7 +162,7 @@ def test_a_hello_with_the_metadata_of_another(world):
 
 def test_the_name_nixl_finds_in_the_metadata_counts(world, monkeypatch):
     # With a form of metadata that cannot be looked into beforehand.
-    monkeypatch.setattr(world.d, "_knows_blobs", False)
+    monkeypatch.setattr(world.d, "_knows_metadata", False)
     monkeypatch.setattr(FakeNixl, "get_agent_metadata", lambda self: b"?" + id(self).to_bytes(8, "little"))
     FakeNixl("R", world.net)
     for known, name in (("P", "Q"), ("R", "Q")):
@@ -207,7 +207,7 @@ def test_a_peer_that_does_not_answer(world):
     for _ in range(2):
         with pytest.raises(TransferError, match=r"'D': (no answer in|1 transfers still in flight after) 0.01 s"):
             world.p.connect(hello, timeout=0.01)
-    (warm_up,) = world.p._live
+    (warm_up,) = world.p._in_flight.running()
     assert world.p_nixl.released_in_flight == 0
     warm_up._handle.left, world.net.polls = 1, 0
     assert world.p.connect(hello, timeout=1).gone is None
@@ -307,7 +307,7 @@ def test_nothing_starts_if_the_arrays_do_not_fit(world):
     with pytest.raises(AddressOverflowError):
         world.d.read(world.peer, wraps, theirs)
     assert "transfer" not in world.d_nixl.calls
-    assert not world.d._live
+    assert not world.d._in_flight.running()
     assert not world.target.any()
 
 
@@ -380,7 +380,7 @@ def test_an_aborted_transfer_is_kept_until_it_ends():
 def test_a_transfer_nobody_holds_is_kept():
     world = World(polls=3)
     world.read([1], [2])
-    assert len(world.d._live) == 1
+    assert len(world.d._in_flight.running()) == 1
     world.d.close()
     assert world.page(world.target, 1) == world.page(world.source, 2)
     assert world.d_nixl.released_in_flight == 0
@@ -485,7 +485,7 @@ def test_a_peer_found_dead_by_the_post(world):
     world.net.kill("P")
     with pytest.raises(PeerLostError, match="cannot start"):
         world.read([1], [2])
-    assert not world.d._live
+    assert not world.d._in_flight.running()
     assert world.peer.gone
 
 
@@ -513,7 +513,7 @@ def test_other_failures_lose_the_transfer_and_not_the_peer(method):
     with pytest.raises(TransferError, match=r"broken \(nixlBackendError\)") as info:
         world.read([1], [2]).wait(1)
     assert not isinstance(info.value, PeerLostError)
-    assert not world.d._live
+    assert not world.d._in_flight.running()
     assert world.read([1], [2]).wait(1)
 
 
@@ -529,7 +529,7 @@ def test_a_restarted_peer_replaces_itself_after_its_transfers_ended():
     transfer = world.read([1], [2])
     hello = world.restart_p()
     world.net.polls = 0
-    # The old life is gone, which the poll inside connect finds out.
+    # The old incarnation is gone, which the poll inside connect finds out.
     peer = world.d.connect(hello)
     assert transfer.finished
     assert peer is not world.peer
@@ -564,7 +564,7 @@ def test_many_threads(world):
     for thread in threads:
         thread.join(60)
     assert not failures
-    assert not world.d._live
+    assert not world.d._in_flight.running()
     assert world.d_nixl.released_in_flight == 0
     assert (world.target[: 8 * PAGE] == world.source[: 8 * PAGE]).all()
 

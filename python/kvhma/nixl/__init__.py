@@ -5,8 +5,10 @@ Importing this package does not import NIXL; making an :class:`Agent` does, and 
 missing.
 """
 
-from kvhma.nixl.agent import Agent, Peer, PreparedList
+from kvhma.nixl.agent import Agent
 from kvhma.nixl.handshake import MAX_HELLO_BYTES, WARM_UP, Hello, decode_hello, encode_hello
+from kvhma.nixl.peer import Peer
+from kvhma.nixl.prepared import PreparedList
 from kvhma.nixl.transfer import Telemetry, TransferHandle
 
 __all__ = [

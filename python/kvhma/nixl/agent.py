@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
-import time
-from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,58 +13,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma._kvhma import expand_views
-from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError
+from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
-from kvhma.nixl.arrays import check_ids, check_rows, count_entries
-from kvhma.nixl.handshake import WARM_UP, Hello, decode_hello, encode_hello
-from kvhma.nixl.library import LOCAL_SIDE, PROGRESS_DELAY_US, NixlAgent, NixlHandle, open_nixl, takes_strided, translate
-from kvhma.nixl.transfer import Telemetry, TransferHandle
+from kvhma.nixl.arrays import check_ids, check_rows, count_entries, row_of
+from kvhma.nixl.handshake import WARM_UP, decode_hello, encode_hello
+from kvhma.nixl.in_flight import InFlight
+from kvhma.nixl.library import (
+    LOCAL_SIDE,
+    PROGRESS_DELAY_US,
+    NixlAgent,
+    NixlHandle,
+    make_descriptors,
+    open_nixl,
+    takes_strided,
+    translate,
+)
+from kvhma.nixl.memory import RegisteredMemory
+from kvhma.nixl.peer import Peer, add_peer, metadata_start
+from kvhma.nixl.prepared import PreparedList, PreparedLists
+from kvhma.nixl.session import Session
+from kvhma.nixl.transfer import TransferHandle
 
 _READ = "READ"
-_POLL_SECONDS = 5e-4
 _SCRATCH_BYTES = 4096
-
-
-@dataclass(eq=False)
-class Peer:
-    """A connected agent whose memory can be read.
-
-    Valid until it is lost, disconnected, or replaced by another hello of the same name.
-
-    Attributes:
-        name: name of its agent.
-        generation: random number of its life; after a restart the same name has another one.
-        geometry: its caches.
-        extra: bytes its engine put into the hello.
-        gone: why nothing can be read from it any more; None while it is connected.
-    """
-
-    name: str
-    generation: int
-    geometry: Geometry = field(repr=False)
-    extra: bytes = field(default=b"", repr=False)
-    gone: str | None = None
-
-
-@dataclass(eq=False)
-class PreparedList:
-    """A list of descriptors that NIXL keeps, to be chosen from by id.
-
-    Entry ``e`` of view ``v`` has the id ``e`` plus the counts of all views before ``v``.
-
-    Attributes:
-        peer: whose memory it is; None for our own.
-        count: ids go from 0 to ``count - 1``.
-    """
-
-    peer: Peer | None
-    count: int
-    _handle: NixlHandle | None = field(repr=False)
-    _owner: Agent = field(repr=False)
-
-    def release(self) -> None:
-        """Give it back to NIXL. Transfers made from it are not affected; a second call does nothing."""
-        self._owner._release(self)
 
 
 class Agent:
@@ -84,7 +51,7 @@ class Agent:
 
     Attributes:
         name: name of the agent, unique among the peers of a peer.
-        generation: random number of this life of the agent.
+        generation: random number of this incarnation of the agent: a restarted one of the same name has another.
         strided: whether views go to NIXL as they are; False: written out, one row per entry.
     """
 
@@ -123,28 +90,18 @@ class Agent:
             "num_threads": num_threads,
             "progress_delay_us": progress_delay_us,
         }
-        self._nixl: NixlAgent | None = nixl or open_nixl(name, **self._options)
-        self.strided = takes_strided(self._nixl) if strided is None else strided
-        self._telemetry = True
-        # _setup makes registration, adding and removing peers one after the other; it is held while NIXL connects or
-        # pins memory, never while we wait for a peer. _lock guards the fields below, and is held while a transfer is
-        # made, so that no list is released below it; never over a post, a poll or a wait.
-        # Order: _setup, a transfer's own lock, _lock.
-        self._setup = threading.RLock()
-        self._lock = threading.RLock()
-        self._closing = False
-        self._registered: dict[tuple[Memory, int], list[tuple[int, int]]] = {}
-        self._registrations: list[Any] = []
-        self._peers: dict[str, Peer] = {}
-        self._hellos: dict[str, Hello] = {}
-        self._prepared: set[PreparedList] = set()
-        self._live: set[TransferHandle] = set()
-        self._reaped: list[TransferHandle] = []
+        opened = nixl or open_nixl(name, **self._options)
+        self.strided = takes_strided(opened) if strided is None else strided
+        self._session = Session(name, opened)
+        self._memory = RegisteredMemory()
+        self._prepared = PreparedLists(self._session)
+        self._in_flight = InFlight(self._session)
         # Registered at once, so that later hellos do not differ by it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
-        self._register(self._scratch)
-        self._knows_blobs = self._nixl.get_agent_metadata().startswith(_blob_start(name))
+        self._memory.register(opened, self._scratch)
+        # The form of the metadata is NIXL's own business: look into a peer's only if ours has the form we know.
+        self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
 
     def __enter__(self) -> Agent:
         return self
@@ -164,30 +121,11 @@ class Agent:
                 and then not find descriptors behind the overlap.
             TransferError: NIXL refused a region.
         """
-        with self._setup:
+        with self._session.setup:
             # Larger ones first, so that a region inside another one is seen to be covered.
             for region in sorted(geometry.regions, key=lambda r: (r.base, -r.bytes)):
-                if not self._covers(region):
-                    self._register(region)
-
-    def _register(self, region: Region) -> None:
-        nixl = self._open()
-        try:
-            self._registrations.append(nixl.register_memory(_row(region), region.memory))
-        except Exception as exc:
-            raise translate(exc, f"cannot register {region}") from exc
-        spans = self._registered.setdefault((region.memory, region.device), [])
-        insort(spans, (region.base, region.base + region.bytes))
-
-    def _covers(self, region: Region) -> bool:
-        spans = self._registered.get((region.memory, region.device), [])
-        end = region.base + region.bytes
-        after = bisect_right(spans, region.base, key=lambda span: span[0])
-        if after and end <= spans[after - 1][1]:
-            return True
-        if (after and spans[after - 1][1] > region.base) or (after < len(spans) and spans[after][0] < end):
-            raise RequestError(f"{region} overlaps registered memory without being part of it")
-        return False
+                if not self._memory.covers(region):
+                    self._memory.register(self._session.open(), region)
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -198,11 +136,11 @@ class Agent:
             RequestError: a region of the geometry is not registered.
             HandshakeError: a field is too long.
         """
-        with self._setup:
+        with self._session.setup:
             for region in geometry.regions:
-                if not self._covers(region):
+                if not self._memory.covers(region):
                     raise RequestError(f"{region} is not registered")
-            metadata = self._open().get_agent_metadata()
+            metadata = self._session.open().get_agent_metadata()
         return encode_hello(metadata, geometry, name=self.name, generation=self.generation, extra=extra)
 
     def prewarm_transport(self) -> None:
@@ -247,52 +185,24 @@ class Agent:
                 transfers from the replaced peer did not end in time.
         """
         said = decode_hello(hello)
-        name = said.name
-        if expect is not None and name != expect:
-            raise HandshakeError(f"the hello is from {name!r}, expected {expect!r}")
-        if name == self.name:
-            raise HandshakeError(f"the hello has our own name {name!r}")
+        if expect is not None and said.name != expect:
+            raise HandshakeError(f"the hello is from {said.name!r}, expected {expect!r}")
+        if said.name == self.name:
+            raise HandshakeError(f"the hello has our own name {said.name!r}")
         while True:
-            with self._setup:
-                nixl = self._open()
-                known = self._peers.get(name)
+            with self._session.setup:
+                nixl = self._session.open()
+                known = self._session.peers.get(said.name)
                 if known is None:
-                    self._add(nixl, said)
-                    peer = Peer(name, said.generation, said.geometry, said.extra)
-                    with self._lock:
-                        self._peers[name] = peer
-                        self._hellos[name] = said
+                    peer = add_peer(nixl, said, self._session.peers, check_start=self._knows_metadata)
+                    with self._session.lock:
+                        self._session.peers[said.name] = peer
                     break
-                if known.gone is None and said == self._hellos[name]:
+                if known.gone is None and said == known.hello:
                     return known
             self.disconnect(known, timeout)
         self._warm_up(peer, timeout)
         return peer
-
-    def _add(self, nixl: NixlAgent, said: Hello) -> None:
-        name = said.name
-        # NIXL merges a blob into whichever agent it names, so a peer could add to what is known of another one. The
-        # blob's form is NIXL's own business: look into it only if ours has the form we know.
-        if self._knows_blobs and not said.metadata.startswith(_blob_start(name)):
-            raise HandshakeError(f"the metadata in the hello of {name!r} is not that agent's")
-        try:
-            added = nixl.add_remote_agent(said.metadata)
-        except Exception as exc:
-            raise translate(exc, f"NIXL cannot take on {name!r}", HandshakeError) from exc
-        loaded = added.decode(errors="replace") if isinstance(added, bytes) else added
-        try:
-            if loaded != name:
-                raise HandshakeError(f"the metadata in the hello of {name!r} is of agent {loaded!r}")
-            for region in said.geometry.regions:
-                if not nixl.check_remote_metadata(name, _descriptors(nixl, _row(region), region.memory)):
-                    raise HandshakeError(f"{name!r} did not register {region}")
-        except Exception as exc:
-            if loaded not in self._peers:
-                with contextlib.suppress(Exception):
-                    nixl.remove_remote_agent(loaded)
-            if isinstance(exc, KvhmaError):
-                raise
-            raise translate(exc, f"cannot connect to {name!r}", HandshakeError) from exc
 
     def _warm_up(self, peer: Peer, timeout: float) -> None:
         # Adding an agent and sending it a notification only start to connect, and a transfer that follows waits for
@@ -303,12 +213,12 @@ class Agent:
             return
         size = min(region.bytes, _SCRATCH_BYTES)
         try:
-            done = self.read(peer, _row(self._scratch, size), _row(region, size), WARM_UP).wait(timeout)
+            done = self.read(peer, row_of(self._scratch, size), row_of(region, size), WARM_UP).wait(timeout)
         except KvhmaError:
             self.disconnect(peer, timeout)
             raise
         if not done:
-            with self._lock:
+            with self._session.lock:
                 peer.gone = peer.gone or f"no answer in {timeout} s"
             raise TransferError(f"peer {peer.name!r}: {peer.gone}")
 
@@ -318,21 +228,19 @@ class Agent:
         Raises:
             TransferError: transfers did not end in `timeout` seconds. The peer stays unusable; call again.
         """
-        with self._lock:
-            if self._peers.get(peer.name) is not peer:
+        with self._session.lock:
+            if self._session.peers.get(peer.name) is not peer:
                 return
             peer.gone = peer.gone or "disconnected"
-            live = [transfer for transfer in self._live if transfer.peer is peer]
         # NIXL would remove it under its transfers, answer "not found" for them from then on, and let them land later
         # all the same.
-        _drain(live, timeout, f"peer {peer.name!r}")
-        with self._setup:
-            with self._lock:
-                nixl = self._nixl
-                if nixl is None or self._peers.get(peer.name) is not peer:
-                    return
-                self._release_all(prepared for prepared in self._prepared if prepared.peer is peer)
-                del self._peers[peer.name], self._hellos[peer.name]
+        self._in_flight.drain(timeout, f"peer {peer.name!r}", peer)
+        with self._session.setup:
+            with self._session.lock:
+                nixl = self._session.forget(peer)
+                self._prepared.release_of(peer)
+            if nixl is None:
+                return
             try:
                 nixl.remove_remote_agent(peer.name)
             except Exception as exc:
@@ -347,13 +255,11 @@ class Agent:
             PeerLostError: the peer is gone.
             TransferError: NIXL cannot send it.
         """
-        nixl = self._usable(peer)
+        nixl = self._session.usable(peer)
         try:
             nixl.send_notif(peer.name, message)
         except Exception as exc:
-            error = translate(exc, f"cannot notify {peer.name!r}")
-            self._note(peer, error)
-            raise error from exc
+            raise self._session.failure(exc, f"cannot notify {peer.name!r}", peer) from exc
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return the messages that came since the last call, each with the name its sender gives itself.
@@ -364,7 +270,7 @@ class Agent:
         Raises:
             TransferError: NIXL cannot read them.
         """
-        nixl = self._open()
+        nixl = self._session.open()
         try:
             news = nixl.get_new_notifs()
         except Exception as exc:
@@ -402,36 +308,15 @@ class Agent:
         check_rows(views, what, columns=5)
         if not len(views):
             raise RequestError(f"{what}: no rows")
-        nixl = self._usable(peer)
+        nixl = self._session.usable(peer)
         name = LOCAL_SIDE if peer is None else peer.name
         rows = views if self.strided else expand_views(views)
         try:
             handle = nixl.prep_xfer_dlist(name, rows, memory)
         except Exception as exc:
-            error = translate(exc, f"cannot prepare {what} within registered {memory}", RequestError)
-            self._note(peer, error)
-            raise error from exc
-        with self._lock:
-            try:
-                self._usable(peer)  # it may have gone while NIXL was at it
-            except KvhmaError:
-                handle.release()
-                raise
-            prepared = PreparedList(peer, count_entries(views), handle, self)
-            self._prepared.add(prepared)
-        return prepared
-
-    def _release(self, prepared: PreparedList) -> None:
-        with self._lock:
-            handle, prepared._handle = prepared._handle, None
-            self._prepared.discard(prepared)
-            if handle is not None:
-                with contextlib.suppress(Exception):  # NIXL tries again when the handle is collected
-                    handle.release()
-
-    def _release_all(self, prepared: Iterable[PreparedList]) -> None:
-        for one in list(prepared):
-            self._release(one)
+            failed = f"cannot prepare {what} within registered {memory}"
+            raise self._session.failure(exc, failed, peer, RequestError) from exc
+        return self._prepared.add(peer, count_entries(views), handle)
 
     # --- transfers -----------------------------------------------------------------------------------------
 
@@ -467,9 +352,9 @@ class Agent:
         _check_equal(len(local), len(remote), "descriptors")
 
         def make(nixl: NixlAgent) -> NixlHandle:
-            ours = _descriptors(nixl, local, local_memory)
-            theirs = _descriptors(nixl, remote, remote_memory)
-            return nixl.initialize_xfer(_READ, ours, theirs, peer.name, notif)
+            local_descriptors = make_descriptors(nixl, local, local_memory)
+            remote_descriptors = make_descriptors(nixl, remote, remote_memory)
+            return nixl.initialize_xfer(_READ, local_descriptors, remote_descriptors, peer.name, notif)
 
         return self._start(peer, len(local), notif, make)
 
@@ -506,53 +391,21 @@ class Agent:
             raise RequestError("read_ids takes a list of prepare_local and one of prepare_remote, in this order")
 
         def make(nixl: NixlAgent) -> NixlHandle:
-            ours, theirs = local._handle, remote._handle
-            if ours is None or theirs is None or local._owner is not self:
+            local_handle, remote_handle = self._prepared.handle(local), self._prepared.handle(remote)
+            if local_handle is None or remote_handle is None:
                 raise RequestError("a prepared list was released or is of another agent")
-            return nixl.make_prepped_xfer(_READ, ours, local_ids, theirs, remote_ids, notif)
+            return nixl.make_prepped_xfer(_READ, local_handle, local_ids, remote_handle, remote_ids, notif)
 
         return self._start(peer, len(local_ids), notif, make)
 
     def _start(self, peer: Peer, count: int, notif: bytes, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
         if not count:
-            # NIXL has no empty transfers, but the peer still waits for the word that it may free its blocks.
+            # NIXL has no empty transfers, but the peer still waits for the message that lets it free its blocks.
             if notif:
                 self.notify(peer, notif)
-            self._usable(peer)
+            self._session.usable(peer)
             return TransferHandle.empty(peer)
-        with self._lock:
-            nixl = self._usable(peer)
-            try:
-                handle = make(nixl)
-            except KvhmaError:
-                raise
-            except Exception as exc:
-                what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
-                error = translate(exc, what, RequestError)
-                self._note(peer, error)
-                raise error from exc
-            transfer = TransferHandle(peer, nixl, handle, self._measure, self._ended)
-            self._live.add(transfer)
-        transfer.post()
-        return transfer
-
-    def _measure(self, nixl: NixlAgent, handle: NixlHandle) -> Telemetry | None:
-        if not self._telemetry:
-            return None
-        try:
-            raw = nixl.get_xfer_telemetry(handle)
-        except Exception:
-            # NIXL's environment can turn off what we asked for; that is no reason to fail, nor to ask again.
-            self._telemetry = False
-            return None
-        return Telemetry(raw.descCount, raw.totalBytes, raw.startTime, raw.postDuration, raw.xferDuration)
-
-    def _ended(self, transfer: TransferHandle, error: KvhmaError | None) -> None:
-        with self._lock:
-            self._live.discard(transfer)
-            if transfer.aborted:
-                self._reaped.append(transfer)
-            self._note(transfer.peer, error)
+        return self._in_flight.start(peer, count, make)
 
     def poll(self) -> list[TransferHandle]:
         """Drive the aborted transfers.
@@ -560,13 +413,7 @@ class Agent:
         Returns:
             Those that have ended since the last call, well or badly, each once: their memory is free now.
         """
-        with self._lock:
-            aborted = [transfer for transfer in self._live if transfer.aborted]
-        for transfer in aborted:
-            transfer.drive()
-        with self._lock:
-            reaped, self._reaped = self._reaped, []
-        return reaped
+        return self._in_flight.poll_aborted()
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -577,73 +424,19 @@ class Agent:
             TransferError: transfers did not end in `timeout` seconds. Nothing was released, nothing new can
                 be started, and the memory must not be freed; call again.
         """
-        with self._lock:
-            self._closing = True
-            live = list(self._live)
-        _drain(live, timeout, f"agent {self.name!r}")
-        with self._setup:
-            with self._lock:
-                nixl, self._nixl = self._nixl, None
-                if nixl is None:
-                    return
-                self._release_all(self._prepared)
-                names = list(self._peers)
-                for peer in self._peers.values():
-                    peer.gone = peer.gone or "the agent was closed"
-                self._peers.clear()
-                self._hellos.clear()
-            # A peer that died may be unknown to NIXL by now, and what cannot be deregistered goes with the agent.
-            for name in names:
-                with contextlib.suppress(Exception):
-                    nixl.remove_remote_agent(name)
-            for registration in self._registrations:
-                with contextlib.suppress(Exception):
-                    nixl.deregister_memory(registration)
-            self._registrations.clear()
-            self._registered.clear()
-
-    def _open(self) -> NixlAgent:
-        if self._nixl is None or self._closing:
-            raise TransferError(f"agent {self.name!r} is closed")
-        return self._nixl
-
-    def _usable(self, peer: Peer | None) -> NixlAgent:
-        with self._lock:
-            nixl = self._open()
-            if peer is not None and (peer.gone is not None or self._peers.get(peer.name) is not peer):
-                raise PeerLostError(f"peer {peer.name!r}: {peer.gone or 'not of this agent'}; connect again")
-            return nixl
-
-    def _note(self, peer: Peer | None, error: KvhmaError | None) -> None:
-        if peer is not None and isinstance(error, PeerLostError):
-            with self._lock:
-                peer.gone = peer.gone or str(error)
-
-
-def _row(region: Region, size: int | None = None) -> NDArray[np.uint64]:
-    return np.array([[region.base, region.bytes if size is None else size, region.device]], dtype=np.uint64)
-
-
-def _descriptors(nixl: NixlAgent, rows: NDArray[np.uint64], memory: Memory) -> Any:
-    made = nixl.get_xfer_descs(rows, memory)
-    if made is None:  # NIXL's way to refuse a form: a line in the log and no exception
-        raise RequestError(f"NIXL makes no descriptors of {rows.dtype} of shape {rows.shape}, {memory}")
-    return made
+        self._session.begin_closing()
+        self._in_flight.drain(timeout, f"agent {self.name!r}")
+        with self._session.setup:
+            nixl, peers = self._session.close()
+            if nixl is None:
+                return
+            self._prepared.release_all()
+            for peer in peers:
+                with contextlib.suppress(Exception):  # one that died may be unknown to NIXL by now
+                    nixl.remove_remote_agent(peer.name)
+            self._memory.deregister_all(nixl)
 
 
 def _check_equal(local: int, remote: int, what: str) -> None:
     if local != remote:
         raise RequestError(f"{local} local and {remote} remote {what}")
-
-
-def _drain(transfers: list[TransferHandle], timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while left := [transfer for transfer in transfers if not transfer.drive()]:
-        if time.monotonic() >= deadline:
-            raise TransferError(f"{what}: {len(left)} transfers still in flight after {timeout} s")
-        time.sleep(_POLL_SECONDS)
-
-
-def _blob_start(name: str) -> bytes:
-    raw = name.encode()
-    return b"nixlSerDes|Agent" + len(raw).to_bytes(8, "little") + raw + b"|"

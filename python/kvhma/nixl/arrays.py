@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arrays that NIXL gets, for what it does not check itself.
+"""The arrays that NIXL gets: checks for what it does not check itself.
 
 NIXL copies whatever has the right number of bytes, wraps int64 ids silently, answers some wrong shapes with
 None and lets ``addr + len`` wrap around 2**64 past its range check.
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.errors import AddressOverflowError, RequestError
+from kvhma.geometry import Region
 
 _LAST = np.uint64(2**64 - 1)
 _MAX_IDS = 2**31 - 1
@@ -22,6 +23,15 @@ _ONE = np.uint64(1)
 def check_rows(array: Any, what: str, columns: int = 3) -> NDArray[np.uint64]:
     """Return `array` if it is C-contiguous uint64 of shape (n, columns) and no row is empty or wraps.
 
+    ::
+
+        (addr, len, device)                  [len)
+                                             addr
+
+        (addr, len, device, stride, count)   [len)     [len)     [len)     count = 3
+                                             addr      + stride  + 2 * stride
+                                                       last byte: addr + (count - 1) * stride + len - 1
+
     Args:
         array: ``(addr, len, device)`` or ``(addr, len, device, stride, count)`` per row.
         what: what the array is, for the message.
@@ -30,7 +40,7 @@ def check_rows(array: Any, what: str, columns: int = 3) -> NDArray[np.uint64]:
     Raises:
         RequestError: another dtype, shape or order; a length, stride or count of 0; too many entries for an
             int32.
-        AddressOverflowError: an entry ends behind 2**64.
+        AddressOverflowError: an entry ends after 2**64.
     """
     _check_form(array, what, np.dtype(np.uint64), 2)
     rows = cast("NDArray[np.uint64]", array)
@@ -62,6 +72,11 @@ def check_ids(array: Any, what: str) -> NDArray[np.int32]:
     """
     _check_form(array, what, np.dtype(np.int32), 1)
     return cast("NDArray[np.int32]", array)
+
+
+def row_of(region: Region, nbytes: int | None = None) -> NDArray[np.uint64]:
+    """Return a region, or its first `nbytes` bytes, as uint64 of shape (1, 3): ``(addr, len, device)``."""
+    return np.array([[region.base, region.bytes if nbytes is None else nbytes, region.device]], dtype=np.uint64)
 
 
 def count_entries(views: NDArray[np.uint64]) -> int:

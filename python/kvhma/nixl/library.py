@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
+from kvhma.geometry import Memory
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 """The agent name that makes a prepared list a local one."""
@@ -164,6 +165,18 @@ def takes_strided(nixl: NixlAgent) -> bool:
         return False
     major_minor = re.match(r"(\d+)\.(\d+)", version)
     return major_minor is not None and tuple(map(int, major_minor.groups())) >= _STRIDED_SINCE
+
+
+def make_descriptors(nixl: NixlAgent, rows: NDArray[np.uint64], memory: Memory) -> Any:
+    """Return NIXL's descriptors of rows ``(addr, len, device)``, uint64 of shape (n, 3).
+
+    Raises:
+        RequestError: NIXL refuses their form.
+    """
+    made = nixl.get_xfer_descs(rows, memory)
+    if made is None:  # NIXL's way to refuse a form: a line in the log and no exception
+        raise RequestError(f"NIXL makes no descriptors of {rows.dtype} of shape {rows.shape}, {memory}")
+    return made
 
 
 def translate(exc: Exception, what: str, refused: type[KvhmaError] = TransferError) -> KvhmaError:

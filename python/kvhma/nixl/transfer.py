@@ -8,15 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvhma.errors import KvhmaError, PeerLostError, TransferError
 from kvhma.nixl.library import NixlAgent, NixlHandle, translate
+from kvhma.nixl.peer import Peer
 
-if TYPE_CHECKING:
-    from kvhma.nixl.agent import Peer
-
-_LONGEST_NAP = 1e-3
+_LONGEST_SLEEP = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class TransferHandle:
 
     @classmethod
     def empty(cls, peer: Peer) -> TransferHandle:
-        """Return a transfer that had nothing to move and is done."""
+        """Return a transfer that had nothing to read and is done."""
         transfer = cls.__new__(cls)
         transfer.peer = peer
         transfer.telemetry = Telemetry(0, 0)
@@ -126,13 +124,13 @@ class TransferHandle:
             TransferError: NIXL lost the transfer.
         """
         deadline = time.monotonic() + timeout
-        nap = 0.0
+        sleep = 0.0
         while self.poll() == "running":
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(nap, left))
-            nap = min(nap * 2 + 1e-5, _LONGEST_NAP)
+            time.sleep(min(sleep, left))
+            sleep = min(sleep * 2 + 1e-5, _LONGEST_SLEEP)
         return True
 
     def abort(self) -> bool:
@@ -158,7 +156,7 @@ class TransferHandle:
             except Exception as exc:
                 self._fail(exc, "cannot start")
             else:
-                self._take(status)
+                self._on_status(status)
         if self._error is not None:
             raise self._error
 
@@ -179,9 +177,9 @@ class TransferHandle:
         except Exception as exc:
             self._fail(exc, "lost")
         else:
-            self._take(status)
+            self._on_status(status)
 
-    def _take(self, status: str) -> None:
+    def _on_status(self, status: str) -> None:
         if status == "DONE":
             if self._nixl is not None and self._handle is not None:
                 self.telemetry = self._measure(self._nixl, self._handle)
