@@ -71,9 +71,9 @@ def placed(world: World, case: Case, seed: int) -> tuple[Case, list[NDArray[np.u
     local, memory = world.d.place(case.local)
     remotes = []
     for at, remote in enumerate(case.remotes):
-        there, theirs = world.source(at).place(remote)
-        fill_source(theirs, there, case.spans_of(at), seed=seed)
-        remotes.append(there)
+        remote_placed, remote_memory = world.source(at).place(remote)
+        fill_source(remote_memory, remote_placed, case.spans_of(at), seed=seed)
+        remotes.append(remote_placed)
     return replace(case, local=local, remotes=tuple(remotes)), memory
 
 
@@ -104,9 +104,9 @@ def test_plans(world: World) -> None:
         try:
             prepared = {}
             for source in plan.sources:
-                ours, theirs = plan.views(source)
+                local_views, remote_views = plan.views(source)
                 peer = world.peers[source]
-                prepared[source] = agent.prepare_local(ours), agent.prepare_remote(peer, theirs)
+                prepared[source] = agent.prepare_local(local_views), agent.prepare_remote(peer, remote_views)
             moved = plan.ids(*request)
         except UnsupportedPairError:
             continue

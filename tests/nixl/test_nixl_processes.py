@@ -106,9 +106,9 @@ def test_prewarming_saves_the_first_peer_on_both_sides(transport, start_worker):
             pids = "self", worker.process.pid
             before = [reads(pid) for pid in pids]
             peer = agent.connect(worker.hello)
-            ours, theirs = (reads(pid) - count for pid, count in zip(pids, before, strict=True))
+            at_d, at_p = (reads(pid) - count for pid, count in zip(pids, before, strict=True))
             agent.disconnect(peer)
-            return ours, theirs
+            return at_d, at_p
 
     plain, ready = first_peer(prewarmed=False), first_peer(prewarmed=True)
     print(f"bytes read at D and P: {plain}, after prewarming {ready}")

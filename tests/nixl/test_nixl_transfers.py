@@ -67,21 +67,23 @@ def some_ids(seed: int, entries: int) -> tuple[NDArray[np.int32], NDArray[np.int
     """Pairs of ids in runs of random length, with gaps, backward steps and no destination twice."""
     rng = np.random.default_rng(seed)
     starts = np.sort(rng.choice(entries // 4, 12, replace=False)) * 4
-    mine = np.concatenate([np.arange(start, start + rng.integers(1, 5)) for start in starts])
-    theirs = np.concatenate([[rng.integers(entries - 4) + np.arange(4)[: max(1, len(mine))]] for _ in starts]).ravel()
-    theirs = np.resize(theirs, len(mine))
+    local_ids = np.concatenate([np.arange(start, start + rng.integers(1, 5)) for start in starts])
+    remote_ids = np.concatenate(
+        [[rng.integers(entries - 4) + np.arange(4)[: max(1, len(local_ids))]] for _ in starts]
+    ).ravel()
+    remote_ids = np.resize(remote_ids, len(local_ids))
     if seed % 2:
-        mine, theirs = mine[::-1], theirs[::-1]
-    return np.ascontiguousarray(mine, np.int32), np.ascontiguousarray(theirs, np.int32)
+        local_ids, remote_ids = local_ids[::-1], remote_ids[::-1]
+    return np.ascontiguousarray(local_ids, np.int32), np.ascontiguousarray(remote_ids, np.int32)
 
 
-def expected_bytes(pair, local, mine, remote, theirs):
+def expected_bytes(pair, local, local_ids, remote, remote_ids):
     """What the target has to be, entry by entry."""
     target = np.zeros_like(pair.target)
-    ours, others = expand_views(local), expand_views(remote)
-    for i, j in zip(mine.tolist(), theirs.tolist(), strict=True):
-        at, size = int(ours[i, 0]) - pair.target.ctypes.data, int(ours[i, 1])
-        start = int(others[j, 0]) - pair.source.ctypes.data
+    local_rows, remote_rows = expand_views(local), expand_views(remote)
+    for i, j in zip(local_ids.tolist(), remote_ids.tolist(), strict=True):
+        at, size = int(local_rows[i, 0]) - pair.target.ctypes.data, int(local_rows[i, 1])
+        start = int(remote_rows[j, 0]) - pair.source.ctypes.data
         target[at : at + size] = pair.source[start : start + size]
     return target
 
@@ -101,22 +103,22 @@ def expected_bytes(pair, local, mine, remote, theirs):
 def test_ids_with_strided_and_written_out_views(pair, local_cuts, remote_cuts, seed):
     local, remote = pair.views(pair.target, local_cuts), pair.views(pair.source, remote_cuts)
     entries = int(local[:, 4].sum())
-    mine, theirs = some_ids(seed, entries)
-    wanted = expected_bytes(pair, local, mine, remote, theirs)
+    local_ids, remote_ids = some_ids(seed, entries)
+    wanted = expected_bytes(pair, local, local_ids, remote, remote_ids)
     found = []
     for agent, peer in pair.peers.items():
         pair.target[:] = 0
-        ours, others = agent.prepare_local(local), agent.prepare_remote(peer, remote)
-        transfer = agent.read_ids(ours, mine, others, theirs, b"ids")
+        local_list, remote_list = agent.prepare_local(local), agent.prepare_remote(peer, remote)
+        transfer = agent.read_ids(local_list, local_ids, remote_list, remote_ids, b"ids")
         assert transfer.wait(10)
         assert (pair.target == wanted).all()
         found.append((transfer.telemetry.descriptors, transfer.telemetry.nbytes))
-        ours.release()
-        others.release()
+        local_list.release()
+        remote_list.release()
     # Rows that follow each other in memory are one run only when they are written out.
-    strided = merge(runs_of_views(local), mine, runs_of_views(remote), theirs)
-    written = merge(runs_of_rows(expand_views(local)), mine, runs_of_rows(expand_views(remote)), theirs)
-    nbytes = int(local[0, 1]) * len(mine)
+    strided = merge(runs_of_views(local), local_ids, runs_of_views(remote), remote_ids)
+    written = merge(runs_of_rows(expand_views(local)), local_ids, runs_of_rows(expand_views(remote)), remote_ids)
+    nbytes = int(local[0, 1]) * len(local_ids)
     assert found == [(len(strided), nbytes), (len(written), nbytes)]
     assert len(written) <= len(strided)
 
@@ -187,7 +189,7 @@ def test_registered_once(pair):
 def test_nixl_refuses_before_anything_is_posted(pair):
     d, peer = pair.d, pair.peers[pair.d]
     inside, outside = rows_of(pair.target, [0]), rows_of(np.zeros(PAGE, np.uint8), [0])
-    theirs, beyond = rows_of(pair.source, [0]), rows_of(pair.source, [PAGES])
+    remote_row, beyond = rows_of(pair.source, [0]), rows_of(pair.source, [PAGES])
     shorter = inside.copy()
     shorter[0, 1] = 8
     local = d.prepare_local(pair.views(pair.target, DENSE))
@@ -198,10 +200,10 @@ def test_nixl_refuses_before_anything_is_posted(pair):
         return np.array(values, np.int32)
 
     for call in (
-        lambda: d.read(peer, outside, theirs),
+        lambda: d.read(peer, outside, remote_row),
         lambda: d.read(peer, inside, beyond),
-        lambda: d.read(peer, shorter, theirs),
-        lambda: d.read(peer, inside, theirs, local_memory="VRAM"),
+        lambda: d.read(peer, shorter, remote_row),
+        lambda: d.read(peer, inside, remote_row, local_memory="VRAM"),
         lambda: d.read_ids(local, ids(PAGES), remote, ids(0)),
         lambda: d.read_ids(local, ids(0), remote, ids(-1)),
         lambda: d.read_ids(local, ids(0), halves, ids(0)),

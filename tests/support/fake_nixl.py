@@ -90,19 +90,20 @@ def merge(local: list[Run], local_ids: Sequence[int], remote: list[Run], remote_
         raise _error("nixlInvalidParamError")
     pairs: list[Pair] = []
     before: tuple[int, int, int, int] | None = None
-    for mine, theirs in zip(local_ids, remote_ids, strict=True):
-        at, ours, entry = _locate(local, int(mine))
-        other_at, other, other_entry = _locate(remote, int(theirs))
-        if ours.nbytes != other.nbytes:
+    for local_id, remote_id in zip(local_ids, remote_ids, strict=True):
+        local_at, local_run, local_entry = _locate(local, int(local_id))
+        remote_at, remote_run, remote_entry = _locate(remote, int(remote_id))
+        nbytes = local_run.nbytes
+        if nbytes != remote_run.nbytes:
             raise _error("nixlInvalidParamError")
-        dense = ours.stride == ours.nbytes and other.stride == other.nbytes
-        if dense and before == (at, entry - 1, other_at, other_entry - 1):
-            address, other_address, size = pairs[-1]
-            pairs[-1] = (address, other_address, size + ours.nbytes)
+        dense = local_run.stride == nbytes and remote_run.stride == nbytes
+        if dense and before == (local_at, local_entry - 1, remote_at, remote_entry - 1):
+            local_address, remote_address, size = pairs[-1]
+            pairs[-1] = (local_address, remote_address, size + nbytes)
         else:
-            address = ours.address + entry * ours.stride
-            pairs.append((address, other.address + other_entry * other.stride, ours.nbytes))
-        before = (at, entry, other_at, other_entry)
+            local_address = local_run.address + local_entry * local_run.stride
+            pairs.append((local_address, remote_run.address + remote_entry * remote_run.stride, nbytes))
+        before = (local_at, local_entry, remote_at, remote_entry)
     return pairs
 
 
@@ -133,7 +134,7 @@ class FakeNet:
         self.fail: dict[str, list[Exception]] = {}
 
     def kill(self, name: str) -> None:
-        """Let an agent die: whoever talks to it finds it disconnected from now on."""
+        """Let an agent die: agents that talk to it find it disconnected from now on."""
         self.agents.pop(name)
 
     def check(self, method: str) -> None:
@@ -151,7 +152,7 @@ class FakeHandle:
     runs: list[Run] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     notif: bytes = b""
-    life: int = 0
+    incarnation: int = 0
     left: int | None = None
     ended: bool = False
     released: bool = False
@@ -272,8 +273,8 @@ class FakeNixl:
         runs = runs_of_views(xfer_list) if wide else runs_of_rows(xfer_list, find)
         for run in runs:
             find(run.address, (run.count - 1) * run.stride + run.nbytes)
-        life = 0 if agent_name == LOCAL_SIDE else self.remotes[agent_name][0]
-        return FakeHandle(self, agent_name, runs=runs, life=life)
+        incarnation = 0 if agent_name == LOCAL_SIDE else self.remotes[agent_name][0]
+        return FakeHandle(self, agent_name, runs=runs, incarnation=incarnation)
 
     # --- transfers
 
@@ -294,7 +295,7 @@ class FakeNixl:
         if local_xfer_side.released or remote_xfer_side.released or peer not in self.remotes:
             raise _error("nixlNotFoundError")
         pairs = merge(local_xfer_side.runs, local_indices.tolist(), remote_xfer_side.runs, remote_indices.tolist())
-        return FakeHandle(self, peer, pairs=pairs, notif=notif_msg, life=remote_xfer_side.life)
+        return FakeHandle(self, peer, pairs=pairs, notif=notif_msg, incarnation=remote_xfer_side.incarnation)
 
     def initialize_xfer(
         self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str, notif_msg: bytes = b""
@@ -306,14 +307,14 @@ class FakeNixl:
         if remote_agent not in self.remotes:
             raise _error("nixlNotFoundError")
         pairs: list[Pair] = []
-        for mine, theirs in zip(local_descs[1].tolist(), remote_descs[1].tolist(), strict=True):
-            if mine[1] != theirs[1]:
+        for local, remote in zip(local_descs[1].tolist(), remote_descs[1].tolist(), strict=True):
+            if local[1] != remote[1]:
                 raise _error("nixlInvalidParamError")
-            outside = self._find(LOCAL_SIDE, local_descs[0], mine) is None
-            if outside or self._find(remote_agent, remote_descs[0], theirs) is None:
+            outside = self._find(LOCAL_SIDE, local_descs[0], local) is None
+            if outside or self._find(remote_agent, remote_descs[0], remote) is None:
                 raise _error("nixlNotFoundError")
-            pairs.append((mine[0], theirs[0], mine[1]))
-        return FakeHandle(self, remote_agent, pairs=pairs, notif=notif_msg, life=self.remotes[remote_agent][0])
+            pairs.append((local[0], remote[0], local[1]))
+        return FakeHandle(self, remote_agent, pairs=pairs, notif=notif_msg, incarnation=self.remotes[remote_agent][0])
 
     def transfer(self, handle: FakeHandle) -> str:
         """See nixl_agent."""
@@ -332,7 +333,7 @@ class FakeNixl:
             return "DONE"
         try:
             self._call(method)
-            if self.remotes.get(handle.peer, (None,))[0] != handle.life:
+            if self.remotes.get(handle.peer, (None,))[0] != handle.incarnation:
                 raise _error("nixlNotFoundError")
             peer = self._reach(handle.peer)
         except Exception:
@@ -340,8 +341,8 @@ class FakeNixl:
             raise
         if handle.left:
             return "PROC"
-        for address, other, nbytes in handle.pairs:
-            ctypes.memmove(address, other, nbytes)
+        for local, remote, nbytes in handle.pairs:
+            ctypes.memmove(local, remote, nbytes)
         if handle.notif:
             peer.inbox.append((self.name, handle.notif))
         handle.ended = True

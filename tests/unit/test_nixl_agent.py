@@ -46,8 +46,8 @@ class World:
         self.net.polls = polls
         self.d_nixl.calls.clear()
 
-    def read(self, mine, theirs, notif=b""):
-        return self.d.read(self.peer, rows_of(self.target, mine), rows_of(self.source, theirs), notif)
+    def read(self, local_blocks, remote_blocks, notif=b""):
+        return self.d.read(self.peer, rows_of(self.target, local_blocks), rows_of(self.source, remote_blocks), notif)
 
     def page(self, array, block):
         return array[block * PAGE : (block + 1) * PAGE].tobytes()
@@ -246,14 +246,16 @@ def test_read_by_ids(strided):
         world.d.prepare_remote(world.peer, views_of(world.source)),
     )
     assert (local.count, remote.count, local.peer, remote.peer) == (PAGES, PAGES, None, world.peer)
-    mine, theirs = int32(1, 2, 3, 9, 8), int32(5, 6, 7, 2, 1)
-    transfer = world.d.read_ids(local, mine, remote, theirs, b"r1")
+    local_ids, remote_ids = int32(1, 2, 3, 9, 8), int32(5, 6, 7, 2, 1)
+    transfer = world.d.read_ids(local, local_ids, remote, remote_ids, b"r1")
     assert transfer.wait(1)
-    expected = merge(runs_of_views(views_of(world.target)), mine, runs_of_views(views_of(world.source)), theirs)
+    expected = merge(
+        runs_of_views(views_of(world.target)), local_ids, runs_of_views(views_of(world.source)), remote_ids
+    )
     assert transfer.telemetry == Telemetry(len(expected), 5 * PAGE)
     assert transfer.telemetry.descriptors == 3
-    for ours, others in zip(mine, theirs, strict=True):
-        assert world.page(world.target, ours) == world.page(world.source, others)
+    for local_block, remote_block in zip(local_ids, remote_ids, strict=True):
+        assert world.page(world.target, local_block) == world.page(world.source, remote_block)
 
 
 def test_an_empty_read_only_notifies(world):
@@ -275,19 +277,19 @@ def test_an_empty_read_only_notifies(world):
 
 
 def test_nothing_starts_if_the_arrays_do_not_fit(world):
-    mine, theirs = rows_of(world.target, [1, 2]), rows_of(world.source, [1, 2])
+    local_rows, remote_rows = rows_of(world.target, [1, 2]), rows_of(world.source, [1, 2])
     local = world.d.prepare_local(views_of(world.target))
     remote = world.d.prepare_remote(world.peer, views_of(world.source))
     outside = np.zeros(PAGE, np.uint8)
-    shorter = mine.copy()
+    shorter = local_rows.copy()
     shorter[0, 1] = 8
     bad = [
-        lambda: world.d.read(world.peer, mine, theirs[:1]),
-        lambda: world.d.read(world.peer, mine.astype(np.int64), theirs),
-        lambda: world.d.read(world.peer, shorter, theirs),
-        lambda: world.d.read(world.peer, rows_of(outside, [0, 0]), theirs),
-        lambda: world.d.read(world.peer, mine, rows_of(world.source, [PAGES, 0])),
-        lambda: world.d.read(world.peer, mine, theirs, local_memory="HBM"),
+        lambda: world.d.read(world.peer, local_rows, remote_rows[:1]),
+        lambda: world.d.read(world.peer, local_rows.astype(np.int64), remote_rows),
+        lambda: world.d.read(world.peer, shorter, remote_rows),
+        lambda: world.d.read(world.peer, rows_of(outside, [0, 0]), remote_rows),
+        lambda: world.d.read(world.peer, local_rows, rows_of(world.source, [PAGES, 0])),
+        lambda: world.d.read(world.peer, local_rows, remote_rows, local_memory="HBM"),
         lambda: world.d.read_ids(local, int32(1), remote, int32(1, 2)),
         lambda: world.d.read_ids(local, int32(PAGES), remote, int32(1)),
         lambda: world.d.read_ids(local, int32(-1), remote, int32(1)),
@@ -297,15 +299,15 @@ def test_nothing_starts_if_the_arrays_do_not_fit(world):
         lambda: world.d.prepare_local(views_of(outside)),
         lambda: world.d.prepare_remote(world.peer, views_of(outside)),
         lambda: world.d.prepare_local(np.empty((0, 5), np.uint64)),
-        lambda: world.d.prepare_local(mine),
+        lambda: world.d.prepare_local(local_rows),
     ]
     for call in bad:
         with pytest.raises(RequestError):
             call()
-    wraps = mine.copy()
+    wraps = local_rows.copy()
     wraps[1, 1] = 2**64 - PAGE
     with pytest.raises(AddressOverflowError):
-        world.d.read(world.peer, wraps, theirs)
+        world.d.read(world.peer, wraps, remote_rows)
     assert "transfer" not in world.d_nixl.calls
     assert not world.d._in_flight.running()
     assert not world.target.any()

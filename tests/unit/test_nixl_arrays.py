@@ -66,7 +66,7 @@ def test_views_of_another_form(array):
     ],
 )
 def test_what_nixl_would_let_wrap(array):
-    with pytest.raises(AddressOverflowError, match="row 0 ends behind"):
+    with pytest.raises(AddressOverflowError, match="row 0 ends after"):
         check_rows(array, "rows", array.shape[1])
 
 

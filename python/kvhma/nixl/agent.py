@@ -118,7 +118,7 @@ class Agent:
 
         Raises:
             RequestError: a region overlaps registered memory without being part of it. NIXL would take it,
-                and then not find descriptors behind the overlap.
+                and then not find descriptors after the overlap.
             TransferError: NIXL refused a region.
         """
         with self._session.setup:
@@ -130,7 +130,7 @@ class Agent:
     # --- peers ---------------------------------------------------------------------------------------------
 
     def hello(self, geometry: Geometry, extra: bytes = b"") -> bytes:
-        """Return the message that lets a peer read our caches; `extra` is the engine's own, up to 64 KiB.
+        """Return the message that lets a peer read these caches; `extra` is for the engine's own use, up to 64 KiB.
 
         Raises:
             RequestError: a region of the geometry is not registered.
@@ -144,19 +144,19 @@ class Agent:
         return encode_hello(metadata, geometry, name=self.name, generation=self.generation, extra=extra)
 
     def prewarm_transport(self) -> None:
-        """Connect to an agent of this process, let another one connect to us, read from each other, and part again.
+        """Connect to an agent of this process, let a second one connect to this agent, and disconnect both.
 
         A transport works out how to talk to a peer once for each kind of connection, on the side that connects and on
         the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After this,
         first peers find that done. It takes a quarter of a second.
 
         Raises:
-            RequestError: the agent was given its ``nixl``.
+            RequestError: the agent was made with ``nixl``.
             TransferError: NIXL cannot make other agents, or they cannot connect.
         """
         if self._given:
             raise RequestError(f"agent {self.name!r} was given its NIXL and cannot make others")
-        # One for each part: UCX would go the way back over the connection that is there, which is of another kind.
+        # One agent for each direction: for the way back UCX would use the connection that the first one already has.
         with (
             Agent(f"{self.name}-owner", **self._options) as owner,
             Agent(f"{self.name}-reader", **self._options) as reader,
@@ -206,9 +206,9 @@ class Agent:
 
     def _warm_up(self, peer: Peer, timeout: float) -> None:
         # Adding an agent and sending it a notification only start to connect, and a transfer that follows waits for
-        # the rest, tens of milliseconds. A small read that is waited for here leaves nothing to set up.
+        # the rest, tens of milliseconds. A small read that is waited for leaves nothing to set up.
         region = next((region for region in peer.geometry.regions if region.memory == "DRAM"), None)
-        if region is None:  # whether the transport reads device memory into host memory is not ours to find out
+        if region is None:  # not every transport reads device memory into host memory
             self.notify(peer, WARM_UP)
             return
         size = min(region.bytes, _SCRATCH_BYTES)
@@ -280,7 +280,7 @@ class Agent:
     # --- prepared lists ------------------------------------------------------------------------------------
 
     def prepare_local(self, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
-        """Let NIXL keep views of our own memory.
+        """Let NIXL keep views of this agent's memory.
 
         Args:
             views: C-contiguous uint64 of shape (n, 5), rows ``(addr, len, device, stride, count)``, n at
@@ -289,17 +289,17 @@ class Agent:
 
         Raises:
             RequestError: another form, or outside what is registered.
-            AddressOverflowError: a view ends behind 2**64.
+            AddressOverflowError: a view ends after 2**64.
         """
         return self._prepare(None, views, memory)
 
     def prepare_remote(self, peer: Peer, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
-        """Let NIXL keep views of a peer's memory, as :meth:`prepare_local` does of ours.
+        """Let NIXL keep views of a peer's memory, as :meth:`prepare_local` does of this agent's.
 
         Raises:
             PeerLostError: the peer is gone.
             RequestError: another form, or outside what the peer registered.
-            AddressOverflowError: a view ends behind 2**64.
+            AddressOverflowError: a view ends after 2**64.
         """
         return self._prepare(peer, views, memory)
 
@@ -330,20 +330,20 @@ class Agent:
         local_memory: Memory = "DRAM",
         remote_memory: Memory = "DRAM",
     ) -> TransferHandle:
-        """Start to read descriptors of a peer into ours; NIXL merges nothing here.
+        """Start to read descriptors of a peer's memory into local ones; NIXL merges none of them.
 
         Args:
             peer: whose memory is read.
             local: C-contiguous uint64 of shape (n, 3), rows ``(addr, len, device)``; n may be 0.
             remote: the same for the peer, with equal lengths row by row.
             notif: message the peer gets once all is read, by the poll that finds it done; empty for none.
-            local_memory: kind of our memory.
+            local_memory: kind of the local memory.
             remote_memory: kind of the peer's memory.
 
         Raises:
             RequestError: the arrays have another form, do not fit each other, or leave registered memory.
                 Nothing was started.
-            AddressOverflowError: a row ends behind 2**64. Nothing was started.
+            AddressOverflowError: a row ends after 2**64. Nothing was started.
             PeerLostError: the peer is gone.
             TransferError: NIXL cannot start it.
         """
@@ -366,7 +366,7 @@ class Agent:
         remote_ids: NDArray[np.int32],
         notif: bytes = b"",
     ) -> TransferHandle:
-        """Start to read prepared descriptors of a peer into ours.
+        """Start to read prepared descriptors of a peer into prepared local ones.
 
         NIXL merges neighbours: ids that go up by one at the same places on both sides, within one dense view
         each.

@@ -58,7 +58,7 @@ def check_rows(array: Any, what: str, columns: int = 3) -> NDArray[np.uint64]:
     if empty.any():
         raise RequestError(f"{what}: row {int(empty.argmax())} has a length, stride or count of 0")
     if wraps.any():
-        raise AddressOverflowError(f"{what}: row {int(wraps.argmax())} ends behind 2**64")
+        raise AddressOverflowError(f"{what}: row {int(wraps.argmax())} ends after 2**64")
     if columns == 5 and count_entries(rows) > _MAX_IDS:
         raise RequestError(f"{what}: {count_entries(rows)} entries, ids go to {_MAX_IDS}")
     return rows

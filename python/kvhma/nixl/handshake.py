@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The message by which two workers get to know each other: a versioned, bounded, checked binary envelope.
+"""The message by which a worker tells another one who it is: a versioned, bounded, checked binary envelope.
 
 Layout, little-endian, no padding::
 
@@ -30,7 +30,7 @@ VERSION = 1
 """Version of the envelope."""
 
 WARM_UP = b"kvhma:warm-up"
-"""The notification that only opens the connection; whoever receives it drops it."""
+"""The notification that only opens the connection; the receiver drops it."""
 
 MAX_NAME_BYTES = 256
 MAX_METADATA_BYTES = 16 << 20
@@ -53,7 +53,7 @@ class Hello:
 
     Attributes:
         name: name of its NIXL agent.
-        generation: random number of this life of the agent, in 64 bits; a restarted agent has another one.
+        generation: random number of this incarnation of the agent, in 64 bits; a restarted agent has another one.
         metadata: NIXL's blob of the agent: how to reach it and which memory it registered.
         geometry: the worker's caches.
         extra: bytes of the engine's own, for example its clock and protocol version.

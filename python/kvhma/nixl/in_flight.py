@@ -18,7 +18,7 @@ _DRAIN_SLEEP = 5e-4
 class InFlight:
     """The transfers of one agent from their post to their end, and the aborted ones until they are asked for.
 
-    NIXL would release a transfer that nobody refers to while it still writes; so they are kept here.
+    NIXL would release a transfer that nothing refers to while it still writes; so this object refers to them.
     """
 
     def __init__(self, session: Session) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: D102 - the methods of the protocol are NIXL's
-"""The part of NIXL's Python API that kvhma uses, how it is opened, and what its exceptions mean here."""
+"""The part of NIXL's Python API that kvhma uses, how it is opened, and which of our errors its exceptions are."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def open_nixl(
         raise ImportError(f"kvhma.nixl needs NIXL: pip install 'kvhma[nixl]' (importing it: {exc})") from exc
     try:
         config = api.nixl_agent_config(
-            # The owner of memory that others read makes progress only in this thread.
+            # The owner of memory that peers read makes progress only in this thread.
             enable_prog_thread=True,
             capture_telemetry=True,
             backends=[],

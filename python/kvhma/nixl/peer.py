@@ -54,7 +54,7 @@ def add_peer(nixl: NixlAgent, hello: Hello, connected: Container[str], *, check_
     Args:
         nixl: who is told.
         hello: what the sender said.
-        connected: names of the peers there are; a hello never removes one of them.
+        connected: names of the connected peers, none of which a bad hello may remove.
         check_start: whether the metadata has to start like :func:`metadata_start`.
 
     Raises:

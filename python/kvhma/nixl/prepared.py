@@ -23,7 +23,7 @@ class PreparedList:
         id       0   1   2     3   4         5   6   7   8
 
     Attributes:
-        peer: whose memory it is; None for our own.
+        peer: whose memory it is; None for the agent's own.
         count: ids go from 0 to ``count - 1``.
     """
 
