@@ -127,7 +127,7 @@ def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkey
         patch.setattr(world.agent, "connect", but_one)
         with pytest.raises(TransferError, match="not this one"):
             world.meet(life)
-    assert not world.agent._peers
+    assert not world.net.agents[world.agent.name].remotes
     assert world.meet(life).gone is None
 
 

@@ -11,6 +11,8 @@ def test_defaults():
 
 def test_given():
     found = Settings.read({"kv_lease_duration": 5, "backends": ["UCX", "GDS"], "host_staged": True, "num_threads": 4})
+    assert (found.num_threads, found.progress_delay_us) == (4, 1000)
+    assert Settings.read({"progress_delay_us": 0}).progress_delay_us == 0
     assert found.kv_lease_duration == 5.0
     assert found.backends == ("UCX", "GDS")
     assert found.host_staged is True
@@ -39,6 +41,7 @@ def test_addresses():
         ({"backends": []}, "backends is"),
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),
+        ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
         ({"host_staged": 1}, "host_staged is 1, expected bool"),
         ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer is True, only False"),
     ],

@@ -40,7 +40,8 @@ class Api:
     def __init__(self, name, config):
         self.name, self.config = name, config
         self.agent = Binding(name, None)
-        self.backends = dict.fromkeys(config.backends)
+        assert config.backends == []
+        self.backends = {}
         self.options = {}
         Api.made.append(self)
 
@@ -61,7 +62,7 @@ def library(monkeypatch):
     Api.made.clear()
     api, bindings = ModuleType("nixl_test._api"), ModuleType("nixl_test._bindings")
     api.nixl_agent, api.nixl_thread_sync_t = Api, Sync
-    api.nixl_agent_config = lambda **options: SimpleNamespace(**options, enable_pthread=options["enable_prog_thread"])
+    api.nixl_agent_config = SimpleNamespace
     bindings.nixlAgentConfig, bindings.nixlAgent = BindingConfig, Binding
     monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
     monkeypatch.setitem(sys.modules, "nixl._api", api)
@@ -82,7 +83,7 @@ def test_a_delay_is_set_before_there_is_a_backend(options, delay):
 def test_without_a_delay_the_agent_is_as_nixl_made_it():
     agent = open_nixl("A", progress_delay_us=0)
     assert agent.agent.config is None
-    assert (agent.config.enable_pthread, agent.config.capture_telemetry) == (True, True)
+    assert (agent.config.enable_prog_thread, agent.config.capture_telemetry) == (True, True)
     assert agent.config.sync_mode is Sync.NIXL_THREAD_SYNC_RW
     assert agent.backends == {"UCX": agent.agent}
 
@@ -108,11 +109,11 @@ def test_a_delay_out_of_range(delay):
 
 
 def test_threads_by_backend():
-    agent = open_nixl("A", backends=("UCX", "UCCL"), num_threads=4)
-    assert agent.options == {"UCX": {"num_threads": "4"}, "UCCL": {"num_cpus": "4"}}
+    agent = open_nixl("A", backends=("UCX", "UCCL", "POSIX"), num_threads=4)
+    assert agent.options == {"UCX": {"num_threads": "4"}, "UCCL": {"num_cpus": "4"}, "POSIX": {}}
     assert open_nixl("A", backends=("POSIX",)).options == {"POSIX": {}}
-    with pytest.raises(RequestError, match="num_threads is 4, but backend 'POSIX' takes none"):
-        open_nixl("A", backends=("UCX", "POSIX"), num_threads=4)
+    with pytest.raises(RequestError, match=r"num_threads is 4, but of the backends \['POSIX'\] none takes any"):
+        open_nixl("A", backends=("POSIX",), num_threads=4)
 
 
 def test_a_backend_without_a_plugin():

@@ -79,7 +79,7 @@ class Agent:
 
         Raises:
             ImportError: NIXL is not installed, or lacks something it needs.
-            RequestError: the delay is out of range, or a backend takes no number of threads.
+            RequestError: the delay is out of range, or no backend takes a number of threads.
             TransferError: NIXL cannot start a backend.
         """
         self.name = name

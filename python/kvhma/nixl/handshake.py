@@ -3,15 +3,15 @@
 
 Layout, little-endian, no padding::
 
-    8 s   magic "kvhma-hi"
-    u16   version
-    u16   bytes of the name
-    u32   bytes of the agent's metadata
-    u32   bytes of the geometry (the JSON form of docs/geometry.md)
-    u32   bytes of extra
-    u64   generation
-    16 s  BLAKE2b of all of the above and of what follows
-          name, metadata, geometry, extra
+     0  8 s   magic "kvhma-hi"
+     8  u16   version
+    10  u16   bytes of the name
+    12  u32   bytes of the agent's metadata
+    16  u32   bytes of the geometry (the JSON form of docs/geometry.md)
+    20  u32   bytes of extra
+    24  u64   generation
+    32  16 s  BLAKE2b of all of the above and of what follows
+    48        name, metadata, geometry, extra
 
 The digest is no signature. It keeps damaged bytes away from NIXL, which hands the metadata to the transport
 unchecked.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from kvhma.errors import HandshakeError, KvhmaError
 from kvhma.geometry import Geometry
@@ -93,11 +94,33 @@ def decode_hello(data: bytes) -> Hello:
         HandshakeError: not such a message, of another version, too long, damaged, or with a geometry that is
             not one; never anything else.
     """
+    view = _as_bytes(data)
+    sizes, generation = _read_head(view)
+    if len(view) != _BODY + sum(sizes):
+        raise HandshakeError(f"a hello of {len(view)} bytes, its header says {_BODY + sum(sizes)}")
+    if _digest(view[: _HEAD.size], view[_BODY:]) != bytes(view[_HEAD.size : _BODY]):
+        raise HandshakeError("the hello is damaged: its digest differs")
+    ends = list(accumulate(sizes, initial=_BODY))
+    raw_name, metadata, raw_geometry, extra = (bytes(view[start:end]) for start, end in pairwise(ends))
+    name = _check_name(raw_name)
+    try:
+        geometry = Geometry.from_json(raw_geometry)
+    except KvhmaError as exc:
+        raise HandshakeError(f"the geometry of {name!r}: {exc}") from exc
+    return Hello(name, generation, metadata, geometry, extra)
+
+
+def _as_bytes(data: object) -> memoryview:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise HandshakeError(f"a hello is bytes, not {type(data).__name__}")
     view = memoryview(data)
     if view.ndim != 1 or view.itemsize != 1 or not view.contiguous:
         raise HandshakeError("a hello is one run of bytes")
+    return view
+
+
+def _read_head(view: memoryview) -> tuple[list[int], int]:
+    """Return the sizes of the four parts of the body, none above its bound, and the generation."""
     if len(view) > MAX_HELLO_BYTES:
         raise HandshakeError(f"a hello of {len(view)} bytes, at most {MAX_HELLO_BYTES} are read")
     if len(view) < _START.size:
@@ -111,22 +134,7 @@ def decode_hello(data: bytes) -> Hello:
         raise HandshakeError(f"a hello of {len(view)} bytes is cut off")
     *sizes, generation = _HEAD.unpack_from(view)[2:]
     _check_sizes(sizes)
-    if len(view) != _BODY + sum(sizes):
-        raise HandshakeError(f"a hello of {len(view)} bytes, its header says {_BODY + sum(sizes)}")
-    if _digest(view[: _HEAD.size], view[_BODY:]) != bytes(view[_HEAD.size : _BODY]):
-        raise HandshakeError("the hello is damaged: its digest differs")
-
-    parts = []
-    at = _BODY
-    for size in sizes:
-        parts.append(bytes(view[at : at + size]))
-        at += size
-    name = _check_name(parts[0])
-    try:
-        geometry = Geometry.from_json(parts[2])
-    except KvhmaError as exc:
-        raise HandshakeError(f"the geometry of {name!r}: {exc}") from exc
-    return Hello(name, generation, parts[1], geometry, parts[3])
+    return sizes, generation
 
 
 def _digest(head: bytes | memoryview, body: bytes | memoryview) -> bytes:

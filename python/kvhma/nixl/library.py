@@ -22,10 +22,18 @@ LOCAL_SIDE = "NIXL_INIT_AGENT"
 PROGRESS_DELAY_US = 1000
 """Microseconds that a progress thread without events sleeps, if nothing else is said: docs/nixl.md says why."""
 
-_MAX_DELAY_US = 1_000_000
+MAX_PROGRESS_DELAY_US = 1_000_000
+"""The longest such sleep: a missed event may cost as much."""
+
 _STRIDED_SINCE = (1, 5)
-_THREADS_OPTION = {"UCX": "num_threads", "LIBFABRIC": "num_threads", "UCCL": "num_cpus"}
-"""What NIXL's backends for memory of other processes call their number of threads."""
+_THREADS_OPTION = {
+    "UCX": "num_threads",
+    "LIBFABRIC": "num_threads",
+    "OBJ": "num_threads",
+    "GDS_MT": "thread_count",
+    "UCCL": "num_cpus",
+}
+"""What NIXL's backends call their number of threads; the rest have none to set."""
 
 _REFUSALS = frozenset(
     {"nixlInvalidParamError", "nixlMismatchError", "nixlNotAllowedError", "nixlNotFoundError"}
@@ -82,42 +90,34 @@ def open_nixl(
     Args:
         name: unique name of the agent.
         backends: NIXL's transports, in order of preference.
-        num_threads: transport threads besides the progress thread.
+        num_threads: transport threads besides the progress thread, of each backend that has such an option.
         progress_delay_us: microseconds that the progress thread sleeps while no event wakes it, from 0 to 1,000,000.
             0 lets it poll without a pause, as NIXL's own Python API does.
 
     Raises:
         ImportError: NIXL is not installed, or lacks something it needs.
-        RequestError: the delay is out of range, or a backend takes no number of threads.
+        RequestError: the delay is out of range, or no backend takes a number of threads.
         TransferError: NIXL has no such backend, or cannot start it.
     """
-    if not 0 <= progress_delay_us <= _MAX_DELAY_US:
-        raise RequestError(f"progress_delay_us is {progress_delay_us}, expected 0 to {_MAX_DELAY_US}")
-    options = [(backend, _backend_options(backend, num_threads)) for backend in backends]
+    if not 0 <= progress_delay_us <= MAX_PROGRESS_DELAY_US:
+        raise RequestError(f"progress_delay_us is {progress_delay_us}, expected 0 to {MAX_PROGRESS_DELAY_US}")
+    if num_threads and not _THREADS_OPTION.keys() & set(backends):
+        raise RequestError(f"num_threads is {num_threads}, but of the backends {list(backends)} none takes any; use 0")
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as exc:
         raise ImportError(f"kvhma.nixl needs NIXL: pip install 'kvhma[nixl]' (importing it: {exc})") from exc
+    # NIXL's default is no locking at all. An engine posts from one thread, polls from another and shakes hands in a
+    # third. RW lets posts and polls of different transfers run side by side, which a post that copies inline (hundreds
+    # of milliseconds) needs; only registration, handshake and reading the notifications exclude the others.
+    lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     try:
-        config = api.nixl_agent_config(
-            # The owner of memory that peers read makes progress only in this thread.
-            enable_prog_thread=True,
-            capture_telemetry=True,
-            backends=[],
-            # NIXL's default is no locking at all. An engine posts from one thread, polls from another and
-            # shakes hands in a third. RW lets posts and polls of different transfers run side by side, which
-            # a post that copies inline (hundreds of milliseconds) needs; only registration, handshake and
-            # reading the notifications exclude the others.
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-        )
+        # The owner of memory that peers read makes progress only in the progress thread.
+        config = api.nixl_agent_config(enable_prog_thread=True, capture_telemetry=True, backends=[], sync_mode=lock)
         agent = api.nixl_agent(name, config)
         if progress_delay_us:
-            _delay_progress(agent, config, progress_delay_us)
-        # NIXL skips a backend it has no plugin for with a warning, and fails at the first use.
-        if missing := [backend for backend in backends if backend not in agent.get_plugin_list()]:
-            raise TransferError(f"NIXL has no plugin for {missing}; it has {agent.get_plugin_list()}")
-        for backend, option in options:
-            agent.create_backend(backend, option)
+            _delay_progress(agent, lock, progress_delay_us)
+        _create_backends(agent, backends, num_threads)
     except ImportError:
         raise
     except Exception as exc:
@@ -125,32 +125,33 @@ def open_nixl(
     return cast(NixlAgent, agent)
 
 
-def _backend_options(backend: str, num_threads: int) -> dict[str, str]:
-    if not num_threads:
-        return {}
-    if backend not in _THREADS_OPTION:
-        raise RequestError(f"num_threads is {num_threads}, but backend {backend!r} takes none; use 0")
-    return {_THREADS_OPTION[backend]: str(num_threads)}
-
-
-def _delay_progress(agent: Any, config: Any, delay_us: int) -> None:
-    """Give a ``nixl_agent`` without backends another NIXL agent below it, whose progress thread sleeps.
+def _delay_progress(agent: Any, lock: Any, delay_us: int) -> None:
+    """Give a ``nixl_agent`` that has no backends yet another NIXL agent below it, whose progress thread sleeps.
 
     NIXL's Python API fixes the delay at zero; its binding has a field for it.
     """
     try:
         bindings = importlib.import_module(type(agent.agent).__module__)
-        below = bindings.nixlAgentConfig()
-        below.useProgThread = config.enable_pthread
-        below.captureTelemetry = config.capture_telemetry
-        below.syncMode = config.sync_mode.value
-        below.pthrDelay = delay_us
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.captureTelemetry = True
+        config.syncMode = lock.value
+        config.pthrDelay = delay_us
         del agent.agent  # first, since both would have the same name in NIXL's telemetry
-        agent.agent = bindings.nixlAgent(agent.name, below)
+        agent.agent = bindings.nixlAgent(agent.name, config)
     except AttributeError as exc:
         raise ImportError(
             f"this NIXL cannot delay its progress thread ({exc}); progress_delay_us=0 does without a delay"
         ) from exc
+
+
+def _create_backends(agent: Any, backends: Sequence[str], num_threads: int) -> None:
+    # NIXL's constructor skips a backend it has no plugin for with a warning, and its first use fails.
+    if missing := [backend for backend in backends if backend not in agent.get_plugin_list()]:
+        raise TransferError(f"NIXL has no plugin for {missing}; it has {agent.get_plugin_list()}")
+    for backend in backends:
+        threads = _THREADS_OPTION.get(backend) if num_threads else None
+        agent.create_backend(backend, {threads: str(num_threads)} if threads else {})
 
 
 def takes_strided(nixl: NixlAgent) -> bool:

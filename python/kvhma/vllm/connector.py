@@ -179,7 +179,12 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _agent(self, name: str) -> Agent:
-        agent = Agent(name, backends=self._settings.backends, num_threads=self._settings.num_threads)
+        agent = Agent(
+            name,
+            backends=self._settings.backends,
+            num_threads=self._settings.num_threads,
+            progress_delay_us=self._settings.progress_delay_us,
+        )
         try:
             agent.prewarm_transport()
         except KvhmaError as error:

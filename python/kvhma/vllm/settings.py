@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvhma.errors import KvhmaError
+from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from kvhma.vllm.params import Address
 
@@ -33,6 +34,7 @@ class Settings:
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
+        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause.
         side_channel_host: name or address that other engines reach this one's scheduler at; None for
             ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
         side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
@@ -50,6 +52,7 @@ class Settings:
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
+    progress_delay_us: int = PROGRESS_DELAY_US
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     kv_cache_layout: str | None = None
@@ -97,6 +100,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "max_peers": (int, 1, 4096),
     "descriptor_bytes": (int, 0, 1 << 40),
     "num_threads": (int, 0, 256),
+    "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
     "side_channel_port": (int, 1, 65535),
 }
 
