@@ -48,8 +48,8 @@ class TransferHandle:
 
     Attributes:
         peer: whose memory is read.
-        telemetry: what NIXL measured, once done; None before, after a failure, and where the agent was made
-            without.
+        telemetry: what NIXL measured, once done; None before, after a failure, and where NIXL's environment turns it
+            off.
         aborted: whether :meth:`abort` took it over.
     """
 
@@ -69,8 +69,8 @@ class TransferHandle:
     def __init__(
         self,
         peer: Peer,
-        nixl: NixlAgent,
-        handle: NixlHandle,
+        nixl: NixlAgent | None,
+        handle: NixlHandle | None,
         measure: Callable[[NixlAgent, NixlHandle], Telemetry | None],
         on_end: Callable[[TransferHandle, KvhmaError | None], None],
     ) -> None:
@@ -78,8 +78,8 @@ class TransferHandle:
         self.peer = peer
         self.telemetry: Telemetry | None = None
         self.aborted = False
-        self._nixl: NixlAgent | None = nixl
-        self._handle: NixlHandle | None = handle
+        self._nixl = nixl
+        self._handle = handle
         self._measure = measure
         self._on_end = on_end
         self._error: KvhmaError | None = None
@@ -89,13 +89,9 @@ class TransferHandle:
     @classmethod
     def empty(cls, peer: Peer) -> TransferHandle:
         """Return a transfer that had nothing to read and is done."""
-        transfer = cls.__new__(cls)
-        transfer.peer = peer
+        transfer = cls(peer, None, None, lambda nixl, handle: None, lambda transfer, error: None)
         transfer.telemetry = Telemetry(0, 0)
-        transfer.aborted = False
-        transfer._nixl = transfer._handle = transfer._error = None
         transfer._finished = True
-        transfer._lock = threading.Lock()
         return transfer
 
     @property
