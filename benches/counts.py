@@ -158,7 +158,7 @@ def attention(geometry: Geometry) -> Group:
 
 def kernel_tokens(geometry: Geometry) -> int:
     group = attention(geometry)
-    return group.block_size // group.ratio
+    return group.kernel_block_size
 
 
 def block_tables(geometry: Geometry, tokens: int, pool: Pool, seed: int) -> Tables:

@@ -181,7 +181,7 @@ class Side:
                 constants = (
                     layer.block_stride,
                     catalog.index[layer.name, part.name],
-                    1 if cut else group.block_size // group.ratio,
+                    1 if cut else group.kernel_block_size,
                 )
                 stride, entry, tokens = (np.full(offset.size, value, np.int64) for value in constants)
                 columns.append((offset + start, stride, entry, byte, token, tokens))
@@ -230,7 +230,7 @@ class Side:
 def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints]:
     """Return page offset, byte of the row and token in the block, of every byte in a logical block."""
     strides = row_strides(part)
-    kernel_tokens = group.block_size // group.ratio
+    kernel_tokens = group.kernel_block_size
     offset = np.arange(group.ratio, dtype=np.int64) * stride + part.offset
     token = np.arange(group.ratio, dtype=np.int64) * kernel_tokens
     byte = np.zeros(group.ratio, np.int64)

@@ -152,7 +152,7 @@ def check_memory(
         actual = _view(memory[layer.region], layer, part, group)
         place, length = _tokens_axis(part)
         row = part.nbytes // max(1, length)
-        size = 1 if place >= 0 else group.block_size // group.ratio
+        size = 1 if place >= 0 else group.kernel_block_size
         for ids, tokens in _batches(blocks, part, group):
             content = _content(layer, part, tokens, seed)
             here = has[np.clip(tokens + 1, 0, has.size - 1)]
@@ -206,7 +206,7 @@ def _view(region: Bytes, layer: Layer, part: Part, group: Group) -> Bytes:
 
 def _batches(blocks: Blocks, part: Part, group: Group) -> Iterator[tuple[Ints, Ints]]:
     """Yield block ids ``(n,)`` and the tokens of their rows ``(n, ratio, tokens of a kernel block or 1)``."""
-    kernel = group.block_size // group.ratio
+    kernel = group.kernel_block_size
     if group.kind in ("ssm", "opaque"):
         inside = np.zeros((group.ratio, 1), np.int64)
     else:
@@ -282,11 +282,11 @@ def _coverage(
 
 def _behind(layer: str, group: Group, remotes: Sequence[Geometry], num_tokens: int) -> int:
     """Return how far a whole last block may reach: the nearer end of the two sides' last kernel blocks."""
-    ends = [-(-num_tokens // (kernel := group.block_size // group.ratio)) * kernel]
+    ends = [-(-num_tokens // (kernel := group.kernel_block_size)) * kernel]
     for remote in remotes:
         found = remote.layer_by_name.get(layer)
         if found is not None:
-            kernel = remote.groups[found.group].block_size // remote.groups[found.group].ratio
+            kernel = remote.groups[found.group].kernel_block_size
             ends.append(-(-num_tokens // kernel) * kernel)
     return min(ends)
 
@@ -344,7 +344,7 @@ def _owner(
                 elif group.kind == "ssm":
                     return layer.name, part.name, None
                 else:
-                    token = mine[block] + kernel * (group.block_size // group.ratio) + inside
+                    token = mine[block] + kernel * group.kernel_block_size + inside
                     return layer.name, part.name, token
     return elsewhere
 

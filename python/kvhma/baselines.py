@@ -225,7 +225,7 @@ def needed(geometry: Geometry, num_tokens: int) -> Count:
         if group.kind == "ssm":
             pieces, size = 2, layer.page.nbytes
         else:
-            tokens = group.block_size // group.ratio
+            tokens = group.kernel_block_size
             pieces = -(-num_tokens // tokens) - first_token(group, num_tokens) // tokens
             size = pieces * layer.page.nbytes
         descriptors += pieces
@@ -287,7 +287,7 @@ def _senders(layers: Iterable[Layer], groups: tuple[int, ...]) -> tuple[int, ...
 def _attention_rows(geometry: Geometry, pattern: Layer, start: int, groups: tuple[int, ...]) -> Iterable[Row]:
     """Yield the rows of one region, cut like the `pattern`'s pages whatever its own layers hold."""
     ratio = geometry.groups[pattern.group].ratio
-    step = pattern.kernel_stride or pattern.block_stride // ratio
+    step = geometry.kernel_stride(pattern)
     count = pattern.num_blocks * ratio
     if _is_interleaved(pattern.page, step):
         base = geometry.regions[pattern.region].base
@@ -440,8 +440,8 @@ def _check_pair(local: Geometry, remote: Geometry, here: Sequence[Row], there: S
         ("group kinds", [g.kind for g in local.groups], [g.kind for g in remote.groups]),
         (
             "kernel block tokens",
-            [g.block_size // g.ratio for g in local.groups if g.kind != "ssm"],
-            [g.block_size // g.ratio for g in remote.groups if g.kind != "ssm"],
+            [g.kernel_block_size for g in local.groups if g.kind != "ssm"],
+            [g.kernel_block_size for g in remote.groups if g.kind != "ssm"],
         ),
         ("regions and their groups", [row.groups for row in here], [row.groups for row in there]),
     ]

@@ -78,6 +78,11 @@ class Group:
     cp_rank: int = 0
     cp_size: int = 1
 
+    @property
+    def kernel_block_size(self) -> int:
+        """Tokens of a kernel block."""
+        return self.block_size // self.ratio
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -219,6 +224,10 @@ class Geometry:
     def layer_by_name(self) -> dict[str, Layer]:
         """Layers by their name."""
         return {layer.name: layer for layer in self.layers}
+
+    def kernel_stride(self, layer: Layer) -> int:
+        """Return the bytes between the kernel blocks of a logical block of one layer."""
+        return layer.kernel_stride or layer.block_stride // self.groups[layer.group].ratio
 
     def to_json(self, *, indent: int | None = None) -> bytes:
         """Return the UTF-8 JSON form of docs/geometry.md; equal pages are written once."""

@@ -116,7 +116,7 @@ class Oracle:
                 for part in layer.page.parts:
                     entry = self._catalog.index[layer.name, part.name]
                     # It only bounds how far a block may be moved whole; sources may differ.
-                    kernel = group.block_size // group.ratio
+                    kernel = group.kernel_block_size
                     self._remote_kernel[entry] = max(self._remote_kernel[entry], kernel)
 
     def check(
@@ -276,7 +276,7 @@ class Oracle:
             flat, content = self._labelled(template, blocks, labels)
             here = held[content]
             if group.kind not in ("ssm", "opaque"):
-                kernel = group.block_size // group.ratio
+                kernel = group.kernel_block_size
                 behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
                 start = -blocks.token[:, None]
                 here &= (template.token - behind < start) & (asked.low < num_tokens)

@@ -21,7 +21,7 @@ def expected_losses(case, failed):
     lost = defaultdict(set)
     for layer in case.local.layers:
         group = case.local.groups[layer.group]
-        kernel = group.block_size // group.ratio
+        kernel = group.kernel_block_size
         whole = {part.name for part in layer.page.parts if all(axis.name != "tokens" for axis in part.axes)}
         for item, byte in layer_bytes(case.local, layer, case.local_spans[layer.group]):
             if not any(start <= byte.address < end for start, end in ranges):

@@ -17,7 +17,7 @@ def engine_form(geometry: Geometry) -> dict[str, Any]:
     group = main_group(geometry)
     attention = None if group.kind == "ssm" else group
     pages = {geometry.groups[layer.group].kind != "ssm": layer.page.nbytes for layer in geometry.layers}
-    kernel = group.block_size // group.ratio
+    kernel = group.kernel_block_size
     return {
         "tp": geometry.tp_size,
         "groups": [{"kind": one.kind, "layers": _layers(geometry, index)} for index, one in enumerate(geometry.groups)],

@@ -93,7 +93,7 @@ def _first_block(side: Side, layer: Layer, group: int) -> tuple[int, int] | None
 def _pieces(geometry: Geometry, layer: Layer) -> Iterator[tuple[int, int, int, str]]:
     """Yield index of the part, offset in the block, length and name of every contiguous piece of a block."""
     ratio = geometry.groups[layer.group].ratio
-    step = layer.kernel_stride or layer.block_stride // ratio
+    step = geometry.kernel_stride(layer)
     segments = [(at, offset, length) for at, part in enumerate(layer.page.parts) for offset, length in _segments(part)]
     inside = all(offset + length <= layer.block_stride for _, offset, length in segments)
     if not inside or len(segments) * ratio > _MAX_PIECES:

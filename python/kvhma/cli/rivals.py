@@ -84,7 +84,7 @@ def plain_counts(
 
 def kernel_tokens(geometry: Geometry) -> int | None:
     """Return the tokens of a kernel block of attention; None for a model without attention."""
-    return next((g.block_size // g.ratio for g in geometry.groups if g.kind != "ssm"), None)
+    return next((g.kernel_block_size for g in geometry.groups if g.kind != "ssm"), None)
 
 
 def _relaid(d: list[Geometry], p: Sequence[Geometry], relay: Relay | None) -> list[Geometry]:

@@ -76,7 +76,7 @@ def model_specs(
 
 
 def _token_spec(model: Model, page: Page, group: Group, kv: KVForm, view: str | None, padded: int | None) -> Spec:
-    dtype, kernel = _dtype(model.dtype), group.block_size // group.ratio
+    dtype, kernel = _dtype(model.dtype), group.kernel_block_size
     axes = {axis.name: axis for axis in page.parts[0].axes}
     if group.kind == "mla":
         return MLASpec(model.head_dim, dtype, group.block_size, kernel, view, padded)
