@@ -85,6 +85,35 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """The half-open range of an axis that one rank holds.
+
+    Attributes:
+        extent: size of the axis over all ranks.
+        start: first index of this rank.
+        length: indices of this rank; None for all that are left.
+    """
+
+    extent: int
+    start: int = 0
+    length: int | None = None
+
+    @property
+    def held(self) -> int:
+        """Indices of this rank."""
+        return self.extent - self.start if self.length is None else self.length
+
+    def problem(self, field: str) -> str | None:
+        """Return what is wrong with it, or None; `field` is its name in the text."""
+        for name, value in (("extent", self.extent), ("start", self.start), ("length", self.length or 0)):
+            if not isinstance(value, int):
+                return f"{field}: {name} {value!r}: must be an integer"
+        if self.start < 0 or self.held < 1 or self.start + self.held > self.extent:
+            return f"{field} {self.start}..{self.start + self.held}: must be a range within the extent {self.extent}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Axis:
     """One dimension of a part.
 
@@ -117,6 +146,11 @@ class Axis:
         """Write the default length out, so that equal axes compare equal."""
         if self.length is None:
             object.__setattr__(self, "length", self.extent - self.start)
+
+    @property
+    def shard(self) -> Shard:
+        """The range of it that this rank holds."""
+        return Shard(self.extent, self.start, self.length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,30 +17,10 @@ from typing import Literal, TypeAlias, cast, get_args
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region
 from kvhma.models import ATTENTION_KINDS, STATE_KINDS, CacheKind, Model, State, item_bytes
-
-Order: TypeAlias = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-"""Stride order, outermost first: layer slot, block, head, token, content."""
-
-KVForm: TypeAlias = Literal["packed", "split", "apart"]
-"""``packed``: K and V of a token are one content; ``split``: in each page K, then V; ``apart``: K of all
-blocks, then V of all blocks."""
+from kvhma.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 
 ConvOrder: TypeAlias = Literal["DS", "SD"]
 """``DS``: channels, then rows (rows innermost); ``SD``: rows, then channels."""
-
-_AXES: Mapping[str, str] = {
-    "LBHNC": "LBKHNC",
-    "LBNHC": "LBKNHC",
-    "LHBNC": "LHBKNC",
-    "BLHNC": "BLKHNC",
-    "BLNHC": "BLKNHC",
-    "BHLNC": "BKHLNC",
-}
-"""The orders with K, the kernel block inside the block. Where a page is contiguous its kernel blocks are too,
-so that a state page can lie over them; elsewhere they are as blocks of a smaller size would be."""
-
-_PAGE_ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""Orders in which the page of a layer is contiguous."""
 
 _FLASHINFER_BLOCKS = (64, 32, 16)
 _SMALLEST_KERNEL_BLOCK = 16
@@ -307,7 +287,7 @@ def layout(
         sizes |= {"H": 1, "C": model.head_dim * model.dtype_bytes}
     else:
         sizes |= {"C": model.head_dim * model.dtype_bytes * (2 if kv == "packed" else 1)}
-    axes = _axes(order, kv)
+    axes = stride_axes(order, kv, kernel_blocks_in_page=True)
     strides = _strides(axes, sizes)
     total = strides[axes[0]] * sizes[axes[0]]
 
@@ -386,24 +366,17 @@ def _check_forms(model: Model, order: str, kv: str, conv: str) -> None:
     for field, value, known in (("order", order, Order), ("kv", kv, KVForm), ("conv", conv, ConvOrder)):
         if value not in get_args(known):
             raise LayoutError(f"{field} {value!r}: known are {', '.join(get_args(known))}")
-    if model.state is not None and order not in _PAGE_ORDERS:
-        raise LayoutError(f"order {order!r}: a state page must be contiguous, as in {', '.join(_PAGE_ORDERS)}")
+    if model.state is not None and order not in PAGE_ORDERS:
+        raise LayoutError(f"order {order!r}: a state page must be contiguous, as in {', '.join(PAGE_ORDERS)}")
     if kv == "packed":
         return
     if "mla" in _attention_kinds(model):
         raise LayoutError(f"kv {kv!r}: an MLA latent has no K and V to separate")
-    if order not in _PAGE_ORDERS:
+    if order not in PAGE_ORDERS:
         raise LayoutError(f"kv {kv!r} with order {order!r}: K and V are separate only in contiguous pages")
     if kv == "apart" and (order[0] != "L" or model.state is not None):
         # K of block b would lie in the bytes of another block's state.
         raise LayoutError(f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole")
-
-
-def _axes(order: str, kv: str) -> str:
-    axes = _AXES[order]
-    if kv == "split":
-        return axes.replace("K", "KS")
-    return axes.replace("L", "LS") if kv == "apart" else axes
 
 
 def _strides(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -10,8 +10,9 @@ import pytest
 
 from kvhma.baselines import needed, plain, sequence_blocks, vllm_list, vllm_selection
 from kvhma.geometry import Geometry, Layer
-from kvhma.hybrid import Order, cache_groups, conv_split, hybrid_block_size, layout, state_bytes, summary
+from kvhma.hybrid import cache_groups, conv_split, hybrid_block_size, layout, state_bytes, summary
 from kvhma.models import Model, State, model, models
+from kvhma.stride_orders import Order
 
 MIB = 2**20
 

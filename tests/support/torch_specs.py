@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import strategies as st
 
-from kvhma.torch import AttentionSpec, ConvPart, MLASpec, OpaqueSpec, Shard, Spec, StateSpec
+from kvhma.geometry import Shard
+from kvhma.stride_orders import Order
+from kvhma.torch import AttentionSpec, ConvPart, MLASpec, OpaqueSpec, Spec, StateSpec
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
-LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+LAYOUTS = get_args(Order)
 PAGE_ALIGN = 16
 """Every dtype's items fit it, and so do half pages."""
 

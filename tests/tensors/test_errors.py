@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has 
 import torch
 
 from kvhma.errors import GeometryError, KvhmaError
+from kvhma.geometry import Shard
 from kvhma.models import model
 from kvhma.torch import (
     AllocationError,
@@ -21,7 +22,6 @@ from kvhma.torch import (
     LayoutError,
     MLASpec,
     OpaqueSpec,
-    Shard,
     StateSpec,
     allocate,
     model_specs,
@@ -95,7 +95,7 @@ def test_references_follow_buffers_that_regions_do_not():
     for reference, buffer in zip(cache.references.tensors, cache.buffers, strict=True):
         assert (reference.base, reference.nbytes) == (buffer.tensor.data_ptr(), buffer.tensor.nbytes)
     for data in cache.references.groups[0]:
-        start = cache.references.tensors[data.tensor].base + data.chunks[0].offset
+        start = cache.references.tensors[data.tensor].base + data.segments[0].offset
         assert start == cache.views[data.layer].data_ptr()
 
 
@@ -208,9 +208,9 @@ def test_other_arguments(groups, more, words):
 
 
 def test_what_only_a_geometry_refuses_is_refused_before_memory_is_taken(monkeypatch):
-    def never(lots, device):
+    def never(plans, device):
         assert device.type == "meta"
-        return make(lots, device)
+        return make(plans, device)
 
     make = memory_module.make_buffers
     monkeypatch.setattr("kvhma.torch.cache.make_buffers", never)

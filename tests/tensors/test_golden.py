@@ -87,7 +87,7 @@ def test_a_state_beside_attention():
     assert attention.shape == (18525, 400, 4, 256)
     assert cache.references.tensors[0].page_bytes == 819200
     (data,) = [data for group in cache.references.groups for data in group if data.layer == "model.layers.0.mixer"]
-    assert [chunk.nbytes for chunk in data.chunks] == [3 * 3328 * 2, 48 * 64 * 128 * 2]
+    assert [segment.nbytes for segment in data.segments] == [3 * 3328 * 2, 48 * 64 * 128 * 2]
 
 
 def comparable():
@@ -147,5 +147,5 @@ def test_references_as_json():
         "tensor": 0,
         "num_blocks": 10,
         "block_stride": 196608,
-        "chunks": [{"offset": 2 * 4096, "nbytes": 16384, "heads": 4, "head_stride": 49152}],
+        "segments": [{"offset": 2 * 4096, "nbytes": 16384, "heads": 4, "head_stride": 49152}],
     }

@@ -16,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from kvhma.torch import AttentionSpec, Cache, LayoutError, Shard, allocate
+from kvhma.geometry import Shard
+from kvhma.torch import AttentionSpec, Cache, LayoutError, allocate
 from support.torch_labels import Labels, addresses, read, regions_of, tensors_of
 from support.torch_specs import Mix, mixes
 
@@ -97,19 +98,19 @@ def test_references_hold_the_bytes_of_the_geometry(mix):
             layer = cache.geometry.layer_by_name[data.layer]
             assert cache.geometry.regions[layer.region].base == tensors[data.tensor].base
             spec = mix.specs[data.layer]
-            by_chunks: Counter[int] = Counter()
+            by_segments: Counter[int] = Counter()
             for block in range(data.num_blocks):
-                for chunk in data.chunks:
-                    one = chunk.nbytes // chunk.heads
-                    for head in range(chunk.heads):
-                        start = chunk.offset + block * data.block_stride + head * (chunk.head_stride or 0)
-                        by_chunks.update(range(start, start + one))
+                for segment in data.segments:
+                    one = segment.nbytes // segment.heads
+                    for head in range(segment.heads):
+                        start = segment.offset + block * data.block_stride + head * (segment.head_stride or 0)
+                        by_segments.update(range(start, start + one))
             by_geometry = np.concatenate([grid.reshape(-1) for grid in addresses(cache.geometry, data.layer, spec)])
-            assert by_chunks == Counter(by_geometry.tolist())
-            assert sum(chunk.nbytes for chunk in data.chunks) * data.num_blocks == spec.nbytes * mix.num_blocks
-            # Of a part whose heads can be taken apart, a head is one run of bytes.
-            heads = [chunk for chunk in data.chunks if chunk.heads > 1]
-            assert all(chunk.nbytes % chunk.heads == 0 and chunk.head_stride for chunk in heads)
+            assert by_segments == Counter(by_geometry.tolist())
+            assert sum(segment.nbytes for segment in data.segments) * data.num_blocks == spec.nbytes * mix.num_blocks
+            # Of a part whose heads can be read one by one, a head is one run of bytes.
+            heads = [segment for segment in data.segments if segment.heads > 1]
+            assert all(segment.nbytes % segment.heads == 0 and segment.head_stride for segment in heads)
 
 
 @given(mixes())

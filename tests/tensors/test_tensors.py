@@ -10,8 +10,8 @@ import torch
 
 import kvhma
 from kvhma.errors import GeometryError
-from kvhma.geometry import Axis, Group, Part, Region
-from kvhma.torch import LayerTensors, Shard, TensorPart, geometry_from_tensors
+from kvhma.geometry import Axis, Group, Part, Region, Shard
+from kvhma.tensors import LayerTensors, TensorPart, geometry_from_tensors
 
 FULL = Group("full", 16)
 BHNC = ("blocks", "heads", "tokens", "content")

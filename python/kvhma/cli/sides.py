@@ -11,8 +11,9 @@ import click
 
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry
-from kvhma.hybrid import ConvOrder, LayoutError, Order, layout
+from kvhma.hybrid import ConvOrder, LayoutError, layout
 from kvhma.models import Model
+from kvhma.stride_orders import Order
 
 MAX_RANKS = 256
 _MAX_BLOCK = 1 << 20

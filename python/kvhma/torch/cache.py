@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvhma.geometry import Geometry
-from kvhma.hybrid import LayoutError, Order
-from kvhma.torch.arrange import BufferKind, Groups, Lot, arrange
+from kvhma.hybrid import LayoutError
+from kvhma.stride_orders import Order
+from kvhma.tensors import LayerTensors, RankOptions, geometry_from_tensors
+from kvhma.torch.arrange import CachePlan, Groups, arrange
 from kvhma.torch.memory import make_buffers
-from kvhma.torch.plots import Plot, Spec
+from kvhma.torch.placement import BufferKind
 from kvhma.torch.references import References, TensorReference, data_reference
-from kvhma.torch.tensors import LayerTensors, geometry_from_tensors
 from kvhma.torch.views import View, make_view, over_layers, parts_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +73,7 @@ def allocate(
     layout: Order = "BLHNC",
     device: torch.device | str = "cpu",
     shared: Sequence[Sequence[str]] | None = None,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    null_block: int | None = 0,
+    **rank: Unpack[RankOptions],
 ) -> Cache:
     """Allocate the cache of one rank, zeroed.
 
@@ -81,9 +84,7 @@ def allocate(
             of equal pages have one buffer; with L outermost each slot has its own.
         device: where to; on ``meta`` nothing is allocated and addresses are made up.
         shared: for each tensor of an engine the layers that share it, instead of the j-th of all groups.
-        tp_rank: place among the tensor-parallel ranks.
-        tp_size: tensor-parallel ranks.
-        null_block: logical block id that stands for "no block", or None.
+        **rank: ``tp_rank``, ``tp_size`` and ``null_block``, as for :class:`kvhma.Geometry`.
 
     Raises:
         LayoutError: the specs contradict themselves or each other, or cannot be laid out so; the text names layers and
@@ -91,13 +92,11 @@ def allocate(
         GeometryError: a number is out of the range of a geometry. Nothing is allocated.
         AllocationError: there is not enough memory for all buffers. Nothing stays allocated.
     """
-    groups = [dict(group) for group in specs]
-    lots, plots = arrange(groups, num_blocks, layout, shared)
+    plan = arrange([dict(group) for group in specs], num_blocks, layout, shared)
     where = _device(device)
-    sizes = (tp_rank, tp_size, null_block)
     # Once without memory, so that what a geometry refuses is refused before anything is allocated.
-    _put_together(groups, num_blocks, layout, lots, plots, torch.device("meta"), *sizes)
-    return _put_together(groups, num_blocks, layout, lots, plots, where, *sizes)
+    _allocate(plan, torch.device("meta"), rank)
+    return _allocate(plan, where, rank)
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -107,59 +106,42 @@ def _device(device: torch.device | str) -> torch.device:
         raise LayoutError(f"device {device!r}: {str(error).splitlines()[0]}") from None
 
 
-def _put_together(
-    groups: Groups,
-    num_blocks: int,
-    layout: str,
-    lots: Sequence[Lot],
-    plots: Mapping[str, Plot],
-    device: torch.device,
-    tp_rank: int,
-    tp_size: int,
-    null_block: int | None,
-) -> Cache:
-    tensors = make_buffers(lots, device)
-    specs: dict[str, Spec] = {name: spec for group in groups for name, spec in group.items()}
+def _allocate(plan: CachePlan, device: torch.device, rank: RankOptions) -> Cache:
+    tensors = make_buffers(plan.buffers, device)
+    specs, placements = plan.specs, plan.placements
     views = {
-        name: make_view(tensors[plots[name].buffer], spec, plots[name], num_blocks) for name, spec in specs.items()
+        name: make_view(tensors[placements[name].buffer], spec, placements[name], plan.num_blocks)
+        for name, spec in specs.items()
     }
-    geometry = geometry_from_tensors(
-        [next(iter(group.values())).group() for group in groups],
-        {
-            name: LayerTensors(index, parts_of(spec, views[name]))
-            for index, group in enumerate(groups)
-            for name, spec in group.items()
-        },
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        null_block=null_block,
-    )
+    layers = {
+        name: LayerTensors(index, parts_of(spec, views[name]))
+        for index, group in enumerate(plan.groups)
+        for name, spec in group.items()
+    }
+    geometry = geometry_from_tensors([next(iter(group.values())).group() for group in plan.groups], layers, **rank)
     buffers = tuple(
         Buffer(
-            lot.kind,
-            tensor,
-            lot.dims,
-            lot.key.page_bytes,
-            lot.slots,
-            over_layers(tensor, lot.slots, specs, plots, num_blocks, layout),
+            kind=buffer.kind,
+            tensor=tensor,
+            dims=tuple(buffer.dims),
+            page_bytes=buffer.page_class.page_bytes,
+            layers=buffer.slots,
+            cross_layer=over_layers(tensor, buffer, specs, placements),
         )
-        for lot, tensor in zip(lots, tensors, strict=True)
+        for buffer, tensor in zip(plan.buffers, tensors, strict=True)
     )
-    return Cache(buffers, views, geometry, _references(groups, buffers, plots, geometry, num_blocks))
+    return Cache(buffers, views, geometry, _references(plan, geometry))
 
 
-def _references(
-    groups: Groups, buffers: Sequence[Buffer], plots: Mapping[str, Plot], geometry: Geometry, num_blocks: int
-) -> References:
-    # Regions are in the order in which layers use them, which need not be that of the buffers.
-    regions = [geometry.regions[geometry.layer_by_name[buffer.layers[0][0]].region] for buffer in buffers]
-    tensors = (
-        TensorReference(
-            region.base, region.bytes, region.memory, region.device, buffer.kind, buffer.page_bytes, buffer.layers
-        )
-        for buffer, region in zip(buffers, regions, strict=True)
-    )
+def _references(plan: CachePlan, geometry: Geometry) -> References:
+    tensors = []
+    for buffer in plan.buffers:
+        # Regions are in the order in which layers use them, which need not be that of the buffers.
+        region = geometry.regions[geometry.layer_by_name[buffer.slots[0][0]].region]
+        of_buffer = (buffer.kind, buffer.page_class.page_bytes, buffer.slots)
+        tensors.append(TensorReference(region.base, region.bytes, region.memory, region.device, *of_buffer))
     data = (
-        tuple(data_reference(name, spec, plots[name], num_blocks) for name, spec in group.items()) for group in groups
+        tuple(data_reference(name, spec, plan.placements[name], plan.num_blocks) for name, spec in group.items())
+        for group in plan.groups
     )
     return References(tuple(tensors), tuple(data))

@@ -7,10 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 
 from kvhma.geometry import Memory
-from kvhma.torch.arrange import BufferKind
-from kvhma.torch.attention import AttentionSpec, MLASpec
-from kvhma.torch.plots import Plot, Spec, TokenSpec
-from kvhma.torch.state import StateSpec
+from kvhma.torch.placement import BufferKind, LayerPlacement
+from kvhma.torch.specs import Spec, StateSpec, TokenSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,14 @@ class TensorReference:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Segment:
     """Bytes of a layer in one of its blocks, padding excluded.
 
     Attributes:
         offset: bytes from the buffer's start to those of block 0.
         nbytes: bytes of content in a block.
-        heads: heads that can be taken apart; ``nbytes / heads`` is one of them. 1 where they cannot be.
-        head_stride: bytes from one head to the next; None where heads cannot be taken apart, then the bytes are
+        heads: heads that can be read one by one; ``nbytes / heads`` is one of them. 1 where they cannot be.
+        head_stride: bytes from one head to the next; None where heads cannot be read one by one, then the bytes are
             contiguous.
     """
 
@@ -63,14 +61,14 @@ class DataReference:
         tensor: index of the buffer.
         num_blocks: blocks, kernel blocks where they are smaller.
         block_stride: bytes from one of them to the next.
-        chunks: what a block of it holds.
+        segments: what a block of it holds.
     """
 
     layer: str
     tensor: int
     num_blocks: int
     block_stride: int
-    chunks: tuple[Chunk, ...]
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +83,28 @@ class References:
         return json.dumps({"kvhma_references": 1, **asdict(self)}, indent=indent).encode()
 
 
-def data_reference(name: str, spec: Spec, plot: Plot, num_blocks: int) -> DataReference:
+def data_reference(name: str, spec: Spec, placement: LayerPlacement, num_blocks: int) -> DataReference:
     """Return where one layer's bytes are."""
-    if isinstance(spec, AttentionSpec | MLASpec):
-        chunks = _token_chunks(spec, plot)
-        return DataReference(name, plot.buffer, num_blocks * spec.ratio, plot.strides["K"], chunks)
+    buffer, start, strides = placement.buffer, placement.offset, placement.strides
+    if isinstance(spec, TokenSpec):
+        return DataReference(name, buffer, num_blocks * spec.ratio, strides["K"], _token_segments(spec, placement))
     if not isinstance(spec, StateSpec):
-        return DataReference(name, plot.buffer, num_blocks, plot.strides["B"], (Chunk(plot.offset, spec.nbytes),))
-    chunks = (Chunk(plot.offset, spec.conv_bytes),) if spec.conv else ()
+        return DataReference(name, buffer, num_blocks, strides["B"], (Segment(start, spec.nbytes),))
+    segments: tuple[Segment, ...] = (Segment(start, spec.conv_bytes),) if spec.conv else ()
     if spec.ssm_heads is not None:
-        at, heads = plot.offset + spec.conv_bytes, spec.ssm_heads.held
-        chunks += (Chunk(at, heads * spec.head_bytes, heads, spec.head_bytes),)
-    return DataReference(name, plot.buffer, num_blocks, plot.strides["B"], chunks)
+        heads = spec.ssm_heads.held
+        segments += (Segment(start + spec.conv_bytes, heads * spec.head_bytes, heads, spec.head_bytes),)
+    return DataReference(name, buffer, num_blocks, strides["B"], segments)
 
 
-def _token_chunks(spec: TokenSpec, plot: Plot) -> tuple[Chunk, ...]:
-    sizes, strides, whole = spec.sizes, plot.strides, spec.nbytes // spec.ratio
-    halves = [plot.offset + at * strides["S"] for at in range(sizes["S"])]
-    if sizes["H"] == 1 or strides["H"] < strides["N"]:
-        # No head can be taken out of these tokens. They are dense, but V may lie far from K.
-        if len(halves) == 1 or 2 * strides["S"] == whole:
-            return (Chunk(plot.offset, whole),)
-        return tuple(Chunk(at, whole // 2) for at in halves)
-    if len(halves) == 1 or strides["S"] < strides["H"]:
-        return (Chunk(plot.offset, whole, sizes["H"], strides["H"]),)
-    return tuple(Chunk(at, whole // 2, sizes["H"], strides["H"]) for at in halves)
+def _token_segments(spec: TokenSpec, placement: LayerPlacement) -> tuple[Segment, ...]:
+    """Return the bytes of a kernel block: one segment, or one for K and one for V where those do not touch."""
+    sizes, strides, whole = spec.sizes, placement.strides, spec.nbytes // spec.ratio
+    k_to_v = strides.get("S", 0)
+    if sizes["H"] > 1 and strides["H"] >= strides["N"]:
+        heads, head_stride, together = sizes["H"], strides["H"], k_to_v < strides["H"]
+    else:
+        # No head can be read out of these tokens. They are dense, but V may lie far from K.
+        heads, head_stride, together = 1, None, 2 * k_to_v in (0, whole)
+    starts = [placement.offset] if together else [placement.offset, placement.offset + k_to_v]
+    return tuple(Segment(start, whole // len(starts), heads, head_stride) for start in starts)

@@ -9,10 +9,9 @@ from typing import TypeAlias
 
 import torch
 
-from kvhma.torch.attention import AttentionSpec, MLASpec
-from kvhma.torch.plots import Plot, Spec, TokenSpec
-from kvhma.torch.state import StateSpec
-from kvhma.torch.tensors import BLOCKS, TensorPart
+from kvhma.tensors.geometry import BLOCKS, TensorPart
+from kvhma.torch.placement import BufferPlan, LayerPlacement
+from kvhma.torch.specs import AttentionSpec, Spec, StateSpec, TokenSpec
 
 View: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """Of an attention or opaque layer a tensor; of state a tuple: convolution, state proper, those it has."""
@@ -20,7 +19,7 @@ View: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 _AXES = {"B": BLOCKS, "H": "heads", "N": "tokens", "C": "content"}
 
 
-def make_view(buffer: torch.Tensor, spec: Spec, plot: Plot, num_blocks: int) -> View:
+def make_view(buffer: torch.Tensor, spec: Spec, placement: LayerPlacement, num_blocks: int) -> View:
     """Return a layer's view of its buffer. No byte is copied.
 
     Returns:
@@ -28,21 +27,22 @@ def make_view(buffer: torch.Tensor, spec: Spec, plot: Plot, num_blocks: int) -> 
         ``(blocks, channels, rows)``, or rows first in order SD, and state ``(blocks, heads, ...)``. Opaque: int8
         ``(blocks, bytes)``.
     """
-    if isinstance(spec, AttentionSpec | MLASpec):
-        sizes = spec.sizes | {"B": num_blocks * spec.ratio}
-        strides = {**plot.strides, "B": plot.strides["K"]}
-        shape = tuple(sizes[letter] for letter in spec.dims)
-        return _strided(buffer, spec.dtype, shape, tuple(strides[letter] for letter in spec.dims), plot.offset)
-    stride = plot.strides["B"]
-    if isinstance(spec, StateSpec):
-        views, offset = [], plot.offset
-        if spec.conv:
-            views.append(_rows(buffer, spec.conv_dtype, num_blocks, stride, spec.conv_shape, offset))
-        if spec.ssm_heads is not None:
-            shape = (spec.ssm_heads.held, *spec.ssm_shape)
-            views.append(_rows(buffer, spec.ssm_dtype, num_blocks, stride, shape, offset + spec.conv_bytes))
-        return tuple(views)
-    return _rows(buffer, torch.int8, num_blocks, stride, (spec.nbytes,), plot.offset)
+    offset, strides = placement.offset, placement.strides
+    if isinstance(spec, TokenSpec):
+        sizes = {**spec.sizes, "B": num_blocks * spec.ratio}
+        strides = {**strides, "B": strides["K"]}
+        return _strided(buffer, spec.dtype, [(sizes[axis], strides[axis]) for axis in spec.dims], offset)
+    blocks = (num_blocks, strides["B"])
+    if not isinstance(spec, StateSpec):
+        return _strided(buffer, torch.int8, [blocks, (spec.nbytes, 1)], offset)
+    views = []
+    if spec.conv:
+        dims = _dense(spec.conv_shape, spec.conv_dtype)
+        views.append(_strided(buffer, spec.conv_dtype, [blocks, *dims], offset))
+    if spec.ssm_heads is not None:
+        dims = _dense((spec.ssm_heads.held, *spec.ssm_shape), spec.ssm_dtype)
+        views.append(_strided(buffer, spec.ssm_dtype, [blocks, *dims], offset + spec.conv_bytes))
+    return tuple(views)
 
 
 def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
@@ -50,59 +50,56 @@ def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
     if isinstance(view, tuple):
         assert isinstance(spec, StateSpec)  # noqa: S101 - make_view has made it
         return _state_parts(spec, view)
-    if isinstance(spec, AttentionSpec | MLASpec):
+    if isinstance(spec, TokenSpec):
         return _token_parts(spec, view)
     assert not isinstance(spec, StateSpec)  # noqa: S101 - its view is a tuple
     return (TensorPart("opaque", view, (BLOCKS, "bytes"), dtype=spec.encoding),)
 
 
 def over_layers(
-    buffer: torch.Tensor,
-    slots: Sequence[tuple[str, ...]],
-    specs: Mapping[str, Spec],
-    plots: Mapping[str, Plot],
-    num_blocks: int,
-    layout: str,
+    buffer: torch.Tensor, plan: BufferPlan, specs: Mapping[str, Spec], placements: Mapping[str, LayerPlacement]
 ) -> torch.Tensor | None:
     """Return a buffer as one tensor over its layers, dimensions in the order of memory; None if they differ in form."""
-    first, plot = specs[slots[0][0]], plots[slots[0][0]]
-    if not isinstance(first, AttentionSpec | MLASpec):
+    names = [slot[0] for slot in plan.slots]
+    first, start = specs[names[0]], placements[names[0]]
+    if not isinstance(first, TokenSpec):
         return None
-    step = plots[slots[1][0]].offset - plot.offset if len(slots) > 1 else first.padded_bytes
-    for at, slot in enumerate(slots):
+    step = placements[names[1]].offset - start.offset if len(names) > 1 else first.padded_bytes
+    for index, slot in enumerate(plan.slots):
         for name in slot:
-            spec, other = specs[name], plots[name]
-            if not isinstance(spec, AttentionSpec | MLASpec) or (spec.sizes, spec.dtype) != (first.sizes, first.dtype):
+            spec, placement = specs[name], placements[name]
+            if not isinstance(spec, TokenSpec) or (spec.sizes, spec.dtype) != (first.sizes, first.dtype):
                 return None
-            if (other.strides, other.offset) != (plot.strides, plot.offset + at * step):
+            if (placement.strides, placement.offset) != (start.strides, start.offset + index * step):
                 return None
-    sizes = {**first.sizes, "B": num_blocks * first.ratio, "L": len(slots)}
-    strides = {**plot.strides, "B": plot.strides["K"], "L": step}
-    letters = ["L", *first.dims]
-    if len(slots) == 1 and layout[0] == "L":
-        letters.remove("L")
-    # Of dimensions with one index the layout knows the place; K and V are outside of what they tie with.
-    letters.sort(key=lambda letter: (-strides[letter], layout.find(letter)))
-    shape = tuple(sizes[letter] for letter in letters)
-    return _strided(buffer, first.dtype, shape, tuple(strides[letter] for letter in letters), plot.offset)
+    sizes = {**first.sizes, "B": plan.num_blocks * first.ratio, "L": len(names)}
+    strides = {**start.strides, "B": start.strides["K"], "L": step}
+    axes = list(first.dims) if len(names) == 1 and plan.order[0] == "L" else ["L", *first.dims]
+    # Where strides are equal one dimension has one index, and the order says where it is; S is not in the order, it is
+    # outside of what it ties with.
+    axes.sort(key=lambda axis: (-strides[axis], plan.order.find(axis)))
+    return _strided(buffer, first.dtype, [(sizes[axis], strides[axis]) for axis in axes], start.offset)
 
 
-def _strided(
-    buffer: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> torch.Tensor:
-    """Return a view of a buffer's bytes; strides and offset in bytes, all multiples of an item."""
+def _strided(buffer: torch.Tensor, dtype: torch.dtype, dims: Sequence[tuple[int, int]], offset: int) -> torch.Tensor:
+    """Return a view of a buffer's bytes.
+
+    Args:
+        buffer: int8, contiguous.
+        dtype: of the view.
+        dims: of each dimension its size, and bytes from one index to the next, a multiple of an item.
+        offset: bytes to the first item, a multiple of an item.
+    """
     item = dtype.itemsize
     flat = buffer.view(-1)
     items = flat[: flat.numel() // item * item].view(dtype)
-    return items.as_strided(shape, tuple(stride // item for stride in strides), offset // item)
+    sizes, strides = zip(*dims, strict=True)
+    return items.as_strided(sizes, [stride // item for stride in strides], offset // item)
 
 
-def _rows(
-    buffer: torch.Tensor, dtype: torch.dtype, num_blocks: int, stride: int, shape: tuple[int, ...], offset: int
-) -> torch.Tensor:
-    """Return a view whose blocks are dense."""
-    strides = [math.prod(shape[at + 1 :]) * dtype.itemsize for at in range(len(shape))]
-    return _strided(buffer, dtype, (num_blocks, *shape), (stride, *strides), offset)
+def _dense(shape: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return size and stride of the dimensions of a dense array."""
+    return [(size, math.prod(shape[at + 1 :]) * dtype.itemsize) for at, size in enumerate(shape)]
 
 
 def _token_parts(spec: TokenSpec, view: torch.Tensor) -> tuple[TensorPart, ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
 from kvhma.errors import GeometryError
-from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
-from kvhma.torch.regions import Place, Regions
-from kvhma.torch.shard import Shard
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Shard
+from kvhma.tensors.regions import Location, locate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 BLOCKS, KERNEL_BLOCKS = "blocks", "kernel_blocks"
 """Names of the dimensions that number blocks; every other name is an axis of the part."""
@@ -53,33 +56,46 @@ class LayerTensors:
     parts: tuple[TensorPart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
+class RankOptions(TypedDict, total=False):
+    """What a geometry says of its rank besides where the bytes are; left out, it is the default of `Geometry`."""
+
+    tp_rank: int
+    tp_size: int
+    null_block: int | None
+
+
+class _Dim(NamedTuple):
+    """A dimension: its indices, and bytes from one to the next; None where there is only one index."""
+
+    size: int
+    stride: int | None
+
+
+class _Blocks(NamedTuple):
     """How the pages of a layer are numbered; a stride is None where there is only one block."""
 
     num_blocks: int
     block_stride: int | None
     kernel_stride: int | None
 
+    def __str__(self) -> str:
+        return f"{self.num_blocks}, {self.block_stride} bytes apart, kernel blocks {self.kernel_stride}"
+
 
 def geometry_from_tensors(
     groups: Sequence[Group],
     layers: Mapping[str, LayerTensors],
     *,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    null_block: int | None = 0,
     regions: Sequence[Region] | None = None,
+    **rank: Unpack[RankOptions],
 ) -> Geometry:
     """Describe a cache by its views. Nothing is allocated, read or written.
 
     Args:
         groups: KV cache groups, in the order of the engine's block tables.
         layers: views of every layer by name, in any order.
-        tp_rank: place among the tensor-parallel ranks.
-        tp_size: tensor-parallel ranks.
-        null_block: logical block id that stands for "no block", or None.
         regions: memory that is registered for transfer, if that is not the views' storages as a whole.
+        **rank: ``tp_rank``, ``tp_size`` and ``null_block``, as for :class:`kvhma.Geometry`.
 
     Returns:
         The geometry. Each storage is one region, in the order in which layers use them; storages that overlap are one.
@@ -93,16 +109,14 @@ def geometry_from_tensors(
     groups = tuple(groups)
     for name, layer in layers.items():
         _check_layer(name, layer, len(groups))
-    tensors = [(f"layer {name!r} part {p.name!r}", p.tensor) for name, layer in layers.items() for p in layer.parts]
-    found = Regions(tensors, regions)
-    return Geometry(
-        regions=found.regions,
-        groups=groups,
-        layers=tuple(_layer(name, layer, groups[layer.group], found) for name, layer in layers.items()),
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        null_block=null_block,
-    )
+    tensors = {_label(name, part): part.tensor for name, layer in layers.items() for part in layer.parts}
+    found, locations = locate(tensors, regions)
+    described = (_layer(name, layer, groups[layer.group], locations) for name, layer in layers.items())
+    return Geometry(found, groups, tuple(described), **rank)
+
+
+def _label(name: str, part: TensorPart) -> str:
+    return f"layer {name!r} part {part.name!r}"
 
 
 def _check_layer(name: str, layer: LayerTensors, num_groups: int) -> None:
@@ -111,7 +125,7 @@ def _check_layer(name: str, layer: LayerTensors, num_groups: int) -> None:
     if not layer.parts:
         raise GeometryError(f"layer {name!r}: parts (), a layer has at least one")
     for part in layer.parts:
-        at, tensor = f"layer {name!r} part {part.name!r}", part.tensor
+        at, tensor = _label(name, part), part.tensor
         if not isinstance(tensor, torch.Tensor):
             raise GeometryError(f"{at}: tensor is {type(tensor).__name__}, expected torch.Tensor")
         if tensor.layout != torch.strided:
@@ -126,51 +140,40 @@ def _check_layer(name: str, layer: LayerTensors, num_groups: int) -> None:
             raise GeometryError(f"{at}: shards of {', '.join(sorted(unknown))}, axes are {part.axes}")
 
 
-def _layer(name: str, layer: LayerTensors, group: Group, found: Regions) -> Layer:
-    places = [found.place(part.tensor) for part in layer.parts]
-    for part, place in zip(layer.parts, places, strict=True):
-        if place.region != places[0].region:
+def _layer(name: str, layer: LayerTensors, group: Group, locations: Mapping[str, Location]) -> Layer:
+    first = layer.parts[0]
+    region, offset = locations[_label(name, first)]
+    for part in layer.parts:
+        location = locations[_label(name, part)]
+        if location.region != region:
             raise GeometryError(
-                f"layer {name!r}: part {layer.parts[0].name!r} is in region {places[0].region}, part {part.name!r} in "
-                f"region {place.region}; a layer lies in one: register memory that has both, or make it two layers"
+                f"layer {name!r}: part {first.name!r} is in region {region}, part {part.name!r} in region "
+                f"{location.region}; a layer lies in one: register memory that has both, or make it two layers"
             )
-    offset = min(place.offset for place in places)
-    parts, blocks = [], []
-    for part, place in zip(layer.parts, places, strict=True):
-        made, numbered = _part(f"layer {name!r} part {part.name!r}", part, place, offset, group)
-        parts.append(made)
-        blocks.append(numbered)
-    for part, other in zip(layer.parts, blocks, strict=True):
-        if other != blocks[0]:
+        offset = min(offset, location.offset)
+    parts, numbered = [], []
+    for part in layer.parts:
+        at = _label(name, part)
+        dims = _dims(at, part)
+        numbered.append(_blocks(at, dims.pop(BLOCKS), dims.pop(KERNEL_BLOCKS, None), group.ratio))
+        parts.append(_part(at, part, dims, locations[at].offset - offset))
+    blocks = numbered[0]
+    for part, other in zip(layer.parts, numbered, strict=True):
+        if other != blocks:
             raise GeometryError(
-                f"layer {name!r}: blocks of part {layer.parts[0].name!r} are {_words(blocks[0])}, "
-                f"of part {part.name!r} {_words(other)}"
+                f"layer {name!r}: blocks of part {first.name!r} are {blocks}, of part {part.name!r} {other}"
             )
     page = Page(tuple(parts))
-    kernel = blocks[0].kernel_stride
     # With a single block any stride will do.
-    block_stride = blocks[0].block_stride or (kernel or page.nbytes) * group.ratio
-    return Layer(
-        name=name,
-        group=layer.group,
-        region=places[0].region,
-        offset=offset,
-        num_blocks=blocks[0].num_blocks,
-        block_stride=block_stride,
-        page=page,
-        # Only where it is not what a geometry assumes anyway.
-        kernel_stride=None if kernel is None or kernel * group.ratio == block_stride else kernel,
-    )
+    block_stride = blocks.block_stride or (blocks.kernel_stride or page.nbytes) * group.ratio
+    # The stride that a geometry assumes anyway is not written.
+    assumed = blocks.kernel_stride is None or blocks.kernel_stride * group.ratio == block_stride
+    kernel_stride = None if assumed else blocks.kernel_stride
+    return Layer(name, layer.group, region, offset, blocks.num_blocks, block_stride, page, kernel_stride)
 
 
-def _words(blocks: _Blocks) -> str:
-    return f"{blocks.num_blocks}, {blocks.block_stride} bytes apart, kernel blocks {blocks.kernel_stride}"
-
-
-def _part(at: str, part: TensorPart, place: Place, start: int, group: Group) -> tuple[Part, _Blocks]:
+def _part(at: str, part: TensorPart, dims: Mapping[str, _Dim], offset: int) -> Part:
     item = part.tensor.element_size()
-    dims = _dims(at, part, item)
-    blocks = _blocks(at, dims.pop(BLOCKS), dims.pop(KERNEL_BLOCKS, None), group.ratio)
     axes = []
     for name, (size, stride) in dims.items():
         shard = part.shards.get(name, Shard(size))
@@ -180,38 +183,38 @@ def _part(at: str, part: TensorPart, place: Place, start: int, group: Group) -> 
             raise GeometryError(f"{at}: shard of {name!r} holds {shard.held}, the view has {size}")
         axes.append(Axis(name, shard.extent, item if stride is None else stride, shard.start, size))
     dtype = str(part.tensor.dtype).removeprefix("torch.") if part.dtype is None else part.dtype
-    return Part(part.name, dtype, item, place.offset - start, tuple(axes)), blocks
+    return Part(part.name, dtype, item, offset, tuple(axes))
 
 
-def _dims(at: str, part: TensorPart, item: int) -> dict[str, tuple[int, int | None]]:
-    """Return size and stride in bytes by axis; the stride is None where there is only one index."""
-    found: dict[str, tuple[int, int | None]] = {}
-    before = None
+def _dims(at: str, part: TensorPart) -> dict[str, _Dim]:
+    """Return the dimensions by name; those of one name are joined into one."""
+    item = part.tensor.element_size()
+    found: dict[str, _Dim] = {}
+    last = None
     for name, size, step in zip(part.axes, part.tensor.shape, part.tensor.stride(), strict=True):
         stride = step * item if size > 1 else None
         if stride == 0:
             raise GeometryError(f"{at}: {size} indices of {name!r} with stride 0: they share their bytes")
         if name in found:
-            if name != before:
+            if name != last:
                 raise GeometryError(f"{at}: axes {part.axes} name {name!r} in places that do not follow each other")
-            outer_size, outer = found[name]
-            if outer is not None and stride is not None and outer != size * stride:
-                raise GeometryError(f"{at}: {name!r} is unevenly spaced: {outer} bytes over {size} of {stride}")
-            if outer is not None and stride is None:
-                stride = outer
-            size *= outer_size
-        found[name] = (size, stride)
-        before = name
+            # outer index 0            outer index 1
+            # | 0 | 1 | ... | size-1 |  0 | 1 | ...        evenly spaced: outer.stride == size * stride
+            outer = found[name]
+            if outer.stride is not None and stride is not None and outer.stride != size * stride:
+                raise GeometryError(f"{at}: {name!r} is unevenly spaced: {outer.stride} bytes over {size} of {stride}")
+            size, stride = size * outer.size, outer.stride if stride is None else stride
+        found[name] = _Dim(size, stride)
+        last = name
     return found
 
 
-def _blocks(at: str, blocks: tuple[int, int | None], kernels: tuple[int, int | None] | None, ratio: int) -> _Blocks:
-    count, stride = blocks
+def _blocks(at: str, blocks: _Dim, kernels: _Dim | None, ratio: int) -> _Blocks:
     if kernels is not None:
-        if kernels[0] != ratio:
-            raise GeometryError(f"{at}: {kernels[0]} {KERNEL_BLOCKS!r}, the group's ratio is {ratio}")
-        return _Blocks(count, stride, kernels[1])
-    if count % ratio:
-        raise GeometryError(f"{at}: {count} kernel blocks, not a multiple of the group's ratio {ratio}")
-    whole = stride * ratio if stride is not None and count > ratio else None
-    return _Blocks(count // ratio, whole, stride if ratio > 1 else None)
+        if kernels.size != ratio:
+            raise GeometryError(f"{at}: {kernels.size} {KERNEL_BLOCKS!r}, the group's ratio is {ratio}")
+        return _Blocks(blocks.size, blocks.stride, kernels.stride)
+    if blocks.size % ratio:
+        raise GeometryError(f"{at}: {blocks.size} kernel blocks, not a multiple of the group's ratio {ratio}")
+    whole = blocks.stride * ratio if blocks.stride is not None and blocks.size > ratio else None
+    return _Blocks(blocks.size // ratio, whole, blocks.stride if ratio > 1 else None)

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From torch tensors to a geometry: :func:`geometry_from_tensors` describes the views an engine has made.
+
+docs/torch.md has an example.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401 - absolute: the package of that name
+except ImportError as error:
+    raise ImportError("kvhma.tensors and kvhma.torch need torch: pip install 'kvhma[torch]'") from error
+
+from kvhma.tensors.geometry import LayerTensors, RankOptions, TensorPart, geometry_from_tensors
+
+__all__ = ["LayerTensors", "RankOptions", "TensorPart", "geometry_from_tensors"]

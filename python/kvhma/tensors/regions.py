@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which range of memory a tensor lies in: the one rule from a tensor's storage to a region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvhma.errors import GeometryError
+from kvhma.geometry import Memory, Region
+
+_MEMORIES: dict[str, Memory] = {"cpu": "DRAM", "meta": "DRAM", "cuda": "VRAM", "xpu": "VRAM"}
+_META_BASE, _META_ALIGN = 1 << 20, 4096
+"""Storages without memory are numbered as if they followed each other from here on."""
+
+
+class Location(NamedTuple):
+    """Where a tensor's first item is: index of the region, and bytes from its base."""
+
+    region: int
+    offset: int
+
+
+def locate(
+    tensors: Mapping[str, torch.Tensor], registered: Sequence[Region] | None = None
+) -> tuple[tuple[Region, ...], dict[str, Location]]:
+    """Return the regions that tensors lie in, and where in them each one is.
+
+    Args:
+        tensors: each under the words that errors name it by.
+        registered: ranges that are registered as they are; None for the storages, each once, in order of use and
+            joined where they overlap.
+
+    Raises:
+        GeometryError: a device whose memory has no kind, or a tensor that is not inside of one registered range.
+    """
+    storages = _storages(tensors)
+    regions = _join(storages.values()) if registered is None else tuple(registered)
+    return regions, {name: _find(name, tensor, storages[name], regions) for name, tensor in tensors.items()}
+
+
+def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+    made_up: dict[int, int] = {}
+    next_base = _META_BASE
+    found = {}
+    for name, tensor in tensors.items():
+        device, storage = tensor.device, tensor.untyped_storage()
+        if device.type not in _MEMORIES:
+            raise GeometryError(f"{name}: device {device}; known are {', '.join(_MEMORIES)}")
+        base, nbytes = int(storage.data_ptr()), int(storage.nbytes())
+        if device.type == "meta":
+            base = made_up.setdefault(storage._cdata, next_base)
+            if base == next_base:
+                next_base += -(-nbytes // _META_ALIGN) * _META_ALIGN
+        found[name] = Region(base, nbytes, _MEMORIES[device.type], device.index or 0)
+    return found
+
+
+def _join(storages: Iterable[Region]) -> tuple[Region, ...]:
+    """Return each range once, those that overlap as one, in the order of the first storage of each."""
+    joined: list[tuple[int, Region]] = []
+    in_order = enumerate(dict.fromkeys(storages))
+    for use, one in sorted(in_order, key=lambda item: (item[1].memory, item[1].device, item[1].base)):
+        first, last = joined[-1] if joined else (use, one)
+        if joined and (last.memory, last.device) == (one.memory, one.device) and one.base < last.base + last.bytes:
+            nbytes = max(last.bytes, one.base + one.bytes - last.base)
+            joined[-1] = (min(first, use), Region(last.base, nbytes, last.memory, last.device))
+        else:
+            joined.append((use, one))
+    return tuple(region for _, region in sorted(joined, key=lambda item: item[0]))
+
+
+def _find(name: str, tensor: torch.Tensor, storage: Region, regions: Sequence[Region]) -> Location:
+    """Find the region that has all of a tensor.
+
+        storage.base      start = base + storage_offset * item     end
+        |                 |<----- first item to last item -------->|
+        |=================|========================================|====|
+    region.base .............................................. region.base + region.bytes
+    """
+    item = tensor.element_size()
+    start = storage.base + int(tensor.storage_offset()) * item
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    end = start + item + sum((size - 1) * stride for size, stride in strides) * item
+    for index, region in enumerate(regions):
+        same = (region.memory, region.device) == (storage.memory, storage.device)
+        if same and region.base <= start and end <= region.base + region.bytes:
+            return Location(index, start - region.base)
+    raise GeometryError(f"{name}: bytes {start:#x}..{end:#x} of {tensor.device} are in none of {regions}")

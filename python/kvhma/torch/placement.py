@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers a buffer can hold, how it is shaped, and where in it the bytes of each layer are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kvhma.hybrid import LayoutError
+from kvhma.stride_orders import Order, stride_axes
+from kvhma.torch.specs import OpaqueSpec, Spec, StateSpec, TokenSpec
+
+BufferKind: TypeAlias = Literal["ordered", "default", "isolated"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageClass:
+    """What the pages of layers that share bytes have in common.
+
+    Attributes:
+        form: ``blocks``: the bytes of a block over all layers lie together; ``pages``: those of a layer; ``heads``: a
+            head's bytes of all blocks lie together; ``apart``: K of all blocks, then V; ``opaque``: only the owner
+            knows.
+        page_bytes: bytes of a logical block of one layer, padding included.
+        heads: heads outside of blocks; 1 where they are inside.
+    """
+
+    form: Literal["blocks", "pages", "heads", "apart", "opaque"]
+    page_bytes: int
+    heads: int = 1
+
+    def __str__(self) -> str:
+        words = {
+            "blocks": "each block contiguous over layers",
+            "pages": "each page contiguous",
+            "heads": f"{self.heads} heads outside of blocks",
+            "apart": f"K and V apart, {self.heads} outside of blocks" if self.heads > 1 else "K and V apart",
+            "opaque": "opaque",
+        }
+        return f"pages of {self.page_bytes} bytes, {words[self.form]}"
+
+
+def page_class(spec: Spec, order: str) -> PageClass:
+    """Return what layers must have in common with one of `spec` to share its bytes."""
+    page = spec.padded_bytes
+    if isinstance(spec, OpaqueSpec):
+        return PageClass("opaque", page)
+    heads = 1
+    if not isinstance(spec, StateSpec):
+        heads = spec.sizes["H"] if order == "LHBNC" else 1
+        if spec.kv == "apart":
+            return PageClass("apart", page, heads)
+    if order[0] == "B":
+        return PageClass("blocks", page)
+    return PageClass("heads" if heads > 1 else "pages", page, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """One buffer.
+
+    Attributes:
+        page_class: what its layers have in common.
+        slots: for each slot the layers that share it, one of each group at most.
+        num_blocks: logical blocks.
+        order: stride order.
+        kind: ``ordered``: heads before layers; ``default``: layers before all but blocks; ``isolated``: one slot.
+        dims: names and sizes of its dimensions as int8, outermost first.
+    """
+
+    page_class: PageClass
+    slots: tuple[tuple[str, ...], ...]
+    num_blocks: int
+    order: Order
+    kind: BufferKind
+    dims: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return math.prod(self.dims.values())
+
+
+def plan_buffer(
+    pages: PageClass, slots: Sequence[tuple[str, ...]], specs: Mapping[str, Spec], num_blocks: int, order: Order
+) -> BufferPlan:
+    """Shape a buffer: the finest shape that is true of all its layers, else bytes of pages."""
+    kind: BufferKind
+    if pages.form == "blocks":
+        kind, dims = _shared_dims(pages.page_bytes, slots, specs, num_blocks, order)
+    else:
+        halves = 2 if pages.form == "apart" else 1
+        outer = {"kv": halves, "heads": pages.heads, "blocks": num_blocks}
+        dims = {name: size for name, size in outer.items() if size > 1 or name == "blocks"}
+        kind, dims = "isolated", dims | {"bytes": pages.page_bytes // halves // pages.heads}
+    return BufferPlan(pages, tuple(slots), num_blocks, order, kind, dims)
+
+
+def _shared_dims(
+    page: int, slots: Sequence[tuple[str, ...]], specs: Mapping[str, Spec], num_blocks: int, order: Order
+) -> tuple[BufferKind, dict[str, int]]:
+    """Return kind and dimensions of a buffer whose blocks have the bytes of many layers."""
+    members = [specs[name] for slot in slots for name in slot]
+    # A state is as large as a block, so it has one kernel block; what is not all heads has none to name.
+    ratios = [spec.ratio if isinstance(spec, TokenSpec) else 1 for spec in members]
+    heads = [spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0 for spec in members]
+    same_ratio = ratios.count(ratios[0]) == len(ratios)
+    same_heads = same_ratio and heads[0] > 0 and heads.count(heads[0]) == len(heads)
+    ratio = ratios[0] if same_ratio else 1
+    blocks, kernel_page = num_blocks * ratio, page // ratio
+    if order == "BHLNC" and same_heads:
+        return "ordered", {
+            "blocks": blocks,
+            "heads": heads[0],
+            "layers": len(slots),
+            "bytes": kernel_page // heads[0],
+        }
+    return "default", {"blocks": blocks, "layers": len(slots), "bytes": kernel_page}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlacement:
+    """Where the bytes of one layer are.
+
+    Attributes:
+        buffer: index of the buffer.
+        offset: bytes from its start to block 0.
+        strides: bytes from one index to the next: B logical blocks, K kernel blocks, and S, H, N, C as in a spec's
+            `sizes`; for state and opaque bytes B only.
+    """
+
+    buffer: int
+    offset: int
+    strides: Mapping[str, int]
+
+
+def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> dict[str, LayerPlacement]:
+    """Return where the layers that one group has in a buffer are.
+
+        | block 0                       | block 1
+        | slot 0 | slot 1 | ... slot n-1 | slot 0 | ...      state, and tokens with layers before heads
+        |<-page->|
+        |<---------- B = n * page ------>|
+
+    A kernel block is laid as a block of its size would be: K kernel blocks are K such rows, each of n * page / ratio.
+
+    Args:
+        plan: the buffer.
+        buffer: its index.
+        group: specs of the group's layers by name; those that are not in the buffer are left out.
+
+    Raises:
+        LayoutError: heads before layers would leave a layer's items unaligned.
+    """
+    page, slots, form = plan.page_class.page_bytes, len(plan.slots), plan.page_class.form
+    found: dict[str, LayerPlacement] = {}
+    heads_first: dict[tuple[int, int], dict[str, TokenSpec]] = {}
+    for slot, name in ((slot, name) for slot, names in enumerate(plan.slots) for name in names if name in group):
+        spec = group[name]
+        if not isinstance(spec, TokenSpec):
+            found[name] = LayerPlacement(buffer, slot * page, {"B": slots * page})
+        elif form == "blocks" and plan.order == "BHLNC":
+            heads_first.setdefault((spec.sizes["H"], spec.nbytes), {})[name] = spec
+        elif form in ("heads", "apart"):
+            axes = stride_axes(plan.order, spec.kv, kernel_blocks_in_page=False).replace("L", "")
+            found[name] = LayerPlacement(buffer, 0, _dense(spec, axes, {"B": plan.num_blocks, "K": spec.ratio}))
+        else:
+            kernel_page = page // spec.ratio
+            outer = {"K": slots * kernel_page, "B": slots * page}
+            found[name] = LayerPlacement(buffer, slot * kernel_page, _kernel_block(spec, plan.order) | outer)
+    offset = 0
+    for layers in heads_first.values():
+        found |= _place_heads_first(plan, buffer, layers, offset)
+        offset += sum(spec.nbytes // spec.ratio for spec in layers.values())
+    return found
+
+
+def _place_heads_first(
+    plan: BufferPlan, buffer: int, layers: Mapping[str, TokenSpec], offset: int
+) -> dict[str, LayerPlacement]:
+    """Interleave layers of equal pages by heads: the layers of *this* group, so that a short group has no gaps.
+
+    kernel block: | offset | head 0 of each layer | head 1 of each layer | ...
+                           |<-unit->|<-unit->| ...|
+                           |<-- H = layers * unit ->|
+    """
+    found = {}
+    for index, (name, spec) in enumerate(layers.items()):
+        if offset % spec.dtype.itemsize:
+            raise LayoutError(
+                f"layout {plan.order!r}: layer {name!r} of {spec.dtype} would start at byte {offset} of a block, "
+                f"behind layers of another dtype; {spec.dtype.itemsize} bytes an item need a multiple"
+            )
+        unit = spec.nbytes // spec.ratio // spec.sizes["H"]
+        block = len(plan.slots) * plan.page_class.page_bytes
+        outer = {"H": len(layers) * unit, "K": block // spec.ratio, "B": block}
+        found[name] = LayerPlacement(buffer, offset + index * unit, _kernel_block(spec, plan.order) | outer)
+    return found
+
+
+def _kernel_block(spec: TokenSpec, order: str) -> dict[str, int]:
+    """Return the strides of what is inside of a kernel block, were it dense."""
+    axes = stride_axes(order, spec.kv, kernel_blocks_in_page=False)
+    return _dense(spec, "".join(axis for axis in axes if axis in spec.sizes), {})
+
+
+def _dense(spec: TokenSpec, axes: str, outer: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes from one index to the next for every axis of a dense array, `axes` from the outermost on."""
+    sizes, step = {**spec.sizes, **outer}, spec.dtype.itemsize
+    strides: dict[str, int] = {}
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= sizes[axis]
+    return strides
