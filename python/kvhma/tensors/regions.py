@@ -46,9 +46,10 @@ def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
     next_base = _META_BASE
     found = {}
     for name, tensor in tensors.items():
-        device, storage = tensor.device, tensor.untyped_storage()
+        device = tensor.device
         if device.type not in _MEMORIES:
             raise GeometryError(f"{name}: device {device}; known are {', '.join(_MEMORIES)}")
+        storage = tensor.untyped_storage()
         base, nbytes = int(storage.data_ptr()), int(storage.nbytes())
         if device.type == "meta":
             base = made_up.setdefault(storage._cdata, next_base)

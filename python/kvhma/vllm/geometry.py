@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvhma.errors import GeometryError
-from kvhma.geometry import Geometry, Group, Kind, Layer, Page, Region
+from kvhma.geometry import Geometry, Group, Kind, Layer, Page
+from kvhma.tensors.regions import locate
 from kvhma.vllm.content import Place, View, kind_of, parts_of
 from kvhma.vllm.formats import Writer, taking_part
 
@@ -29,14 +30,16 @@ def geometry_of(
         the cache of another one are left out.
 
     Raises:
-        GeometryError: a spec or a view that is not known; the text names the layer and what was found.
+        GeometryError: a spec, a view or a device that is not known; the text names the layer and what was found.
         UnsupportedPairError: a cache that cannot be right after a load.
         AddressOverflowError: an address does not fit 64 bits.
     """
-    regions: dict[tuple[int, int], Region] = {}
+    taken = [config.kv_cache_groups[number] for number in taking_part(config)]
+    names = (name for group in taken for name in group.layer_names if name in caches)
+    regions, locations = locate({f"layer {name!r}": caches[name] for name in names})
     groups: list[Group] = []
     layers: list[Layer] = []
-    for index, group in enumerate(config.kv_cache_groups[number] for number in taking_part(config)):
+    for index, group in enumerate(taken):
         if group.host_resident:
             raise GeometryError(f"group {index}: its blocks are host_resident, which is not supported")
         specs = _layer_specs(group)
@@ -53,17 +56,13 @@ def geometry_of(
             if rest or not ratio:
                 raise GeometryError(f"layer {name!r}: {view.shape[0]} kernel blocks, {config.num_blocks} blocks")
             ratios.setdefault(ratio, name)
-            storage = tensor.untyped_storage()
-            region = Region(
-                storage.data_ptr(), storage.nbytes(), "DRAM" if tensor.is_cpu else "VRAM", tensor.device.index or 0
-            )
-            regions.setdefault((region.base, region.device), region)
+            location = locations[f"layer {name!r}"]
             layers.append(
                 Layer(
                     name=name,
                     group=index,
-                    region=list(regions).index((region.base, region.device)),
-                    offset=tensor.data_ptr() - region.base,
+                    region=location.region,
+                    offset=location.offset,
                     num_blocks=config.num_blocks,
                     block_stride=view.strides[0] * ratio,
                     page=Page(parts_of(name, specs[name], view, place)),
@@ -73,10 +72,10 @@ def geometry_of(
         if len(ratios) > 1:
             raise GeometryError(f"group {index}: layers differ in kernel blocks per block: {ratios}")
         groups.append(_group(index, specs, next(iter(ratios), 1)))
-    memories = {region.memory for region in regions.values()}
+    memories = {region.memory for region in regions}
     if len(memories) > 1:
         raise GeometryError(f"regions: caches are in {' and '.join(sorted(memories))}, one kind is supported")
-    return Geometry(tuple(regions.values()), tuple(groups), tuple(layers), place.tp_rank, place.tp_size)
+    return Geometry(regions, tuple(groups), tuple(layers), place.tp_rank, place.tp_size)
 
 
 def _layer_specs(group: Any) -> dict[str, Any]:
