@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 import torch
 
+from kvhma.geometry import Shard
 from kvhma.hybrid import layout as hybrid_layout
-from kvhma.models import Model, model, models
+from kvhma.models import Model, State, model, models
 from kvhma.torch import allocate, model_specs
 
 GEMMA_2 = {"kv_heads": 4, "head_dim": 256, "window": 4096}
@@ -88,6 +89,17 @@ def test_a_state_beside_attention():
     assert cache.references.tensors[0].page_bytes == 819200
     (data,) = [data for group in cache.references.groups for data in group if data.layer == "model.layers.0.mixer"]
     assert [segment.nbytes for segment in data.segments] == [3 * 3328 * 2, 48 * 64 * 128 * 2]
+
+
+def test_a_short_convolution_has_no_state_proper():
+    """The shapes of LFM2: two rows of every channel beside attention."""
+    state = State("short_conv", 64, 3, 64, 1, 0, 0, "bfloat16", "bfloat16")
+    specs = model_specs(Model("short", ("short_conv", "full", "short_conv"), 2, 8, state=state), tp_rank=1, tp_size=2)
+    cache = allocate(specs, 3, device="meta", tp_rank=1, tp_size=2)
+    (conv,) = cache.views["model.layers.0.mixer"]
+    assert conv.shape == (3, 32, 2)
+    (part,) = cache.geometry.layer_by_name["model.layers.0.mixer"].page.parts
+    assert (part.name, part.axes[0].shard) == ("x", Shard(64, 32, 32))
 
 
 def comparable():

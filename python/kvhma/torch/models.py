@@ -97,7 +97,7 @@ def _state_spec(model: Model, page: Page, group: Group, conv: ConvOrder) -> Stat
         conv=tuple(ConvPart(name, axes["channels"]) for name, axes in shards.items() if name != "ssm"),
         conv_rows=model.state.d_conv - 1,
         conv_dtype=_dtype(model.state.conv_dtype),
-        ssm_heads=shards["ssm"]["heads"],
+        ssm_heads=shards["ssm"]["heads"] if model.state.is_recurrent else None,
         ssm_shape=(model.state.head_dim, model.state.d_state),
         ssm_dtype=_dtype(model.state.ssm_dtype),
         conv_order=conv,
