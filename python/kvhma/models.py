@@ -96,20 +96,20 @@ class State:
             raise GeometryError(f"state kind {self.kind!r}: known are {', '.join(sorted(STATE_KINDS))}")
         item_bytes(self.conv_dtype)
         item_bytes(self.ssm_dtype)
-        if (
-            min(self.conv_dim, self.n_heads, self.head_dim, self.d_state + (not self.is_recurrent)) < 1
-            or self.d_conv < 2
-            or self.draft_rows < 0
-        ):
+        if min(self.conv_dim, self.n_heads, self.head_dim) < 1 or self.d_conv < 2 or self.draft_rows < 0:
             raise GeometryError(f"state sizes must be positive, d_conv at least 2 and draft_rows not negative: {self}")
-        if self.d_state and not self.is_recurrent:
-            raise GeometryError(f"d_state {self.d_state} of a {self.kind} state, which has no recurrent part")
-        # Without groups B and C would be parts of no bytes, which no geometry can hold.
-        if (self.n_groups != 0) if self.kind in ("mamba1", "short_conv") else (self.n_groups < 1):
-            raise GeometryError(f"n_groups {self.n_groups} of a {self.kind} state")
+        self._check_part("d_state", self.d_state, self.is_recurrent)
+        self._check_part("n_groups", self.n_groups, self.is_grouped)
         total = sum(columns for _, columns in self.conv_parts)
         if total != self.conv_dim:
             raise GeometryError(f"conv_dim {self.conv_dim} of a {self.kind} state whose parts have {total} channels")
+
+    def _check_part(self, field: str, size: int, exists: bool) -> None:
+        """Refuse a part of no bytes, which no geometry can hold, and bytes of a part that is not there."""
+        if exists and size < 1:
+            raise GeometryError(f"{field} {size} of a {self.kind} state: must be positive")
+        if not exists and size != 0:
+            raise GeometryError(f"{field} {size} of a {self.kind} state, which has none: must be 0")
 
     @property
     def is_recurrent(self) -> bool:
@@ -117,10 +117,15 @@ class State:
         return self.kind != "short_conv"
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether the convolution has parts that are shared by groups of heads."""
+        return self.kind not in ("mamba1", "short_conv")
+
+    @property
     def conv_parts(self) -> tuple[tuple[str, int], ...]:
         """Parts of the convolution state in memory order: name and channels over all ranks."""
         inner, grouped = self.n_heads * self.head_dim, self.n_groups * self.d_state
-        if self.kind in ("mamba1", "short_conv"):
+        if not self.is_grouped:
             return (("x", inner),)
         if self.kind == "gdn":
             return (("q", grouped), ("k", grouped), ("v", inner))
