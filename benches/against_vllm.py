@@ -127,7 +127,7 @@ def cache_config(one: Model, geometry: Geometry) -> KVCacheConfig:
 def state_spec(one: Model, geometry: Geometry, block_size: int) -> MambaSpec:
     state, tp = one.state, geometry.tp_size
     assert state is not None
-    width = sum(part.length for part in conv_split(state, tp_rank=geometry.tp_rank, tp_size=tp))
+    width = sum(part.length for part in conv_split(state, tp_rank=geometry.tp_rank, tp_size=tp).values())
     heads = state.n_heads // tp
     return MambaSpec(
         block_size,

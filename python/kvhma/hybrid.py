@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
 from kvhma.errors import KvhmaError
-from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region
+from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region, Shard
 from kvhma.models import ATTENTION_KINDS, STATE_KINDS, CacheKind, Model, State, item_bytes
 from kvhma.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 
@@ -42,23 +42,6 @@ class CacheGroup:
 
     kind: CacheKind
     layers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The channels of one part of the convolution state that a rank holds.
-
-    Attributes:
-        name: ``x``, ``B``, ``C`` or ``q``, ``k``, ``v``.
-        start: first channel, counted over all ranks.
-        length: channels held.
-        extent: channels over all ranks.
-    """
-
-    name: str
-    start: int
-    length: int
-    extent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +99,8 @@ def cache_groups(model: Model) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
-def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[Columns, ...]:
-    """Return the channels of every part of the convolution state that a rank holds, in memory order.
+def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> dict[str, Shard]:
+    """Return the channels of every part of the convolution state that a rank holds, by name, in memory order.
 
     ``x`` and ``v`` follow the heads. ``B`` and ``C`` follow the groups: split if `tp_size` divides them; with
     fewer groups than ranks a rank holds, whole, the one group that its heads use. Key heads of GDN are always
@@ -126,7 +109,7 @@ def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[Col
     Raises:
         LayoutError: heads or groups do not divide over the ranks.
     """
-    columns = []
+    columns = {}
     for name, extent in state.conv_parts:
         if name in ("x", "v"):
             items, start, length = state.n_heads, *_shard("state.n_heads", state.n_heads, tp_rank, tp_size)
@@ -135,8 +118,8 @@ def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[Col
             items = state.n_groups
             start, length = _shard("state.n_groups", items, tp_rank, tp_size, may_repeat=may_repeat)
         width = extent // items
-        columns.append(Columns(name, start * width, length * width, extent))
-    return tuple(columns)
+        columns[name] = Shard(extent, start * width, length * width)
+    return columns
 
 
 def state_bytes(state: State, *, tp_size: int = 1) -> int:
@@ -434,16 +417,16 @@ def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Pa
     """
     columns = conv_split(state, tp_rank=tp_rank, tp_size=tp_size)
     item, rows = item_bytes(state.conv_dtype), state.d_conv - 1 + state.draft_rows
-    width = sum(part.length for part in columns)
+    width = sum(part.held for part in columns.values())
     channel_stride, row_stride = (rows * item, item) if conv == "DS" else (item, width * item)
     parts, before = [], 0
-    for part in columns:
+    for name, part in columns.items():
         axes = (
             Axis("channels", part.extent, channel_stride, part.start, part.length),
             Axis("rows", rows, row_stride, spare=state.draft_rows),
         )
-        parts.append(Part(part.name, state.conv_dtype, item, before * channel_stride, axes))
-        before += part.length
+        parts.append(Part(name, state.conv_dtype, item, before * channel_stride, axes))
+        before += part.held
     if not state.is_recurrent:
         return tuple(parts)
     cell = item_bytes(state.ssm_dtype)

@@ -285,9 +285,9 @@ def test_conv_split(name: str, tp_size: int, columns: tuple[int, ...]) -> None:
     names = ("q", "k", "v") if state.kind == "gdn" else ("x", "B", "C")
     for rank in range(tp_size):
         parts = conv_split(state, tp_rank=rank, tp_size=tp_size)
-        assert tuple(part.name for part in parts) == names
-        assert tuple(part.length for part in parts) == columns
-        assert tuple(part.start for part in parts) == tuple(rank * length for length in columns)
+        assert tuple(parts) == names
+        assert tuple(part.length for part in parts.values()) == columns
+        assert tuple(part.start for part in parts.values()) == tuple(rank * length for length in columns)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ import pytest
 import kvhma
 from kvhma import Geometry, Layer, Span
 from kvhma._reference import Read, Transfer
-from kvhma.hybrid import Columns, ConvOrder, conv_split, layout
+from kvhma.geometry import Shard
+from kvhma.hybrid import ConvOrder, conv_split, layout
 from kvhma.models import Model, State, model
 from kvhma.oracle import Oracle, OracleError
 
@@ -69,11 +70,11 @@ class Pair:
     def layer(self, geometry: Geometry, state: bool) -> Layer:
         return next(x for x in geometry.layers if (geometry.groups[x.group].kind == "ssm") == state)
 
-    def columns(self, source: int | None = None) -> tuple[Columns, ...]:
+    def columns(self, source: int | None = None) -> tuple[Shard, ...]:
         """Return the channels of D, or of one source."""
         if source is None:
-            return conv_split(self.state, tp_rank=self.rank, tp_size=self.local_tp)
-        return conv_split(self.state, tp_rank=source, tp_size=self.remote_tp)
+            return tuple(conv_split(self.state, tp_rank=self.rank, tp_size=self.local_tp).values())
+        return tuple(conv_split(self.state, tp_rank=source, tp_size=self.remote_tp).values())
 
     def with_conv(self, pieces: Sequence[Piece]) -> Transfer:
         """Return our transfer with other rows for the convolution."""
@@ -105,7 +106,7 @@ class Pair:
         layer = self.layer(geometry, True)
         return geometry.regions[0].base + spans[layer.group].ids[0] * layer.block_stride
 
-    def _channels(self, columns: Sequence[Columns], first: int, count: int) -> list[tuple[int, int]]:
+    def _channels(self, columns: Sequence[Shard], first: int, count: int) -> list[tuple[int, int]]:
         """Return offset and length of some channels: one range with channels outermost, else one for each row."""
         rows, item = self.state.d_conv - 1, 2
         if self.conv == "DS":

@@ -162,7 +162,7 @@ def test_groups_repeat_when_there_are_more_ranks(n_groups: int, tp_size: int, he
     """A rank's heads use group ``head * n_groups // n_heads``: that one it holds whole. Only x is cut."""
     state = State("mamba2", 32 + 2 * n_groups * 4, 4, 8, 4, 4, n_groups, "bfloat16", "float32")
     for rank, group in enumerate(held):
-        x, b, c = conv_split(state, tp_rank=rank, tp_size=tp_size)
+        x, b, c = conv_split(state, tp_rank=rank, tp_size=tp_size).values()
         assert (x.start, x.length, x.extent) == (rank * 32 // tp_size, 32 // tp_size, 32)
         for part in (b, c):
             assert (part.start, part.length, part.extent) == (4 * group, 4, 4 * n_groups)

@@ -95,7 +95,7 @@ def _state_spec(model: Model, page: Page, group: Group, conv: ConvOrder) -> Stat
     shards = {part.name: {axis.name: axis.shard for axis in part.axes} for part in page.parts}
     return StateSpec(
         conv=tuple(ConvPart(name, axes["channels"]) for name, axes in shards.items() if name != "ssm"),
-        conv_rows=model.state.d_conv - 1,
+        conv_rows=model.state.d_conv - 1 + model.state.draft_rows,
         conv_dtype=_dtype(model.state.conv_dtype),
         ssm_heads=shards["ssm"]["heads"] if model.state.is_recurrent else None,
         ssm_shape=(model.state.head_dim, model.state.d_state),
