@@ -101,18 +101,18 @@ def bytes_at(cache: Cache) -> dict[int, np.ndarray]:
 
 
 def prefill(pipe: Connection, shape: Shape) -> None:
-    """Hold both caches until the parent says that it is done."""
+    """Keep both caches until the parent says that it is done."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    held = caches(shape)
-    for cache in held.values():
+    by_layout = caches(shape)
+    for cache in by_layout.values():
         for address, memory in bytes_at(cache).items():
             memory[:] = pattern(address, memory.size)
     with Agent("P") as agent:
-        for cache in held.values():
+        for cache in by_layout.values():
             agent.register(cache.geometry)
         # The metadata has all that is registered; a hello carries one geometry, the others go by the pipe.
-        pipe.send(agent.hello(held["uniform"].geometry))
-        pipe.send({name: cache.geometry.to_json() for name, cache in held.items()})
+        pipe.send(agent.hello(by_layout["uniform"].geometry))
+        pipe.send({name: cache.geometry.to_json() for name, cache in by_layout.items()})
         pipe.recv()
 
 
@@ -124,9 +124,9 @@ def hear(pipe: Connection) -> object:
 
 def read(agent: Agent, peer: Peer, moved: kvhma.Transfer) -> float:
     """Return the seconds from the post to the end."""
-    (rows,) = moved.reads
+    (one,) = moved.reads
     start = time.perf_counter()
-    moving = agent.read(peer, rows.local, rows.remote)
+    moving = agent.read(peer, one.local, one.remote)
     if not moving.wait(SECONDS):
         raise TimeoutError("the read does not end")
     seconds = time.perf_counter() - start
@@ -139,8 +139,8 @@ def read(agent: Agent, peer: Peer, moved: kvhma.Transfer) -> float:
 def check(cache: Cache, moved: kvhma.Transfer) -> None:
     """Compare all that was read with the source's pattern."""
     regions = sorted(bytes_at(cache).items())
-    (rows,) = moved.reads
-    for (address, nbytes, _), (source, _, _) in zip(rows.local.tolist(), rows.remote.tolist(), strict=True):
+    (one,) = moved.reads
+    for (address, nbytes, _), (source, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
         base, memory = max((item for item in regions if item[0] <= address), key=lambda item: item[0])
         if not np.array_equal(memory[address - base : address - base + nbytes], pattern(source, nbytes)):
             raise AssertionError(f"wrong bytes at {address:#x}")
@@ -149,43 +149,43 @@ def check(cache: Cache, moved: kvhma.Transfer) -> None:
 def measure(shape: Shape) -> list[list[str]]:
     """Return a row for each style of ids."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs, shape), daemon=True)
+    parent, child = context.Pipe()
+    process = context.Process(target=prefill, args=(child, shape), daemon=True)
     process.start()
-    theirs.close()
-    held = caches(shape)
+    child.close()
+    by_layout = caches(shape)
     rows = []
     try:
         with Agent("D") as agent:
-            for cache in held.values():
+            for cache in by_layout.values():
                 agent.register(cache.geometry)
-            peer = agent.connect(hear(ours))
-            remotes = {name: kvhma.Geometry.from_json(text) for name, text in hear(ours).items()}
-            plans = {name: kvhma.plan(held[name].geometry, remotes[name]) for name in LAYOUTS}
+            peer = agent.connect(hear(parent))
+            remotes = {name: kvhma.Geometry.from_json(text) for name, text in hear(parent).items()}
+            plans = {name: kvhma.plan(by_layout[name].geometry, remotes[name]) for name in LAYOUTS}
             for style in ("scattered", "contiguous"):
-                rows.append(row(shape, style, agent, peer, held, plans))
-            ours.send(None)
+                rows.append(row(shape, style, agent, peer, by_layout, plans))
+            parent.send(None)
     finally:
         process.join(20)
         if process.is_alive():
             process.kill()
             process.join()
-        ours.close()
+        parent.close()
     return rows
 
 
 def row(
-    shape: Shape, style: str, agent: Agent, peer: Peer, held: dict[str, Cache], plans: dict[str, kvhma.Plan]
+    shape: Shape, style: str, agent: Agent, peer: Peer, by_layout: dict[str, Cache], plans: dict[str, kvhma.Plan]
 ) -> list[str]:
     rng = random.Random(f"{shape.model.name} {shape.block_size} {style}")
-    geometry = held["uniform"].geometry
+    geometry = by_layout["uniform"].geometry
     local, remote = (spans(geometry, shape, style, rng) for _ in range(2))
     moved = {name: planned.transfer(shape.num_tokens, local, remote) for name, planned in plans.items()}
     if len({transfer.bytes for transfer in moved.values()}) != 1:
         raise AssertionError("the two caches do not move the same bytes")
     for name, transfer in moved.items():
         read(agent, peer, transfer)  # touches the pages
-        check(held[name], transfer)
+        check(by_layout[name], transfer)
     ratios = []
     for turn in range(TURNS):
         names = list(LAYOUTS) if turn % 2 else list(reversed(LAYOUTS))
@@ -231,7 +231,7 @@ def report(rows: Sequence[Sequence[str]]) -> None:
     for cells in rows:
         print(f"| {' | '.join(cells)} |")
     print(
-        f"\nBoth sides have the same layout, BLHNC (uniform) or LBHNC (per layer), and read the same blocks of one request. A time is that of\n"
+        f"\nBoth engines have the same layout, BLHNC (uniform) or LBHNC (per layer), and read the same blocks of one request. A time is that of\n"
         f"one read, from the post to its end; {TURNS} pairs of reads in turns, the median of their ratios, the quartiles in brackets. `block` is\n"
         "what was asked for: state makes it longer. Of the bytes read, all were compared once.\n\n"
         "A group with fewer layers than others (gemma-3-27b) and a state page with padding (Qwen3-Next) leave gaps in a uniform block, so such\n"

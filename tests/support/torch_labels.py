@@ -131,7 +131,7 @@ class Labels:
                 image += region.astype(np.int64) << (8 * digit)
         return images
 
-    def places(self, name: str) -> list[Ints]:
+    def locations(self, name: str) -> list[Ints]:
         """Return the region's bytes where the geometry has a layer's labels."""
         spec = self.specs[name]
         at = block_dim(spec)

@@ -30,18 +30,18 @@ def cache_of(one: Model, layout: str, num_blocks: int, **form: Any) -> Cache:
 def serve(pipe: Connection) -> None:
     """Do what the parent says until it says no more."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    kept = []  # memory has to outlive the agents of both sides
+    kept = []  # memory has to outlive the agents of both processes
     with Agent("P") as agent, contextlib.suppress(EOFError):
         while (order := pipe.recv()) is not None:
             what, arguments = order
-            if what == "place":
-                kept.append(_place(agent, *arguments))
+            if what == "allocate":
+                kept.append(_allocate(agent, *arguments))
                 pipe.send(agent.hello(kept[-1].geometry))
             else:
                 pipe.send(_news(agent, *arguments))
 
 
-def _place(agent: Agent, form: Mapping[str, Any], spans: Sequence[kvhma.Span], seed: int) -> Cache:
+def _allocate(agent: Agent, form: Mapping[str, Any], spans: Sequence[kvhma.Span], seed: int) -> Cache:
     cache = cache_of(**form)
     fill_source(regions_of(cache), cache.geometry, spans, seed=seed)
     agent.register(cache.geometry)
@@ -64,9 +64,9 @@ class Prefill:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def place(self, form: Mapping[str, Any], spans: Sequence[kvhma.Span], seed: int) -> bytes:
+    def allocate(self, form: Mapping[str, Any], spans: Sequence[kvhma.Span], seed: int) -> bytes:
         """Allocate and fill a cache; return the hello."""
-        return self._ask("place", form, spans, seed)
+        return self._ask("allocate", form, spans, seed)
 
     def news(self, count: int) -> list[bytes]:
         """Return `count` notifications."""
@@ -84,17 +84,17 @@ def prefill_process() -> Iterator[Prefill]:
     """Start it, and see to its end."""
     # NIXL has threads, which a forked process would not survive.
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    parent, child = context.Pipe()
+    process = context.Process(target=serve, args=(child,), daemon=True)
     process.start()
-    theirs.close()
+    child.close()
     try:
-        yield Prefill(ours)
+        yield Prefill(parent)
     finally:
         with contextlib.suppress(OSError):
-            ours.send(None)
+            parent.send(None)
         process.join(20)
         if process.is_alive():
             process.kill()
             process.join(20)
-        ours.close()
+        parent.close()

@@ -118,23 +118,23 @@ def test_the_hybrid_allocator_has_the_same_geometry(name, order):
     one = model(name)
     # Kernel blocks where a page is contiguous: elsewhere they are placed otherwise here.
     if one.state is None:
-        mine = {"block_size": 32, "kernel_block": 16 if order == "LBHNC" else None}
+        options = {"block_size": 32, "kernel_block": 16 if order == "LBHNC" else None}
     else:
-        mine = {"kernel_block": "flashinfer" if order[0] == "L" else None}
-    specs = model_specs(one, **mine)
+        options = {"kernel_block": "flashinfer" if order[0] == "L" else None}
+    specs = model_specs(one, **options)
     cache = allocate(specs, 3, layout=order, device="meta")
-    theirs = hybrid_layout(one, num_blocks=3, order=order, **mine)
-    ours = {layer.name: layer for layer in cache.geometry.layers}
-    assert cache.geometry.groups == theirs.groups
-    for layer in theirs.layers:
-        found = ours[layer.name]
+    expected = hybrid_layout(one, num_blocks=3, order=order, **options)
+    layers = {layer.name: layer for layer in cache.geometry.layers}
+    assert cache.geometry.groups == expected.groups
+    for layer in expected.layers:
+        found = layers[layer.name]
         assert sorted_axes(found.page) == sorted_axes(layer.page)
-        if theirs.groups[layer.group].ratio == 1:  # then it is nobody's stride
+        if expected.groups[layer.group].ratio == 1:  # a stride that nothing uses
             layer = replace(layer, kernel_stride=None)
         assert replace(found, page=layer.page, region=0) == replace(layer, region=0)
-    pairs = {(ours[layer.name].region, layer.region) for layer in theirs.layers}
-    assert len(pairs) == len(theirs.regions)  # the same layers share a region
-    assert [r.bytes for r in cache.geometry.regions] == [r.bytes for r in theirs.regions]
+    pairs = {(layers[layer.name].region, layer.region) for layer in expected.layers}
+    assert len(pairs) == len(expected.regions)  # the same layers share a region
+    assert [r.bytes for r in cache.geometry.regions] == [r.bytes for r in expected.regions]
 
 
 def sorted_axes(page):

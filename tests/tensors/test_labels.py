@@ -66,8 +66,8 @@ def test_every_label_is_where_the_geometry_says_and_nowhere_else(mix, rng):
     assert np.array_equal(np.sort(seen[seen > 0]), np.arange(1, labels.count + 1))
     for name in mix.specs:
         image = images[cache.geometry.layer_by_name[name].region]
-        for places, mine in zip(labels.places(name), labels.labels[name], strict=True):
-            assert np.array_equal(image[places], mine), name
+        for locations, expected in zip(labels.locations(name), labels.labels[name], strict=True):
+            assert np.array_equal(image[locations], expected), name
     event(f"layout {mix.layout}, {len(cache.buffers)} buffers")
     event(f"kinds {sorted({buffer.kind for buffer in cache.buffers})}")
 

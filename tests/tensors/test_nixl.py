@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
-pytest.importorskip("nixl", reason="nixl is not installed here")
+pytest.importorskip("torch", reason="torch is not installed decode_form; .venv-e2e has it")
+pytest.importorskip("nixl", reason="nixl is not installed decode_form")
 
 import kvhma
 from kvhma.models import Model, State, model
@@ -51,7 +51,7 @@ def agent():
 
 
 @pytest.mark.parametrize(
-    ("one", "here", "there", "tokens"),
+    ("one", "decode_form", "prefill_form", "tokens"),
     [
         (model("gpt-oss-20b"), {"layout": "BLHNC"}, {"layout": "BLHNC"}, 64),
         (SMALL, {"layout": "BHLNC"}, {"layout": "LBNHC"}, 200),
@@ -60,18 +60,20 @@ def agent():
     ],
     ids=["uniform", "per layer to ordered", "half of the heads", "state, SD to DS"],
 )
-def test_two_processes(agent, prefill, one, here, there, tokens):
-    sizes = [count_blocks(cache_of(one, num_blocks=1, **form).geometry, tokens) + 3 for form in (here, there)]
-    decode = cache_of(one, num_blocks=sizes[0], **here)
+def test_two_processes(agent, prefill, one, decode_form, prefill_form, tokens):
+    sizes = [
+        count_blocks(cache_of(one, num_blocks=1, **form).geometry, tokens) + 3 for form in (decode_form, prefill_form)
+    ]
+    decode = cache_of(one, num_blocks=sizes[0], **decode_form)
     KEPT.append(decode)
-    # The same cache here as there, for its views.
-    twin = cache_of(one, num_blocks=sizes[1], **there)
+    # The same cache in this process, for its views.
+    twin = cache_of(one, num_blocks=sizes[1], **prefill_form)
     rng = random.Random(7)
     local, remote = (
         kvhma.live_spans(cache.geometry, tokens, draw_tables(cache.geometry, tokens, rng)) for cache in (decode, twin)
     )
     agent.register(decode.geometry)
-    peer = agent.connect(prefill.place({"one": one, "num_blocks": sizes[1], **there}, remote, SEED))
+    peer = agent.connect(prefill.allocate({"one": one, "num_blocks": sizes[1], **prefill_form}, remote, SEED))
     planned = kvhma.plan(decode.geometry, peer.geometry)
     lists = [agent.prepare_local(planned.views(0)[0]), agent.prepare_remote(peer, planned.views(0)[1])]
     request = tokens, local, remote
@@ -85,7 +87,7 @@ def test_two_processes(agent, prefill, one, here, there, tokens):
     )
     assert prefill.news(2) == [b"direct", b"ids"]
     fill_source(regions_of(twin), twin.geometry, remote, seed=SEED)
-    if here.get("tp_size", 1) == 1:
+    if decode_form.get("tp_size", 1) == 1:
         compare_views(decode, twin, tokens, local, remote)
 
 
@@ -103,20 +105,23 @@ def read_and_check(decode, twin, request, moved, start):
 
 
 def compare_views(decode, twin, tokens, local, remote):
-    """What the kernels of the two sides see, in whole blocks."""
+    """What the kernels of the two engines see, in whole blocks."""
     for layer in decode.geometry.layers:
-        group, theirs = decode.geometry.groups[layer.group], twin.geometry.groups[layer.group]
-        ours, other = local[layer.group], remote[layer.group]
-        mine, source = tensors_of(decode.views[layer.name]), tensors_of(twin.views[layer.name])
-        if group.kind == "ssm":
-            conv, twin_conv = read(mine[0])[ours.ids[-1]], read(source[0])[other.ids[-1]]
-            assert np.array_equal(conv, twin_conv.swapaxes(0, 1))
-            assert np.array_equal(read(mine[1])[ours.ids[-1]], read(source[1])[other.ids[-1]])
+        ends = [
+            (tensors_of(cache.views[layer.name]), spans[layer.group], cache.geometry.groups[layer.group])
+            for cache, spans in ((decode, local), (twin, remote))
+        ]
+        if ends[0][2].kind == "ssm":
+            (local_conv, local_state), (remote_conv, remote_state) = (
+                [read(tensor)[span.ids[-1]] for tensor in tensors] for tensors, span, _ in ends
+            )
+            assert np.array_equal(local_conv, remote_conv.swapaxes(0, 1))
+            assert np.array_equal(local_state, remote_state)
             continue
-        for entry in range(max(ours.first, other.first), tokens // group.block_size):
+        for entry in range(max(span.first for _, span, _ in ends), tokens // ends[0][2].block_size):
             blocks = []
-            for tensor, span, kind in ((mine[0], ours, group), (source[0], other, theirs)):
+            for (tensor,), span, group in ends:
                 block = span.ids[entry - span.first]
-                kernels = read(tensor)[block * kind.ratio : (block + 1) * kind.ratio]
+                kernels = read(tensor)[block * group.ratio : (block + 1) * group.ratio]
                 blocks.append(np.concatenate(list(kernels), axis=1))
             assert np.array_equal(*blocks), (layer.name, entry)

@@ -99,11 +99,11 @@ def test_views_show_the_same_values(pair):
         for (to, nbytes, _), (at, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
             ctypes.memmove(to, at, nbytes)
     for layer in target.geometry.layers:
-        ours, theirs = local[layer.group], remote[layer.group]
-        keep = list(theirs.ids)[ours.first - theirs.first :]
-        mine = read(target.views[layer.name]).transpose(1, 2, 0, 3, 4)[list(ours.ids)]
-        assert len(keep) == len(mine) > 0
-        assert np.array_equal(mine, read(source.views[layer.name])[keep]), layer.name
+        local_span, remote_span = local[layer.group], remote[layer.group]
+        keep = list(remote_span.ids)[local_span.first - remote_span.first :]
+        local_values = read(target.views[layer.name]).transpose(1, 2, 0, 3, 4)[list(local_span.ids)]
+        assert len(keep) == len(local_values) > 0
+        assert np.array_equal(local_values, read(source.views[layer.name])[keep]), layer.name
 
 
 @pytest.mark.parametrize("layout", ["BHLNC", "BLHNC", "LHBNC", "LBNHC"])
@@ -121,10 +121,10 @@ def test_between_numbers_of_ranks(layout, p_size, d_size):
 
 
 def runs_of(local, remote):
-    """Count stretches of blocks that follow each other on both sides, over all groups."""
+    """Count stretches of blocks that follow each other at both ends, over all groups."""
     pairs = []
-    for ours, theirs in zip(local, remote, strict=True):
-        pairs += zip(ours.ids, list(theirs.ids)[len(theirs.ids) - len(ours.ids) :], strict=True)
+    for local_span, remote_span in zip(local, remote, strict=True):
+        pairs += zip(local_span.ids, list(remote_span.ids)[len(remote_span.ids) - len(local_span.ids) :], strict=True)
     pairs.sort()
     return sum(b[0] - a[0] != 1 or b[1] - a[1] != 1 for a, b in pairwise(pairs)) + 1
 
@@ -149,7 +149,7 @@ def test_a_run_of_blocks_is_one_descriptor(name, layout):
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
 def test_a_group_with_fewer_layers_costs_one_descriptor_a_block(layout):
-    """gemma-3-27b: the last places of the sliding groups' blocks are nobody's, so blocks do not touch."""
+    """gemma-3-27b: the last slots of the sliding groups' blocks are nobody's, so blocks do not touch."""
     specs = model_specs(model("gemma-3-27b"))
     assert {len(group) for group in specs} == {8, 9, 10}
     decode = allocate(specs, 600, layout=layout, device="meta").geometry

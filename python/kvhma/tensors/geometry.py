@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry of views that somebody else made: where their items are, read from storages, offsets and strides."""
+"""Geometry of views that an engine made: where their items are, read from storages, offsets and strides."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _slots(groups: Groups, classes: Mapping[str, PageClass], order: str) -> Slot
 
 
 def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Sequence[Sequence[str]]) -> Slots:
-    """Check the slots somebody else has chosen."""
+    """Check the slots that an engine has chosen."""
     group_of = {name: index for index, group in enumerate(groups) for name in group}
     slots: Slots = {}
     seen: set[str] = set()

@@ -30,7 +30,7 @@ class Buffer:
     Attributes:
         kind: ``ordered``: heads before layers, so that a slice of heads is contiguous over layers; ``default``: a
             page for each layer in each block; ``isolated``: one slot, because blocks are not outermost of all or
-            because nobody knows what a block holds.
+            because only the owner knows what a block holds.
         tensor: all of it, int8, contiguous.
         dims: names of its dimensions.
         page_bytes: bytes of one layer in a logical block, padding included.

@@ -22,13 +22,13 @@ class AllocatorOptions(TypedDict, total=False):
     """How an engine's allocator was asked to cut a model; left out, it is the default of `kvhma.hybrid.layout`.
 
     Attributes:
-        tp_rank: place among the tensor-parallel ranks.
+        tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
         block_size: tokens per block that the user asked for; state can make it longer.
         kernel_block: tokens that the attention kernel addresses as one block.
         align: tokens a block that holds a state is a multiple of.
         conv: how channels and rows of the convolution state lie.
-        speculative: extra state slots behind the state-bearing one.
+        speculative: extra state slots after the state-bearing one.
     """
 
     tp_rank: int
@@ -56,7 +56,7 @@ def model_specs(
     Raises:
         LayoutError: a combination the allocator cannot make; the text names the field and its value.
     """
-    # What lies apart is laid out here; to the hybrid allocator only the sizes matter.
+    # Where K and V lie is decided by `allocate`; the hybrid layout only gives sizes.
     sizes_as: KVForm = "packed" if kv == "packed" else "split"
     geometry = layout(model, num_blocks=1, order="LBHNC", kv=sizes_as, **options)
     groups: list[dict[str, Spec]] = [{} for _ in geometry.groups]

@@ -103,21 +103,17 @@ def _shared_dims(
 ) -> tuple[BufferKind, dict[str, int]]:
     """Return kind and dimensions of a buffer whose blocks have the bytes of many layers."""
     members = [specs[name] for slot in slots for name in slot]
-    # A state is as large as a block, so it has one kernel block; what is not all heads has none to name.
+    # A state has one kernel block. Heads are counted where they fill the page, else they are no dimension of it.
     ratios = [spec.ratio if isinstance(spec, TokenSpec) else 1 for spec in members]
     heads = [spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0 for spec in members]
     same_ratio = ratios.count(ratios[0]) == len(ratios)
-    same_heads = same_ratio and heads[0] > 0 and heads.count(heads[0]) == len(heads)
+    same_heads = heads.count(heads[0]) == len(heads)
     ratio = ratios[0] if same_ratio else 1
-    blocks, kernel_page = num_blocks * ratio, page // ratio
-    if order == "BHLNC" and same_heads:
-        return "ordered", {
-            "blocks": blocks,
-            "heads": heads[0],
-            "layers": len(slots),
-            "bytes": kernel_page // heads[0],
-        }
-    return "default", {"blocks": blocks, "layers": len(slots), "bytes": kernel_page}
+    dims = {"blocks": num_blocks * ratio, "layers": len(slots), "bytes": page // ratio}
+    if order == "BHLNC" and same_ratio and same_heads and heads[0]:
+        blocks, layers, nbytes = dims.values()
+        return "ordered", {"blocks": blocks, "heads": heads[0], "layers": layers, "bytes": nbytes // heads[0]}
+    return "default", dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +135,13 @@ class LayerPlacement:
 def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> dict[str, LayerPlacement]:
     """Return where the layers that one group has in a buffer are.
 
-        | block 0                       | block 1
-        | slot 0 | slot 1 | ... slot n-1 | slot 0 | ...      state, and tokens with layers before heads
+        | block 0                        | block 1
+        | slot 0 | slot 1 | ... slot n-1 | slot 0 | ...      n slots; alone in its buffer, a layer is slot 0 of 1
         |<-page->|
-        |<---------- B = n * page ------>|
+        |<--------- B = n * page ------->|
 
-    A kernel block is laid as a block of its size would be: K kernel blocks are K such rows, each of n * page / ratio.
+    Kernel blocks lie as blocks of their size would: K = n * page / ratio. Buffers with heads or K and V outside of
+    blocks are one dense array, and where heads come before layers a block is that of :func:`_place_heads_first`.
 
     Args:
         plan: the buffer.

@@ -88,7 +88,7 @@ class AttentionSpec(_TokenBlocks):
             come before layers or blocks, in each head's bytes); ``apart``: K of all blocks, then V of all blocks.
         view: the order in which the kernel wants the dimensions: B kernel blocks, S two for K and V (unless packed),
             H heads, N tokens, C content. None for ``BHNC``, ``BSNHC`` or ``SBNHC``.
-        page_bytes: bytes of a logical block with the padding behind it; None for no padding.
+        page_bytes: bytes of a logical block with the padding after it; None for no padding.
     """
 
     heads: Shard
@@ -139,7 +139,7 @@ class MLASpec(_TokenBlocks):
         block_size: tokens of a logical block.
         kernel_block: tokens that the kernel addresses as one block; None for `block_size`.
         view: order of the view's dimensions: ``BNC``, or with an H for a dimension of one head.
-        page_bytes: bytes of a logical block with the padding behind it; None for no padding.
+        page_bytes: bytes of a logical block with the padding after it; None for no padding.
     """
 
     width: int
@@ -201,8 +201,8 @@ class StateSpec:
         ssm_dtype: its dtype.
         conv_order: ``DS``: channels, then rows; ``SD``: rows, then channels.
         block_size: tokens of a block; it only describes the manager.
-        speculative: state slots behind the state-bearing one.
-        page_bytes: bytes of a block with the padding behind the state; None for no padding.
+        speculative: state slots after the state-bearing one.
+        page_bytes: bytes of a block with the padding after the state; None for no padding.
     """
 
     conv: tuple[ConvPart, ...]
