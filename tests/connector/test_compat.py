@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of an engine that are refused when it starts."""
+"""What is read from vLLM's configuration, and features of an engine that are refused when it starts."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,16 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
+torch = pytest.importorskip("torch")
+
+import vllm
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.compat import check_config
+from kvhma.vllm import compat
+from kvhma.vllm.compat import check_config, writer_of
+from kvhma.vllm.formats import Writer
 
 
 def config(**more):
@@ -36,3 +44,75 @@ def test_a_plain_engine():
 def test_refused(name, found, needed):
     with pytest.raises(UnsupportedPairError, match=f"{name} is {found}, the kvhma connector supports only {needed}"):
         check_config(config(**{name: found}))
+
+
+class Gpu:
+    """A platform with one of these names."""
+
+    def __init__(self, name, capability=None, fp8=torch.float8_e4m3fn):
+        self._name, self._capability, self._fp8 = name, capability, fp8
+
+    def __getattr__(self, name):
+        return lambda: name == f"is_{self._name}"
+
+    def get_device_capability(self):
+        return self._capability
+
+    def fp8_dtype(self):
+        return self._fp8
+
+
+def layer(backend, **more):
+    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **more)
+
+
+def written(monkeypatch, found, platform, *, indexer="fp8", mx=False):
+    monkeypatch.setattr(compat, "current_platform", platform)
+    monkeypatch.setattr(compat, "_indexer_has_mx_scales", lambda: mx)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": found}),
+        attention_config=SimpleNamespace(resolve_indexer_kv_dtype=lambda _: indexer),
+    )
+    return writer_of(config)("a")
+
+
+HOPPER = Gpu("cuda", DeviceCapability(9, 0))
+MI300 = Gpu("rocm", DeviceCapability(9, 4), torch.float8_e4m3fnuz)
+
+
+def test_who_writes_a_layer_on_this_machine():
+    """vLLM's own platform and backend; its runner puts what the CPU kernel packs for on the layer."""
+    own = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend, kv_cache_dtype="auto", isa="vec")
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a.attn": own}))
+    assert writer_of(config)("a.attn") == Writer("CPU_ATTN", "cpu", "", "auto", vllm.__version__, "vec")
+
+
+@pytest.mark.parametrize(
+    ("kept", "platform", "cache_dtype"),
+    [
+        ("auto", HOPPER, "auto"),
+        ("fp8", HOPPER, "fp8_e4m3/float8_e4m3fn"),
+        ("fp8_e4m3", MI300, "fp8_e4m3/float8_e4m3fnuz"),
+        ("fp8_ds_mla", HOPPER, "fp8_ds_mla/float8_e4m3fn"),
+        ("nvfp4", HOPPER, "nvfp4"),
+    ],
+)
+def test_the_cache_type_of_a_layer(monkeypatch, kept, platform, cache_dtype):
+    assert written(monkeypatch, layer("FLASHMLA", kv_cache_dtype=kept), platform).cache_dtype == cache_dtype
+    own = layer("DEEPSEEK_SPARSE_SWA", cache_config=SimpleNamespace(cache_dtype=kept))
+    assert written(monkeypatch, own, platform).cache_dtype == cache_dtype
+
+
+def test_an_indexer_has_a_cache_type_of_its_own(monkeypatch):
+    indexer = layer("DEEPSEEK_V32_INDEXER", cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"))
+    found = written(monkeypatch, indexer, HOPPER)
+    assert found == Writer(
+        "DEEPSEEK_V32_INDEXER", "cuda", "9.0", "indexer-fp8/float32/float8_e4m3fn", vllm.__version__, None
+    )
+    assert written(monkeypatch, indexer, HOPPER, mx=True).cache_dtype == "indexer-fp8/mx/float8_e4m3fn"
+    assert written(monkeypatch, indexer, HOPPER, indexer="mxfp4").cache_dtype.startswith("indexer-mxfp4/")
+    assert written(monkeypatch, indexer, MI300).platform == "rocm"
+
+
+def test_a_layer_that_nobody_knows_is_nobody_s(monkeypatch):
+    assert written(monkeypatch, None, HOPPER) == Writer(platform="cuda", capability="9.0", version=vllm.__version__)
