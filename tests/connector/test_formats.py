@@ -258,6 +258,13 @@ FORMATS = {
         gpu("MINIMAX_M3_SPARSE_INDEXER"),
     ),
     "columns on a CPU": VEC,
+    "columns of 8-bit floats on a CPU": replace(
+        VEC,
+        spec=full(dtype=U8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
+        cell=16,
+        write=writers.cpu_vec(8, item=1),
+        writer=replace(VEC.writer, cache_dtype=FP8),
+    ),
     "tiles on a CPU": AMX,
 }
 """Every format that is described or moved as a whole, and can be imitated."""
