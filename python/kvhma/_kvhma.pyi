@@ -23,6 +23,7 @@ __all__ = [
     "__version__",
     "clip_blocks",
     "descriptor_ids",
+    "digest_tokens",
     "expand_blocks",
     "expand_views",
     "fa_descriptors",
@@ -301,6 +302,18 @@ def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
     Raises:
         BlockIdError: an id is negative or its kernel ids do not fit int32.
         AddressOverflowError: there are more than 2**31 - 1 kernel ids.
+    """
+
+def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:
+    """Return the first 16 bytes of BLAKE3 over a header, behind its length (u64), and token ids (i32), little-endian.
+
+    Args:
+        header: what belongs to the prompt beside its tokens.
+        tokens: ids; they are read where they are.
+        num_tokens: how many of them, from the first.
+
+    Raises:
+        RequestError: there are fewer, or one is not an integer of 32 bits.
     """
 
 def descriptor_ids(

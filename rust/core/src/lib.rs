@@ -9,6 +9,7 @@
 mod alias;
 mod axis;
 mod check;
+mod digest;
 mod encode;
 mod error;
 mod explain;
@@ -28,6 +29,7 @@ mod transfer;
 mod validate;
 pub mod views;
 
+pub use digest::TokenDigest;
 pub use encode::{IdTransfer, Ids};
 pub use error::{Error, Result};
 pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};

@@ -5,6 +5,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 mod convert;
+mod digest;
 mod error;
 mod functions;
 mod geometry;
@@ -16,6 +17,8 @@ use pyo3::prelude::*;
 /// read through borrowed items.
 #[pymodule(gil_used = true)]
 mod _kvhma {
+    #[pymodule_export]
+    use super::digest::digest_tokens;
     #[pymodule_export]
     use super::functions::{
         clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,
