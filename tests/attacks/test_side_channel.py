@@ -22,6 +22,7 @@ from kvhma.vllm.side_channel import (
     HandshakeTimeoutError,
     Leases,
     Listener,
+    Outcome,
     RankHello,
     Refused,
     Release,
@@ -58,7 +59,7 @@ def dealer(address):
 def test_another_protocol(address):
     with (
         Client(address, 5) as client,
-        pytest.raises(HandshakeError, match="protocol is 7 on your side, 1 on this side"),
+        pytest.raises(HandshakeError, match="protocol is 7 on your side, 2 on this side"),
     ):
         client.ask(AskRoster(7), Roster)
 
@@ -127,10 +128,10 @@ def test_mutations_of_good_questions(address):
     good = [
         msgspec.msgpack.encode(question)
         for question in (
-            AskRoster(1),
+            AskRoster(PROTOCOL),
             AskHello(0, 0),
             Renew([("a", b"12345678", b"87654321")]),
-            Release([("b", b"12345678", b"87654321")]),
+            Release([("b", b"12345678", b"87654321")], Outcome.READ),
         )
     ]
     with dealer(address) as socket_:

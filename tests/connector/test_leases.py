@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from kvhma.vllm import leases as leases_module
 from kvhma.vllm import side_channel
 from kvhma.vllm.leases import Courier, LeaseEndedError, Ledger, claim_all
 from kvhma.vllm.params import Address, Claim, Hold
-from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener, Renew
+from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener, Outcome, Renew
 from support.engines.engine import free_port
 
 
@@ -47,7 +48,7 @@ def test_a_renewal_extends_it():
 def test_a_release_is_reported_once():
     ledger = Ledger(60)
     hold = ledger.hold("a")
-    ledger.release([claim(hold), claim(hold), claim(Hold("b", 1))])
+    ledger.release([claim(hold), claim(hold), claim(Hold("b", 1))], Outcome.READ)
     assert ledger.renew([claim(hold)]) == [None]
     assert ledger.strike_off() == (["a"], [])
     assert ledger.strike_off() == ([], [])
@@ -56,23 +57,107 @@ def test_a_release_is_reported_once():
 def test_an_old_generation_holds_nothing():
     ledger = Ledger(60)
     old = ledger.hold("a")
-    ledger.release([claim(old)])
+    ledger.release([claim(old)], Outcome.READ)
     new = ledger.hold("a")
     assert ledger.renew([claim(old), claim(new)])[0] is None
-    ledger.release([claim(old)])
+    ledger.release([claim(old)], Outcome.READ)
     assert ledger.strike_off() == (["a"], [])
     assert len(ledger) == 1
 
 
-def test_the_first_reader_has_it_alone():
+def test_readers_share_a_request():
+    """The first reader had it alone: of three samples with the same parameters two lost their blocks."""
     ledger = Ledger(60)
     hold = ledger.hold("a")
-    assert ledger.renew([claim(hold, 1)]) != [None]
-    assert ledger.renew([claim(hold, 2)]) == [None]
-    ledger.release([claim(hold, 2)])
-    assert len(ledger) == 1
-    ledger.release([claim(hold, 1)])
-    assert len(ledger) == 0
+    assert None not in ledger.renew([claim(hold, reader) for reader in (1, 2, 3)])
+    for reader in (2, 1):
+        ledger.release([claim(hold, reader)], Outcome.READ)
+        assert len(ledger) == 1
+    assert ledger.renew([claim(hold, 3)]) != [None]
+    ledger.release([claim(hold, 3)], Outcome.READ)
+    assert ledger.strike_off() == (["a"], [])
+
+
+def test_a_reader_that_fails_leaves_the_request_to_the_next():
+    """Any release gave the blocks back, so that another decode engine found none."""
+    ledger = Ledger(60)
+    hold = ledger.hold("a")
+    ledger.renew([claim(hold, 1)])
+    ledger.release([claim(hold, 1)], Outcome.UNREAD)
+    assert ledger.strike_off() == ([], [])
+    assert ledger.renew([claim(hold, 2)]) != [None]
+    ledger.release([claim(hold, 2)], Outcome.READ)
+    assert ledger.strike_off() == (["a"], [])
+
+
+def test_one_that_fails_after_another_has_read_is_the_last():
+    ledger = Ledger(60)
+    hold = ledger.hold("a")
+    ledger.renew([claim(hold, 1), claim(hold, 2)])
+    ledger.release([claim(hold, 1)], Outcome.READ)
+    ledger.release([claim(hold, 2)], Outcome.UNREAD)
+    assert ledger.strike_off() == (["a"], [])
+
+
+def test_a_lease_that_nobody_could_read_under_ends_as_expired():
+    ledger = Ledger(0.05)
+    hold = ledger.hold("a")
+    ledger.renew([claim(hold, 1)])
+    ledger.release([claim(hold, 1)], Outcome.UNREAD)
+    time.sleep(0.06)
+    assert ledger.strike_off() == ([], ["a"])
+
+
+def test_a_reader_that_dies_keeps_the_blocks_for_its_lease_only():
+    ledger = Ledger(0.2)
+    hold = ledger.hold("a")
+    ledger.renew([claim(hold, 1)])
+    time.sleep(0.15)
+    ledger.renew([claim(hold, 2)])
+    ledger.release([claim(hold, 2)], Outcome.READ)
+    assert ledger.strike_off() == ([], [])
+    time.sleep(0.06)
+    assert ledger.strike_off() == (["a"], []), "read, so no lease that ended unread"
+
+
+def test_siblings_that_have_not_claimed_yet_have_a_moment(monkeypatch):
+    monkeypatch.setattr(leases_module, "SIBLING_SECONDS", 0.1)
+    ledger = Ledger(60)
+    for name in ("in time", "late"):
+        hold = ledger.hold(name)
+        ledger.renew([claim(hold, 1)])
+        ledger.release([claim(hold, 1)], Outcome.READ_BY_SIBLING)
+        assert ledger.strike_off() == ([], [])
+        if name == "in time":
+            assert ledger.renew([claim(hold, 2)])[0] > time.monotonic() + 50
+            time.sleep(0.12)
+            assert ledger.strike_off() == ([], []), "a claim outlasts the moment"
+            ledger.release([claim(hold, 2)], Outcome.READ)
+        else:
+            time.sleep(0.12)
+            assert ledger.renew([claim(hold, 2)]) == [None]
+        assert ledger.strike_off() == ([name], [])
+
+
+def test_that_moment_does_not_outlast_the_lease():
+    ledger = Ledger(0.05)
+    hold = ledger.hold("a")
+    ledger.release([claim(hold, 1)], Outcome.READ_BY_SIBLING)
+    time.sleep(0.06)
+    assert ledger.strike_off() == (["a"], [])
+
+
+def test_readers_have_a_bound():
+    ledger = Ledger(0.2)
+    hold = ledger.hold("a")
+    most = leases_module.MAX_READERS
+    answers = ledger.renew([claim(hold, reader) for reader in range(most + 1)])
+    assert answers.index(None) == most
+    assert ledger.renew([claim(hold, 0)]) != [None], "those that are known may stay"
+    time.sleep(0.15)
+    ledger.renew([claim(hold, 0)])
+    time.sleep(0.1)
+    assert ledger.renew([claim(hold, most)]) != [None], "those that are silent make room"
 
 
 @pytest.fixture
@@ -104,7 +189,7 @@ def test_the_courier_keeps_a_lease_and_lets_go(address, courier):
         courier.track(address, claim(hold), every=0.05)
         until(lambda: end_of(ledger, hold) > expires + 0.5)
         assert ledger.strike_off() == ([], [])
-        courier.release(address, claim(hold))
+        courier.release(address, claim(hold), Outcome.READ)
         until(lambda: len(ledger) == 0)
         assert ledger.strike_off() == (["a"], [])
     finally:
@@ -135,7 +220,7 @@ def test_the_courier_survives_any_address(courier, host, address):
     ledger = Ledger(5)
     lost = claim(Hold("lost", 1))
     courier.track(Address(host, 1), lost, every=0.05)
-    courier.release(Address(host, 1), lost)
+    courier.release(Address(host, 1), lost, Outcome.READ)
     listener = listen(address, ledger)
     try:
         hold = ledger.hold("a")
@@ -191,20 +276,22 @@ def test_a_read_close_to_the_end_is_asked_for_again(lines, ledger):
 def test_a_read_past_the_end(lines, ledger):
     lease = ask(lines, claim(ledger.hold("a")))
     time.sleep(1.1)
-    with pytest.raises(LeaseEndedError, match="P does not hold 'a' for us"):
+    with pytest.raises(LeaseEndedError, match="P does not hold 'a' any more"):
         covers(lease, time.monotonic())
     lease.close()
 
 
 def test_a_second_reader(lines, ledger):
+    """It was told that the blocks were read already, although they were all still there."""
     hold = ledger.hold("a")
-    first = ask(lines, claim(hold, 1))
-    assert covers(first, time.monotonic())
-    second = ask(lines, claim(hold, 2))
-    with pytest.raises(LeaseEndedError, match="read already"):
-        covers(second, time.monotonic())
-    first.close()
-    second.close()
+    leases = [ask(lines, claim(hold, reader)) for reader in (1, 2)]
+    assert all(covers(lease, time.monotonic()) for lease in leases)
+    ledger.release([claim(hold, 1), claim(hold, 2)], Outcome.READ)
+    late = ask(lines, claim(hold, 3))
+    with pytest.raises(LeaseEndedError, match="it was read and nobody claimed it"):
+        covers(late, time.monotonic())
+    for lease in (*leases, late):
+        lease.close()
 
 
 def test_nobody_answers(lines):
@@ -221,7 +308,7 @@ def test_claims_of_a_step_are_one_question(lines, ledger, monkeypatch):
     holds = [ledger.hold(name) for name in "ab"]
     first, unknown, second = ask(lines, claim(holds[0]), claim(Hold("c", 1)), claim(holds[1]))
     assert covers(first, time.monotonic())
-    with pytest.raises(LeaseEndedError, match="P does not hold 'c' for us"):
+    with pytest.raises(LeaseEndedError, match="P does not hold 'c' any more"):
         covers(unknown, time.monotonic())
     assert covers(second, time.monotonic())
     assert [type(question) for question in questions] == [Renew]
@@ -305,15 +392,15 @@ def test_releases_do_not_keep_renewals_from_being_said(address, courier):
             said.append("renew")
             return ledger.renew(claims)
 
-        def release(self, claims):
+        def release(self, claims, outcome):
             said.append("release")
-            courier.release(address, claim(Hold("another", len(said))))
+            courier.release(address, claim(Hold("another", len(said))), Outcome.READ)
 
     listener = Listener(address, engine_id="p", instance=1, hellos={}, desk=Busy())
     try:
         hold = ledger.hold("a")
         courier.track(address, claim(hold), every=0.05)
-        courier.release(address, claim(Hold("another", 0)))
+        courier.release(address, claim(Hold("another", 0)), Outcome.READ)
         until(lambda: said.count("release") > 50 and said.count("renew") > 5)
         time.sleep(0.8)
         assert ledger.strike_off() == ([], [])
@@ -345,4 +432,42 @@ def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(address
         until(lambda: end_of(ledger, holds[1]) > later)
     finally:
         go_on.set()
+        listener.close()
+
+
+def test_the_courier_knows_what_p_holds(address, courier):
+    ledger = Ledger(5)
+    hold = ledger.hold("a")
+    here, gone = claim(hold, 1), claim(Hold("b", 1), 1)
+    assert courier.held(address, here) is None
+    listener = listen(address, ledger)
+    try:
+        for one in (here, gone):
+            courier.track(address, one, every=1)
+        until(lambda: None not in {courier.held(address, one) for one in (here, gone)})
+        assert (courier.held(address, here), courier.held(address, gone)) == (True, False)
+        courier.release(address, here, Outcome.READ)
+        assert courier.held(address, here) is None
+    finally:
+        listener.close()
+
+
+def test_every_outcome_reaches_p(address, courier):
+    heard = []
+
+    class Desk:
+        def renew(self, claims):
+            return [None for _ in claims]
+
+        def release(self, claims, outcome):
+            heard.extend((one.hold.request_id, outcome) for one in claims)
+
+    listener = Listener(address, engine_id="p", instance=1, hellos={}, desk=Desk())
+    try:
+        said = [(str(number), outcome) for number, outcome in enumerate([*Outcome, *Outcome, Outcome.UNREAD])]
+        for name, outcome in said:
+            courier.release(address, claim(Hold(name, 1)), outcome)
+        until(lambda: len(heard) == len(said))
+        assert heard == said
+    finally:
         listener.close()

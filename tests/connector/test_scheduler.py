@@ -23,22 +23,22 @@ from support.tiny import tiny_hybrid
 STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def half(*, recompute=True, backoff=0, lease=30.0, facts=None, **more):
+def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_state=False, **more):
     geometry = tiny_hybrid(100)
     assert isinstance(geometry, Geometry)
-    engine = EngineFacts(
+    facts = EngineFacts(
         engine_id="engine",
         address=Address("127.0.0.1", free_port()),
         tp_size=1,
         pp_size=1,
-        has_state=False,
+        has_state=has_state,
+        drafted_state=drafted_state,
         backoff=backoff,
         recompute=recompute,
         host_staged=False,
         transfer_groups=tuple(range(len(geometry.groups))),
     )
-    engine = replace(engine, **facts or {})
-    made = SchedulerHalf(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), engine)
+    made = SchedulerHalf(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), facts)
     hello = encode_hello(b"x", geometry, name="a", generation=1)
     made.serve({(0, 0): WorkerHello(hello)})
     return made
@@ -65,6 +65,9 @@ def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):
         kv_transfer_params=params,
         prompt_token_ids=list(ids),
         prompt_embeds=None,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
         all_token_ids=ids,
         _all_token_ids=ids,
         num_prompt_tokens=tokens,
@@ -129,7 +132,7 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
 
 @pytest.mark.parametrize("after", ["nothing to load", "given up before", "given up while it loads"])
 def test_p_is_told_whatever_happens(p, d, after):
-    asked = request(params=finished_at(p))
+    asked = request(params=finished_at(p), status="FINISHED_ABORTED")
     d.add(asked)
     if after == "nothing to load":
         d.allocated(asked, blocks(d), 0)
@@ -177,13 +180,204 @@ def test_parameters_that_are_no_dictionary_never_reach_vllm(d, params):
     assert d.matched_tokens(asked, 0) == (40, True)
 
 
-def test_another_prompt_is_refused(p, d):
+def changed(what, asked):
+    """Make another prompt of a request."""
+    if what == "tokens":
+        asked._all_token_ids[3] = 99
+    elif what == "fewer tokens":
+        del asked._all_token_ids[30:]
+        asked.num_prompt_tokens = 30
+    elif what == "adapter":
+        asked.lora_request = SimpleNamespace(lora_name="fine", lora_path="/fine")
+    elif what == "salt":
+        asked.cache_salt = "tenant"
+    return asked
+
+
+@pytest.mark.parametrize("what", ["tokens", "fewer tokens", "adapter", "salt"])
+def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, what):
+    """It was a failed load (of adapter and salt, a good one), and its end gave the right one's blocks back."""
     params = finished_at(p)
+    other = changed(what, request("other", params=params))
+    d.add(other)
+    assert d.matched_tokens(other, 0) == (0, False)
+    d.allocated(other, blocks(d), 0)
+    metadata = d.step(STEP)
+    assert (metadata.loads, metadata.refusals) == ([], {})
+    assert d.finish(other, tables(d)) == (False, None)
+    assert d.take_stats().data["computed_other_prompt"] == 1
+    assert d._courier._peers == {}, "P has not heard of it"
+    right = request(params=params)
+    d.add(right)
+    load(d, right)
+    d.results(output(["r"]))
+    until(lambda: len(p._ledger) == 0)
+    assert p.step(STEP).sent == ["at p"]
+    assert p.take_stats() is None, "no lease ended unread"
+
+
+def load(d, asked, tokens=40):
+    """Have a request loaded; return the order."""
+    end = time.monotonic() + 5
+    while (matched := d.matched_tokens(asked, 0))[0] is None:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert matched == (tokens, True)
+    d.allocated(asked, blocks(d), tokens)
+    (order,) = d.step(STEP).loads
+    return order
+
+
+def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d):
+    params = finished_at(p)
+    params["kvhma"]["spans"][0][1] = "77"
     asked = request(params=params)
-    asked.all_token_ids[3] = 99
     d.add(asked)
+    assert d.matched_tokens(asked, 0) == (40, True)
     d.allocated(asked, blocks(d), 40)
-    assert "another prompt" in d.step(STEP).refusals["r"]
+    assert "kvhma.digest" in d.step(STEP).refusals["r"]
+    d.results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
+    assert d._courier._peers == {}
+    assert len(p._ledger) == 1
+
+
+def test_samples_of_one_prompt(p, d):
+    """Of n = 3 the first reader had the blocks alone, and with policy `fail` two samples were lost."""
+    params = finished_at(p)
+    samples = [request(f"{index}_parent", params=params) for index in range(3)]
+    for asked in samples:
+        d.add(asked)
+    readers = {load(d, asked).reader for asked in samples}
+    assert len(readers) == 3
+    for number, asked in enumerate(samples):
+        assert len(p._ledger) == 1, number
+        d.results(output([asked.request_id]))
+    until(lambda: p.step(STEP).sent == ["at p"])
+
+
+def test_samples_on_two_engines(p, d):
+    other = half()
+    try:
+        params = finished_at(p)
+        here, there = (request(f"{index}_parent", params=params) for index in range(2))
+        d.add(here)
+        load(d, here)
+        d.results(output([here.request_id]))
+        other.add(there)  # after the first has been read
+        load(other, there)
+        time.sleep(0.2)
+        assert p.step(STEP).sent == []
+        other.results(output([there.request_id]))
+        until(lambda: p.step(STEP).sent == ["at p"])
+    finally:
+        other.close()
+
+
+def test_a_sample_that_comes_too_late_is_computed(p, d):
+    params = finished_at(p)
+    first, late = (request(f"{index}_parent", params=params) for index in range(2))
+    d.add(first)
+    load(d, first)
+    d.results(output([first.request_id]))
+    until(lambda: p.step(STEP).sent == ["at p"])
+    d.add(late)
+    until(lambda: d.matched_tokens(late, 0) == (0, False))
+    d.allocated(late, blocks(d), 0)
+    assert d.finish(late, tables(d)) == (False, None)
+    assert d._pulls == {}
+    assert d.take_stats().data["computed_late_sibling"] == 1
+
+
+def test_a_sample_does_not_wait_forever_for_an_answer(p, d):
+    params = finished_at(p) | {"remote_port": free_port()}
+    asked = request("0_parent", params=params)
+    d.add(asked)
+    assert d.matched_tokens(asked, 0) == (None, False)
+    # Its load finds that nobody is there, and the policy decides.
+    until(lambda: d.matched_tokens(asked, 0) == (40, True))
+
+
+def test_parameters_that_come_twice(p, d):
+    """The second request with the same parameters failed, whatever became of the first."""
+    params = finished_at(p)
+    first, second = request("a", params=params), request("b", params=params)
+    d.add(first)
+    assert d.matched_tokens(first, 0) == (40, True), "an ordinary request asks nobody first"
+    d.add(second)
+    load(d, second)
+    d.allocated(first, blocks(d), 40)
+    d.results(output(["b"]))
+    d.results(output(["a"]))
+    until(lambda: p.step(STEP).sent == ["at p"])
+
+
+@pytest.mark.parametrize("what", ["fail", "recompute", "aborted"])
+def test_after_a_failed_load_another_engine_may_read(p, what):
+    """P let go of the blocks when the first engine had failed."""
+    params = finished_at(p)
+    first, second = half(recompute=what == "recompute"), half()
+    try:
+        asked = request(params=params)
+        first.add(asked)
+        load(first, asked)
+        if what == "aborted":
+            asked.status = SimpleNamespace(name="FINISHED_ABORTED")
+            first.finish(asked, tables(first))
+        elif what == "fail":
+            asked.status = SimpleNamespace(name="FINISHED_ERROR")
+            first.finish(asked, tables(first))
+        first.results(output(["r"], ["r"], {"r": Failure("unsupported", "no", passing=False)}))
+        if what != "fail":  # answered, or not wanted any more
+            until(lambda: p.step(STEP).sent == ["at p"])
+            return
+        until(lambda: not any(held.readers for held in p._ledger._held.values()))
+        assert p.step(STEP).sent == []
+        again = request(params=params)
+        second.add(again)
+        load(second, again)
+        second.results(output(["r"]))
+        until(lambda: p.step(STEP).sent == ["at p"])
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_p_that_went_one_token_too_far(has_state):
+    """With `prompt_logprobs` P computes all of the prompt: D refused what it named."""
+    p, d = half(backoff=1, has_state=has_state), half(backoff=1, has_state=has_state, recompute=False)
+    try:
+        asked = request("at p", params={"do_remote_decode": True})
+        asked.get_skip_reading_prefix_cache = lambda: True
+        p.add(asked)
+        assert asked.num_prompt_tokens == 40
+        held, params = p.finish(asked, tables(p))
+        assert held
+        assert params["kvhma"]["tokens"] == (40 if has_state else 39)
+        at_d = request(params=json.loads(json.dumps(params)))
+        d.add(at_d)
+        if has_state:
+            assert d.matched_tokens(at_d, 0) == (0, False)
+            assert d.take_stats().data["computed_state_ahead"] == 1
+        else:
+            assert load(d, at_d, 39).num_tokens == 39
+            d.results(output(["r"]))
+        until(lambda: p.step(STEP).sent == ["at p"])
+    finally:
+        p.close()
+        d.close()
+
+
+def test_fewer_tokens_than_p_has():
+    """A draft module of D reads tokens that P's engine need not leave to it."""
+    p, d = half(), half(backoff=3)
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        assert load(d, asked, 37).num_tokens == 37
+    finally:
+        p.close()
+        d.close()
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
@@ -196,7 +390,7 @@ def test_what_did_not_end_well_is_not_held(p, status):
 def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
     wanted = {"do_remote_decode": True}
     for drafted in (False, True):
-        made = half(facts={"has_state": True, "drafted_state": drafted})
+        made = half(has_state=True, drafted_state=drafted)
         decoded = request("decoded", tokens=43, params=wanted)
         decoded.num_prompt_tokens = 40
         assert made.finish(request("prompt", params=wanted), tables(made))[0]

@@ -43,6 +43,9 @@ def test_addresses():
         ({"side_channel_port": 70000}, "70000"),
         ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
         ({"host_staged": 1}, "host_staged is 1, expected bool"),
+        ({"model_id": 7}, "model_id is 7, expected str"),
+        ({"model_id": ""}, "model_id is '', expected 1..512"),
+        ({"model_id": "a\nb"}, "model_id is"),
         ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer is True, only False"),
     ],
 )

@@ -52,7 +52,7 @@ class Prefill:
             hold=hold or self.ledger.hold(name),
             lease=30.0,
             num_tokens=len(blocks),
-            digest="",
+            prompt="0" * 32,
             spans=(Span(0, blocks),),
             tp_size=1,
         )

@@ -112,7 +112,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens that will be loaded, always in the background."""
+        """Return the tokens that will be loaded, always in the background; None if P has to be asked first."""
         return self._deciding.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

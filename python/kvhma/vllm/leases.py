@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may read what for how long: the ledger of a prefill engine, and the courier of a decode engine.
 
-P keeps a finished request's blocks until its reader lets go of them or its lease ends. Whether they are still held is
-one fact in one place, the ledger; the workers are told to report a request as sent only when it is struck off.
+P keeps a finished request's blocks until they have been read and no reader of them is left, or until its lease ends.
+Whether they are still held is one fact in one place, the ledger; the workers are told to report a request as sent only
+when it is struck off.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from kvhma.errors import HandshakeError, TransferError
 from kvhma.vllm.params import Address, Claim, Hold, new_nonce
 from kvhma.vllm.side_channel import (
     MAX_CLAIMS,
+    ClaimForm,
     Client,
     Leases,
     Lines,
+    Outcome,
     Question,
     Release,
     Renew,
@@ -41,17 +44,34 @@ from kvhma.vllm.side_channel import (
 logger = logging.getLogger("vllm.kvhma")
 
 
+MAX_READERS = 64
+"""Readers that a request may have at a time; samples of one prompt are some ten."""
+
+SIBLING_SECONDS = 2.0
+"""How long blocks that one of several siblings has read are kept for those that have not claimed them yet."""
+
 _NOBODY_SAYS = "nobody says whether the blocks were held while they were read"
 
 
 @dataclass(slots=True)
 class _Held:
+    """A request that is kept.
+
+    Attributes:
+        expires: when its lease ends.
+        readers: who has claimed it and not released it yet, and until when that counts without another sign of it.
+        read: whether anybody is done with it.
+        siblings_until: until when it is kept for readers that have not claimed it yet, once it has been read.
+    """
+
     expires: float
-    reader: int | None = None
+    readers: dict[int, float] = field(default_factory=dict)
+    read: bool = False
+    siblings_until: float = 0.0
 
 
 class Ledger:
-    """Requests whose blocks are kept for a reader. Safe to use from several threads.
+    """Requests whose blocks are kept for their readers. Safe to use from several threads.
 
     Times are seconds of :func:`time.monotonic` in this process, which is P's clock.
     """
@@ -62,48 +82,71 @@ class Ledger:
         self._lock = threading.Lock()
         self._held: dict[Hold, _Held] = {}
         self._released: list[str] = []
+        self._expired: list[str] = []
 
     def hold(self, request_id: str) -> Hold:
-        """Hold a request that has finished for its first reader."""
+        """Hold a request that has finished."""
         hold = Hold(request_id, new_nonce())
         with self._lock:
             self._held[hold] = _Held(time.monotonic() + self._lease)
         return hold
 
     def renew(self, claims: list[Claim]) -> list[float | None]:
-        """Extend leases; return when each ends now, None for one that is not held for this reader."""
+        """Extend leases; return when each ends now, None for one that is not held (or has too many readers)."""
         now = time.monotonic()
         answer: list[float | None] = []
         with self._lock:
             for claim in claims:
                 held = self._held.get(claim.hold)
                 # One that has run out is as good as struck off: the next step will do it.
-                if held is None or held.expires <= now or held.reader not in (None, claim.reader):
+                if held is None or held.expires <= now or not self._admit(held, claim.reader, now):
                     answer.append(None)
                     continue
-                held.reader = claim.reader
-                held.expires = now + self._lease
+                held.readers[claim.reader] = held.expires = now + self._lease
                 answer.append(held.expires)
         return answer
 
-    def release(self, claims: list[Claim]) -> None:
-        """Let go of requests; those that are not held, or held for another reader, are passed over."""
+    def release(self, claims: list[Claim], outcome: Outcome) -> None:
+        """Take readers off requests; those that are not held are passed over.
+
+        Blocks go back once somebody has read them and no reader is left. Blocks that nobody could read stay for their
+        lease, so that another engine can be given the same parameters.
+        """
+        now = time.monotonic()
         with self._lock:
             for claim in claims:
                 held = self._held.get(claim.hold)
-                if held is not None and held.reader in (None, claim.reader):
-                    del self._held[claim.hold]
-                    self._released.append(claim.hold.request_id)
+                if held is None:
+                    continue
+                held.readers.pop(claim.reader, None)
+                if outcome is not Outcome.UNREAD:
+                    held.read = True
+                if outcome is Outcome.READ_BY_SIBLING:
+                    held.siblings_until = now + SIBLING_SECONDS
+                if held.read:
+                    held.expires = min(held.expires, max(now, held.siblings_until, *held.readers.values()))
+                if held.expires <= now:
+                    self._end(claim.hold)
+
+    @staticmethod
+    def _admit(held: _Held, reader: int, now: float) -> bool:
+        if reader not in held.readers and len(held.readers) >= MAX_READERS:
+            held.readers = {one: until for one, until in held.readers.items() if until > now}
+        return reader in held.readers or len(held.readers) < MAX_READERS
+
+    def _end(self, hold: Hold) -> None:
+        held = self._held.pop(hold)
+        (self._released if held.read else self._expired).append(hold.request_id)
 
     def strike_off(self) -> tuple[list[str], list[str]]:
-        """Return the requests that were let go and those whose lease ended since the last call, each once."""
+        """Return the requests that were read and those whose lease ended unread since the last call, each once."""
         now = time.monotonic()
         with self._lock:
+            for hold in [hold for hold, held in self._held.items() if held.expires <= now]:
+                self._end(hold)
             released, self._released = self._released, []
-            late = [hold for hold, held in self._held.items() if held.expires <= now]
-            for hold in late:
-                del self._held[hold]
-        return released, [hold.request_id for hold in late]
+            expired, self._expired = self._expired, []
+        return released, expired
 
     def __len__(self) -> int:
         return len(self._held)
@@ -211,7 +254,9 @@ class Lease:
         expires = answer.expires[self._index]
         if expires is None:
             name = printable(self._claim.hold.request_id)
-            raise LeaseEndedError(f"P does not hold {name!r} for us: its lease has ended, or it was read already")
+            raise LeaseEndedError(
+                f"P does not hold {name!r} any more: its lease has ended, or it was read and nobody claimed it"
+            )
         # Their clock was read after we asked, and the two may drift apart by 0.1 %.
         latest = answer.clock + (ended - asked) * 1.001
         if asked >= ended or latest + self._margin < expires:
@@ -241,8 +286,10 @@ def claim_all(lines: Lines, claims: Sequence[Claim], *, timeout: float, margin: 
 
 @dataclass(eq=False)
 class _Peer:
-    tracked: set[Claim] = field(default_factory=set)
-    releases: deque[Claim] = field(default_factory=deque)
+    tracked: dict[Claim, bool | None] = field(default_factory=dict)
+    """Claims to renew, and whether P held them when it was last asked; None until it has answered."""
+    asked: list[Claim] = field(default_factory=list)
+    releases: deque[tuple[Claim, Outcome]] = field(default_factory=deque)
     numeric: Address | None = None
     looking: Future[Address] | None = None
     looked_up: float = -1e9
@@ -282,18 +329,24 @@ class Courier:
         with self._lock:
             peer = self._peer(address)
             if peer is not None:
-                peer.tracked.add(claim)
+                peer.tracked.setdefault(claim)
                 peer.interval = min(peer.interval, every)
                 peer.renewed_at = -1e9
         self._wake()
 
-    def release(self, address: Address, claim: Claim) -> None:
-        """Let go of what was claimed and stop to renew it."""
+    def held(self, address: Address, claim: Claim) -> bool | None:
+        """Return whether P held what is tracked when it was last asked; None as long as it has not answered."""
+        with self._lock:
+            peer = self._peers.get(address)
+            return None if peer is None else peer.tracked.get(claim)
+
+    def release(self, address: Address, claim: Claim, outcome: Outcome) -> None:
+        """Say what became of a claim and stop to renew it."""
         with self._lock:
             peer = self._peer(address)
             if peer is not None:
-                peer.tracked.discard(claim)
-                peer.releases.append(claim)
+                peer.tracked.pop(claim, None)
+                peer.releases.append((claim, outcome))
         self._wake()
 
     def close(self) -> None:
@@ -366,12 +419,11 @@ class Courier:
         # Both may be wanted all the time, and neither may keep the other from being said.
         if due and not (peer.releases and peer.renewed):
             # More than fit one message take turns by chance; a lease outlasts several of them.
-            claims = random.sample(list(peer.tracked), min(len(peer.tracked), MAX_CLAIMS))
-            question = Renew([write_claim(claim) for claim in claims])
+            peer.asked = random.sample(list(peer.tracked), min(len(peer.tracked), MAX_CLAIMS))
+            question = Renew([write_claim(claim) for claim in peer.asked])
             peer.renewed_at = now
         else:
-            claims = [peer.releases.popleft() for _ in range(min(len(peer.releases), MAX_CLAIMS))]
-            question = Release([write_claim(claim) for claim in claims])
+            question = self._next_release(peer.releases)
         peer.asked_at = now
         peer.renewed = isinstance(question, Renew)
         try:
@@ -383,15 +435,29 @@ class Courier:
             return
         peer.waiting = True
 
+    @staticmethod
+    def _next_release(releases: deque[tuple[Claim, Outcome]]) -> Release:
+        """Take the oldest claims with one outcome."""
+        outcome = releases[0][1]
+        claims: list[ClaimForm] = []
+        while releases and releases[0][1] is outcome and len(claims) < MAX_CLAIMS:
+            claims.append(write_claim(releases.popleft()[0]))
+        return Release(claims, outcome)
+
     def _hear(self, peer: _Peer) -> None:
         with self._lock:
             peer.waiting = False
             if peer.socket is None:
                 return
             try:
-                read_answer(peer.socket.recv(zmq.NOBLOCK))
+                answer = read_answer(peer.socket.recv(zmq.NOBLOCK))
             except (HandshakeError, zmq.ZMQError):
                 self._hang_up(peer)
+                return
+            if isinstance(answer, Leases) and len(answer.expires) == len(peer.asked):
+                for claim, expires in zip(peer.asked, answer.expires, strict=True):
+                    if claim in peer.tracked:
+                        peer.tracked[claim] = expires is not None
 
     def _numeric(self, address: Address, peer: _Peer, now: float) -> Address | None:
         """Return where a peer is, None if that is still being looked up."""

@@ -12,15 +12,14 @@ import json
 import math
 import re
 import secrets
-from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
 
-VERSION = 1
+VERSION = 2
 """Version of the ``kvhma`` dictionary."""
 
 MAX_ID = (1 << 31) - 1
@@ -75,7 +74,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A hold, and who reads it: the first to say so. Parameters that a proxy sends twice are read once.
+    """A hold, and one of its readers.
 
     Attributes:
         hold: the request at P.
@@ -86,18 +85,22 @@ class Claim:
     reader: int
 
 
+class OtherPromptError(RequestError):
+    """What P holds is not of this prompt. Nothing is wrong with either of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
     """What a decode request has to know of its prefill.
 
     Attributes:
-        address: P's scheduler.
+        address: P's scheduler. A proxy may change it, since networks have names of their own.
         engine_id: P's name of itself.
         instance: random number of P's life; after a restart it is another one.
         hold: the request at P.
         lease: seconds that P holds it after each sign of a reader.
         num_tokens: tokens that P's blocks hold.
-        digest: of these tokens and of everything here but the address, see :meth:`seal`.
+        prompt: digest of these tokens, see :func:`kvhma.vllm.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks, if the parameters say.
     """
@@ -108,7 +111,7 @@ class Remote:
     hold: Hold
     lease: float
     num_tokens: int
-    digest: str
+    prompt: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
 
@@ -117,21 +120,25 @@ class Remote:
         """Whose blocks they are."""
         return Life(self.address, self.engine_id, self.instance, self.tp_size)
 
-    def seal(self, token_ids: Iterable[int]) -> str:
-        """Return the digest that `digest` should be, given the tokens that the blocks are of.
+    @property
+    def digest(self) -> str:
+        """Digest of everything but the address and the ranks, as 32 hexadecimal digits.
 
-        It is no signature. It keeps apart requests and prompts that a proxy mixed up, and parameters that were changed
-        on the way. A proxy may change the address, since networks have names of their own.
+        It is no signature. It finds parameters that were changed or mixed up on the way.
         """
-        places = [[span.first, len(span.ids)] for span in self.spans]
-        told = [self.engine_id, self.instance, *astuple(self.hold), self.lease, self.num_tokens, places]
-        digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=16)
-        for numbers in (*(span.ids for span in self.spans), token_ids):
-            digest.update(array("q", numbers).tobytes())
-        return digest.hexdigest()
+        return self._seal(self._rows())
+
+    def _rows(self) -> list[list[Any]]:
+        return [[span.first, write_ids(span.ids)] for span in self.spans]
+
+    def _seal(self, rows: list[list[Any]]) -> str:
+        told = [self.engine_id, self.instance, self.hold.request_id, self.hold.generation]
+        told += [self.lease, self.num_tokens, self.prompt, rows]
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
     def to_params(self, *, pp_size: int) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that a proxy hands on to D."""
+        rows = self._rows()
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -152,8 +159,9 @@ class Remote:
                 "generation": f"{self.hold.generation:016x}",
                 "lease": self.lease,
                 "tokens": self.num_tokens,
-                "digest": self.digest,
-                "spans": [[span.first, write_ids(span.ids)] for span in self.spans],
+                "prompt": self.prompt,
+                "digest": self._seal(rows),
+                "spans": rows,
             },
         }
 
@@ -162,7 +170,9 @@ class Remote:
         """Read and check parameters. Safe on any value; nothing is longer than the prompt allows.
 
         Raises:
-            RequestError: a key is missing, of the wrong type or out of range; the text names it.
+            RequestError: a key is missing, of the wrong type or out of range, or was changed on the way; the text names
+                it.
+            OtherPromptError: all is well, but of a longer prompt.
         """
         own = params.get("kvhma")
         if not isinstance(own, dict):
@@ -175,17 +185,27 @@ class Remote:
         tp_size = None if params.get("tp_size") is None else _integer(params, "tp_size", 1, 1 << 16)
         if params.get("dcp_size") not in (None, 1):
             raise RequestError(f"kv_transfer_params: dcp_size is {_show(params['dcp_size'])}, only 1 is supported")
-        return cls(
+        remote = cls(
             address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
             engine_id=_text(params, "remote_engine_id"),
             instance=_nonce(own, "kvhma.instance"),
             hold=Hold(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
             lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
-            digest=_text(own, "kvhma.digest"),
-            spans=_spans(own, min(tokens, num_prompt_tokens)),
+            prompt=_digest(own, "kvhma.prompt"),
+            spans=(),
             tp_size=tp_size,
         )
+        rows = _rows(own)
+        digest = _digest(own, "kvhma.digest")
+        if (found := remote._seal(rows)) != digest:
+            raise RequestError(
+                f"kv_transfer_params: kvhma.digest is {digest!r}, these parameters have {found!r}: they were changed "
+                "on the way, or are those of two requests"
+            )
+        if tokens > num_prompt_tokens:
+            raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
+        return replace(remote, spans=_spans(rows, tokens))
 
 
 def new_nonce() -> int:
@@ -238,20 +258,26 @@ def read_ids(text: str, limit: int) -> list[int]:
     return ids
 
 
-def _spans(own: Mapping[str, Any], tokens: int) -> tuple[Span, ...]:
+def _rows(own: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the position and the text of each group's blocks; the texts are not read yet."""
     rows = own.get("spans")
     if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
         raise RequestError(f"kv_transfer_params: kvhma.spans is {_show(rows)}, expected a list of 1..{_MAX_GROUPS}")
-    spans = []
-    left = _MOST_SHARES * tokens + _MAX_GROUPS
     for row in rows:
         if not (isinstance(row, list) and len(row) == 2 and _is_integer(row[0]) and isinstance(row[1], str)):
             raise RequestError(f"kv_transfer_params: kvhma.spans has {_show(row)}, expected [first, ids]")
         if not 0 <= row[0] <= MAX_ID:
             raise RequestError(f"kv_transfer_params: kvhma.spans starts at {_show(row[0])}, expected 0..{MAX_ID}")
-        ids = read_ids(row[1], min(left, tokens + _MAX_GROUPS))
+    return rows
+
+
+def _spans(rows: list[list[Any]], tokens: int) -> tuple[Span, ...]:
+    spans = []
+    left = _MOST_SHARES * tokens + _MAX_GROUPS
+    for first, text in rows:
+        ids = read_ids(text, min(left, tokens + _MAX_GROUPS))
         left -= len(ids)
-        spans.append(Span(row[0], ids))
+        spans.append(Span(first, ids))
     return tuple(spans)
 
 
@@ -290,6 +316,13 @@ def _nonce(values: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value, re.ASCII):
         raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 16 hexadecimal digits")
     return int(value, 16)
+
+
+def _digest(values: Mapping[str, Any], key: str) -> str:
+    value = _get(values, key)
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value, re.ASCII):
+        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 32 hexadecimal digits")
+    return value
 
 
 def _show(value: Any) -> str:

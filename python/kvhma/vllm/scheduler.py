@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
+import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kvhma
@@ -15,10 +18,11 @@ from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
 from kvhma.vllm.leases import Courier, Ledger
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
-from kvhma.vllm.params import Address, Claim, Remote, new_nonce
+from kvhma.vllm.params import Address, Claim, Hold, OtherPromptError, Remote, new_nonce
 from kvhma.vllm.prefix_cache import check_manager, hit_blocks, never_cache_before
+from kvhma.vllm.prompt import prompt_digest
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import Listener
+from kvhma.vllm.side_channel import Listener, Outcome
 from kvhma.vllm.stats import TransferStats
 
 if TYPE_CHECKING:
@@ -64,6 +68,13 @@ _RENEWALS = 6
 """In the time of a lease: some may be lost."""
 
 
+_CHILD = re.compile(r"\d+_")
+"""How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
+
+_SEEN_HOLDS = 4096
+"""Requests at P that are remembered, to know those that come again."""
+
+
 class Stage(enum.Enum):
     """How far a pull is."""
 
@@ -81,6 +92,9 @@ class Pull:
         num_tokens: tokens to have afterwards.
         tries: loads so far.
         finished: whether the request ended while it was loading.
+        aborted: whether its client wants no answer any more.
+        ask_first: whether others read the same blocks, so that P has to say that it holds them before they are loaded.
+        since: when the request was added, on the monotonic clock.
         reader: random number by which P knows this reader of its blocks.
         first_tokens: of the ranks that have loaded, see `WorkerReport`.
     """
@@ -91,6 +105,9 @@ class Pull:
     stage: Stage = Stage.WANTED
     tries: int = 0
     finished: bool = False
+    aborted: bool = False
+    ask_first: bool = False
+    since: float = field(default_factory=time.monotonic)
     reader: int = field(default_factory=new_nonce)
     first_tokens: dict[int, int] = field(default_factory=dict)
 
@@ -108,6 +125,8 @@ class SchedulerHalf:
         self._listener: Listener | None = None
         self._geometry: Geometry | None = None
         self._pulls: dict[str, Pull] = {}
+        self._shared: OrderedDict[Hold, bool] = OrderedDict()
+        """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
         self._stats = TransferStats()
         self._staging: dict[str, Request] = {}
@@ -162,7 +181,9 @@ class SchedulerHalf:
             if self._engine.host_staged:
                 self._staging[request.request_id] = request
         elif params.get("do_remote_prefill"):
-            self._pulls[request.request_id] = self._read(request, params)
+            pull = self._read(request, params)
+            if pull is not None:
+                self._pulls[request.request_id] = pull
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
@@ -183,10 +204,10 @@ class SchedulerHalf:
         self._staging.pop(request_id, None)
         pull = self._pulls.get(request_id)
         if pull is not None:
-            if pull.stage is Stage.LOADING:
-                pull.finished = True
-            else:
-                self._let_go(request_id)
+            pull.finished = True
+            pull.aborted = request.status.name == "FINISHED_ABORTED"
+            if pull.stage is not Stage.LOADING:
+                self._let_go(request_id, read=pull.aborted)
             return False, None
         params = request.kv_transfer_params
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
@@ -195,8 +216,8 @@ class SchedulerHalf:
             return False, None
         tokens = request.num_computed_tokens
         if not self._engine.has_state:
-            # Behind the prompt is what P sampled itself, which D does not take over.
-            tokens = min(tokens, request.num_prompt_tokens)
+            # What follows, P sampled itself or D computes itself; a cache of tokens is good for fewer of them too.
+            tokens = min(tokens, request.num_prompt_tokens - self._not_left_yet(request))
         elif self._engine.drafted_state and tokens > request.num_prompt_tokens:
             logger.warning(
                 "kvhma: request %s is not handed on: it decoded %d tokens with speculative_config, and the state of a "
@@ -217,12 +238,15 @@ class SchedulerHalf:
             hold=self._ledger.hold(request_id),
             lease=self._settings.kv_lease_duration,
             num_tokens=tokens,
-            digest="",
+            prompt=self._prompt_digest(request, tokens),
             spans=tuple(spans),
             tp_size=self._engine.tp_size,
         )
-        sealed = replace(remote, digest=remote.seal(request.all_token_ids[:tokens]))
-        return True, sealed.to_params(pp_size=self._engine.pp_size)
+        return True, remote.to_params(pp_size=self._engine.pp_size)
+
+    def _prompt_digest(self, request: Request, num_tokens: int) -> str:
+        # Who names the model says that the adapters of one name are the same too, wherever they lie.
+        return prompt_digest(request, num_tokens, adapter_paths=self._settings.model_id is None)
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call."""
@@ -235,16 +259,11 @@ class SchedulerHalf:
 
     def _stop_early(self, request: Request) -> None:
         """Leave the last tokens of the prompt to D, which derives the state that follows from the one before."""
-        backoff = self._engine.backoff
+        backoff = self._not_left_yet(request)
         tokens = request.prompt_token_ids
         params = request.kv_transfer_params or {}
-        if (
-            not backoff
-            or request.num_prompt_tokens <= backoff
-            or params.get("_kvhma_stopped_early")
-            # D will not load anything for a request that may not use cached blocks.
-            or request.get_skip_reading_prefix_cache()
-        ):
+        # Of log-probabilities of the prompt none may be missing.
+        if not backoff or request.get_skip_reading_prefix_cache():
             return
         if tokens is not None:
             del tokens[-backoff:]
@@ -256,6 +275,12 @@ class SchedulerHalf:
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
         params["_kvhma_stopped_early"] = True
+
+    def _not_left_yet(self, request: Request) -> int:
+        """Return how many of the last tokens of a prompt D computes, if P was not made to stop before them."""
+        stopped = (request.kv_transfer_params or {}).get("_kvhma_stopped_early")
+        backoff = self._engine.backoff
+        return backoff if not stopped and request.num_prompt_tokens > backoff else 0
 
     def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[Span, ...]]:
         """Blocks of the requests whose prompt is computed in this step, before anybody is told of them."""
@@ -272,40 +297,66 @@ class SchedulerHalf:
 
     # --- D -------------------------------------------------------------------------------------------------
 
-    def _read(self, request: Request, params: dict[str, Any]) -> Pull:
+    def _read(self, request: Request, params: dict[str, Any]) -> Pull | None:
+        """Return what is to be loaded, None if nothing is. P hears of a request only if the parameters are of it."""
         if params.get("do_remote_decode"):
             return Pull(None, "kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
         try:
             remote = Remote.from_params(params, num_prompt_tokens=request.num_prompt_tokens)
-        except RequestError as error:
+            if self._prompt_digest(request, remote.num_tokens) != remote.prompt:
+                raise OtherPromptError(
+                    f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
+                )
+        except OtherPromptError as error:
+            self._compute_here(request.request_id, "other_prompt", str(error))
+            return None
+        except KvhmaError as error:
             return Pull(None, str(error))
+        if self._geometry is None or not self._geometry.groups:
+            return Pull(None, "this engine has no caches that were registered")
         most = request.num_prompt_tokens - self._engine.backoff
-        groups = 0 if self._geometry is None else len(self._geometry.groups)
-        pull = Pull(remote, num_tokens=remote.num_tokens)
-        # From here on P is told when its blocks are not wanted any more, whatever else is wrong.
-        self._courier.track(remote.address, Claim(remote.hold, pull.reader), every=remote.lease / _RENEWALS)
-        if request.num_prompt_tokens <= self._engine.backoff:
+        pull = Pull(remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.hold))
+        if remote.num_tokens > most and self._engine.has_state:
+            text = f"P's state is that of {remote.num_tokens} tokens, of this prompt at most {most} can be taken over"
+            self._compute_here(request.request_id, "state_ahead", text)
             pull.num_tokens = 0
-        elif remote.num_tokens > most:
-            pull.refusal = (
-                f"P computed {remote.num_tokens} tokens, of this prompt at most {most} can be taken over: the last "
-                f"{self._engine.backoff} are computed here, for a window or a state or for num_speculative_tokens; "
-                "P has to leave as many, which follows from equal settings"
-            )
-        elif remote.seal(request.all_token_ids[: remote.num_tokens]) != remote.digest:
-            pull.refusal = (
-                f"kvhma.digest is {remote.digest!r}, these parameters and the first {remote.num_tokens} tokens have "
-                "another: P computed another prompt, or the parameters were changed on the way"
-            )
-        elif not groups:
-            pull.refusal = "this engine has no caches that were registered"
+        if pull.num_tokens <= 0:
+            self._tell(pull, read=True)
+            return None
+        self._courier.track(remote.address, Claim(remote.hold, pull.reader), every=remote.lease / _RENEWALS)
         return pull
 
-    def matched_tokens(self, request: Request, local: int) -> tuple[int, bool]:
-        """Return how many tokens beyond the `local` ones will be loaded. Changes nothing: it is asked again."""
+    def _is_shared(self, request: Request, hold: Hold) -> bool:
+        """Whether other requests may come, or have come, with the same parameters."""
+        known = hold in self._shared
+        self._shared[hold] = known or _CHILD.match(request.request_id) is not None
+        self._shared.move_to_end(hold)
+        if len(self._shared) > _SEEN_HOLDS:
+            self._shared.popitem(last=False)
+        return self._shared[hold]
+
+    def _compute_here(self, request_id: str, reason: str, text: str) -> None:
+        logger.warning("kvhma: request %s is computed here: %s", request_id, text)
+        self._stats.count(f"computed_{reason}")
+
+    def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.
+
+        It is asked again, and says the same unless P has answered meanwhile.
+        """
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return 0, False
+        if pull.ask_first and not pull.refusal and pull.remote is not None:
+            held = self._courier.held(pull.remote.address, Claim(pull.remote.hold, pull.reader))
+            # A P that does not answer is found by the load, and the engine's policy decides.
+            if held is None and time.monotonic() - pull.since < self._settings.handshake_timeout:
+                return None, False
+            if held is False:
+                text = "others have read what P held for it, and its lease has ended"
+                self._compute_here(request.request_id, "late_sibling", text)
+                self._let_go(request.request_id, read=True)
+                return 0, False
         # A refusal takes the way of a load that failed, so that the engine's policy decides about it.
         wanted = (request.num_prompt_tokens if pull.refusal else pull.num_tokens) - local
         return (wanted, True) if wanted > 0 else (0, False)
@@ -317,7 +368,7 @@ class SchedulerHalf:
         if pull is None or pull.stage is not Stage.WANTED:
             return
         if external <= 0:
-            self._let_go(request_id)
+            self._let_go(request_id, read=True)
             return
         pull.stage = Stage.LOADING
         pull.tries += 1
@@ -365,17 +416,24 @@ class SchedulerHalf:
             if again and not pull.finished and self._engine.recompute:
                 pull.stage = Stage.WANTED
             else:
-                self._let_go(request_id)
+                # Whoever recomputes what failed needs P no more; where it fails, another engine may read it.
+                served = request_id not in failed or self._engine.recompute or pull.aborted
+                self._let_go(request_id, read=served)
 
     def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
         if self.manager is not None:
             for group, token in first_tokens.items():
                 never_cache_before(self.manager, request_id, self._engine.transfer_groups[group], token)
 
-    def _let_go(self, request_id: str) -> None:
-        pull = self._pulls.pop(request_id)
+    def _let_go(self, request_id: str, *, read: bool) -> None:
+        self._tell(self._pulls.pop(request_id), read=read)
+
+    def _tell(self, pull: Pull, *, read: bool) -> None:
+        """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
         if pull.remote is not None:
-            self._courier.release(pull.remote.address, Claim(pull.remote.hold, pull.reader))
+            shared = self._shared.get(pull.remote.hold, False)
+            outcome = (Outcome.READ_BY_SIBLING if shared else Outcome.READ) if read else Outcome.UNREAD
+            self._courier.release(pull.remote.address, Claim(pull.remote.hold, pull.reader), outcome)
 
     def _transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Choose the block tables of the groups that take part."""

@@ -39,6 +39,8 @@ class Settings:
             ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
         side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
         kv_cache_layout: layout to ask the engine for; None for ``LBHNC``, or for MLA the engine's own choice.
+        model_id: name of the model, for engines that have it under different paths; what both sides set is compared
+            instead of path and revision, and adapters by their name alone. None to compare these.
         host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
             ``kv_buffer_device`` is ``cpu`` and the caches are not.
     """
@@ -56,6 +58,7 @@ class Settings:
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     kv_cache_layout: str | None = None
+    model_id: str | None = None
     host_staged: bool | None = None
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector that have no meaning here; they are reported in the log."""
@@ -82,10 +85,16 @@ class Settings:
         for name, (kind, low, high) in _RANGES.items():
             if (value := given.get(name)) is not None:
                 given[name] = _number(name, value, kind, low, high)
-        for name, kinds in (("side_channel_host", str), ("kv_cache_layout", str), ("host_staged", bool)):
+        kinds_of = {"side_channel_host": str, "kv_cache_layout": str, "model_id": str, "host_staged": bool}
+        for name, kinds in kinds_of.items():
             value = given.get(name)
             if value is not None and not isinstance(value, kinds):
                 raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {kinds.__name__}")
+        model_id = given.get("model_id")
+        if model_id is not None and not (0 < len(model_id) <= 512 and model_id.isprintable()):
+            raise SettingsError(
+                f"kv_connector_extra_config: model_id is {model_id!r}, expected 1..512 printable characters"
+            )
         return cls(**given, ignored=tuple(sorted(set(extra) & _UPSTREAM.keys())))
 
 

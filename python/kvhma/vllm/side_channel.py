@@ -8,6 +8,7 @@ it is sent, if only with :class:`Problem`; nothing that arrives can stop it.
 from __future__ import annotations
 
 import contextlib
+import enum
 import ipaddress
 import logging
 import math
@@ -26,7 +27,7 @@ from kvhma.errors import HandshakeError
 from kvhma.nixl import MAX_HELLO_BYTES
 from kvhma.vllm.params import Address, Claim, Hold
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
@@ -67,10 +68,24 @@ class Renew(msgspec.Struct, tag="renew", frozen=True):
     claims: Annotated[list[ClaimForm], msgspec.Meta(max_length=MAX_CLAIMS)]
 
 
+class Outcome(enum.Enum):
+    """What became of a claim when its reader lets go of it."""
+
+    READ = "read"
+    """It was read, or its client wants no answer any more: this reader needs nothing, and nobody else is known."""
+
+    READ_BY_SIBLING = "read by sibling"
+    """The same, and others with the same parameters may be on their way."""
+
+    UNREAD = "unread"
+    """It could not be read here. Another engine may be given the same parameters."""
+
+
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """We do not want the blocks of these requests any more."""
+    """We do not want the blocks of these requests any more, and this is why."""
 
     claims: Annotated[list[ClaimForm], msgspec.Meta(max_length=MAX_CLAIMS)]
+    outcome: Outcome
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -146,8 +161,8 @@ class Desk(Protocol):
     def renew(self, claims: list[Claim]) -> list[float | None]:
         """Extend leases; return when each ends now, None for one that is not held for this reader."""
 
-    def release(self, claims: list[Claim]) -> None:
-        """Let go of requests."""
+    def release(self, claims: list[Claim], outcome: Outcome) -> None:
+        """Take readers off requests."""
 
 
 class Listener:
@@ -226,7 +241,7 @@ class Listener:
             case Renew():
                 return Leases(time.monotonic(), self._desk.renew([read_claim(form) for form in question.claims]))
             case Release():
-                self._desk.release([read_claim(form) for form in question.claims])
+                self._desk.release([read_claim(form) for form in question.claims], question.outcome)
                 return Done()
             case Refused():
                 logger.warning(

@@ -26,7 +26,17 @@ SERIES = (
 CAUSES = ("refused", "handshake", "unsupported", "request", "transfer", "peer_lost", "expired", "internal")
 """Why loads fail, see :class:`kvhma.vllm.metadata.Failure`."""
 
-COUNTS = ("handshakes", "fences", "expired", *(f"failed_{cause}" for cause in CAUSES))
+REASONS = ("other_prompt", "late_sibling", "state_ahead")
+"""Why D computes a prompt itself although it was given parameters: they are of another prompt, P let go of the blocks
+after other samples of the prompt had read them, or P's recurrent state is that of more tokens than D can take over."""
+
+COUNTS = (
+    "handshakes",
+    "fences",
+    "expired",
+    *(f"failed_{cause}" for cause in CAUSES),
+    *(f"computed_{reason}" for reason in REASONS),
+)
 """Sums. ``expired`` counts leases of P that ended unread, ``failed_expired`` loads of D that came too late."""
 
 
@@ -177,6 +187,12 @@ class PromMetrics(KVConnectorPromMetrics):
             name="vllm:kvhma_failed_loads", documentation="Loads that failed.", labelnames=[*self._labelnames, "cause"]
         )
 
+        self._computed = self._counter_cls(
+            name="vllm:kvhma_computed_prompts",
+            documentation="Prompts with parameters of a prefill engine that were computed here all the same.",
+            labelnames=[*self._labelnames, "reason"],
+        )
+
     def _per_engine(self, metric: Any) -> dict[int, Any]:
         return {index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()}
 
@@ -198,3 +214,6 @@ class PromMetrics(KVConnectorPromMetrics):
         for cause in CAUSES:
             if transfer_stats_data[f"failed_{cause}"]:
                 self._failures.labels(*labels, cause).inc(transfer_stats_data[f"failed_{cause}"])
+        for reason in REASONS:
+            if transfer_stats_data[f"computed_{reason}"]:
+                self._computed.labels(*labels, reason).inc(transfer_stats_data[f"computed_{reason}"])
