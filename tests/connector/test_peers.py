@@ -2,22 +2,25 @@
 """Engines that are read from: met, lost in part, named twice, and what others say in their name."""
 
 import gc
+import json
 import socket
 import threading
 import time
 import weakref
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 
-from kvhma.errors import HandshakeError, KvhmaError, TransferError
+from kvhma.errors import HandshakeError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_hello
 from kvhma.vllm import peers as peers_module
 from kvhma.vllm import side_channel
+from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.leases import Ledger
 from kvhma.vllm.params import Address, Life
 from kvhma.vllm.peers import Peers, Source
@@ -26,6 +29,7 @@ from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listen
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
+from support.identity import EXTRA, IDENTITY
 
 
 class World:
@@ -37,7 +41,9 @@ class World:
         self.geometry = flat_geometry(*self.memory)
         self.agent = self.make_agent("D")
         self.shaken = 0
-        self.peers = Peers(self.agent, self.geometry, Settings.read({"handshake_timeout": 1}), "d", self.shook)
+        self.peers = Peers(
+            self.agent, self.geometry, IDENTITY, Settings.read({"handshake_timeout": 1}), "d", self.shook
+        )
         self.listeners: list[Listener] = []
 
     def shook(self, seconds: float) -> None:
@@ -48,9 +54,10 @@ class World:
         agent.register(self.geometry)
         return agent
 
-    def worker(self, name: str, rank: int) -> bytes:
+    def worker(self, name: str, rank: int, extra: bytes = EXTRA) -> bytes:
         """Start a prefill worker; return what it says of itself."""
-        return self.make_agent(name).hello(replace(self.geometry, layers=self.geometry.layers[rank : rank + 1]))
+        geometry = replace(self.geometry, layers=self.geometry.layers[rank : rank + 1])
+        return self.make_agent(name).hello(geometry, extra)
 
     def prefill(self, *hellos: bytes, instance: int = 1) -> Life:
         """Start to listen for an engine whose workers say this."""
@@ -108,7 +115,7 @@ def test_an_engine_with_two_addresses(world):
 def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
     hello = world.worker("P0", 0), world.worker("P1", 1)
     source = world.meet(world.prefill(*hello))
-    again = world.prefill(world.make_agent("P0").hello(world.geometry, b"another life"), instance=2)
+    again = world.prefill(world.make_agent("P0").hello(world.geometry, EXTRA + b" "), instance=2)
     with pytest.raises(TransferError, match=r"'P0', which is at 127\.0\.0\.1"):
         world.meet(again)
     assert source.gone is None
@@ -267,7 +274,91 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
 
 def test_a_rank_that_nothing_is_read_from_takes_no_name(world):
     # A stage without a layer of ours: the planner has no use for it.
-    other = world.make_agent("P0").hello(Geometry(world.geometry.regions, world.geometry.groups, ()), b"of another")
+    other = world.make_agent("P0").hello(Geometry(world.geometry.regions, world.geometry.groups, ()), EXTRA + b" ")
     source = world.meet(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
     assert set(source.hellos) == {"M0", "M1"}
     assert world.meet(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None
+
+
+def told(**changes):
+    """What an engine with another identity puts into its hellos."""
+    return encode_extra(msgspec.structs.replace(IDENTITY, **changes), vllm="0.31.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": "org/fine-tune"}, "model of the model is 'org/tiny' here, 'org/fine-tune' at .*set model_id"),
+        ({"revision": None}, "revision of the model is '0123abc' here, not set at"),
+        ({"dtype": "float16"}, "dtype of the model is 'bfloat16' here, 'float16' at"),
+        ({"quantization": "fp8"}, "quantization of the model is not set here, 'fp8' at"),
+        ({"cache_dtype": "fp8"}, "cache_dtype of the model is 'bfloat16' here, 'fp8' at"),
+        ({"rope": '{"rope_theta": 1e6}'}, "rope of the model is .*10000.0.* here, .*1e6.* at"),
+        ({"overrides": '{"hf_overrides": {"a": 1}}'}, "overrides of the model is '{}' here"),
+        ({"model": "evil\n" * 800}, r"'evil\?evil"),
+    ],
+)
+def test_caches_of_another_model_are_refused(world, caplog, changes, text):
+    """Two fine-tunes of one shape mixed without a word: each engine said which model it runs, and nobody compared."""
+    hellos = [world.worker(f"P{rank}", rank, told(**changes)) for rank in range(2)]
+    with pytest.raises(UnsupportedPairError, match=text) as raised:
+        world.meet(world.prefill(*hellos))
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
+    until = time.monotonic() + 5
+    while "engine d cannot read our caches" not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "of the model is" in caplog.text, "P's log says it too"
+
+
+def test_one_rank_of_another_model_is_enough(world):
+    hellos = [world.worker("P0", 0), world.worker("P1", 1, told(model="org/fine-tune"))]
+    with pytest.raises(UnsupportedPairError, match="fine-tune"):
+        world.meet(world.prefill(*hellos))
+
+
+@pytest.mark.parametrize("side", ["both", "d", "p", "differ"])
+def test_operators_who_say_which_model_it_is(world, side):
+    here = {"both": "m", "d": "m", "differ": "m"}.get(side)
+    there = {"both": "m", "p": "m", "differ": "other"}.get(side)
+    world.peers._identity = msgspec.structs.replace(IDENTITY, model_id=here)
+    extra = told(model="/mnt/elsewhere", revision=None, model_id=there)
+    life = world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1, extra))
+    if side == "both":
+        assert world.meet(life)
+        return
+    with pytest.raises(UnsupportedPairError, match="^model_id of" if side == "differ" else "^model of"):
+        world.meet(life)
+
+
+@pytest.mark.parametrize(("here", "there"), [("draft", None), (None, "draft"), ("draft", "draft"), ("draft", "other")])
+def test_draft_models_are_compared_where_both_sides_have_one(world, here, there):
+    world.peers._identity = msgspec.structs.replace(IDENTITY, draft=here)
+    extra = told(draft=there)
+    life = world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1, extra))
+    if there != "other":
+        assert world.meet(life)
+        return
+    with pytest.raises(UnsupportedPairError, match="draft of the model is 'draft' here, 'other' at"):
+        world.meet(life)
+
+
+BAD = [
+    b"",
+    b"null",
+    b"{}",
+    b"\xff\xfe",
+    b"[" * 60_000,
+    json.dumps({"model": "org/tiny", "vllm": "0.32.0", "kvhma": "0.1.0"}).encode(),  # what version 1 said
+    EXTRA.replace(b'"org/tiny"', b"7"),
+    EXTRA.replace(b"org/tiny", b"x" * 5000),
+    EXTRA.replace(b'"revision"', b'"revise"'),
+]
+
+
+@pytest.mark.parametrize("extra", BAD, ids=range(len(BAD)))
+def test_an_engine_that_does_not_say_which_model_it_runs(world, extra):
+    with pytest.raises(HandshakeError, match="the hello does not say which model") as raised:
+        world.meet(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
+    assert str(raised.value).isprintable()
+    assert world.meet(world.prefill(world.worker("Q0", 0), world.worker("Q1", 1))), "it goes on"

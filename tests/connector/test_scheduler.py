@@ -3,7 +3,6 @@
 
 import json
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest

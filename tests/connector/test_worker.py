@@ -23,6 +23,7 @@ from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.worker import WorkerHalf
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
+from support.identity import EXTRA, IDENTITY
 
 PAGE = 4096
 PAGES = 64
@@ -41,7 +42,7 @@ class Prefill:
         self.agent = Agent(f"P{next(self.numbers)}")
         self.agent.register(self.geometry)
         self.ledger = Ledger(30.0)
-        hellos = {(0, 0): self.agent.hello(self.geometry)}
+        hellos = {(0, 0): self.agent.hello(self.geometry, EXTRA)}
         self.listener = Listener(address, engine_id="p", instance=self.instance, hellos=hellos, desk=self.ledger)
 
     def remote(self, name: str, blocks: list[int], hold: Hold | None = None) -> Remote:
@@ -71,7 +72,7 @@ class Decode:
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
         self.half = WorkerHalf(
-            Settings.read({"handshake_timeout": 2, **settings}), "d", geometry, agent, Direct(geometry, {})
+            Settings.read({"handshake_timeout": 2, **settings}), "d", IDENTITY, geometry, agent, Direct(geometry, {})
         )
 
     def order(self, **loads: tuple[Remote, list[int]]) -> None:

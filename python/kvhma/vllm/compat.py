@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import vllm
 import vllm.envs
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.content import Place, kind_of
 from kvhma.vllm.formats import Writer, taking_part
+from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.params import Address
 from kvhma.vllm.scheduler import EngineFacts
 from kvhma.vllm.settings import Settings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 try:
@@ -45,6 +49,11 @@ _PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
 
 _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """What configurations of models call the groups of B and C."""
+
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+"""What configurations of models call the parameters of rotary embeddings."""
+
+_LONGEST_TEXT = 1000
 
 
 def check_config(config: VllmConfig) -> None:
@@ -160,3 +169,66 @@ def _drafted_state(config: VllmConfig) -> bool:
     caches = config.cache_config
     rings = [getattr(caches, name, False) for name in ("use_replayssm", "use_kda_recoverssm")]
     return bool(config.num_speculative_tokens) or any(rings)
+
+
+def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
+    """Return which model an engine runs."""
+    model = config.model_config
+    dtype = _dtype(model)
+    cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
+    text_config = model.hf_text_config
+    return ModelIdentity(
+        # vLLM puts a local folder in the place of a model that it fetched from an object store.
+        model=_bounded(getattr(model, "model_weights", "") or model.model),
+        revision=_revision(model),
+        model_id=settings.model_id,
+        dtype=dtype,
+        quantization=None if model.quantization is None else str(model.quantization),
+        cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
+        rope=_json({name: getattr(text_config, name, None) for name in _ROPE}),
+        overrides=_json(_overrides(model)),
+        draft=_draft(config),
+    )
+
+
+def _dtype(model: ModelConfig) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _revision(model: ModelConfig) -> str | None:
+    found = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return None if found is None else _bounded(str(found))
+
+
+def _overrides(model: ModelConfig) -> dict[str, Any]:
+    given = model.hf_overrides
+    if isinstance(given, dict):
+        given = {name: value for name, value in given.items() if name not in _ROPE}
+    else:
+        given = f"{given.__module__}.{given.__qualname__}"
+    found = {
+        "hf_overrides": given,
+        "quantization_config": getattr(model, "quantization_config", None),
+        "disable_sliding_window": model.disable_sliding_window,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _draft(config: VllmConfig) -> str | None:
+    speculative = config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    # Methods without a draft model name the model itself here; a module of the model is as the model is.
+    if draft is None or draft.model == config.model_config.model:
+        return None
+    return _bounded(f"{draft.model} {_revision(draft) or ''} {_dtype(draft)}")
+
+
+def _json(value: Any) -> str:
+    return _bounded(json.dumps(value, sort_keys=True, default=str))
+
+
+def _bounded(text: str) -> str:
+    """Return a text of bounded length; of a long one the beginning, and a digest of all of it."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:100]}... {hashlib.sha256(text.encode()).hexdigest()}"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import sys
@@ -17,12 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
-from kvhma.vllm.compat import CACHE_HIT_SOURCE, check_config, engine_facts, host_staged, place_of, writer_of
+from kvhma.vllm.compat import (
+    CACHE_HIT_SOURCE,
+    check_config,
+    engine_facts,
+    host_staged,
+    identity_of,
+    place_of,
+    writer_of,
+)
 from kvhma.vllm.formats import taking_part
 from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler import SchedulerHalf
 from kvhma.vllm.settings import Settings
@@ -166,9 +173,9 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
         agent = self._agent(f"kvhma-{engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
         agent.register(geometry)
-        extra = {"model": config.model_config.model, "vllm": vllm.__version__, "kvhma": kvhma.__version__}
-        self._hello = WorkerHello(agent.hello(geometry, json.dumps(extra).encode()[: 32 << 10]))
-        self._worker = WorkerHalf(self._settings, engine_id, geometry, agent, self._memory)
+        identity = identity_of(config, self._settings)
+        self._hello = WorkerHello(agent.hello(geometry, encode_extra(identity, vllm=vllm.__version__)))
+        self._worker = WorkerHalf(self._settings, engine_id, identity, geometry, agent, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
             "kvhma: %d layers in %d regions, groups: %s; hello of %d bytes",

@@ -16,6 +16,7 @@ from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, Hello, Peer, decode_hello
+from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
 from kvhma.vllm.params import Address, Life
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import (
@@ -76,11 +77,18 @@ class Peers:
     """Sources by address. Safe to use from several threads; one handshake at a time with each engine."""
 
     def __init__(
-        self, agent: Agent, geometry: Geometry, settings: Settings, engine_id: str, shook: Callable[[float], None]
+        self,
+        agent: Agent,
+        geometry: Geometry,
+        identity: ModelIdentity,
+        settings: Settings,
+        engine_id: str,
+        shook: Callable[[float], None],
     ) -> None:
         """Start empty; `shook` is told the seconds of each handshake."""
         self._agent = agent
         self._geometry = geometry
+        self._identity = identity
         self._settings = settings
         self._engine_id = engine_id
         self._shook = shook
@@ -103,7 +111,7 @@ class Peers:
         Raises:
             HandshakeError: it was, a moment ago, another engine than the request was told, or spoke
                 another version; or there are too many handshakes at a time.
-            UnsupportedPairError: its caches cannot be read into ours; it has been told so.
+            UnsupportedPairError: its caches cannot be read into ours, or are of another model; it has been told so.
             TransferError: it could not be connected to.
         """
         key = (remote.address, remote.instance)
@@ -261,7 +269,10 @@ class Peers:
             if sum(map(len, hellos)) > _MOST_BYTES:
                 raise HandshakeError(f"the hellos of {remote.address} have more than {_MOST_BYTES} bytes")
         said = [decode_hello(data) for data in hellos]
+        models = [decode_extra(hello.extra).model for hello in said]
         try:
+            for model in models:
+                check_same_model(self._identity, model)
             plan = kvhma.plan(
                 self._geometry,
                 [hello.geometry for hello in said],

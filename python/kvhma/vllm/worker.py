@@ -21,6 +21,7 @@ from kvhma import _kvhma
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, TransferHandle
+from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.leases import Lease, LeaseEndedError, LeaseUnknownError, claim_all
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.params import Address, Claim
@@ -79,13 +80,21 @@ class Moving:
 class WorkerHalf:
     """Reads what the scheduler orders, and reports each order exactly once."""
 
-    def __init__(self, settings: Settings, engine_id: str, geometry: Geometry, agent: Agent, memory: Memory) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine_id: str,
+        identity: ModelIdentity,
+        geometry: Geometry,
+        agent: Agent,
+        memory: Memory,
+    ) -> None:
         """Take over an agent with which the geometry's regions are registered, and start the threads."""
         self._settings = settings
         self._geometry = geometry
         self._agent = agent
         self._memory = memory
-        self._peers = Peers(agent, geometry, settings, engine_id, self._shook)
+        self._peers = Peers(agent, geometry, identity, settings, engine_id, self._shook)
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._moving: deque[Moving] = deque()
         self._has_moving = threading.Event()

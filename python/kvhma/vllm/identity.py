@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model an engine runs: what decides the values in its caches, and what no description of a page says.
+
+Two fine-tunes of one shape have caches that pair layer by layer, and only their names tell them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+import kvhma
+from kvhma.errors import HandshakeError, UnsupportedPairError
+from kvhma.vllm.side_channel import printable
+
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, as engines that exchange its caches have to agree on it.
+
+    Attributes:
+        model: its name or path.
+        revision: commit of its repository if that is known, else the revision that was asked for.
+        model_id: what the operator says that it is; None if nothing was said.
+        dtype: of its activations, e.g. ``"bfloat16"``.
+        quantization: of its weights; None for none.
+        cache_dtype: of its attention caches.
+        rope: parameters of its rotary embedding, as JSON.
+        overrides: settings that change what it computes, as JSON.
+        draft: name and revision of a draft model that has weights of its own; None for none.
+    """
+
+    model: Text
+    revision: Text | None
+    model_id: Text | None
+    dtype: Text
+    quantization: Text | None
+    cache_dtype: Text
+    rope: Text
+    overrides: Text
+    draft: Text | None
+
+
+class EngineExtra(msgspec.Struct, frozen=True):
+    """What an engine adds to the hello of each of its workers. Versions are for logs; nothing depends on them."""
+
+    model: ModelIdentity
+    vllm: Text
+    kvhma: Text
+
+
+def encode_extra(identity: ModelIdentity, *, vllm: str) -> bytes:
+    """Return the bytes that a hello carries; `vllm` is its version."""
+    return msgspec.json.encode(EngineExtra(identity, vllm, kvhma.__version__))
+
+
+def decode_extra(data: bytes) -> EngineExtra:
+    """Read what another engine's hello carries.
+
+    Raises:
+        HandshakeError: it does not say which model it runs.
+    """
+    try:
+        return _extras.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise HandshakeError(f"the hello does not say which model its engine runs: {printable(str(error))}") from error
+
+
+_extras: msgspec.json.Decoder[EngineExtra] = msgspec.json.Decoder(EngineExtra)
+
+
+def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
+    """Refuse caches of another model.
+
+    Where both operators say which model it is, that is compared instead of name and revision. A draft model is
+    compared where both sides have one: the caches of one that P lacks do not come from P.
+
+    Raises:
+        UnsupportedPairError: the text names the field and both values.
+    """
+    both_say = local.model_id is not None and remote.model_id is not None
+    names = ["model_id"] if both_say else ["model", "revision"]
+    names += ["dtype", "quantization", "cache_dtype", "rope", "overrides"]
+    if local.draft is not None and remote.draft is not None:
+        names.append("draft")
+    for name in names:
+        here, there = getattr(local, name), getattr(remote, name)
+        if here != there:
+            hint = "; if they are the same, set model_id on both sides" if name in ("model", "revision") else ""
+            raise UnsupportedPairError(
+                f"{name} of the model is {_show(here)} here, {_show(there)} at the prefill engine: "
+                f"its caches hold other values{hint}"
+            )
+
+
+def _show(value: str | None) -> str:
+    return "not set" if value is None else repr(printable(value[:300]))

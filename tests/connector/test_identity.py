@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model an engine runs, from vLLM's own configuration objects."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from vllm.config import CacheConfig, ModelConfig, VllmConfig
+
+from kvhma.vllm.compat import identity_of
+from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
+from kvhma.vllm.settings import Settings
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def folder(where: Path, **more: object) -> Path:
+    where.mkdir(exist_ok=True)
+    (where / "config.json").write_text(json.dumps(LLAMA | more))
+    return where
+
+
+def identity(where: Path, *, settings: dict[str, object] | None = None, cache: str = "auto", **more) -> ModelIdentity:
+    model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True, **more)
+    config = VllmConfig(model_config=model, cache_config=CacheConfig(block_size=16, cache_dtype=cache))
+    return identity_of(config, Settings.read(settings or {}))
+
+
+def differing(one: ModelIdentity, other: ModelIdentity) -> set[str]:
+    return {name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)}
+
+
+def test_it_goes_through_a_hello(tmp_path):
+    found = identity(folder(tmp_path / "m"), revision="main")
+    assert (found.model, found.revision) == (str(tmp_path / "m"), "main")
+    assert (found.dtype, found.cache_dtype, found.quantization) == ("bfloat16", "bfloat16", None)
+    assert found.overrides == "{}"
+    read = decode_extra(encode_extra(found, vllm="0.32.0"))
+    assert read.model == found
+    check_same_model(found, read.model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"revision": "v2"}, {"revision"}),
+        ({"dtype": "float16"}, {"dtype", "cache_dtype"}),
+        ({"cache": "fp8_e5m2"}, {"cache_dtype"}),
+        ({"cache": "bfloat16"}, set()),
+        ({"hf_overrides": {"attention_bias": True}}, {"overrides"}),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}, {"rope"}),
+        ({"settings": {"model_id": "mine"}}, {"model_id"}),
+        ({"quantization": "fp8"}, {"quantization"}),
+        ({"max_model_len": 512, "seed": 3, "served_model_name": "any"}, set()),
+    ],
+    ids=str,
+)
+def test_what_changes_the_values_in_a_cache_changes_the_identity(tmp_path, changes, fields):
+    where = folder(tmp_path / "m")
+    assert differing(identity(where), identity(where, **changes)) == fields
+
+
+def test_parameters_of_the_rotary_embedding_in_the_models_own_file(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
+    plain = identity(folder(tmp_path / "m"))
+    edited = identity(folder(tmp_path / "m", rope_parameters=rope))
+    given = identity(folder(tmp_path / "m"), hf_overrides={"rope_parameters": rope})
+    assert differing(plain, edited) == {"rope"}
+    assert differing(edited, given) == set(), "however it is said"
+
+
+def test_two_models_of_one_shape(tmp_path):
+    one, other = (identity(folder(tmp_path / name)) for name in ("base", "fine-tune"))
+    assert differing(one, other) == {"model"}
+
+
+def test_long_values_are_bounded(tmp_path):
+    where = folder(tmp_path / "m")
+    one, other = (identity(where, hf_overrides={"x": ["y" * 90_000, last]}) for last in (1, 2))
+    assert len(one.overrides) < 200
+    assert differing(one, other) == {"overrides"}

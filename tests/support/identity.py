@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that engines of the connector's tests say they run."""
+
+from kvhma.vllm.identity import ModelIdentity, encode_extra
+
+IDENTITY = ModelIdentity(
+    model="org/tiny",
+    revision="0123abc",
+    model_id=None,
+    dtype="bfloat16",
+    quantization=None,
+    cache_dtype="bfloat16",
+    rope='{"rope_theta": 10000.0}',
+    overrides="{}",
+    draft=None,
+)
+EXTRA = encode_extra(IDENTITY, vllm="0.32.0")
