@@ -52,7 +52,8 @@ fn read_token(tokens: &Bound<'_, PyList>, index: usize) -> PyResult<i32> {
 #[cold]
 fn read_slowly(tokens: &Bound<'_, PyList>, index: usize) -> PyResult<i32> {
     PyErr::take(tokens.py());
-    to_token(tokens.py(), read_item(WHAT, &tokens.get_item(index)?)?)
+    let shorter = |_| request_error(tokens.py(), format!("{WHAT}: the list has lost id {index} while it was read"));
+    to_token(tokens.py(), read_item(WHAT, &tokens.get_item(index).map_err(shorter)?)?)
 }
 
 #[inline]
