@@ -13,7 +13,7 @@ import math
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvhma.errors import RequestError
@@ -103,6 +103,8 @@ class Remote:
         prompt: digest of these tokens, see :func:`kvhma.vllm.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks, if the parameters say.
+        digest: of everything but the address and the ranks, as 32 hexadecimal digits, where it was read from
+            parameters. It is no signature: it finds parameters that were changed or mixed up on the way.
     """
 
     address: Address
@@ -114,19 +116,12 @@ class Remote:
     prompt: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
+    digest: str = field(default="", compare=False)
 
     @property
     def life(self) -> Life:
         """Whose blocks they are."""
         return Life(self.address, self.engine_id, self.instance, self.tp_size)
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything but the address and the ranks, as 32 hexadecimal digits.
-
-        It is no signature. It finds parameters that were changed or mixed up on the way.
-        """
-        return self._seal(self._rows())
 
     def _rows(self) -> list[list[Any]]:
         return [[span.first, write_ids(span.ids)] for span in self.spans]
@@ -205,7 +200,7 @@ class Remote:
             )
         if tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
-        return replace(remote, spans=_spans(rows, tokens))
+        return replace(remote, spans=_spans(rows, tokens), digest=digest)
 
 
 def new_nonce() -> int:
