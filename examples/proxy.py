@@ -5,6 +5,8 @@
     python proxy.py --port 8000 --prefill http://host-a:8100 --decode http://host-b:8200 [--decode http://host-c:8200]
 
 It needs aiohttp, which vLLM brings along. Engines take turns. ``kv_transfer_params`` are handed on as they come.
+Of several samples (``n``) the prompt is computed once. Of several prompts in one body vLLM has parameters for the first
+only: the decode engine computes the others.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PREFILL_PARAMS: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-ONLY_FOR_DECODE = ("stream_options", "min_tokens", "n", "best_of", "echo", "use_beam_search")
+ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo", "prompt_logprobs", "use_beam_search")
 MAX_BODY_BYTES = 64 << 20
 
 
@@ -38,6 +40,12 @@ class UpstreamError(Exception):
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "code": status}}
+
+
+def first_prompt(prompt: Any) -> Any:
+    """Return the first of several prompts; a list of numbers is one."""
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return prompt[0] if several else prompt
 
 
 class Proxy:
@@ -77,7 +85,9 @@ class Proxy:
         self, engine: str, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> dict[str, Any]:
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
-        short |= {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+        if "prompt" in short:
+            short["prompt"] = first_prompt(short["prompt"])
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
         try:
