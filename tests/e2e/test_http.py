@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support.engines import Zygote, engines, free_port
+from support.engines import Answer, Zygote, engines, free_port
 from support.engines.zygote import engine_python
 from support.handoff import arguments, kvhma, noise, prompts
 
@@ -82,7 +82,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
     with ExitStack() as stack:
         pids = {}
         for role in ("prefill", "decode-1", "decode-2"):
-            transfer = kvhma(name, policy="recompute")["kv_transfer_config"]
+            transfer = kvhma(name)["kv_transfer_config"]
             given = ["--model", str(served), "--served-model-name", "tiny", "--port", str(ports[role])]
             given += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", "32"]
             given += ["--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -113,6 +113,12 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
             (count,) = [line for line in metrics.splitlines() if line.startswith("vllm:kvhma_load_seconds_count")]
             assert float(count.split()[-1]) == 2, role
 
+        several_of_one_body(completions, many, expected)
+        for role in ("decode-1", "decode-2"):
+            assert (
+                "vllm:kvhma_failed_loads_total{" not in urllib.request.urlopen(urls[role] + "/metrics").read().decode()
+            )
+
         assert ask(completions, b"{")[0] == 400
         assert ask(completions, b"[]")[0] == 400
         status, text = ask(completions, {"model": "another", "prompt": many[0], "max_tokens": 1})
@@ -121,6 +127,24 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         status, text = ask(completions, {"model": "tiny", "prompt": many[0], "max_tokens": 1})
         assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")
         assert json.loads(ask_health(urls["proxy"]))["prefill"][urls["prefill"]] != "ok"
+
+
+def several_of_one_body(completions: str, many: list[list[int]], expected: list[Answer]) -> None:
+    """Samples of one prompt, and several prompts: two samples were HTTP 500, and so was a second prompt."""
+    body = {"model": "tiny", "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
+    right = [answer.token_ids for answer in expected]
+    for n in (2, 3):
+        status, text = ask(completions, body | {"prompt": many[1], "n": n, "top_k": 1})
+        assert status == 200, text
+        assert [choice["token_ids"] for choice in json.loads(text)["choices"]] == [right[1]] * n
+    for prompts_ in (many[:2], many[2:0:-1], [many[3], many[3]], many):
+        status, text = ask(completions, body | {"prompt": prompts_, "temperature": 0})
+        assert status == 200, text
+        found = [choice["token_ids"] for choice in json.loads(text)["choices"]]
+        assert found == [right[many.index(prompt)] for prompt in prompts_]
+    status, text = ask(completions, body | {"prompt": many[:2], "n": 2, "top_k": 1})
+    assert status == 200, text
+    assert [choice["token_ids"] for choice in json.loads(text)["choices"]] == [right[0]] * 2 + [right[1]] * 2
 
 
 def ask_health(url: str) -> str:

@@ -110,3 +110,8 @@ def loads(engine: Engine) -> int:
 
 def failures(engine: Engine, cause: str) -> int:
     return int(engine.sample("vllm:kvhma_failed_loads_total", cause=cause))
+
+
+def computed(engine: Engine, reason: str) -> int:
+    """Prompts with parameters of a prefill engine that an engine computed itself."""
+    return int(engine.sample("vllm:kvhma_computed_prompts_total", reason=reason))

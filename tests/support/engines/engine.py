@@ -48,6 +48,7 @@ class Answer:
             (`Engine.loaded_tokens`).
         first_seconds: time to the first token, None if there was none.
         seconds: time to the end.
+        others: the other samples of the prompt, if more than one was asked for.
     """
 
     token_ids: list[int]
@@ -59,6 +60,7 @@ class Answer:
     num_cached_tokens: int | None
     first_seconds: float | None
     seconds: float
+    others: tuple[Answer, ...] = ()
 
 
 _given: set[int] = set()
@@ -157,12 +159,14 @@ class Engine:
         logprobs: int = 2,
         priority: int = 0,
         timeout: float | None = 150,
+        adapter: tuple[str, Path] | None = None,
         **sampling: Any,
     ) -> Future[Answer]:
         """Ask for a completion, greedy and without end-of-sequence token unless `sampling` says otherwise.
 
-        A request that takes longer than `timeout` seconds is aborted, and its answer says so in `error`. What the
-        front end raises is in the answer; the future itself fails with `EngineFailed` when the engine ends.
+        An `adapter` is its name and its folder. A request that takes longer than `timeout` seconds is aborted, and its
+        answer says so in `error`. What the front end raises is in the answer; the future itself fails with
+        `EngineFailed` when the engine ends.
         """
         return self._call(
             "generate",
@@ -170,6 +174,7 @@ class Engine:
             request_id=request_id,
             priority=priority,
             timeout=timeout,
+            adapter=None if adapter is None else (adapter[0], str(adapter[1])),
             sampling={
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
@@ -304,7 +309,8 @@ class Engine:
                 if error is not None:
                     future.set_exception(EngineFailed(error))
                 elif isinstance(result, dict) and "token_ids" in result:
-                    future.set_result(Answer(**result))
+                    others = tuple(Answer(**other) for other in result.pop("others"))
+                    future.set_result(Answer(**result, others=others))
                 else:
                     future.set_result(result)
         self._fail_all()

@@ -98,42 +98,57 @@ async def _generate(
     request_id: str | None,
     priority: int,
     timeout: float | None,
+    adapter: tuple[str, str] | None,
     sampling: dict[str, Any],
 ) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
 
     begun = time.perf_counter()
-    answer: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "first_seconds": None}
-    answer |= dict.fromkeys(("finish_reason", "error", "kv_transfer_params", "num_cached_tokens"))
+    samples: list[dict[str, Any]] = []
+    for _ in range(sampling.get("n", 1)):
+        answer: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "first_seconds": None}
+        samples.append(answer | dict.fromkeys(("finish_reason", "error", "kv_transfer_params", "num_cached_tokens")))
 
     async def collect() -> None:
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling)
         stream = engine.generate(
-            {"prompt_token_ids": prompt}, params, request_id or uuid.uuid4().hex, priority=priority
+            {"prompt_token_ids": prompt},
+            params,
+            request_id or uuid.uuid4().hex,
+            lora_request=None if adapter is None else LoRARequest(adapter[0], 1, adapter[1]),
+            priority=priority,
         )
         async for output in stream:
-            (completion,) = output.outputs
-            if completion.token_ids and answer["first_seconds"] is None:
-                answer["first_seconds"] = time.perf_counter() - begun
-            answer["token_ids"] += completion.token_ids
-            for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=False):
-                chosen = candidates[token].logprob
-                others = [c.logprob for t, c in candidates.items() if t != token]
-                answer["logprobs"].append(chosen)
-                answer["margins"].append(chosen - max(others, default=float("-inf")))
-            answer["finish_reason"] = completion.finish_reason
+            for completion in output.outputs:
+                _take(samples[completion.index], completion, time.perf_counter() - begun)
             # Only one of the deltas carries it.
-            answer["num_cached_tokens"] = max(answer["num_cached_tokens"] or 0, output.num_cached_tokens or 0)
-            answer["kv_transfer_params"] = output.kv_transfer_params or answer["kv_transfer_params"]
+            first = samples[0]
+            first["num_cached_tokens"] = max(first["num_cached_tokens"] or 0, output.num_cached_tokens or 0)
+            first["kv_transfer_params"] = output.kv_transfer_params or first["kv_transfer_params"]
 
+    error = None
     try:
         await asyncio.wait_for(collect(), timeout)
     except asyncio.TimeoutError:
-        answer["error"] = f"TimeoutError: no end after {timeout} s"
+        error = f"TimeoutError: no end after {timeout} s"
     except Exception as raised:
-        answer["error"] = f"{type(raised).__name__}: {raised}"
-    return answer | {"seconds": time.perf_counter() - begun}
+        error = f"{type(raised).__name__}: {raised}"
+    first, *others = [sample | {"error": error, "seconds": time.perf_counter() - begun} for sample in samples]
+    return first | {"others": others}
+
+
+def _take(answer: dict[str, Any], completion: Any, seconds: float) -> None:
+    if completion.token_ids and answer["first_seconds"] is None:
+        answer["first_seconds"] = seconds
+    answer["token_ids"] += completion.token_ids
+    for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=False):
+        chosen = candidates[token].logprob
+        others = [c.logprob for t, c in candidates.items() if t != token]
+        answer["logprobs"].append(chosen)
+        answer["margins"].append(chosen - max(others, default=float("-inf")))
+    answer["finish_reason"] = completion.finish_reason or answer["finish_reason"]
 
 
 async def _abort(engine: Any, request_id: str) -> None:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several readers of one prompt, readers that fail, and parameters of another prompt or model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.engines import Zygote, engines
+from support.handoff import (
+    all_free,
+    arguments,
+    computed,
+    decode,
+    failures,
+    hand_over,
+    kvhma,
+    loads,
+    noise,
+    prefill,
+    prompts,
+    same,
+)
+from support.weights import adapter, fine_tune
+
+Models = Callable[[str], Path]
+MANY = {"temperature": 1.0, "top_k": 1}  # vLLM takes no several samples at temperature 0; these are as greedy
+GRACE = 2.5
+
+
+@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
+def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """With n = 3 and policy `fail`, two of three samples were lost."""
+    settings = {"p": kvhma(name), "d": kvhma(name), "e": kvhma(name), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, e, plain):
+        one, spread, many, late = prompts(name, [301, 150, 65, 33])
+        expected = {len(prompt): plain.generate(prompt, max_tokens=16).result() for prompt in (one, spread, many, late)}
+
+        answer = decode(d, one, prefill(p, one), n=3, **MANY).result()
+        assert len(answer.others) == 2
+        for sample in (answer, *answer.others):
+            same(name, sample, expected[301], "of three on one engine")
+        assert (loads(d), computed(d, "late_sibling")) == (3, 0)
+        all_free(p)
+
+        # As a data-parallel front end spreads them over its engines.
+        params = prefill(p, spread)
+        answers = [
+            decode((d, e)[index % 2], spread, params, request_id=f"{index}_parent", **MANY) for index in range(4)
+        ]
+        for got in answers:
+            same(name, got.result(), expected[150], "of four on two engines")
+        assert loads(d) + computed(d, "late_sibling") == 5
+        assert loads(e) + computed(e, "late_sibling") == 2
+        all_free(p)
+
+        answer = decode(d, many, prefill(p, many), n=16, **MANY).result()
+        for sample in (answer, *answer.others):
+            # How many are computed together decides how they are rounded.
+            assert sample.token_ids == expected[65].token_ids
+        all_free(p)
+
+        params = prefill(p, late)
+        same(name, decode(d, late, params, request_id="0_late").result(), expected[33])
+        time.sleep(GRACE)
+        all_free(p)
+        before = computed(e, "late_sibling")
+        same(name, decode(e, late, params, request_id="1_late").result(), expected[33], "long after the first")
+        assert computed(e, "late_sibling") == before + 1
+        assert failures(d, "expired") == failures(e, "expired") == 0
+        for engine in (p, d, e):
+            all_free(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
+def test_another_prompts_parameters(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """The load failed, and its end gave back the blocks of the right prompt, which failed then too."""
+    both = kvhma(name)
+    with engines(zygote, model(name), tmp_path, p=both, d=both, plain=arguments(name)) as (p, d, plain):
+        right, longer, shorter = prompts(name, [301, 400, 150])
+        params = prefill(p, right)
+        for number, other in enumerate((longer, shorter, [*right[:150], 1, *right[151:]]), 1):
+            got = decode(d, other, params).result()
+            same(name, got, plain.generate(other, max_tokens=16).result(), "another prompt")
+            assert (loads(d), computed(d, "other_prompt")) == (0, number)
+        assert len(p.state()["requests"]) == 1
+        same(name, decode(d, right, params).result(), plain.generate(right, max_tokens=16).result(), "the right one")
+        assert loads(d) == 1
+        all_free(p)
+
+
+def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """P let go of the blocks as soon as the first engine had failed."""
+    name = "gemma3"
+    lease = 4.0
+    narrow = {"kv_cache_dtype": "bfloat16"}  # of a float32 model: its caches cannot be paired
+    settings = {
+        "p": kvhma(name, extra={"kv_lease_duration": lease}),
+        "unlike": kvhma(name, **narrow),
+        "dies": kvhma(name, max_num_seqs=1),
+        "d": kvhma(name),
+        "plain": arguments(name),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, unlike, dies, d, plain):
+        first, second = prompts(name, [301, 150])
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in (first, second)]
+        params = prefill(p, first)
+        assert decode(unlike, first, params).result().finish_reason == "error"
+        assert failures(unlike, "unsupported") == 1
+        same(name, decode(d, first, params).result(), expected[0], "after another one failed")
+        all_free(p)
+
+        params = prefill(p, second)
+        dies.generate(first, max_tokens=2000)
+        answer = decode(dies, second, params)  # it waits for the other one, and claims the blocks meanwhile
+        until = time.monotonic() + 10
+        while "readers={}" in str(p.core("e2e_connector", "_scheduler._ledger._held")):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        dies.kill()
+        assert answer.exception(10) is not None
+        same(name, decode(d, second, params).result(), expected[1], "after another one died")
+        p.idle(lease + 10)
+        assert loads(d) == 2
+
+
+def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """P computed with an adapter, D took it over without: 0.21 nats off, and later requests of D hit these blocks."""
+    name = "llama"
+    tuned = ("fine", adapter(tmp_path / "adapter", layers=3, hidden=128))
+    able = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": True}
+    settings = {"p": kvhma(name, **able), "d": kvhma(name, **able), "plain": arguments(name, enable_lora=True)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        one, other, both = prompts(name, [301, 300, 299])
+        expected = {
+            (len(prompt), with_it is not None): plain.generate(prompt, max_tokens=16, adapter=with_it).result()
+            for prompt in (one, other, both)
+            for with_it in (None, tuned)
+        }
+        apart = abs(expected[301, True].logprobs[0] - expected[301, False].logprobs[0])
+        assert apart > 100 * noise(name), "an adapter that changes nothing proves nothing"
+        for prompt, at_p, at_d in ((one, tuned, None), (other, None, tuned)):
+            got = decode(d, prompt, prefill(p, prompt, adapter=at_p), adapter=at_d).result()
+            same(name, got, expected[len(prompt), at_d is not None], "adapter on one side")
+            again = d.generate(prompt, max_tokens=16, adapter=at_d).result()
+            same(name, again, expected[len(prompt), at_d is not None], "the next request")
+        assert (loads(d), computed(d, "other_prompt")) == (0, 2)
+        got = decode(d, both, prefill(p, both, adapter=tuned), adapter=tuned).result()
+        same(name, got, expected[299, True], "adapter on both sides")
+        assert loads(d) == 1
+
+
+def test_two_models_of_one_shape(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """They mixed without a word."""
+    name = "gemma3"
+    tuned = fine_tune(model(name), tmp_path / "fine-tune")
+    named = {"extra": {"model_id": "the same, says the operator"}}
+    with (
+        engines(zygote, model(name), tmp_path / "base", p=kvhma(name), q=kvhma(name, **named)) as (p, q),
+        engines(
+            zygote,
+            tuned,
+            tmp_path / "tuned",
+            strict=kvhma(name),
+            d=kvhma(name, policy="recompute"),
+            vouched=kvhma(name, **named),
+            plain=arguments(name),
+        ) as (strict, d, vouched, plain),
+    ):
+        (prompt,) = prompts(name, [301])
+        expected = plain.generate(prompt, max_tokens=16).result()
+        assert hand_over(p, strict, prompt).finish_reason == "error"
+        same(name, hand_over(p, d, prompt), expected, "computed by D")
+        assert (loads(strict), loads(d)) == (0, 0)
+        assert (failures(strict, "unsupported"), failures(d, "unsupported")) == (1, 1)
+        for log in (tmp_path / "base" / "p.log", tmp_path / "tuned" / "strict.log"):
+            assert f"model of the model is {str(tuned)!r} here" in log.read_text()
+        mixed = hand_over(q, vouched, prompt)
+        assert loads(vouched) == 1, "who says that they are the same is believed"
+        assert abs(mixed.logprobs[0] - expected.logprobs[0]) > 100 * noise(name), "these two are not"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
+def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """P cannot stop one token early for them; D refused a window or a state that was one token ahead."""
+    settings = {"p": kvhma(name, max_num_batched_tokens=128), "d": kvhma(name), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        lengths = [65, 129, 257, 301]  # also with one token alone in the last chunk
+        for length in lengths:
+            (prompt,) = prompts((name, length), [length])
+            expected = plain.generate(prompt, max_tokens=16).result()
+            got = decode(d, prompt, prefill(p, prompt, prompt_logprobs=1)).result()
+            same(name, got, expected, f"of {length} tokens")
+        state = name == "nemotron_h"
+        assert loads(d) == (0 if state else len(lengths))
+        assert computed(d, "state_ahead") == (len(lengths) if state else 0)
+        for engine in (p, d):
+            all_free(engine)
