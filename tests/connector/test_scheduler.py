@@ -412,6 +412,19 @@ def test_the_last_token_is_left_to_d():
         p.close()
 
 
+def test_samples_that_share_a_dictionary_at_p_all_stop_early():
+    """As where engine and front end are one process: the first one's mark kept the others from it."""
+    p = half(backoff=1)
+    try:
+        params = {"do_remote_decode": True}
+        for index in range(2):
+            asked = request(f"{index}_parent", params=params)
+            p.add(asked)
+            assert asked.num_prompt_tokens == 39
+    finally:
+        p.close()
+
+
 def test_a_lease_that_ends_is_reported_once():
     p = half(lease=1.0)
     try:

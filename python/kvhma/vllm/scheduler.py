@@ -274,7 +274,8 @@ class SchedulerHalf:
         del request._all_token_ids[-backoff:]
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
-        params["_kvhma_stopped_early"] = True
+        # A copy: where engine and front end are one process, the samples of a prompt have one dictionary.
+        request.kv_transfer_params = {**params, "_kvhma_stopped_early": True}
 
     def _not_left_yet(self, request: Request) -> int:
         """Return how many of the last tokens of a prompt D computes, if P was not made to stop before them."""
