@@ -318,7 +318,11 @@ class SchedulerHalf:
         most = request.num_prompt_tokens - self._engine.backoff
         pull = Pull(remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.hold))
         if remote.num_tokens > most and self._engine.has_state:
-            text = f"P's state is that of {remote.num_tokens} tokens, of this prompt at most {most} can be taken over"
+            text = (
+                f"P's state is that of {remote.num_tokens} tokens, of this prompt at most {most} can be taken over: "
+                f"the last {self._engine.backoff} are computed here, for the state or for num_speculative_tokens, and "
+                "P leaves as many with equal settings and without prompt_logprobs"
+            )
             self._compute_here(request.request_id, "state_ahead", text)
             pull.num_tokens = 0
         if pull.num_tokens <= 0:
