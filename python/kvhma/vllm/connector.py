@@ -97,7 +97,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """A load restores the recurrent state wherever the local hit of attention ends."""
-        return True
+        return self._deciding.hits_may_differ
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take vLLM's manager of blocks."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_cache_interface import iter_layer_specs
+
 from kvhma.errors import UnsupportedPairError
+from kvhma.vllm.content import kind_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -29,6 +32,21 @@ def check_manager(manager: KVCacheManager) -> None:
                 f"{type(single).__name__} of this vLLM has no num_cached_block, which keeps blocks that a load has not "
                 "filled out of the prefix cache; use a version of docs/compatibility.md"
             )
+
+
+def hits_may_differ(manager: KVCacheManager) -> bool:
+    """Return whether groups may begin with hits of different lengths, of which a load fills what the others lack.
+
+    Where a hit may end inside of a block, vLLM cuts it to whole blocks in favour of a longer load, and takes for
+    granted that the hits of all groups but state reach up to the cut. That of a window or a chunk need not: the engine
+    would stop.
+    """
+    if not getattr(manager.coordinator, "enable_partial_hash_hits", False):
+        return True
+    specs = [
+        spec for group in manager.kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
+    ]
+    return all(kind_of("of any name", spec) in ("full", "mla", "ssm") for spec in specs)
 
 
 def hit_blocks(table: Sequence[KVCacheBlock]) -> int:

@@ -19,7 +19,7 @@ from kvhma.nixl import decode_hello
 from kvhma.vllm.leases import Courier, Ledger
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
 from kvhma.vllm.params import Address, Claim, Hold, OtherPromptError, Remote, new_nonce
-from kvhma.vllm.prefix_cache import check_manager, hit_blocks, never_cache_before
+from kvhma.vllm.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
 from kvhma.vllm.prompt import prompt_digest
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.side_channel import Listener, Outcome
@@ -131,6 +131,7 @@ class SchedulerHalf:
         self._stats = TransferStats()
         self._staging: dict[str, Request] = {}
         self.manager: KVCacheManager | None = None
+        self.hits_may_differ = True
 
     def close(self) -> None:
         """Stop the threads."""
@@ -146,6 +147,7 @@ class SchedulerHalf:
         """
         check_manager(manager)
         self.manager = manager
+        self.hits_may_differ = hits_may_differ(manager)
 
     def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
         """Take the hellos of the workers, by pipeline and tensor rank, and answer other engines from now on."""
