@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defects that the cache oracle has to find: each one breaks one thing that keeps the prefix cache right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import kvhma
+from kvhma.geometry import Group, Span
+from kvhma.vllm import connector as connector_module
+from kvhma.vllm import metadata as metadata_module
+from kvhma.vllm import scheduler as scheduler_module
+from kvhma.vllm import worker as worker_module
+from kvhma.vllm.metadata import Load
+from kvhma.vllm.params import Remote
+from kvhma.vllm.scheduler import SchedulerHalf
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+MUTANTS: dict[str, tuple[Patch, tuple[str, ...]]] = {}
+"""What is broken and the mixes of groups where it shows, by what it does."""
+
+WINDOWS = ("sliding", "full+sliding", "mla+sliding_mla", "full+two windows")
+
+
+def mutant(name: str, *mixes: str) -> Callable[[Patch], Patch]:
+    def enter(patch: Patch) -> Patch:
+        MUTANTS[name] = (patch, mixes)
+        return patch
+
+    return enter
+
+
+def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], Span]) -> None:
+    """Change what D asks for; `change` takes a group, its span, and the tokens that vLLM says were hit."""
+    load = SchedulerHalf._load
+
+    def wrong(self: SchedulerHalf, *given: Any) -> Load:
+        asked = load(self, *given)
+        groups = zip(self._geometry.groups, asked.spans, strict=True)
+        return dataclasses.replace(asked, spans=tuple(change(group, span, asked.cached) for group, span in groups))
+
+    patch.setattr(SchedulerHalf, "_load", wrong)
+
+
+@mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)
+def only_the_window(patch: pytest.MonkeyPatch) -> None:
+    never_marked(patch)
+    finish, right = SchedulerHalf.finish, kvhma.live_spans
+    tokens: list[int] = []
+
+    def wrong(geometry: Any, num_tokens: Any, tables: Any, cached: Any = None) -> list[Span]:
+        return right(geometry, tokens[-1] if num_tokens is None else num_tokens, tables, cached)
+
+    def finished(self: SchedulerHalf, request: Any, tables: Any) -> Any:
+        tokens.append(min(request.num_computed_tokens, request.num_prompt_tokens))
+        return finish(self, request, tables)
+
+    patch.setattr(kvhma, "live_spans", wrong)
+    patch.setattr(SchedulerHalf, "finish", finished)
+
+
+@mutant("D caches blocks that are filled in part", *WINDOWS)
+def never_marked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler_module, "never_cache_before", lambda *_: None)
+
+
+@mutant("the worker's report is lost", *WINDOWS)
+def report_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker_module, "unfilled", lambda *_: {})
+
+
+@mutant("the report of one rank stands for all", "full+two windows", "sliding+chunked")
+def one_rank(patch: pytest.MonkeyPatch) -> None:
+    def first(one: Any, other: Any) -> dict[int, int]:
+        return dict(one or other)
+
+    patch.setattr(metadata_module, "later", first)
+    patch.setattr(scheduler_module, "later", first)
+
+
+@mutant("of two ranks the earlier token counts", "full+sliding", "mla+sliding_mla")
+def earlier(patch: pytest.MonkeyPatch) -> None:
+    def least(one: Any, other: Any) -> dict[int, int]:
+        return {group: min(one.get(group, 0), other.get(group, 0)) for group in one.keys() | other.keys()}
+
+    patch.setattr(metadata_module, "later", least)
+
+
+@mutant("one block too few is kept out", *WINDOWS)
+def one_block_less(patch: pytest.MonkeyPatch) -> None:
+    right = scheduler_module.never_cache_before
+
+    def wrong(manager: Any, request_id: str, group: int, token: int) -> None:
+        size = manager.coordinator.single_type_managers[group].block_size
+        right(manager, request_id, group, token // size * size)
+
+    patch.setattr(scheduler_module, "never_cache_before", wrong)
+
+
+@mutant("the blocks of another group are kept out", "full+sliding", "full+two windows", "mla+sliding_mla")
+def another_group(patch: pytest.MonkeyPatch) -> None:
+    right = scheduler_module.never_cache_before
+
+    def wrong(manager: Any, request_id: str, group: int, token: int) -> None:
+        right(manager, request_id, (group + 1) % len(manager.coordinator.single_type_managers), token)
+
+    patch.setattr(scheduler_module, "never_cache_before", wrong)
+
+
+@mutant("blocks are kept out once they are in", *WINDOWS)
+def too_late(patch: pytest.MonkeyPatch) -> None:
+    marked = SchedulerHalf._keep_unfilled_out
+    step = SchedulerHalf.step
+    left: list[Any] = []
+
+    def wrong(self: SchedulerHalf, *arguments: Any) -> None:
+        left.append(arguments)
+
+    def late(self: SchedulerHalf, output: Any) -> Any:
+        while left:
+            marked(self, *left.pop())
+        return step(self, output)
+
+    patch.setattr(SchedulerHalf, "_keep_unfilled_out", wrong)
+    patch.setattr(SchedulerHalf, "step", late)
+
+
+@mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
+def one_hit(patch: pytest.MonkeyPatch) -> None:
+    load, right = SchedulerHalf._load, kvhma.live_spans
+
+    def wrong(self: SchedulerHalf, request_id: str, pull: Any, blocks: Any, external: int) -> Load:
+        cached = pull.num_tokens - external
+
+        def spans(geometry: Any, num_tokens: Any, tables: Any, _: Any) -> list[Span]:
+            hits = [0 if group.kind == "ssm" else cached // group.block_size for group in geometry.groups]
+            return right(geometry, num_tokens, tables, hits)
+
+        with mock.patch.object(kvhma, "live_spans", spans):
+            return load(self, request_id, pull, blocks, external)
+
+    patch.setattr(SchedulerHalf, "_load", wrong)
+
+
+@mutant("blocks that were hit are written", "full", "full+sliding", "full+state")
+def hits_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler_module, "hit_blocks", lambda table: 0)
+
+
+@mutant("a state is not read where D has a hit of attention", "full+state", "full+state+state")
+def state_left_out(patch: pytest.MonkeyPatch) -> None:
+    _spans_of_d(patch, lambda group, span, cached: Span(0, []) if group.kind == "ssm" and cached else span)
+
+
+@mutant("the first block of a chunk is left out", "chunked", "full+chunked", "sliding+chunked")
+def chunk_cut(patch: pytest.MonkeyPatch) -> None:
+    _spans_of_d(
+        patch,
+        lambda group, span, cached: (
+            Span(span.first + 1, span.ids[1:]) if group.kind == "chunked" and len(span.ids) > 1 else span
+        ),
+    )
+
+
+@mutant("P's blocks are taken for the ones behind them", "full", "full+sliding")
+def one_further(patch: pytest.MonkeyPatch) -> None:
+    right = kvhma.live_spans
+
+    def wrong(geometry: Any, num_tokens: Any, tables: Any, hits: Any = None) -> list[Span]:
+        spans = right(geometry, num_tokens, tables, hits)
+        if hits is not None:
+            return spans
+        return [
+            Span(span.first, [*span.ids[1:], span.ids[0]]) if group.kind != "ssm" and len(span.ids) else span
+            for group, span in zip(geometry.groups, spans, strict=True)
+        ]
+
+    patch.setattr(kvhma, "live_spans", wrong)
+
+
+@mutant("P computes the last token as well", "full+state", "sliding+state")
+def no_backoff(patch: pytest.MonkeyPatch) -> None:
+    right = connector_module.engine_facts
+    patch.setattr(connector_module, "engine_facts", lambda *given: dataclasses.replace(right(*given), backoff=0))
+
+
+@mutant("D takes the cache of another prompt", "full", "full+sliding", "full+state")
+def any_prompt(patch: pytest.MonkeyPatch) -> None:
+    right = Remote.seal
+    patch.setattr(Remote, "seal", lambda self, tokens: right(self, [0 for _ in tokens]))

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated sequences of requests through a prefill and a decode engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from support.cache.engine import FINE_CHECKPOINTS, Counts, Engine, EngineShape
+from support.cache.labels import GroupShape
+
+MIXES: dict[str, tuple[str, ...]] = {
+    "full": ("full",),
+    "sliding": ("sliding",),
+    "chunked": ("chunked",),
+    "state": ("state",),
+    "full+sliding": ("full", "sliding"),
+    "sliding+full": ("sliding", "full"),
+    "mla+sliding_mla": ("mla", "sliding_mla"),
+    "full+chunked": ("full", "chunked"),
+    "full+two windows": ("full", "sliding", "sliding"),
+    "sliding+chunked": ("sliding", "chunked"),
+    "full+state": ("full", "state"),
+    "full+state+state": ("state", "full", "state"),
+    "full+sliding+state": ("full", "sliding", "state"),
+    "sliding+state": ("sliding", "state"),
+    "full+chunked+state": ("full", "chunked", "state"),
+}
+"""Kinds of the groups of a model."""
+
+LONG = (16, 64)
+PAIRS = [*itertools.product(range(1, 9), repeat=2), *itertools.permutations(LONG)]
+"""Block sizes of P and D."""
+
+
+@dataclass
+class Case:
+    """A pair of engines and what they are asked.
+
+    Attributes:
+        seed: decides what happens by chance.
+        mix: kinds of the groups.
+        p: the prefill engine.
+        d: the decode engine.
+        longest: tokens of a prompt at most.
+        requests: how many.
+        near: whether most prompts are the ones before them with another end.
+        both_ways: whether the decode engine prefills as well, for the prefill engine.
+        odds: who computes what.
+    """
+
+    seed: int
+    mix: str
+    p: EngineShape
+    d: EngineShape
+    longest: int
+    requests: int = 12
+    near: bool = False
+    both_ways: bool = False
+    odds: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        sides = []
+        for side in (self.p, self.d):
+            groups = ", ".join(f"{group.kind} {group.reach or ''}/{group.block_size}" for group in side.groups)
+            more = {
+                key: value
+                for key, value in vars(side).items()
+                if key not in ("name", "groups") and value != EngineShape.__dataclass_fields__[key].default
+            }
+            sides.append(f"{side.name}: {groups} {more}")
+        ways = ", both ways" if self.both_ways else ""
+        return f"seed {self.seed}, {self.mix}, {'; '.join(sides)}, prompts up to {self.longest}{ways}"
+
+
+ODDS = {"handed over": 0.6, "d alone": 0.25, "p alone": 0.1, "abandoned": 0.05}
+
+
+def case_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None, plain: bool = False) -> Case:
+    """Draw a case.
+
+    Args:
+        seed: decides everything.
+        mix: kinds of the groups; None for any.
+        sizes: block sizes of P and D; None for the next of all pairs.
+        plain: no failures, no aborts, no overlapped steps, large pools.
+    """
+    rng = random.Random(seed)
+    mix = mix or list(MIXES)[rng.randrange(len(MIXES))]
+    sizes = sizes or PAIRS[seed % len(PAIRS)]
+    kinds = MIXES[mix]
+    largest = max(sizes)
+    longest = largest * rng.randint(3, 6) if largest > 8 else max(12, largest * rng.randint(3, 7))
+    # Without prefix caching vLLM keeps one state for each request, in one large block.
+    caching = (plain or rng.random() < 0.9, plain or rng.random() < 0.97)
+    reaches = [_reach(rng, kind, sizes, caching) for kind in kinds]
+    sides = [
+        _side(rng, name, kinds, reaches, size, longest, cached, plain)
+        for name, size, cached in zip("pd", sizes, caching, strict=True)
+    ]
+    case = Case(seed, mix, sides[0], sides[1], longest, requests=rng.randint(10, 14), odds=ODDS)
+    if not plain and rng.random() < 0.2:
+        case.both_ways = True
+        case.p, case.d = (replace(side, role="kv_both") for side in sides)
+    return case
+
+
+def _reach(rng: random.Random, kind: str, sizes: tuple[int, int], caching: tuple[bool, bool]) -> int:
+    if kind in ("sliding", "sliding_mla"):
+        return rng.choice((1, 2, rng.randint(2, 8), rng.randint(2, 3 * max(sizes))))
+    if kind == "chunked":
+        # vLLM's own prefix hits are wrong where a chunk begins inside of a block.
+        step = math.lcm(*(size for size, cached in zip(sizes, caching, strict=True) if cached))
+        return max(step * rng.randint(1, max(1, 3 * max(sizes) // step)), 2)
+    return 0
+
+
+def _side(
+    rng: random.Random,
+    name: str,
+    kinds: Sequence[str],
+    reaches: Sequence[int],
+    size: int,
+    longest: int,
+    caching: bool,
+    plain: bool,
+) -> EngineShape:
+    state = "state" in kinds
+    sizes = [size] * len(kinds)
+    unit = None
+    overlapped = not plain and rng.random() < 0.3
+    if state:
+        if not caching:
+            sizes = [2048 if kind == "state" else size for kind in kinds]
+        elif size > 1 and len(kinds) > 1 and rng.random() < 0.3 and (FINE_CHECKPOINTS or not overlapped):
+            # Overlapped steps of vLLM 0.31 overwrite such states in the prefix cache.
+            unit = rng.choice([part for part in range(1, size) if size % part == 0])
+            if rng.random() < 0.5:
+                # Layers whose pages are larger get smaller blocks.
+                sizes = [unit if kind in ("sliding", "chunked") else size for kind in kinds]
+    elif "chunked" not in kinds and len(kinds) > 1 and not plain and rng.random() < 0.2:
+        # Layers whose pages are smaller get larger blocks.
+        sizes[rng.randrange(len(kinds))] *= 2
+    groups = tuple(
+        GroupShape(f"{index}.{kind}", kind, one, reach)
+        for index, (kind, one, reach) in enumerate(zip(kinds, sizes, reaches, strict=True))
+    )
+    need = sum(2 if group.kind == "state" else -(-(longest + 10) // group.block_size) + 1 for group in groups)
+    if any(group.kind == "state" for group in groups):
+        need += 4
+    blocks = 1 + (need * 6 if plain else need + rng.choice((0, 1, need // 2, need, need * 3)))
+    return EngineShape(
+        name,
+        groups,
+        blocks,
+        batch=rng.choice((longest * 4, max(8, longest // 2), max(4, size), max(8, 2 * size))),
+        caching=caching,
+        recompute=rng.random() < 0.5,
+        overlapped=overlapped,
+        hash_unit=unit,
+        checkpoint=1 if state and caching and unit is None and rng.random() < 0.3 else None,
+        reserve_full=plain or rng.random() < 0.5,
+        retention=None if plain else rng.choice((None, None, None, 0, 1, 2)),
+        ranks=1 if name == "p" else rng.randint(1, min(2, len(kinds))),
+        role=rng.choice(("kv_both", "kv_producer" if name == "p" else "kv_consumer")),
+        long_prefill=0 if plain else rng.choice((0, 0, 0, max(size, 3))),
+    )
+
+
+class Run:
+    """One sequence."""
+
+    def __init__(self, case: Case, *, strict: bool = True, plain: bool = False) -> None:
+        self.case = case
+        self.rng = random.Random(case.seed ^ 0x5EED)
+        self.plain = plain
+        self.p = Engine(case.p, self.rng, strict=strict)
+        self.d = Engine(case.d, self.rng, strict=strict)
+        self.d.read_from(self.p)
+        if case.both_ways:
+            self.p.read_from(self.d)
+        if not plain:
+            self.p.load_odds = self.d.load_odds = {"ok": 0.8, "nothing": 0.05, "part": 0.1, "garbage": 0.05}
+        self.prompts: list[list[int]] = []
+        self.waiting: dict[str, tuple[Engine, Engine | None, list[int]]] = {}
+        self.numbers = itertools.count()
+
+    def play(self) -> None:
+        """Ask everything and wait until nothing is left."""
+        case, rng = self.case, self.rng
+        asked = 0
+        idle = 0
+        for _ in range(case.requests * 200):
+            if asked < case.requests and (rng.random() < 0.35 or (self.p.idle and self.d.idle and not self.waiting)):
+                self._ask()
+                asked += 1
+            done = 0
+            if rng.random() < 0.8:
+                done += self.p.step()
+            self._hand_over()
+            if rng.random() < 0.8:
+                done += self.d.step()
+            if not self.plain:
+                self._disturb()
+            idle = 0 if done else idle + 1
+            if asked == case.requests and self.p.idle and self.d.idle and not self.waiting:
+                break
+            if idle > 20:
+                self._expire()
+        else:
+            raise AssertionError(f"{case}: never ended: {self.p.scheduler.requests} {self.d.scheduler.requests}")
+        for engine in (self.p, self.d):
+            free = engine.pool.get_num_free_blocks()
+            assert free == engine.shape.num_blocks - 1, f"{case}: {engine.shape.name} has lost blocks"
+            assert not engine.refused, f"{case}: {engine.refused}"
+
+    @property
+    def counts(self) -> Counts:
+        """What was seen, at D unless both read."""
+        return self.d.counts + self.p.counts if self.case.both_ways else self.d.counts
+
+    def _ask(self) -> None:
+        tokens = self._prompt()
+        self.prompts.append(tokens)
+        name = f"r{next(self.numbers)}"
+        (how,) = self.rng.choices(list(self.case.odds), list(self.case.odds.values()))
+        more = {"greedy": self.rng.random() < 0.8, "unread": not self.plain and self.rng.random() < 0.05}
+        if how == "d alone":
+            self.d.add(name, tokens, self.rng.randint(1, 8), **more)
+        elif how == "p alone":
+            self.p.add(name, tokens, self.rng.randint(1, 4), **more)
+        else:
+            there, here = (self.d, self.p) if self.case.both_ways and self.rng.random() < 0.4 else (self.p, self.d)
+            there.add(name, tokens, 1, {"do_remote_decode": True, "do_remote_prefill": False}, **more)
+            self.waiting[name] = (there, here if how == "handed over" else None, tokens)
+
+    def _prompt(self) -> list[int]:
+        """A new prompt, or one that shares a beginning with one before, or with an answer."""
+        rng, longest = self.rng, self.case.longest
+        if self.case.near and self.prompts and rng.random() < 0.7:
+            source = self.prompts[-1] if rng.random() < 0.7 else rng.choice(self.prompts)
+            step = max(group.block_size for group in self.case.d.groups if group.kind != "state")
+            cut = max(1, len(source) - rng.randint(0, 2 * step))
+            return [*source[:cut], *(rng.randrange(3) for _ in range(rng.randint(0, step)))][:longest]
+        if not self.prompts or rng.random() < 0.1:
+            return [rng.randrange(3) for _ in range(rng.randint(1, longest))]
+        source = rng.choice(self.prompts)
+        if self.d.texts and rng.random() < 0.3:
+            source = rng.choice(list(self.d.texts.values())).tokens
+        cut = rng.choice((len(source), rng.randint(1, len(source)), max(1, len(source) - 1)))
+        more = rng.choice((0, 1, rng.randint(0, max(1, longest - cut))))
+        return [*source[:cut], *(rng.randrange(3) for _ in range(more))][:longest]
+
+    def _hand_over(self) -> None:
+        for name, (there, here, tokens) in list(self.waiting.items()):
+            if name in there.scheduler.requests and name not in there.finished:
+                continue
+            if not self.plain and self.rng.random() < 0.3:
+                continue
+            del self.waiting[name]
+            answer = there.finished.get(name)
+            params = None if answer is None else answer.kv_transfer_params
+            if here is not None and params is not None:
+                self._give(here, name, tokens, params)
+
+    def _give(self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> None:
+        rng = self.rng
+        if not self.plain and rng.random() < 0.05:
+            tokens = [*tokens, *(rng.randrange(3) for _ in range(3))]
+        if not self.plain and rng.random() < 0.03 and len(tokens) > 1:
+            # Another prompt than P has computed.
+            place = rng.randrange(len(tokens) - 1)
+            tokens = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+        if not self.plain and rng.random() < 0.03:
+            params = {**params, "kvhma": {**params["kvhma"], "digest": "0" * 32}}
+        unread = not self.plain and rng.random() < 0.03
+        engine.add(name, tokens, rng.randint(1, 8), params, greedy=rng.random() < 0.8, unread=unread)
+
+    def _disturb(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.3:
+            self.p.scribble()
+            self.d.scribble()
+        if rng.random() < 0.02:
+            engine = rng.choice((self.p, self.d))
+            if engine.unfinished:
+                engine.abort(rng.choice(engine.unfinished))
+        if rng.random() < 0.01:
+            self._expire()
+        if rng.random() < 0.003:
+            rng.choice((self.p, self.d)).forget()
+
+    def _expire(self) -> None:
+        for engine in (self.p, self.d):
+            for held in engine.half._ledger._held.values():
+                if self.rng.random() < 0.7:
+                    held.expires = 0.0
