@@ -46,7 +46,7 @@ def test_both_orders_of_the_convolution(name: str, zygote: Zygote, model: Models
         compare(name, sd, ds, plain, [301])
 
 
-@pytest.mark.parametrize("name", ["llama", "nemotron_h", "nemotron_h_2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "nemotron_h", "nemotron_h_2", "qwen3_next"])
 def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
         "one": kvhma(name),

@@ -131,7 +131,8 @@ fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
         field: "name",
         local: local.into(),
         remote: remote.into(),
-        why: "a layer that one side lacks is not moved; where D has it, it is zeroed",
+        why: "a layer that one side lacks is not moved; where D has it, it is zeroed and begins cold: drafts of such a \
+              layer are accepted less often until it has computed its window itself",
     }
 }
 

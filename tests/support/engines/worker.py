@@ -28,6 +28,19 @@ class Extension:
             for group in self.model_runner.kv_cache_config.kv_cache_groups
         ]
 
+    def e2e_right_drafts(self) -> None:
+        """Let Mamba2 decode with drafts as vLLM's kernels for GPUs do.
+
+        Those for CPUs of 0.32 take the convolution's rows for drafts for rows of the state, and leave the state after
+        the last draft in the slot of the state before them: an engine with speculation answers wrongly by itself.
+        """
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+
+        from support.engines import mamba_kernels
+
+        mamba_mixer2.causal_conv1d_update = mamba_kernels.causal_conv1d_update
+        mamba_mixer2.selective_state_update = mamba_kernels.selective_state_update
+
     def e2e_overwrite(self, layer: str, block: int, how: str = "noise", seed: int = 0) -> None:
         """Spoil what one layer keeps in one block.
 
