@@ -110,7 +110,10 @@ def _pieces(geometry: Geometry, layer: Layer) -> Iterator[tuple[int, int, int, s
 
 
 def _axes(part: Part) -> str:
-    axes = " × ".join(f"{a.name} {a.start}..{a.start + (a.length or 0)} of {a.extent}" for a in part.axes)
+    axes = " × ".join(
+        f"{a.name} {a.start}..{a.start + (a.length or 0)} of {a.extent}{' or fewer' if a.may_repeat else ''}"
+        for a in part.axes
+    )
     return f"{part.name}: {axes}, {part.dtype}, {part.nbytes:,} bytes"
 
 
