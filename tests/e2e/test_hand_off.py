@@ -76,7 +76,8 @@ def test_blocks_that_must_not_be_cut_are_refused(zygote: Zygote, model: Models, 
     # In bfloat16 the CPU's kernel may pack tiles over tokens; then other block sizes cannot be read.
     half = {"dtype": "bfloat16"}
     settings = {
-        "p": kvhma(name, block_size=64) | half,
+        # What `fails` could not read stays for another engine until its lease ends; it was given back at once.
+        "p": kvhma(name, block_size=64, extra={"kv_lease_duration": 10}) | half,
         "recomputes": kvhma(name, policy="recompute", block_size=32) | half,
         "fails": kvhma(name, block_size=32) | half,
         "plain": arguments(name) | half,
@@ -93,7 +94,7 @@ def test_blocks_that_must_not_be_cut_are_refused(zygote: Zygote, model: Models, 
             assert refused.finish_reason == "error"
             assert (failures(recomputes, "unsupported"), failures(fails, "unsupported")) == (1, 1)
             for log in ("p", "fails"):
-                assert "amx" in (tmp_path / f"{log}.log").read_text()
+                assert 'axis "packed": extent' in (tmp_path / f"{log}.log").read_text()
         else:
             same(name, refused, expected)
         all_free(p)
