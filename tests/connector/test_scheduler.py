@@ -367,6 +367,15 @@ def test_p_that_went_one_token_too_far(has_state):
         d.close()
 
 
+def test_a_window_that_p_has_passed_is_not_handed_on(p):
+    """D needs a window that begins one token earlier than that of a P which computed all of the prompt."""
+    asked = request("at p", tokens=80, params={"do_remote_decode": True})
+    p.add(asked)
+    full, sliding, state = tables(p)
+    for passed, held in ((1, True), (2, False)):
+        assert p.finish(asked, [full, [0] * passed + sliding[passed:], state])[0] is held
+
+
 def test_fewer_tokens_than_p_has():
     """A draft module of D reads tokens that P's engine need not leave to it."""
     p, d = half(), half(backoff=3)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kvhma
+from kvhma import _kvhma
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
@@ -230,8 +231,17 @@ class SchedulerHalf:
             return False, None
         try:
             spans = kvhma.live_spans(self._geometry, None, self._transfer_tables(tables))
+            needed = _kvhma.first_entries(self._geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed on", request_id)
+            return False, None
+        if any(span.first > first for span, first in zip(spans, needed, strict=True)):
+            logger.warning(
+                "kvhma: request %s is not handed on: the window of token %d begins in a block that is not held any "
+                "more, since all of the prompt was computed here; its decode engine computes it itself",
+                request_id,
+                tokens,
+            )
             return False, None
         remote = Remote(
             address=self._engine.address,

@@ -54,6 +54,7 @@ from kvhma.vllm import scheduler as scheduler_module
 from kvhma.vllm import worker as worker_module
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.params import Claim
+from kvhma.vllm.side_channel import Outcome
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 
 MAX_TOKENS = 2048
@@ -185,9 +186,12 @@ class Books:
         if self.desk is not None:
             self.desk.renew([claim])
 
-    def release(self, address: Any, claim: Claim) -> None:
+    def held(self, address: Any, claim: Claim) -> bool:
+        return self.desk is not None and self.desk.renew([claim]) != [None]
+
+    def release(self, address: Any, claim: Claim, outcome: Outcome) -> None:
         if self.desk is not None:
-            self.desk.release([claim])
+            self.desk.release([claim], outcome)
 
     def close(self) -> None:
         pass
