@@ -33,6 +33,9 @@ def arguments(name: str, **more: Any) -> dict[str, Any]:
     """Arguments of an engine for a tiny model."""
     if name == "qwen3_next":
         return {"dtype": "bfloat16", "max_num_batched_tokens": CHUNK} | more
+    if name == "deepseek_v2":
+        # The kernel that vLLM prefers where there is AMX takes no float32.
+        return {"dtype": "float32", "attention_backend": "CPU_MLA"} | more
     return {"dtype": "float32"} | more
 
 
