@@ -6,6 +6,7 @@ No clock is read and every random number is seeded, so the output is the same on
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import kvhma
 from kvhma.baselines import Count, sequence_blocks, vllm_list, vllm_selection
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group
-from kvhma.hybrid import cache_groups, hybrid_block_size, layout, summary
+from kvhma.hybrid import LayoutError, cache_groups, hybrid_block_size, layout, summary
 from kvhma.models import Model, models
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
@@ -70,10 +71,23 @@ class Pairing:
     models: Literal["all", "state", "block"] = "all"
 
     def takes(self, one: Model) -> bool:
+        """Whether vLLM starts both engines, and the table is of such models."""
+        if not {self.p.tp, self.d.tp} <= set(tp_sizes(one)):
+            return False
         if self.models == "block":
             blocks = {hybrid_block_size(one, tp_size=side.tp) for side in (self.p, self.d)}
             return one.state is not None and len(blocks) == 2
         return self.models == "all" or one.state is not None
+
+
+def tp_sizes(one: Model) -> list[int]:
+    """Return with how many ranks vLLM starts an engine."""
+    found = []
+    for tp in (1, 2, 4):
+        with contextlib.suppress(LayoutError):
+            cache_groups(one, tp_size=tp)
+            found.append(tp)
+    return found
 
 
 TOKENS_OUTSIDE = {"order": "LBNHC"}
@@ -295,7 +309,7 @@ def kvhma_count(
 @cache
 def pool_blocks(one: Model, tokens: int) -> int:
     """Return how many blocks to lay out: about twice what the request takes on the side with the shorter blocks."""
-    shortest = min(hybrid_block_size(one, tp_size=tp) for tp in (1, 2, 4))
+    shortest = min(hybrid_block_size(one, tp_size=tp) for tp in tp_sizes(one))
     return 2 * len(cache_groups(one)) * (-(-tokens // shortest) + 1) + 32
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's hybrid memory allocator makes of a model, as the geometry of one tensor-parallel rank.
 
-Layers of one kind form a bucket, buckets are cut into groups of equal size, and the j-th layers of all groups
+Layers of one sort form a bucket, buckets are cut into groups of equal size, and the j-th layers of all groups
 share tensor j: at any time a block id belongs to one group, so the bytes of a block are one group's. All
-pages of a block have one size; recurrent state that does not fit an attention page makes the block longer
-until it does.
+pages of a block have one size: recurrent state that does not fit an attention page makes the block longer
+until it does, and attention with fewer or smaller heads holds more tokens in a block, or is padded. In orders
+with the block outermost pages of several sizes lie side by side instead. :mod:`kvhma._groups` has the rules.
 """
 
 from __future__ import annotations
@@ -14,10 +15,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
-from kvhma.errors import KvhmaError
+from kvhma._groups import LayerSpec, LayoutError, Members, group_layers
 from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region, Shard
-from kvhma.models import ATTENTION_KINDS, STATE_KINDS, CacheKind, Model, State, item_bytes
+from kvhma.models import (
+    INDEX_KEY,
+    INDEX_SCALE,
+    LATENT_KINDS,
+    STATE_KINDS,
+    Attention,
+    CacheKind,
+    Model,
+    State,
+    item_bytes,
+)
 from kvhma.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
+
+__all__ = [
+    "CacheGroup",
+    "ConvOrder",
+    "KVForm",
+    "LayoutError",
+    "Order",
+    "Summary",
+    "cache_groups",
+    "conv_split",
+    "flashinfer_kernel_block",
+    "hybrid_block_size",
+    "kv_bytes",
+    "layout",
+    "state_bytes",
+    "state_parts",
+    "summary",
+]
+
 
 ConvOrder: TypeAlias = Literal["DS", "SD"]
 """``DS``: channels, then rows (rows innermost); ``SD``: rows, then channels."""
@@ -27,21 +57,21 @@ _SMALLEST_KERNEL_BLOCK = 16
 _MLA_ALIGN = 128
 
 
-class LayoutError(KvhmaError, ValueError):
-    """A model cannot be laid out as asked; the text names the field and its value."""
-
-
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one block table. The j-th of them uses tensor j.
+    """Layers that share one block table. Where all pages have one size the j-th of them uses tensor j.
 
     Attributes:
-        kind: what its layers cache.
+        kind: what its layers cache; where they are of several kinds, that of the first.
         layers: their names; never more than there are tensors.
+        block_size: tokens of a block.
+        pages: bytes of a page of each layer, padding included.
     """
 
     kind: CacheKind
     layers: tuple[str, ...]
+    block_size: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +82,10 @@ class Summary:
         groups: kind and number of groups, in the order of the block tables.
         tensors: memory ranges that all groups share.
         padded_slots: places ``(group, tensor)`` without a layer.
-        block_size: tokens of a logical block.
-        kernel_block: tokens of a kernel block.
+        block_size: tokens of a logical block; of the longest, where groups differ.
+        kernel_block: tokens of a kernel block in such a block.
         state_bytes: bytes of one layer's state, 0 if there is none.
-        kv_bytes: bytes of one token in one attention layer, 0 if there is none.
+        kv_bytes: bytes of one token in the attention layer that has the most, 0 if there is none.
     """
 
     groups: tuple[tuple[CacheKind, int], ...]
@@ -72,50 +102,52 @@ class Summary:
         return self.block_size // self.kernel_block
 
 
-def cache_groups(model: Model) -> tuple[CacheGroup, ...]:
-    """Cut a model's layers into groups of the size of the smallest bucket.
+def cache_groups(
+    model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None, order: Order = "LBHNC"
+) -> tuple[CacheGroup, ...]:
+    """Cut a model's layers into groups, as vLLM's allocator does.
 
-    If the largest bucket has less than 1.5 times the smallest, its size is taken instead: a few empty places
-    cost less than twice the block tables.
+    Layers of one sort are cut into groups of the size of the smallest sort. If the largest sort has less than 1.5
+    times the smallest, its size is taken instead. Layers that need blocks for the same tokens, as latents and their
+    index do, are one group even if their pages differ, where there is nothing else.
+
+    Args:
+        model: the model.
+        tp_size: tensor-parallel ranks: heads of a rank say how large a page is.
+        block_size: as for :func:`layout`.
+        align: as for :func:`layout`.
+        order: as for :func:`layout`; those with the block outermost hold pages of several sizes.
 
     Returns:
-        The groups: buckets in the order in which the model first uses them, each cut with stride, so that
+        The groups: sorts in the order in which the model first uses them, each cut with stride, so that
         neighbouring layers are in different groups.
 
     Raises:
-        LayoutError: the model has no cache at all.
+        LayoutError: the model has no cache at all, or cannot be laid out so.
     """
-    buckets: dict[CacheKind, list[str]] = {}
-    for name, kind in model.caches():
-        buckets.setdefault(kind, []).append(name)
-    if not buckets:
-        raise LayoutError(f"layers: {model.name} has no layer with a cache")
-    sizes = [len(names) for names in buckets.values()]
-    size = max(sizes) if 2 * max(sizes) < 3 * min(sizes) else min(sizes)
-    groups = []
-    for kind, names in buckets.items():
-        count = -(-len(names) // size)
-        groups += [CacheGroup(kind, tuple(names[first::count])) for first in range(count)]
-    return tuple(groups)
+    groups = _grouped(model, tp_size, block_size, align, order)
+    return tuple(
+        CacheGroup(_first(group).kind, tuple(group), _first(group).block_size, tuple(y.page for y in group.values()))
+        for group in groups
+    )
 
 
 def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> dict[str, Shard]:
     """Return the channels of every part of the convolution state that a rank holds, by name, in memory order.
 
-    ``x`` and ``v`` follow the heads. ``B`` and ``C`` follow the groups: split if `tp_size` divides them; with
-    fewer groups than ranks a rank holds, whole, the one group that its heads use. Key heads of GDN are always
-    split.
+    ``x`` and ``v`` follow the heads. ``B`` and ``C`` follow the groups: split if `tp_size` divides them; a single
+    group is held whole by every rank. Key heads of GDN and KDA are always split.
 
     Raises:
-        LayoutError: heads or groups do not divide over the ranks.
+        LayoutError: heads or groups do not divide over the ranks; vLLM does not start such an engine.
     """
     columns = {}
     for name, extent in state.conv_parts:
         if name in ("x", "v"):
             items, start, length = state.n_heads, *_shard("state.n_heads", state.n_heads, tp_rank, tp_size)
         else:
-            may_repeat = state.kind == "mamba2"
             items = state.n_groups
+            may_repeat = state.kind == "mamba2" and items == 1
             start, length = _shard("state.n_groups", items, tp_rank, tp_size, may_repeat=may_repeat)
         width = extent // items
         columns[name] = Shard(extent, start * width, length * width)
@@ -132,22 +164,18 @@ def state_bytes(state: State, *, tp_size: int = 1) -> int:
 
 
 def kv_bytes(model: Model, *, tp_size: int = 1) -> int:
-    """Return the bytes of one token in one attention layer on one rank; 0 for a model without attention.
+    """Return the bytes of one token on one rank in the attention layer that has the most; 0 without attention.
 
     Raises:
-        LayoutError: the KV heads do not divide over the ranks, or MLA and other attention are mixed.
+        LayoutError: heads do not divide over the ranks.
     """
-    kinds = _attention_kinds(model)
-    if not kinds:
-        return 0
-    if "mla" in kinds:
-        return model.head_dim * model.dtype_bytes
-    _, heads = _shard("kv_heads", model.kv_heads, 0, tp_size, may_repeat=True)
-    return heads * 2 * model.head_dim * model.dtype_bytes
+    return max((_token_bytes(spec, tp_size) for _, spec in model.specs() if isinstance(spec, Attention)), default=0)
 
 
 def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> int:
     """Return the tokens of a logical block: the least multiple of `align` whose page holds a state.
+
+    The page is one of the model's own heads. Groups whose layers have other heads can have longer blocks.
 
     Args:
         model: the model.
@@ -160,11 +188,12 @@ def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, a
         LayoutError: a size is not positive, or does not divide over the ranks.
     """
     _positive(block_size=block_size, tp_size=tp_size)
-    per_token = kv_bytes(model, tp_size=tp_size)
-    if model.state is None or per_token == 0:
+    if model.state is None or not _has_attention(model):
         return block_size
+    token = model.token_spec()
+    per_token = _token_bytes(token, tp_size)
     if align is None:
-        align = max(_MLA_ALIGN if "mla" in _attention_kinds(model) else _SMALLEST_KERNEL_BLOCK, block_size)
+        align = max(_MLA_ALIGN if token.kind == "mla" else _SMALLEST_KERNEL_BLOCK, block_size)
     _positive(align=align)
     return align * -(-state_bytes(model.state, tp_size=tp_size) // (align * per_token))
 
@@ -190,16 +219,17 @@ def summary(
     align: int | None = None,
 ) -> Summary:
     """Return what the allocator makes of a model, in numbers. Arguments and errors as for :func:`layout`."""
-    groups = cache_groups(model)
+    groups = cache_groups(model, tp_size=tp_size, block_size=block_size, align=align)
     tensors = max(len(group.layers) for group in groups)
     kinds = list(dict.fromkeys(group.kind for group in groups))
-    logical = hybrid_block_size(model, tp_size=tp_size, block_size=block_size, align=align)
+    # A block of state has no kernel blocks of its own.
+    logical = max((group.block_size for group in groups if group.kind not in STATE_KINDS), default=groups[0].block_size)
     return Summary(
         groups=tuple((kind, sum(group.kind == kind for group in groups)) for kind in kinds),
         tensors=tensors,
         padded_slots=len(groups) * tensors - len(model.caches()),
         block_size=logical,
-        kernel_block=_kernel_block(kernel_block, logical) if _attention_kinds(model) else logical,
+        kernel_block=_kernel_block(kernel_block, logical) if _has_attention(model) else logical,
         state_bytes=state_bytes(model.state, tp_size=tp_size) if model.state else 0,
         kv_bytes=kv_bytes(model, tp_size=tp_size),
     )
@@ -231,12 +261,14 @@ def layout(
         num_blocks: logical blocks of every tensor, the null block 0 included.
         tp_rank: place among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
-        block_size: tokens per block that the user asked for; state can make the logical block longer.
+        block_size: tokens per block that the user asked for; state can make the logical block longer, and so can
+            heads that differ by layer.
         kernel_block: tokens that the attention kernel addresses as one block: a number, ``"flashinfer"`` for
             that kernel's choice, or None for the whole logical block.
         align: see :func:`hybrid_block_size`.
-        order: stride order. Models with state need one with contiguous pages.
-        kv: how K and V lie; MLA has only ``"packed"``.
+        order: stride order. Models with state need one with contiguous pages, and so do several groups whose
+            layers have different heads.
+        kv: how K and V lie; MLA, and V of another length than K, have only ``"packed"``.
         conv: how channels and rows of the convolution state lie.
         speculative: extra state slots behind the state-bearing one.
         one_storage: one region for all tensors instead of one each. Block-major orders always have one.
@@ -249,7 +281,8 @@ def layout(
         The geometry. Regions are the tensors, layers are in model order, groups as in :func:`cache_groups`.
 
     Raises:
-        LayoutError: a combination that this allocator cannot make; the text names the field and its value.
+        LayoutError: a combination that this allocator cannot make, or with which vLLM does not start an engine; the
+            text names the field and its value.
         GeometryError: an argument is out of range.
         AddressOverflowError: `base` leaves no room.
     """
@@ -257,71 +290,155 @@ def layout(
     if not 0 <= tp_rank < tp_size:
         raise LayoutError(f"tp_rank {tp_rank}: tp_size is {tp_size}")
     _check_forms(model, order, kv, conv)
-    logical = hybrid_block_size(model, tp_size=tp_size, block_size=block_size, align=align)
-    groups = cache_groups(model)
-    slots = max(len(group.layers) for group in groups)
-    kinds = _attention_kinds(model)
-    kernel = _kernel_block(kernel_block, logical) if kinds else logical
-    heads = _shard("kv_heads", model.kv_heads, tp_rank, tp_size, may_repeat=True) if kinds else (0, 1)
-    sizes = {"L": slots, "B": num_blocks, "K": logical // kernel, "H": heads[1], "N": kernel, "S": 2}
-    if not kinds:
-        sizes |= {"N": 1, "C": state_bytes(model.state, tp_size=tp_size) if model.state else 0}
-    elif "mla" in kinds:
-        sizes |= {"H": 1, "C": model.head_dim * model.dtype_bytes}
-    else:
-        sizes |= {"C": model.head_dim * model.dtype_bytes * (2 if kv == "packed" else 1)}
-    axes = stride_axes(order, kv, kernel_blocks_in_page=True)
-    strides = _strides(axes, sizes)
-    total = strides[axes[0]] * sizes[axes[0]]
-
-    pages: dict[str, Page] = {}
-    for kind in dict.fromkeys(group.kind for group in groups):
-        if kind in STATE_KINDS:
-            assert model.state is not None  # noqa: S101 - Model has checked it
-            pages[kind] = Page(state_parts(model.state, tp_rank, tp_size, conv))
-        else:
-            pages[kind] = Page(_attention_parts(model, kind, kv, heads, kernel, strides))
-
-    separate = axes[0] == "L" and not one_storage
-    region_bytes = strides["L"] if separate else total
-    step = -(-region_bytes // region_align) * region_align
+    groups = _grouped(model, tp_size, block_size, align, order)
+    form = _Form(order, kv, conv, kernel_block, tp_rank, tp_size, num_blocks, _block_bytes(groups))
+    _check_pages(groups, form)
+    placed = [_place(group, form) for group in groups]
+    spans = _tensors(placed, form, one_storage=one_storage)
     first = -(-base // region_align) * region_align
-    regions = tuple(
-        Region(first + index * step, region_bytes, memory, device) for index in range(slots if separate else 1)
-    )
-    place = {name: (index, slot) for index, group in enumerate(groups) for slot, name in enumerate(group.layers)}
-    return Geometry(
-        regions=regions,
-        groups=tuple(_group(model, group.kind, logical, kernel, speculative) for group in groups),
-        layers=tuple(
-            Layer(
+    regions, starts = [], {}
+    for index, (offset, length) in enumerate(spans.items()):
+        regions.append(Region(first, length, memory, device))
+        starts[offset] = index
+        first += -(-length // region_align) * region_align
+    layers = {}
+    for index, group in enumerate(placed):
+        for name, found in group.items():
+            region = starts.get(found.offset, 0) if len(spans) > 1 else 0
+            layers[name] = Layer(
                 name=name,
-                group=place[name][0],
-                region=place[name][1] if separate else 0,
-                offset=0 if separate else place[name][1] * strides["L"],
+                group=index,
+                region=region,
+                offset=0 if len(spans) > 1 else found.offset,
                 num_blocks=num_blocks,
-                block_stride=strides["B"],
-                page=pages[kind],
-                kernel_stride=None if kind in STATE_KINDS else _kernel_stride(strides, sizes["K"]),
+                block_stride=found.block_stride,
+                page=found.page,
+                kernel_stride=found.kernel_stride,
             )
-            for name, kind in model.caches()
-        ),
+    return Geometry(
+        regions=tuple(regions),
+        groups=tuple(_group(group, form, speculative) for group in groups),
+        layers=tuple(layers[name] for name, _ in model.caches()),
         tp_rank=tp_rank,
         tp_size=tp_size,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a rank's pages lie in its memory, for all groups alike; the fields are arguments of :func:`layout`."""
+
+    order: str
+    kv: str
+    conv: str
+    kernel_block: int | Literal["flashinfer"] | None
+    tp_rank: int
+    tp_size: int
+    num_blocks: int
+    block_bytes: int
+    """Bytes of a block over all its layers."""
+
+    @property
+    def is_block_major(self) -> bool:
+        return self.order[0] == "B"
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where a layer is in the memory that all groups share; `size` is the bytes of its own range of it."""
+
+    page: Page
+    offset: int
+    size: int
+    block_stride: int
+    kernel_stride: int | None
+
+
+def _first(group: Members) -> LayerSpec:
+    return next(iter(group.values()))
+
+
+def _grouped(model: Model, tp_size: int, block_size: int, align: int | None, order: str) -> list[Members]:
+    """Return the groups of one rank."""
+    if model.query_heads is not None and _has_attention(model):
+        _shard("query_heads", model.query_heads, 0, tp_size)
+    logical = hybrid_block_size(model, tp_size=tp_size, block_size=block_size, align=align)
+    state = state_bytes(model.state, tp_size=tp_size) if model.state else 0
+    padded = logical * _token_bytes(model.token_spec(), tp_size) if _has_attention(model) else state
+    specs = {}
+    for name, cache in model.specs():
+        if isinstance(cache, State):
+            specs[name] = LayerSpec(cache, (), cache.kind, logical, state, padded)
+        else:
+            held = (_heads(cache, 0, tp_size)[1], cache.head_dim, cache.v_head_dim, cache.dtype)
+            page = logical * _token_bytes(cache, tp_size)
+            specs[name] = LayerSpec(cache, held, cache.kind, logical, page, page, cache.window, cache.chunk)
+    if not specs:
+        raise LayoutError(f"layers: {model.name} has no layer with a cache")
+    return group_layers(specs, block_major=order[0] == "B")
+
+
+def _token_bytes(cache: Attention, tp_size: int) -> int:
+    """Return the bytes of a token on one rank."""
+    return _heads(cache, 0, tp_size)[1] * cache.token_bytes
+
+
+def _heads(cache: Attention, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Return start and length of a rank's heads; every rank has the one vector of a latent."""
+    _positive(tp_size=tp_size)
+    if cache.kind in LATENT_KINDS:
+        return 0, 1
+    return _shard("kv_heads", cache.kv_heads, tp_rank, tp_size, may_repeat=True)
+
+
+def _has_attention(model: Model) -> bool:
+    return any(isinstance(spec, Attention) for _, spec in model.specs())
+
+
+def _block_bytes(groups: list[Members]) -> int:
+    return max(sum(spec.page for spec in group.values()) for group in groups)
+
+
+def _place(group: Members, form: _Form) -> dict[str, _Placed]:
+    """Place a group's layers: those of one spec lie together, in the order in which each spec comes first."""
+    sorts: dict[LayerSpec, list[str]] = {}
+    for name, spec in group.items():
+        sorts.setdefault(spec, []).append(name)
+    placed, start = {}, 0
+    for spec, names in sorts.items():
+        kernel = spec.block_size if spec.is_state else _kernel_block(form.kernel_block, spec.block_size)
+        strides = _strides(spec, len(names), kernel, form)
+        ratio = spec.block_size // kernel
+        if ratio > 1 and spec.page != spec.content:
+            raise LayoutError(
+                f"kernel_block {kernel}: a page of {spec.page} bytes with {spec.content} used is not cut further"
+            )
+        pages = {cache: _page(cache, kernel, strides, form) for cache in {group[name].cache for name in names}}
+        for index, name in enumerate(names):
+            placed[name] = _Placed(
+                pages[group[name].cache],
+                start + index * strides["L"],
+                spec.page * form.num_blocks,
+                strides["B"],
+                # Given only where it is not what a geometry assumes anyway.
+                None if spec.is_state or strides["K"] * ratio == strides["B"] else strides["K"],
+            )
+        start += len(names) * (spec.page if form.is_block_major else strides["L"])
+    return placed
+
+
+def _tensors(placed: list[dict[str, _Placed]], form: _Form, *, one_storage: bool) -> dict[int, int]:
+    """Return offset and bytes of every region; offsets as those of the layers."""
+    if one_storage or form.is_block_major:
+        return {0: form.block_bytes * form.num_blocks}
+    spans = {found.offset: found.size for group in placed for found in group.values()}
+    return dict(sorted(spans.items()))
 
 
 def _positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise LayoutError(f"{name} {value}: must be at least 1")
-
-
-def _attention_kinds(model: Model) -> frozenset[str]:
-    kinds = frozenset(kind for _, kind in model.caches()) & ATTENTION_KINDS
-    if "mla" in kinds and len(kinds) > 1:
-        raise LayoutError(f"layers: {model.name} mixes {', '.join(sorted(kinds))}; their pages differ in size")
-    return kinds
 
 
 def _shard(field: str, items: int, rank: int, size: int, *, may_repeat: bool = False) -> tuple[int, int]:
@@ -353,8 +470,11 @@ def _check_forms(model: Model, order: str, kv: str, conv: str) -> None:
         raise LayoutError(f"order {order!r}: a state page must be contiguous, as in {', '.join(PAGE_ORDERS)}")
     if kv == "packed":
         return
-    if "mla" in _attention_kinds(model):
-        raise LayoutError(f"kv {kv!r}: an MLA latent has no K and V to separate")
+    for name, spec in model.specs():
+        if spec.kind in LATENT_KINDS:
+            raise LayoutError(f"kv {kv!r}: an MLA latent has no K and V to separate")
+        if isinstance(spec, Attention) and spec.v_head_dim is not None:
+            raise LayoutError(f"kv {kv!r}: head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} of {name} differ")
     if order not in PAGE_ORDERS:
         raise LayoutError(f"kv {kv!r} with order {order!r}: K and V are separate only in contiguous pages")
     if kv == "apart" and (order[0] != "L" or model.state is not None):
@@ -362,45 +482,86 @@ def _check_forms(model: Model, order: str, kv: str, conv: str) -> None:
         raise LayoutError(f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole")
 
 
-def _strides(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes from one index to the next for every axis, outermost first; C is counted in bytes."""
-    strides: dict[str, int] = {}
-    step = 1
+def _check_pages(groups: list[Members], form: _Form) -> None:
+    """Refuse orders in which pages of several sizes or shapes would lie in each other's bytes."""
+    specs = [spec for group in groups for spec in group.values()]
+    told = ", ".join(sorted({f"{spec.page} bytes of {spec.block_size} tokens" for spec in specs}))
+    padded = any(spec.page != spec.content and not spec.is_state for spec in specs)
+    if form.kv == "apart" and padded:
+        raise LayoutError(f"kv 'apart': padded pages ({told}) must be whole")
+    if form.order in PAGE_ORDERS:
+        return
+    shapes = {_heads(spec.cache, 0, form.tp_size)[1] for spec in specs if isinstance(spec.cache, Attention)}
+    # With heads outside of blocks a block has bytes between those of others, as its shape says.
+    crossing = form.order[0] == "L" and len(groups) > 1 and len(shapes) > 1
+    if padded or crossing or len({spec.page for spec in specs}) > 1:
+        raise LayoutError(f"order {form.order!r}: pages of {told} need an order of {', '.join(PAGE_ORDERS)}")
+
+
+def _strides(spec: LayerSpec, layers: int, kernel: int, form: _Form) -> dict[str, int]:
+    """Return bytes from one index to the next for every axis; C is counted in bytes.
+
+    A page can be padded, and where the block is outermost other layers lie in it too.
+    """
+    sizes = {"L": layers, "B": form.num_blocks, "K": spec.block_size // kernel, "S": 2, "H": 1, "N": kernel}
+    if isinstance(spec.cache, State):
+        sizes |= {"N": 1, "C": spec.content}
+    else:
+        halves = 1 if form.kv == "packed" else 2
+        heads = _heads(spec.cache, form.tp_rank, form.tp_size)[1]
+        sizes |= {"H": heads, "C": spec.cache.token_bytes // halves}
+    axes, strides, step = stride_axes(form.order, form.kv, kernel_blocks_in_page=True), {}, 1
     for axis in reversed(axes):
         strides[axis] = step
         step *= sizes[axis]
+        if form.order in PAGE_ORDERS and axis == "K" and form.kv != "apart":
+            step = spec.page  # contiguous but for what pads it
+    if form.is_block_major:
+        strides["B"] = form.block_bytes
+        if axes[1] == "K":
+            strides["K"] = form.block_bytes // sizes["K"]
     return strides
 
 
-def _kernel_stride(strides: Mapping[str, int], ratio: int) -> int | None:
-    """Return the stride only where it is not what a geometry assumes anyway."""
-    return None if strides["K"] * ratio == strides["B"] else strides["K"]
-
-
-def _group(model: Model, kind: CacheKind, logical: int, kernel: int, speculative: int) -> Group:
-    if kind in STATE_KINDS:
-        return Group("ssm", logical, speculative=speculative)
+def _group(group: Members, form: _Form, speculative: int) -> Group:
+    """Return the group as a geometry has it; that of several kinds is of the first that is no latent."""
+    spec = next((spec for spec in group.values() if spec.kind not in LATENT_KINDS), _first(group))
+    if isinstance(spec.cache, State):
+        return Group("ssm", spec.block_size, speculative=speculative)
     return Group(
-        cast("Kind", kind),
-        logical,
-        ratio=logical // kernel,
-        window=model.window if kind == "sliding" else None,
-        chunk=model.chunk if kind == "chunked" else None,
+        "mla" if spec.kind in LATENT_KINDS else cast("Kind", spec.kind),
+        spec.block_size,
+        ratio=spec.block_size // _kernel_block(form.kernel_block, spec.block_size),
+        window=spec.window,
+        chunk=spec.chunk,
     )
 
 
-def _attention_parts(
-    model: Model, kind: str, kv: str, heads: tuple[int, int], kernel: int, strides: Mapping[str, int]
-) -> tuple[Part, ...]:
-    item = model.dtype_bytes
+def _page(cache: Attention | State, kernel: int, strides: Mapping[str, int], form: _Form) -> Page:
+    if isinstance(cache, State):
+        return Page(state_parts(cache, form.tp_rank, form.tp_size, form.conv))
+    if cache.kind == "indexer":
+        return Page(_index_parts(kernel))
+    if cache.dtype is None:
+        raise LayoutError(f"dtype None of {cache.kind} attention")
+    item = item_bytes(cache.dtype)
     tokens = Axis("tokens", kernel, strides["N"])
-    if kind == "mla":
-        return (Part("kv", model.dtype, item, 0, (tokens, Axis("content", model.head_dim, item))),)
-    lead = (Axis("heads", model.kv_heads, strides["H"], *heads), tokens)
-    if kv == "packed":
-        return (Part("kv", model.dtype, item, 0, (*lead, Axis("content", 2 * model.head_dim, item))),)
-    axes = (*lead, Axis("content", model.head_dim, item))
-    return tuple(Part(name, model.dtype, item, at * strides["S"], axes) for at, name in enumerate("kv"))
+    if cache.kind == "mla":
+        return Page((Part("kv", cache.dtype, item, 0, (tokens, Axis("content", cache.head_dim, item))),))
+    heads = Axis("heads", cache.kv_heads, strides["H"], *_heads(cache, form.tp_rank, form.tp_size))
+    if form.kv == "packed":
+        return Page((Part("kv", cache.dtype, item, 0, (heads, tokens, Axis("content", cache.items, item))),))
+    axes = (heads, tokens, Axis("content", cache.head_dim, item))
+    return Page(tuple(Part(name, cache.dtype, item, at * strides["S"], axes) for at, name in enumerate("kv")))
+
+
+def _index_parts(tokens: int) -> tuple[Part, ...]:
+    """Return the parts of an index page as its writer has them: the keys of all tokens, then all scales."""
+    sizes = (("data", 0, INDEX_KEY), ("scales", tokens * INDEX_KEY, INDEX_SCALE))
+    return tuple(
+        Part(name, "uint8", 1, offset, (Axis("tokens", tokens, size), Axis("content", size, 1)))
+        for name, offset, size in sizes
+    )
 
 
 def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -16,12 +16,19 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from kvhma.errors import GeometryError, KvhmaError
 
-AttentionKind: TypeAlias = Literal["full", "sliding", "chunked", "mla"]
-StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "short_conv"]
-CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "mamba1", "mamba2", "gdn", "short_conv"]
+AttentionKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "indexer"]
+StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "kda", "short_conv"]
+CacheKind: TypeAlias = Literal[
+    "full", "sliding", "chunked", "mla", "indexer", "mamba1", "mamba2", "gdn", "kda", "short_conv"
+]
 
 ATTENTION_KINDS: frozenset[str] = frozenset(get_args(AttentionKind))
 STATE_KINDS: frozenset[str] = frozenset(get_args(StateKind))
+LATENT_KINDS: frozenset[str] = frozenset(("mla", "indexer"))
+"""Kinds with one vector for each token, on every rank whole."""
+
+_MODULES = {"indexer": "self_attn.indexer.k_cache", **dict.fromkeys(STATE_KINDS, "mixer")}
+"""Where in its layer a cache is; attention is in ``self_attn.attn``."""
 
 _LETTERS = {
     "f": "full",
@@ -31,10 +38,15 @@ _LETTERS = {
     "j": "mamba1",
     "m": "mamba2",
     "g": "gdn",
+    "k": "kda",
     "b": "full+mamba2",
+    "i": "indexer+mla",
     "-": "none",
 }
 """Letters of the layer patterns in the table."""
+
+INDEX_KEY, INDEX_SCALE = 128, 4
+"""Bytes of a token's key in a sparse-attention index, and of its scale."""
 
 _ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -59,17 +71,18 @@ class State:
     """The recurrent state of one layer, over all ranks.
 
     Mamba2 convolves ``x`` (``n_heads * head_dim`` channels), ``B`` and ``C`` (``n_groups * d_state`` each); a
-    gated delta net (GDN) convolves ``q``, ``k`` (``n_groups`` key heads of ``d_state``) and ``v``; Mamba1
-    only ``x``, and each of its channels is a head of one row. A short convolution has nothing but that ``x``.
+    gated delta net (GDN) and Kimi delta attention (KDA) convolve ``q``, ``k`` (``n_groups`` key heads of
+    ``d_state``) and ``v``; Mamba1 only ``x``, and each of its channels is a head of one row. A short convolution
+    has nothing but that ``x``.
 
     Attributes:
-        kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"`` or ``"short_conv"``.
+        kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"``, ``"kda"`` or ``"short_conv"``.
         conv_dim: channels of the convolution state.
         d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows.
-        n_heads: heads of the recurrent state (value heads for GDN).
+        n_heads: heads of the recurrent state (value heads for GDN and KDA).
         head_dim: rows of a head.
         d_state: columns of a head; 0 for a short convolution.
-        n_groups: groups of ``B`` and ``C``, or key heads for GDN; 0 for Mamba1 and a short convolution.
+        n_groups: groups of ``B`` and ``C``, or key heads for GDN and KDA; 0 for Mamba1 and a short convolution.
         conv_dtype: dtype of the convolution state.
         ssm_dtype: dtype of the recurrent state.
         draft_rows: rows behind those ``d_conv - 1`` that an engine keeps for draft tokens, one for each. They are
@@ -127,25 +140,99 @@ class State:
         inner, grouped = self.n_heads * self.head_dim, self.n_groups * self.d_state
         if not self.is_grouped:
             return (("x", inner),)
-        if self.kind == "gdn":
+        if self.kind in ("gdn", "kda"):
             return (("q", grouped), ("k", grouped), ("v", inner))
         return (("x", inner), ("B", grouped), ("C", grouped))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What one sort of attention layers caches, over all ranks.
+
+    Attributes:
+        kind: ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, or ``"indexer"``: the keys of a sparse-attention
+            index (DeepSeek-V3.2), in 8 bits with a scale of 4 bytes for each.
+        kv_heads: KV heads; 1 for MLA and an index.
+        head_dim: items of a K vector; for MLA the latent and the rotary items together; for an index 128.
+        v_head_dim: items of a V vector; None for as many as K has.
+        dtype: dtype of K and V; None for the model's. An index has its own.
+        window: tokens a query of a ``sliding`` layer sees, itself included; None for the model's.
+        chunk: tokens of an attention chunk of a ``chunked`` layer; None for the model's.
+        name: what `Model.layers` calls such a layer; None for `kind`.
+
+    Raises:
+        GeometryError: an unknown kind or dtype, or sizes that this kind cannot have.
+    """
+
+    kind: AttentionKind
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    dtype: str | None = None
+    window: int | None = None
+    chunk: int | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the sizes that the layout relies on."""
+        if self.kind not in ATTENTION_KINDS:
+            raise GeometryError(f"attention kind {self.kind!r}: known are {', '.join(sorted(ATTENTION_KINDS))}")
+        for field in ("kv_heads", "head_dim", "v_head_dim", "window", "chunk"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise GeometryError(f"{field} {value} of {self.kind} attention: must be at least 1")
+        if self.kind in LATENT_KINDS and (self.kv_heads, self.v_head_dim) != (1, None):
+            raise GeometryError(
+                f"kv_heads {self.kv_heads}, v_head_dim {self.v_head_dim} of {self.kind} attention: "
+                "one vector for each token, on every rank whole"
+            )
+        if self.kind == "indexer" and (self.head_dim != INDEX_KEY or self.dtype is not None):
+            raise GeometryError(
+                f"head_dim {self.head_dim}, dtype {self.dtype} of an index: known are {INDEX_KEY} items of 8 bits"
+            )
+        if self.dtype is not None:
+            item_bytes(self.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in one head; those of an index with its scale.
+
+        Raises:
+            GeometryError: `dtype` is None and this is no index.
+        """
+        if self.kind == "indexer":
+            return self.head_dim + INDEX_SCALE
+        if self.dtype is None:
+            raise GeometryError(f"dtype None of {self.kind} attention: a model's layer has one")
+        return self.items * item_bytes(self.dtype)
+
+    @property
+    def items(self) -> int:
+        """Items of a token in one head: K and V, or the one vector."""
+        return self.head_dim if self.kind in LATENT_KINDS else self.head_dim + (self.v_head_dim or self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """What a model caches.
 
+    Most models have one sort of heads, for which `kv_heads` and `head_dim` are enough. Where heads differ by layer,
+    `attention` says how: layers of that name have its numbers, all others the model's.
+
     Attributes:
         name: its name in the table.
-        layers: per layer ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, ``"mamba1"``, ``"mamba2"``,
-            ``"gdn"``, ``"none"`` (an MLP layer), or two caches joined by ``+``.
+        layers: per layer ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, ``"indexer"``, ``"mamba1"``,
+            ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"short_conv"``, a name of `attention`, ``"none"`` (an MLP layer, or
+            one that uses the cache of another layer), or several joined by ``+``.
         kv_heads: KV heads over all ranks; 1 for MLA.
         head_dim: items of one K or V vector; for MLA the latent and the rotary items together.
         dtype: dtype of K and V.
         window: tokens a query of a ``sliding`` layer sees, itself included.
         chunk: tokens of an attention chunk of a ``chunked`` layer.
         state: the state of the recurrent layers.
+        v_head_dim: items of one V vector; None for `head_dim`.
+        attention: layers with other heads than the model's, by name.
+        query_heads: query heads over all ranks, which have to divide over the ranks of an engine; None if not known.
 
     Raises:
         GeometryError: an unknown layer kind or dtype, a size below 1, or a kind whose `window`, `chunk` or
@@ -160,21 +247,32 @@ class Model:
     window: int | None = None
     chunk: int | None = None
     state: State | None = None
+    v_head_dim: int | None = None
+    attention: tuple[Attention, ...] = ()
+    query_heads: int | None = None
 
     def __post_init__(self) -> None:
         """Check that every kind has what it needs."""
         item_bytes(self.dtype)
-        if min(self.kv_heads, self.head_dim) < 1:
-            raise GeometryError(f"{self.name}: kv_heads {self.kv_heads}, head_dim {self.head_dim}; need at least 1")
-        kinds = {kind for _, kind in self.caches()}
-        state = self.state.kind if self.state else None
-        for kind in sorted(kinds):
-            if kind in STATE_KINDS and kind != state:
-                raise GeometryError(f"{self.name}: {kind} layers, but state is {state}")
-        if "sliding" in kinds and self.window is None:
-            raise GeometryError(f"{self.name}: sliding layers, but window is None")
-        if "chunked" in kinds and self.chunk is None:
-            raise GeometryError(f"{self.name}: chunked layers, but chunk is None")
+        sizes = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "query_heads": self.query_heads}
+        if min(1 if value is None else value for value in sizes.values()) < 1:
+            told = ", ".join(f"{field} {value}" for field, value in sizes.items() if value is not None)
+            raise GeometryError(f"{self.name}: {told}; need at least 1")
+        names = [one.name or one.kind for one in self.attention]
+        for name in names:
+            if names.count(name) > 1 or name in STATE_KINDS | {"none"} or "+" in name:
+                raise GeometryError(f"{self.name}: attention {name!r} is there twice, or the name of something else")
+        found = self.specs()
+        if len({name for name, _ in found}) < len(found):
+            raise GeometryError(f"{self.name}: a layer has two caches of one place")
+        for kind, field in (("sliding", "window"), ("chunked", "chunk")):
+            if any(spec.kind == kind and getattr(spec, field) is None for _, spec in found):
+                raise GeometryError(f"{self.name}: {kind} layers, but {field} is None")
+        if any(spec.kind == "indexer" for _, spec in found) and item_bytes(self.dtype) == 1:
+            raise GeometryError(
+                f"{self.name}: dtype {self.dtype} beside an index: which of two formats of 8 bits the latent has is "
+                "the attention kernel's choice"
+            )
 
     @property
     def dtype_bytes(self) -> int:
@@ -187,15 +285,56 @@ class Model:
         Raises:
             GeometryError: a layer kind that is not known.
         """
-        found: list[tuple[str, CacheKind]] = []
+        return tuple((name, spec.kind) for name, spec in self.specs())
+
+    def specs(self) -> tuple[tuple[str, Attention | State], ...]:
+        """Return name and content of every cache in model order, with nothing left to the model's own fields.
+
+        Raises:
+            GeometryError: a layer kind that is not known, or a state that the model does not have.
+        """
+        named = {one.name or one.kind: self._complete(one) for one in self.attention}
+        found: list[tuple[str, Attention | State]] = []
         for index, layer in enumerate(self.layers):
-            for kind in () if layer == "none" else layer.split("+"):
-                if kind not in ATTENTION_KINDS | STATE_KINDS:
-                    known = ", ".join(sorted(ATTENTION_KINDS | STATE_KINDS))
-                    raise GeometryError(f"{self.name}: layer {index} is {layer!r}; known are none, {known}")
-                module = "self_attn.attn" if kind in ATTENTION_KINDS else "mixer"
-                found.append((f"model.layers.{index}.{module}", cast("CacheKind", kind)))
+            for word in () if layer == "none" else layer.split("+"):
+                spec = named.get(word) or self._plain(word, index, layer)
+                found.append((f"model.layers.{index}.{_MODULES.get(spec.kind, 'self_attn.attn')}", spec))
         return tuple(found)
+
+    def token_spec(self) -> Attention:
+        """Return the heads of the model's own fields, of the kind that most of its attention is."""
+        kinds = [spec.kind for _, spec in self.specs() if isinstance(spec, Attention)]
+        if "mla" in kinds:
+            return self._complete(Attention("mla", 1, self.head_dim))
+        return self._complete(Attention("full", self.kv_heads, self.head_dim))
+
+    def _plain(self, word: str, index: int, layer: str) -> Attention | State:
+        """Return what a layer of a known kind caches, with the model's own heads."""
+        if word in STATE_KINDS:
+            if self.state is None or self.state.kind != word:
+                have = self.state.kind if self.state else None
+                raise GeometryError(f"{self.name}: {word} layers, but state is {have}")
+            return self.state
+        if word == "indexer":
+            return Attention("indexer", 1, INDEX_KEY)
+        if word not in ATTENTION_KINDS:
+            known = ", ".join(sorted(ATTENTION_KINDS | STATE_KINDS))
+            raise GeometryError(f"{self.name}: layer {index} is {layer!r}; known are none, {known}")
+        kind = cast("AttentionKind", word)
+        if kind == "mla":
+            return self._complete(Attention(kind, 1, self.head_dim))
+        return self._complete(Attention(kind, self.kv_heads, self.head_dim, self.v_head_dim))
+
+    def _complete(self, one: Attention) -> Attention:
+        return replace(
+            one,
+            # One vector of K has another length than the next of V only where that is said.
+            v_head_dim=one.v_head_dim if one.v_head_dim != one.head_dim else None,
+            dtype=None if one.kind == "indexer" else one.dtype or self.dtype,
+            window=(one.window or self.window) if one.kind == "sliding" else None,
+            chunk=(one.chunk or self.chunk) if one.kind == "chunked" else None,
+            name=None,
+        )
 
 
 def models() -> Mapping[str, Model]:
@@ -223,10 +362,12 @@ def _table() -> Mapping[str, Model]:
 
 def _model(name: str, row: dict[str, Any]) -> Model:
     state = row.pop("state", None)
+    attention = tuple(Attention(**one) for one in row.pop("attention", ()))
     letters = "".join(pattern * repeats for pattern, repeats in row.pop("layers"))
     return Model(
         name=name,
         layers=tuple(_LETTERS[letter] for letter in letters),
         state=State(**state) if state else None,
+        attention=attention,
         **row,
     )

@@ -34,7 +34,7 @@ NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
         ([NANO, "--cached", "9000"], "--cached 9000: must be 0 to the 8,192 of --tokens"),
         ([NANO, "--cached", "-1"], "'--cached': -1 is not in the range"),
         ([NANO, "--prefill", "tp=3"], "--prefill: tp_size 3: "),
-        ([NANO, "--decode", "tp=128"], "--decode: tp_size 128: state.n_heads 64 cannot be shared out evenly"),
+        ([NANO, "--decode", "tp=128"], "--decode: tp_size 128: query_heads 32 cannot be shared out evenly"),
         ([NANO, "--decode", "tp=0"], "'--decode': tp=0: must be 1 to 256"),
         ([NANO, "--decode", "tp=-1"], "'--decode': tp=-1: must be 1 to 256"),
         ([NANO, "--decode", "tp=" + "9" * 5000], "must be 1 to 256"),

@@ -12,8 +12,9 @@ pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has 
 import torch
 
 from kvhma.geometry import Shard
+from kvhma.hybrid import LayoutError
 from kvhma.hybrid import layout as hybrid_layout
-from kvhma.models import Model, State, model, models
+from kvhma.models import Attention, Model, State, model, models
 from kvhma.torch import allocate, model_specs
 
 GEMMA_2 = {"kv_heads": 4, "head_dim": 256, "window": 4096}
@@ -161,3 +162,23 @@ def test_references_as_json():
         "block_stride": 196608,
         "segments": [{"offset": 2 * 4096, "nbytes": 16384, "heads": 4, "head_stride": 49152}],
     }
+
+
+def test_heads_by_layer():
+    """gemma-4: a full layer has a quarter of the heads, twice as long, and twice the tokens in a block."""
+    one = Model("gemma-4", ("sliding", "full"), 16, 256, window=64, attention=(Attention("full", 4, 512),))
+    sliding, full = (next(iter(group.values())) for group in model_specs(one, tp_rank=1, tp_size=2))
+    assert (sliding.heads.length, sliding.head_dim, sliding.block_size) == (8, 256, 16)
+    assert (full.heads.length, full.head_dim, full.block_size) == (2, 512, 32)
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (Model("mimo", ("full",), 4, 192, v_head_dim=128), "v_head_dim 128"),
+        (Model("v3.2", ("indexer+mla",), 1, 576), "indexer attention"),
+    ],
+)
+def test_what_tensors_have_no_spec_for(one, text):
+    with pytest.raises(LayoutError, match=text):
+        model_specs(one)

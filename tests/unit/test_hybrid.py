@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -24,7 +24,7 @@ from kvhma.hybrid import (
     state_bytes,
     summary,
 )
-from kvhma.models import Model, State, UnknownModelError, model, models
+from kvhma.models import Attention, Model, State, UnknownModelError, model, models
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 48, 4, 4, 8, 4, 2, "bfloat16", "float32")
@@ -41,6 +41,15 @@ BOTH = Model("both", ("full+mamba2",) * 2, 4, 8, state=MAMBA2)
 LATENT_GDN = Model("latent+gdn", ("gdn", "gdn", "mla"), 1, 12, state=GDN)
 ONLY_STATE = Model("only state", ("mamba2",) * 3, 1, 8, state=MAMBA2)
 
+GEMMA_4 = Model("gemma-4", ("sliding", "sliding", "full") * 2, 8, 8, window=8, attention=(Attention("full", 2, 16),))
+MIMO = Model("mimo", ("full", "sliding"), 4, 12, v_head_dim=8, window=8, attention=(Attention("sliding", 8, 12, 8),))
+SPARSE = Model("sparse", ("indexer+mla",) * 2, 1, 12)
+DRAFT = replace(
+    SLIDING, name="draft", layers=(*SLIDING.layers, "draft"), attention=(Attention("full", 2, 8, name="draft"),)
+)
+PADDED = replace(SLIDING, name="padded", attention=(Attention("full", 6, 8),))
+"""Heads that differ by layer: longer blocks, other V, a latent beside its index, one more layer, padding."""
+
 PAGE_ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 ORDERS = (*PAGE_ORDERS, "LHBNC", "BHLNC")
 
@@ -48,11 +57,19 @@ ORDERS = (*PAGE_ORDERS, "LHBNC", "BHLNC")
 def variants() -> list[Any]:
     """Every combination of forms that can be laid out."""
     found = []
-    for one in (SLIDING, CHUNKED, LATENT, *STATES, BOTH, LATENT_GDN, ONLY_STATE):
+    for one in (SLIDING, CHUNKED, LATENT, *STATES, BOTH, LATENT_GDN, ONLY_STATE, GEMMA_4, MIMO, SPARSE, DRAFT, PADDED):
         for order, kv, kernel in product(ORDERS, ("packed", "split", "apart"), (None, 4)):
             if one.state and (order not in PAGE_ORDERS or kv == "apart"):
                 continue
-            if kv != "packed" and (order not in PAGE_ORDERS or "mla" in one.layers):
+            if kv != "packed" and (
+                order not in PAGE_ORDERS or {"mla", "indexer+mla"} & {*one.layers} or one.v_head_dim
+            ):
+                continue
+            if one.attention and order not in PAGE_ORDERS:
+                continue
+            if one is SPARSE and order not in PAGE_ORDERS:
+                continue
+            if one is PADDED and (kernel or kv == "apart"):
                 continue
             if kv == "apart" and order[0] == "B":
                 continue
@@ -100,7 +117,7 @@ def test_every_byte_has_one_place(one: Model, options: dict[str, Any], one_stora
         assert set(np.unique(owner[found])) <= {-1, block}
         owner[found] = block
         used[found] = True
-    if not one.state and len(cache_groups(one)[0].layers) == len(geometry.regions):
+    if not one.state and not one.attention and len(cache_groups(one)[0].layers) == len(geometry.regions):
         assert (used == inside).all()  # attention has no padding
 
 
@@ -110,10 +127,18 @@ def test_core_takes_every_variant(one: Model, options: dict[str, Any]) -> None:
     assert Geometry.from_json(geometry.to_json()) == geometry
 
 
-@pytest.mark.parametrize("one", [*STATES, BOTH], ids=lambda one: one.name)
+ONE_GROUP = replace(STATES[1], name="mamba2 of one group", state=replace(MAMBA2, conv_dim=40, n_groups=1))
+
+
+@pytest.mark.parametrize("one", [*STATES, BOTH, ONE_GROUP], ids=lambda one: one.name)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
-    """The shards are the whole axis, each item once, or as often as fewer groups than ranks ask for."""
+    """The shards are the whole axis, each item once, but for a single group, which every rank holds."""
+    assert one.state is not None
+    if one.state.kind == "mamba2" and one.state.n_groups == 2 and tp_size == 4:
+        with pytest.raises(LayoutError, match=r"tp_size 4: state\.n_groups 2"):
+            layout(one, num_blocks=2, tp_size=tp_size)
+        return
     ranks = [layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
     for layer in ranks[0].layers:
         for part in layer.page.parts:
@@ -125,8 +150,8 @@ def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
                     held[axis.name] += range(axis.start, axis.start + axis.length)
             for axis in part.axes:
                 times = 1 if axis.name in ("heads", "channels") else tp_size
-                if part.name in "BC" and axis.name == "channels" and tp_size == 4:
-                    times = 2
+                if part.name in "BC" and one.state.n_groups == 1:
+                    times = tp_size
                 assert sorted(held[axis.name]) == sorted([*range(axis.extent)] * times), (
                     part.name,
                     axis.name,
@@ -155,11 +180,11 @@ def test_mla_is_whole_on_every_rank() -> None:
 @pytest.mark.parametrize(("n_groups", "tp_size", "held"), [
     (1, 2, [0, 0]),
     (1, 4, [0, 0, 0, 0]),
-    (2, 4, [0, 0, 1, 1]),
+    (2, 2, [0, 1]),
     (4, 4, [0, 1, 2, 3]),
 ])  # fmt: skip
 def test_groups_repeat_when_there_are_more_ranks(n_groups: int, tp_size: int, held: list[int]) -> None:
-    """A rank's heads use group ``head * n_groups // n_heads``: that one it holds whole. Only x is cut."""
+    """A rank's heads use group ``head * n_groups // n_heads``: that one it holds whole."""
     state = State("mamba2", 32 + 2 * n_groups * 4, 4, 8, 4, 4, n_groups, "bfloat16", "float32")
     for rank, group in enumerate(held):
         x, b, c = conv_split(state, tp_rank=rank, tp_size=tp_size).values()
@@ -276,7 +301,21 @@ def test_options_are_passed_on() -> None:
         (SLIDING, {"kernel_block": "fa"}, "kernel_block 'fa'"),
         (SLIDING, {"kernel_block": "flashinfer", "block_size": 24}, "block_size 24"),
         (replace(SLIDING, layers=("none",)), {}, "layers"),
-        (Model("mixed", ("mla", "full"), 1, 8), {}, "layers"),
+        (replace(SLIDING, query_heads=6), {"tp_size": 4}, "tp_size 4: query_heads 6"),
+        (model("granite-4.0-h-tiny"), {"tp_size": 8}, "tp_size 8: query_heads 12"),
+        (model("Falcon-H1-34B"), {"tp_size": 4}, "tp_size 4: state.n_groups 2"),
+        (GEMMA_4, {"order": "LHBNC"}, "order 'LHBNC': pages of"),
+        (GEMMA_4, {"kernel_block": 32}, "kernel_block 32: must divide"),
+        (replace(GEMMA_4, v_head_dim=4), {"kv": "split"}, "head_dim 8 and v_head_dim 4"),
+        (PADDED, {"order": "BHLNC"}, "order 'BHLNC': pages of"),
+        (PADDED, {"order": "LHBNC"}, "order 'LHBNC': pages of"),
+        (PADDED, {"kv": "apart"}, "kv 'apart': padded pages"),
+        (PADDED, {"kernel_block": 8}, "kernel_block 8: a page of"),
+        (
+            replace(LATENT, layers=("mla", "chunked"), chunk=8, attention=(Attention("chunked", 1, 10),)),
+            {},
+            "layers: a page of model.layers.0",
+        ),
     ],
 )
 def test_refusals_name_the_field_and_the_value(one: Model, options: dict[str, Any], text: str) -> None:
@@ -315,6 +354,49 @@ def test_state_is_checked(change: dict[str, Any], text: str) -> None:
 def test_model_is_checked(change: dict[str, Any], text: str) -> None:
     with pytest.raises(GeometryError, match=text):
         replace(SLIDING, **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Attention("ring", 1, 8), "attention kind 'ring'"),  # type: ignore[arg-type]
+        (lambda: Attention("full", 0, 8), "kv_heads 0"),
+        (lambda: Attention("mla", 2, 8), "kv_heads 2"),
+        (lambda: Attention("indexer", 1, 64), "head_dim 64"),
+        (lambda: Attention("full", 1, 8, dtype="int3"), "dtype 'int3'"),
+        (lambda: replace(SLIDING, attention=(Attention("full", 2, 8),) * 2), "attention 'full' is there twice"),
+        (lambda: replace(SLIDING, attention=(Attention("full", 2, 8, name="gdn"),)), "attention 'gdn'"),
+        (lambda: replace(SLIDING, layers=("full+full",)), "two caches of one place"),
+        (lambda: replace(SLIDING, query_heads=0), "query_heads 0"),
+        (lambda: replace(SPARSE, dtype="float8_e4m3fn"), "dtype float8_e4m3fn beside an index"),
+    ],
+)
+def test_attention_is_checked(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(GeometryError, match=text):
+        make()
+
+
+def test_heads_by_layer() -> None:
+    """gemma-4: the same model, in blocks of 16 and 32 tokens; with more ranks than global heads in equal ones."""
+    gemma = Model("gemma-4", ("sliding",) * 5 + ("full",), 16, 256, window=1024, attention=(Attention("full", 4, 512),))
+    for tp_size, blocks, heads in ((1, {16, 32}, (16, 4)), (4, {16, 32}, (4, 1)), (8, {16}, (2, 1))):
+        one = layout(gemma, num_blocks=3, tp_size=tp_size, tp_rank=tp_size - 1)
+        assert {group.block_size for group in one.groups} == blocks
+        sliding, full = (one.layers[at].page.parts[0].axes for at in (0, 5))
+        assert (sliding[0].length, full[0].length) == heads
+        assert (sliding[0].extent, full[0].extent) == (16, 4)
+        assert (sliding[2].extent, full[2].extent) == (512, 1024)
+        assert {layer.block_stride for layer in one.layers} == {16 * 16 // tp_size * 512 * 2}
+
+
+def test_an_index_is_keys_then_scales() -> None:
+    index, latent = layout(SPARSE, num_blocks=2, block_size=64).layers[:2]
+    assert [(part.name, part.offset, part.nbytes) for part in index.page.parts] == [
+        ("data", 0, 64 * 128),
+        ("scales", 64 * 128, 64 * 4),
+    ]
+    assert index.group == latent.group
+    assert (index.block_stride, latent.block_stride) == (64 * 132, 64 * 24)
 
 
 def test_table_of_models() -> None:

@@ -12,7 +12,9 @@ from kvhma.oracle import Oracle
 
 
 def ranks(name, size, **more):
-    return [layout(model(name), num_blocks=6, tp_rank=rank, tp_size=size, **more) for rank in range(size)]
+    # Of any number of ranks, also of those with which vLLM starts no engine.
+    one = dataclasses.replace(model(name), query_heads=None)
+    return [layout(one, num_blocks=6, tp_rank=rank, tp_size=size, **more) for rank in range(size)]
 
 
 def plans(name, decode, prefill, **more):
@@ -86,7 +88,6 @@ def test_a_layer_of_one_side_is_a_finding_and_the_rest_works():
         plan = kvhma.plan(local, remote)
         ((source, finding),) = plan.findings
         assert (source, finding.severity, finding.code) == (0, "warning", "one-sided-layer")
-        assert "begins cold: drafts of such a layer are accepted less often" in finding.text
         assert whole.layers[-1].name in finding.text
     assert "zeroed, not read" in kvhma.plan(whole, fewer).explain()
 

@@ -10,7 +10,7 @@ import torch
 
 from kvhma.geometry import Group, Page
 from kvhma.hybrid import ConvOrder, LayoutError, layout
-from kvhma.models import Model
+from kvhma.models import Attention, Model
 from kvhma.stride_orders import KVForm
 from kvhma.torch.specs import AttentionKind, AttentionSpec, ConvPart, MLASpec, Spec, StateSpec, TokenSpec
 
@@ -59,25 +59,29 @@ def model_specs(
     # Where K and V lie is decided by `allocate`; the hybrid layout only gives sizes.
     sizes_as: KVForm = "packed" if kv == "packed" else "split"
     geometry = layout(model, num_blocks=1, order="LBHNC", kv=sizes_as, **options)
+    own = dict(model.specs())
     groups: list[dict[str, Spec]] = [{} for _ in geometry.groups]
     for layer in geometry.layers:
         group = geometry.groups[layer.group]
         padded = None if layer.block_stride == layer.page.nbytes * group.ratio else layer.block_stride
-        if group.kind == "ssm":
-            spec: StateSpec | TokenSpec = _state_spec(model, layer.page, group, options.get("conv", "DS"))
+        cache = own[layer.name]
+        if isinstance(cache, Attention):
+            spec: StateSpec | TokenSpec = _token_spec(cache, layer.page, group, kv, view)
         else:
-            spec = _token_spec(model, layer.page, group, kv, view)
+            spec = _state_spec(model, layer.page, group, options.get("conv", "DS"))
         groups[layer.group][layer.name] = replace(spec, page_bytes=padded)
     return tuple(groups)
 
 
-def _token_spec(model: Model, page: Page, group: Group, kv: KVForm, view: str | None) -> TokenSpec:
-    dtype = _dtype(model.dtype)
-    if group.kind == "mla":
-        return MLASpec(model.head_dim, dtype, group.block_size, group.kernel_block_size, view)
+def _token_spec(cache: Attention, page: Page, group: Group, kv: KVForm, view: str | None) -> TokenSpec:
+    if cache.dtype is None or cache.v_head_dim is not None:
+        raise LayoutError(f"{cache.kind} attention, v_head_dim {cache.v_head_dim}: no spec of tensors is known for it")
+    dtype = _dtype(cache.dtype)
+    if cache.kind == "mla":
+        return MLASpec(cache.head_dim, dtype, group.block_size, group.kernel_block_size, view)
     return AttentionSpec(
         heads=next(axis.shard for axis in page.parts[0].axes if axis.name == "heads"),
-        head_dim=model.head_dim,
+        head_dim=cache.head_dim,
         dtype=dtype,
         block_size=group.block_size,
         kernel_block=group.kernel_block_size,

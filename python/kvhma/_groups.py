@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers share a block table: the rules by which vLLM's allocator forms groups, on one rank.
+
+The allocator sees a layer as a kind, tokens of a block and bytes of a page. All groups take blocks from one pool, so
+that a block has as many bytes for each of them. There are two ways to it. Where a layer's blocks lie together, all
+pages get one size: smaller ones hold more tokens, or are padded. Where all layers of a block lie together, a page may
+have any size, and groups are formed so that their pages fill about as much of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvhma.errors import KvhmaError
+from kvhma.models import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, State
+
+
+class LayoutError(KvhmaError, ValueError):
+    """A model cannot be laid out as asked; the text names the field and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A layer as the allocator sees it. Layers of equal spec are of one sort.
+
+    Attributes:
+        cache: what it caches, over all ranks. Layers that differ only there are of one sort all the same.
+        held: what the rank holds of it: heads, items of K and V, dtype.
+        kind: what its group is called: ``cache.kind``, unless it gets blocks for all tokens in place of a window.
+        block_size: tokens of a block.
+        content: bytes of a page that are used.
+        page: bytes of a page, padding included.
+        window: tokens a query sees, for windows.
+        chunk: tokens of a chunk, for chunks.
+    """
+
+    cache: Attention | State = field(compare=False)
+    held: tuple[object, ...]
+    kind: CacheKind
+    block_size: int
+    content: int
+    page: int
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a page is one state, whatever the block's tokens."""
+        return self.kind in STATE_KINDS
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What layers of one group have in common, if their pages may differ: they need blocks for the same tokens."""
+        if self.is_state:
+            return ("state", self.page)
+        if self.kind in ("sliding", "chunked"):
+            return (self.kind, self.window, self.chunk, self.block_size)
+        return ("every token", self.block_size)
+
+
+Members = dict[str, LayerSpec]
+"""Layers of a group by name, in the order in which they lie in memory but for those of one spec, which lie together."""
+
+
+def group_layers(specs: Mapping[str, LayerSpec], *, block_major: bool) -> list[Members]:
+    """Cut a rank's layers into groups.
+
+    Args:
+        specs: layers by name, in the order in which the engine makes them.
+        block_major: whether all layers of a block lie together.
+
+    Returns:
+        The groups with their layers' specs, whose block or page can have become larger.
+
+    Raises:
+        LayoutError: no layers, or pages that cannot get one size.
+    """
+    if not specs:
+        raise LayoutError("layers: no layer has a cache")
+    if len({spec.family for spec in specs.values()}) == 1:
+        return [dict(specs)]
+    if block_major and len({spec.page for spec in specs.values()}) > 1:
+        return _packed(specs)
+    found = {spec.kind for spec in specs.values()}
+    try:
+        return _equal_counts(_equal_pages(specs))
+    except LayoutError:
+        # A window beside a latent, as of a draft model, may get blocks for every token instead.
+        if not ("mla" in found and found <= {"full", "sliding", *LATENT_KINDS} and "sliding" in found):
+            raise
+    return [{name: _for_every_token(spec) for name, spec in specs.items()}]
+
+
+def _for_every_token(spec: LayerSpec) -> LayerSpec:
+    return replace(spec, kind="full", window=None) if spec.kind == "sliding" else spec
+
+
+def _equal_pages(specs: Mapping[str, LayerSpec]) -> Members:
+    """Give all pages the size of the largest."""
+    page = max(spec.page for spec in specs.values())
+    equal: Members = {}
+    for name, spec in specs.items():
+        if not spec.is_state and page % spec.page == 0:
+            times = page // spec.page
+            content = spec.content if times == 1 else spec.content * times
+            equal[name] = replace(spec, block_size=spec.block_size * times, content=content, page=page)
+        elif spec.kind not in LATENT_KINDS:
+            equal[name] = replace(spec, page=page)
+        else:
+            raise LayoutError(
+                f"layers: a page of {name} ({spec.kind}) has {spec.page} bytes, the largest {page}; that is no "
+                "multiple, and a latent cannot be padded"
+            )
+    return equal
+
+
+def _equal_counts(specs: Members) -> list[Members]:
+    """Cut pages of one size into groups with as many layers as the smallest sort.
+
+    If the largest has not 1.5 times as many, its number is taken: a few empty places cost less than twice the block
+    tables.
+    """
+    sorts: dict[LayerSpec, list[str]] = {}
+    for name, spec in specs.items():
+        sorts.setdefault(spec, []).append(name)
+    counts = [len(names) for names in sorts.values()]
+    size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
+    groups = []
+    for names in sorts.values():
+        count = -(-len(names) // size)
+        groups += [{name: specs[name] for name in names[first::count]} for first in range(count)]
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Sort:
+    """Layers of one family, by the size of their pages.
+
+    Attributes:
+        layers: all of them.
+        pages: names by bytes of a page.
+    """
+
+    layers: Members
+    pages: dict[int, list[str]]
+
+    @property
+    def repeats(self) -> int:
+        """Layers of the size that most have."""
+        return max(map(len, self.pages.values()))
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether there are as many layers of each size, so that one of each can be taken together."""
+        return len({len(names) for names in self.pages.values()}) == 1
+
+    def widest(self, groups: int) -> int:
+        """Bytes of a block in the largest of so many groups."""
+        return sum(-(-len(names) // groups) * page for page, names in self.pages.items())
+
+    def cut(self, groups: int) -> list[Members]:
+        """Cut into groups with stride, one layer of each size at a time."""
+        if groups == 1:
+            return [self.layers]
+        if not self.is_pattern:
+            sizes = ", ".join(f"{len(names)} of {page} bytes" for page, names in self.pages.items())
+            raise LayoutError(
+                f"layers: windows of one length with pages of several sizes, {sizes}: cannot be shared out"
+            )
+        together = list(zip(*self.pages.values(), strict=True))
+        return [
+            {name: self.layers[name] for names in together[first::groups] for name in names} for first in range(groups)
+        ]
+
+
+def _packed(specs: Mapping[str, LayerSpec]) -> list[Members]:
+    """Form groups whose pages, of any size, fill about as much of a block."""
+    sorts = _sorts(specs)
+    patterns = [sort.repeats for sort in sorts if sort.is_pattern]
+    least = max((sort.repeats for sort in sorts if sort.is_pattern and len(sort.pages) > 1), default=0)
+    each = _least_padding(patterns, least) if least else None
+
+    def groups_of(sort: _Sort) -> int:
+        return -(-sort.repeats // each) if each and sort.is_pattern else 1
+
+    def is_small(sort: _Sort) -> bool:
+        """Whether these layers need few blocks of a request, and so go where there is room."""
+        kind = next(iter(sort.layers.values())).kind
+        return kind in STATE_KINDS or (each is None and kind == "sliding")
+
+    block = max(sort.widest(len(sort.layers) if is_small(sort) else groups_of(sort)) for sort in sorts)
+    groups: list[Members] = []
+    for sort in sorts:
+        count = groups_of(sort)
+        if is_small(sort):
+            fit = max(block // next(iter(sort.layers.values())).page, 1)
+            count = max(count, -(-len(sort.layers) // fit))
+        groups += sort.cut(count)
+    return groups
+
+
+def _sorts(specs: Mapping[str, LayerSpec]) -> list[_Sort]:
+    families: dict[tuple[object, ...], Members] = {}
+    for name, spec in specs.items():
+        families.setdefault(spec.family, {})[name] = spec
+    sorts = []
+    for layers in families.values():
+        pages: dict[int, list[str]] = {}
+        for name, spec in layers.items():
+            pages.setdefault(spec.page, []).append(name)
+        sorts.append(_Sort(layers, pages))
+    return sorts
+
+
+def _least_padding(counts: Sequence[int], least: int) -> int:
+    """Return the size of at least `least` to which `counts` are filled up with the fewest places; the larger of two."""
+    return min(range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size))
