@@ -66,7 +66,9 @@ class Group:
         chunk: tokens per attention chunk (``chunked`` only).
         speculative: extra state slots kept behind the state-bearing one (``ssm`` only).
         cp_rank: this rank's place among the context-parallel ranks.
-        cp_size: context-parallel ranks: entry ``i`` of the block table is sequence block ``i * cp_size + cp_rank``.
+        cp_size: context-parallel ranks, which take turns by whole blocks: entry ``i`` of the block table is sequence
+            block ``i * cp_size + cp_rank``. Ranks that take turns by tokens, as vLLM's do unless
+            ``cp_kv_cache_interleave_size`` is the block size, cannot be described.
     """
 
     kind: Kind

@@ -14,6 +14,7 @@ from kvhma.geometry import Geometry
 _ENGINE = {
     "kind": "serve the same model on both sides, both with the hybrid KV cache manager on",
     "opaque": "run both engines as the same build with the same --block-size and TP: only they understand these bytes",
+    "equal-engines": "run both engines with the same TP, dtype and layout: only such can read these bytes",
     "parts": "give both engines the same attention backend and KV cache layout",
     "axes": "give both engines an attention backend whose blocks can be cut by tokens",
     "block-size": "give both engines the same --block-size and attention backend, so that kernel blocks are equal",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One request: what is read from each source, and what is zeroed before.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Kind};
@@ -291,8 +291,21 @@ impl Plan {
             apart([zero.as_slice(), orphans.as_slice()].into_iter())?;
             zero.extend(orphans);
             zero.sort_unstable();
+            self.join(&mut zero);
         }
         Ok(zero)
+    }
+
+    /// Joins sorted local ranges that touch, but none across the start of a region.
+    fn join(&self, ranges: &mut Vec<Descriptor>) {
+        let starts: HashSet<u64> = self.local.regions.iter().map(|region| region.base).collect();
+        ranges.dedup_by(|next, last| {
+            let goes_on = last[0] + last[1] == next[0] && last[2] == next[2] && !starts.contains(&next[0]);
+            if goes_on {
+                last[1] += next[1];
+            }
+            goes_on
+        });
     }
 }
 

@@ -8,6 +8,8 @@ use crate::settle::settle;
 
 /// More than a person reads; a peer decides how many layers it names.
 const MAX_FINDINGS: usize = 1000;
+/// Part of a page whose bytes nobody describes; its dtype says all that has to be equal on both sides.
+const WHOLE: &str = "whole";
 /// Bytes of a value that are quoted.
 const MAX_VALUE: usize = 200;
 
@@ -183,6 +185,11 @@ fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &La
     for part in &page.parts {
         let Some(other) = other_page.parts.iter().find(|other| other.name == part.name) else { continue };
         let place = format!("{place} part {:?}", part.name);
+        if part.dtype != other.dtype && part.name == WHOLE {
+            let why = "how these bytes are split is not known, so only engines with equal pages and ranks can pair";
+            add(&place, "equal-engines", "content", part.dtype.clone(), other.dtype.clone(), why);
+            continue;
+        }
         if part.dtype != other.dtype {
             let why = "bytes are moved, never converted";
             add(&place, "dtype", "dtype", part.dtype.clone(), other.dtype.clone(), why);

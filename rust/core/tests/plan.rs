@@ -123,3 +123,45 @@ proptest! {
         prop_assert_eq!(copies.len(), breaks + 1);
     }
 }
+
+/// A cache of two layers side by side in each block of four tokens, of which the other side may have only the first.
+fn side_by_side(base: u64, layers: u64, regions: &str) -> Geometry {
+    let layer = |index: u64| {
+        let (region, offset) = if regions.is_empty() { (0, index * 4) } else { (index, 0) };
+        let stride = if regions.is_empty() { 8 } else { 4 };
+        format!(
+            r#"{{"name":"l{index}","group":0,"page":0,"region":{region},"offset":{offset},"num_blocks":4,
+            "block_stride":{stride}}}"#
+        )
+    };
+    let layers: Vec<String> = (0..layers).map(layer).collect();
+    let whole = format!(r#"{{"base":{base},"bytes":32}}"#);
+    let json = format!(
+        r#"{{"kvhma":1,"null_block":null,"regions":[{}],"layers":[{}],"groups":[{{"kind":"full","block_size":4}}],"pages":[{{"parts":[
+        {{"name":"kv","dtype":"u8","item_bytes":1,"offset":0,"axes":[{{"name":"tokens","extent":4,"stride":1}}]}}]}}]}}"#,
+        if regions.is_empty() { &whole } else { regions },
+        layers.join(",")
+    );
+    Geometry::from_json(json.as_bytes()).expect("a valid geometry")
+}
+
+fn zeroed(local: Geometry, ids: &[i64]) -> Vec<[u64; 3]> {
+    let remote = side_by_side(1 << 32, 1, "");
+    let plan = Plan::new(Arc::new(local), vec![Arc::new(remote)], 0).expect("pairs");
+    let spans = || vec![Span { first: 0, ids: ids.to_vec() }];
+    plan.transfer(6, &spans(), &[spans()]).expect("fits").zero
+}
+
+#[test]
+fn zeroed_neighbours_are_one_range_whoever_lacks_their_source() {
+    // Tokens 6 and 7 of the first layer, then all of the second, which only the local side has.
+    assert_eq!(zeroed(side_by_side(4096, 2, ""), &[1, 2]), [[4096 + 12, 4, 0], [4096 + 18, 6, 0]]);
+    assert_eq!(zeroed(side_by_side(4096, 2, ""), &[2, 1]), [[4096 + 10, 6, 0], [4096 + 20, 4, 0]]);
+}
+
+#[test]
+fn zeroed_neighbours_in_two_regions_stay_apart() {
+    let regions = r#"{"base":4096,"bytes":16},{"base":4112,"bytes":16}"#;
+    let local = side_by_side(4096, 2, regions);
+    assert_eq!(zeroed(local, &[0, 3]), [[4110, 2, 0], [4112, 4, 0], [4124, 4, 0]]);
+}
