@@ -7,12 +7,12 @@ Defaults are those of the architectures' own configuration classes, for fields t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvhma.config import layers, states
+from kvhma.config import heads, layers, states
 from kvhma.config.fields import Fields
-from kvhma.models import State
+from kvhma.models import Attention, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class Architecture:
         mla: whether attention caches a latent.
         listed: whether a list of layers in the file counts; else `layers` alone knows.
         defaults: values of fields that a file may leave out.
+        heads: gives the layers whose heads are not the model's, of architectures that have such.
+        width: gives the items of a head, of architectures with a rule of their own.
+        reads: fields that say more of a cache than most architectures know, and that these functions read.
+        refused: fields with which the cache of just this architecture is another one, and what it is.
     """
 
     layers: Callable[[Fields], list[str]]
@@ -32,8 +36,13 @@ class Architecture:
     mla: bool = False
     listed: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    heads: Callable[[Fields], tuple[Attention, ...]] | None = None
+    width: Callable[[Fields], int] | None = None
+    reads: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
+_LATENT = frozenset(("kv_lora_rank", "v_head_dim"))
 _MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 _GDN = {
     "linear_conv_kernel_dim": 4,
@@ -47,7 +56,16 @@ _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers
 _HALF = ("sliding_window_pattern", "_sliding_window_pattern")
 
 _UNIFORM = Architecture(layers.uniform)
-_MLA = Architecture(layers.uniform, mla=True, listed=False, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+_MLA = Architecture(
+    layers.uniform, mla=True, listed=False, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, reads=_LATENT
+)
+_HUNYUAN = Architecture(layers.uniform, width=heads.given)
+_QWEN_VL = Architecture(
+    layers.late_windows,
+    defaults={**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
+    refused={"head_dim": "heads of a size of their own"},
+)
+_OWN_HEADS = Architecture(layers.uniform, refused={"num_key_value_heads": "heads that share K and V"})
 _MAMBA1 = Architecture(
     layers.all_state, states.mamba1, listed=False, defaults={"conv_kernel": 4, "state_size": 16, "expand": 2}
 )
@@ -82,6 +100,35 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_key_value_heads": 4,
             "head_dim": 256,
         },
+    ),
+    "gemma3n_text": Architecture(
+        layers.every_nth_full("sliding", *_HALF),
+        defaults={
+            "sliding_window_pattern": 5,
+            "sliding_window": 512,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "num_kv_shared_layers": 15,
+        },
+        reads=frozenset(("num_kv_shared_layers",)),
+    ),
+    "gemma4_text": Architecture(
+        layers.every_nth_full("sliding", *_HALF),
+        defaults={
+            "sliding_window_pattern": 6,
+            "sliding_window": 512,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+        },
+        heads=heads.gemma4,
+        reads=frozenset(("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")),
     ),
     "gpt_oss": Architecture(
         layers.every_nth_full("sliding", *_HALF),
@@ -122,11 +169,42 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm": Architecture(layers.uniform, defaults={"num_key_value_heads": 2, "head_dim": 128}),
     "glm4": Architecture(layers.uniform, defaults={"num_key_value_heads": 2, "head_dim": 128}),
     "glm4_moe": Architecture(layers.uniform, defaults={"num_key_value_heads": 8}),
+    "glm4v_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 96, "num_key_value_heads": 8}),
+    "glm4_moe_lite": replace(_MLA, refused={"head_dim": "a rotary part of another size"}),
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
+    "qwen3_vl_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 16, "num_key_value_heads": 16}),
+    "phi": _UNIFORM,
+    "gpt_neox": _OWN_HEADS,
+    "starcoder2": Architecture(layers.windowed, defaults={"num_key_value_heads": 2}),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
+    "mimo_v2_flash": Architecture(
+        layers.mimo,
+        listed=False,
+        defaults={"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
+        heads=heads.mimo,
+        reads=frozenset(("v_head_dim", "swa_num_key_value_heads", "swa_head_dim", "hybrid_layer_pattern")),
+    ),
     "minimax_m2": Architecture(layers.uniform, defaults={"num_key_value_heads": 8, "head_dim": 128}),
     "nemotron": _UNIFORM,
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "kimi_k2": _MLA,
+    "deepseek_v32": Architecture(
+        layers.indexed,
+        mla=True,
+        listed=False,
+        defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048, "index_head_dim": 128},
+        reads=_LATENT | {"index_topk"},
+    ),
+    "kimi_linear": Architecture(
+        layers.kimi_linear,
+        states.kimi_delta,
+        mla=True,
+        listed=False,
+        reads=_LATENT | {"linear_attn_config"},
+    ),
     "nemotron_h": Architecture(
         layers.nemotron_h,
         states.nemotron_h,
@@ -141,6 +219,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "conv_kernel": 4,
             "mamba_ssm_cache_dtype": "float32",
         },
+        reads=frozenset(("attention_head_dim",)),
     ),
     "qwen3_next": Architecture(
         layers.every_nth_full("state", "full_attention_interval"),
@@ -173,6 +252,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoehybrid": Architecture(layers.all_state, states.mamba2, defaults=_MAMBA2),
     "falcon_h1": Architecture(
         layers.both, states.mamba2, listed=False, defaults={**_MAMBA2, "num_key_value_heads": 8, "mamba_d_ssm": 1024}
+    ),
+    "zamba2": Architecture(
+        layers.zamba2,
+        states.zamba2,
+        listed=False,
+        defaults={
+            "num_hidden_layers": 54,
+            "num_attention_heads": 32,
+            "hidden_size": 2560,
+            "mamba_d_state": 64,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 8,
+        },
+        width=heads.zamba2,
+        reads=frozenset(("attention_head_dim",)),
     ),
     "lfm2": Architecture(layers.lfm2, states.short_conv, defaults={"num_key_value_heads": 8, "conv_L_cache": 3}),
     "lfm2_moe": Architecture(layers.lfm2, states.short_conv, defaults={"num_key_value_heads": 8, "conv_L_cache": 3}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvhma.config.fields import ConfigError, Fields, quoted
+from kvhma.models import INDEX_KEY
 
 WORDS: Mapping[str, str] = {
     "full_attention": "full",
@@ -74,6 +75,46 @@ def llama4(fields: Fields) -> list[str]:
     return ["chunked" if flag else "full" for flag in flags]
 
 
+def indexed(fields: Fields) -> list[str]:
+    """An index and its latent everywhere."""
+    width = fields.size("index_head_dim")
+    if width != INDEX_KEY:
+        raise ConfigError(f"index_head_dim {width}: known is {INDEX_KEY}")
+    return ["indexer+full"] * fields.layers()
+
+
+def kimi_linear(fields: Fields) -> list[str]:
+    """Full attention and state in the layers that are listed, counted from one."""
+    count, lists = fields.layers(), fields.get("linear_attn_config")
+    if not isinstance(lists, dict):
+        raise ConfigError(f"linear_attn_config {quoted(lists)}: must say full_attn_layers and kda_layers")
+    full, state = lists.get("full_attn_layers"), lists.get("kda_layers")
+    if not isinstance(full, list) or not isinstance(state, list):
+        raise ConfigError(f"linear_attn_config {quoted(lists)}: must say full_attn_layers and kda_layers")
+    if any(type(index) is not int for index in full + state) or sorted(full + state) != [*range(1, count + 1)]:
+        raise ConfigError(
+            f"full_attn_layers {quoted(full)}, kda_layers {quoted(state)}: must be the layers 1 to {count}, each once"
+        )
+    return ["full" if index + 1 in full else "state" for index in range(count)]
+
+
+def zamba2(fields: Fields) -> list[str]:
+    """State in every layer, and attention in the hybrid ones: as vLLM counts, attention comes first."""
+    listed = fields.words("layers_block_type", "layer_types")
+    if listed is None or set(listed[1]) - {"mamba", "hybrid"} or len(listed[1]) != fields.layers():
+        found = None if listed is None else listed[1]
+        raise ConfigError(f"layers_block_type {quoted(found)}: must be mamba or hybrid for each of the layers")
+    return ["full"] * listed[1].count("hybrid") + ["state"] * len(listed[1])
+
+
+def mimo(fields: Fields) -> list[str]:
+    """Windows where the pattern has a one."""
+    pattern = fields.get("hybrid_layer_pattern")
+    if not isinstance(pattern, list) or len(pattern) != fields.layers() or any(flag not in (0, 1) for flag in pattern):
+        raise ConfigError(f"hybrid_layer_pattern {quoted(pattern)}: must be a 0 or a 1 for each of the layers")
+    return ["sliding" if flag else "full" for flag in pattern]
+
+
 def nemotron_h(fields: Fields) -> list[str]:
     """One letter for each layer."""
     pattern = fields.get("hybrid_override_pattern")
@@ -114,3 +155,7 @@ def all_state(fields: Fields) -> list[str]:
 def both(fields: Fields) -> list[str]:
     """Attention and state in each layer."""
     return ["full+state"] * fields.layers()
+
+
+WITHOUT_WINDOWS = frozenset((uniform, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2))
+"""Rules that know no windows: an engine gives every layer one that a file has all the same."""

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from kvhma.config.architectures import ARCHITECTURES, Architecture
 from kvhma.config.fields import ConfigError, Fields, quoted
-from kvhma.config.layers import WORDS
+from kvhma.config.layers import WITHOUT_WINDOWS, WORDS
 from kvhma.errors import GeometryError
 from kvhma.models import STATE_KINDS, Model, State
 
@@ -28,11 +28,47 @@ _FP8 = "float8_e4m3fn"
 
 _REFUSED = {
     "index_topk": "a sparse-attention index beside the latent",
+    "index_topk_freq": "an index in some layers only",
+    "index_topk_pattern": "an index in some layers only",
+    "indexer_types": "an index in some layers only",
     "compress_ratios": "compressed latents of several sizes",
     "num_kv_shared_layers": "layers that share a cache",
     "global_head_dim": "heads of different size in full and sliding layers",
+    "num_global_key_value_heads": "heads of different number in full and sliding layers",
+    "swa_num_key_value_heads": "heads of different number in full and sliding layers",
+    "swa_head_dim": "heads of different size in full and sliding layers",
+    "hybrid_layer_pattern": "windows in some layers",
+    "per_layer_config": "layers that differ one by one",
+    "block_configs": "layers that differ one by one",
+    "linear_attn_config": "linear attention in some layers",
+    "attention_k_eq_v": "heads of different number in full and sliding layers",
+    "kv_lora_rank": "a latent in place of heads",
+    "v_head_dim": "V of another length than K",
+    "use_cla": "layers that share a cache",
+    "attention_head_dim": "heads of two sizes",
+    "use_bidirectional_attention": "attention to later tokens",
 }
 """Fields of architectures whose cache is more than their type says, and what it is."""
+
+_USUAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "index_topk_freq": lambda _: 1,
+    "v_head_dim": lambda text: text.get("head_dim"),
+    "attention_head_dim": lambda text: text.get("head_dim"),
+    "head_dim": lambda text: _usual_width(text),
+    "num_key_value_heads": lambda text: text.get("num_attention_heads"),
+}
+"""Values with which such a field says nothing."""
+
+_GONE = {"plamo2": "0.26", "phi4flash": "0.10.2"}
+"""Architectures that vLLM runs no more, and the last version that did: there is nothing to compare a layout with."""
+
+
+def _usual_width(text: Mapping[str, Any]) -> Any:
+    """Return what a model makes of the size of its heads if the file does not say it; None if that is not known."""
+    if rotary := text.get("qk_rope_head_dim"):
+        return rotary
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -53,9 +89,7 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
     """
     text = next((form[name] for name in _NESTED if isinstance(form.get(name), dict)), form)
     architecture = _architecture(form, text)
-    for name, what in _REFUSED.items():
-        if text.get(name):
-            raise ConfigError(f"{name} {quoted(text[name])}: {what} cannot be described yet; give a geometry instead")
+    _refuse(text, architecture)
     fields = Fields(text, architecture.defaults)
     dtype = _dtype(form, text)
     try:
@@ -68,12 +102,27 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
         raise ConfigError(str(error)) from error
 
 
+def _refuse(text: Mapping[str, Any], architecture: Architecture) -> None:
+    """Refuse fields that say more of the cache than this architecture's reader knows."""
+    for name, what in {**_REFUSED, **architecture.refused}.items():
+        value = text.get(name)
+        usual = _USUAL[name](text) if name in _USUAL else None
+        if value and value != usual and name not in architecture.reads:
+            raise ConfigError(f"{name} {quoted(value)}: {what} cannot be described yet; give a geometry instead")
+
+    window = text.get("sliding_window")
+    if window and architecture.layers in WITHOUT_WINDOWS and not architecture.mla:
+        raise ConfigError(f"sliding_window {quoted(window)}: this architecture is known without windows only")
+
+
 def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architecture:
     kind = text.get("model_type")
     if isinstance(kind, str) and kind in ARCHITECTURES:
         return ARCHITECTURES[kind]
     if kind is None:
         raise ConfigError("model_type is missing: is this the config.json of a Hugging Face model?")
+    if isinstance(kind, str) and kind in _GONE:
+        raise ConfigError(f"model_type {quoted(kind)}: vLLM ran this architecture up to version {_GONE[kind]} only")
     names = form.get("architectures")
     name = f" (architecture {quoted(names[0])})" if isinstance(names, list) and names else ""
     raise ConfigError(
@@ -101,7 +150,19 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
     if any("state" in kind for kind in kinds) and state is None:
         raise ConfigError("layer_types: this architecture has no recurrent state")
     own = state.kind if state else ""
-    return tuple(kind.replace("full", attention).replace("state", own) for kind in kinds)
+    kept = len(kinds) - _shared(fields, len(kinds))
+    return tuple(
+        kind.replace("full", attention).replace("state", own) if index < kept else "none"
+        for index, kind in enumerate(kinds)
+    )
+
+
+def _shared(fields: Fields, count: int) -> int:
+    """Return how many of the last layers use the cache of an earlier one."""
+    shared = fields.optional_size("num_kv_shared_layers") or 0
+    if shared >= count:
+        raise ConfigError(f"num_kv_shared_layers {shared}: must be less than the {count} layers")
+    return shared
 
 
 def _model(
@@ -113,14 +174,16 @@ def _model(
     kv_dtype: str,
 ) -> Model:
     kinds = {kind for layer in layers for kind in layer.split("+")}
-    heads, width = 1, 1
+    heads, width, queries = 1, 1, None
     if architecture.mla:
         width = fields.size("kv_lora_rank") + fields.size("qk_rope_head_dim")
+        queries = fields.optional_size("num_attention_heads")
     elif kinds - STATE_KINDS - {"none"}:
         queries = fields.size("num_attention_heads")
         heads = fields.size("num_key_value_heads", derived=queries)
-        hidden = fields.optional_size("hidden_size") or 0
-        width = fields.size("head_dim", "attention_head_dim", derived=hidden // queries or None)
+        width = architecture.width(fields) if architecture.width else _width(fields, queries)
+    apart = "v_head_dim" in architecture.reads and not architecture.mla
+    v_width = fields.optional_size("v_head_dim") if apart else None
     return Model(
         name=str(text["model_type"]),
         layers=layers,
@@ -130,7 +193,16 @@ def _model(
         window=fields.optional_size("sliding_window") if "sliding" in kinds else None,
         chunk=fields.optional_size("attention_chunk_size") if "chunked" in kinds else None,
         state=state if kinds & STATE_KINDS else None,
+        v_head_dim=v_width if v_width != width else None,
+        attention=architecture.heads(fields) if architecture.heads else (),
+        query_heads=queries,
     )
+
+
+def _width(fields: Fields, queries: int) -> int:
+    """Return the items of a head: as given, else of a share of the hidden size."""
+    hidden = fields.optional_size("hidden_size") or 0
+    return fields.size("head_dim", "attention_head_dim", derived=hidden // queries or None)
 
 
 def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:

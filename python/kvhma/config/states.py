@@ -85,6 +85,32 @@ def gated_delta_net(fields: Fields, dtype: str) -> State:
     )
 
 
+def kimi_delta(fields: Fields, dtype: str) -> State:
+    """Read the state of Kimi delta attention; its recurrent part is in float32."""
+    lists = fields.get("linear_attn_config")
+    own = Fields(lists if isinstance(lists, dict) else {}, {"short_conv_kernel_size": 4})
+    heads, width = own.size("num_heads"), own.size("head_dim")
+    return State(
+        kind="kda",
+        conv_dim=3 * heads * width,
+        d_conv=_taps(own, "short_conv_kernel_size"),
+        n_heads=heads,
+        head_dim=width,
+        d_state=width,
+        n_groups=heads,
+        conv_dtype=dtype,
+        ssm_dtype="float32",
+    )
+
+
+def zamba2(fields: Fields, dtype: str) -> State:
+    """Read a Mamba2 state as Zamba2 writes it."""
+    heads, width = fields.size("n_mamba_heads"), fields.size("mamba_expand") * fields.size("hidden_size")
+    if width % heads:
+        raise ConfigError(f"n_mamba_heads {heads}: must divide the {width} channels of the state")
+    return _mamba2(fields, heads, width // heads, fields.size("mamba_d_state"), fields.size("mamba_ngroups"), dtype)
+
+
 def short_conv(fields: Fields, dtype: str) -> State:
     """Read the state of a short convolution: its last inputs, and nothing recurrent."""
     channels = fields.size("conv_dim", derived=fields.size("hidden_size"))

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that differ by layer, and sizes of heads that do not follow from the hidden size."""
+
+from __future__ import annotations
+
+from kvhma.config.fields import ConfigError, Fields, quoted
+from kvhma.models import Attention
+
+
+def gemma4(fields: Fields) -> tuple[Attention, ...]:
+    """Full attention has longer heads; where K is V too, it has a number of its own of them."""
+    own = fields.get("attention_k_eq_v")
+    if not isinstance(own, bool):
+        raise ConfigError(f"attention_k_eq_v {quoted(own)}: must be true or false")
+    heads = fields.size("num_key_value_heads")
+    if own:
+        heads = fields.optional_size("num_global_key_value_heads") or heads
+    return (Attention("full", heads, fields.size("global_head_dim")),)
+
+
+def mimo(fields: Fields) -> tuple[Attention, ...]:
+    """Windows have heads of their own."""
+    queries, others = fields.size("num_attention_heads"), fields.size("swa_num_attention_heads")
+    if queries != others:
+        raise ConfigError(f"swa_num_attention_heads {others}, num_attention_heads {queries}: must be equal")
+    heads, width = fields.size("swa_num_key_value_heads"), fields.size("swa_head_dim")
+    return (Attention("sliding", heads, width, fields.size("swa_v_head_dim", derived=width)),)
+
+
+def given(fields: Fields) -> int:
+    """The file has to say it: without it the model's own class fails."""
+    return fields.size("head_dim")
+
+
+def zamba2(fields: Fields) -> int:
+    """Attention runs over the hidden state beside the embedding: heads are twice as long as they would be."""
+    queries = fields.size("num_attention_heads")
+    width = 2 * fields.size("hidden_size")
+    if width % queries:
+        raise ConfigError(f"num_attention_heads {queries}: must divide {width}, twice the hidden_size")
+    return width // queries

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's own model classes cache, on a rank of any engine: made without weights, devices or other ranks.
+
+Four things stand in for what a CPU has not. Parameters are on torch's meta device. The tensor-parallel group says
+another size and rank than it has. A module of pictures that is not installed is an empty one, since only the language
+model has a cache. And sparse attention, which vLLM's CPU platform refuses, gets the backend it has on NVIDIA.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import shutil
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+_SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+_PICTURES = ("", ".io", ".ops", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
+_WITH_VALUES = {"Gemma3nForCausalLM"}
+"""Models that look at values while they are made."""
+
+_BY_HAND = {
+    "Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.models.qwen2_5_vl",
+    "Qwen3VLMoeForConditionalGeneration": "vllm.model_executor.models.qwen3_vl_moe",
+    "Glm4vMoeForConditionalGeneration": "vllm.model_executor.models.glm4_1v",
+    "Gemma3ForConditionalGeneration": "vllm.model_executor.models.gemma3_mm",
+    "Llama4ForConditionalGeneration": "vllm.model_executor.models.mllama4",
+    "Qwen3_5ForConditionalGeneration": "vllm.model_executor.models.qwen3_5",
+    # The class for NVIDIA needs compilers of theirs; that for AMD has the same cache, written apart.
+    "KimiLinearForCausalLM": "vllm.models.kimi_k3.amd.linear",
+}
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """What an engine would allocate.
+
+    Attributes:
+        config: vLLM's configuration, with the block size the platform chose.
+        specs: vLLM's spec of every layer, as its model class says, in its order.
+        groups: vLLM's groups of them.
+    """
+
+    config: Any
+    specs: dict[str, Any]
+    groups: list[Any]
+
+
+def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0) -> Allocated:
+    """Make vLLM's model of a configuration for one rank, and let its allocator group the layers."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    _prepare()
+    _register(form["architectures"][0])
+    config = _config(form)
+    config.parallel_config.tensor_parallel_size = tp_size
+    group = parallel_state._TP
+    with (
+        mock.patch.object(group, "world_size", tp_size),
+        mock.patch.object(group, "rank_in_group", tp_rank),
+        _sparse(),
+        set_current_vllm_config(config),
+    ):
+        with torch.device("cpu" if form["architectures"][0] in _WITH_VALUES else "meta"):
+            initialize_model(config)
+        current_platform.update_block_size_for_backend(config)
+        config.cache_config.kv_cache_layout = order
+        specs = get_kv_cache_spec(config)
+        return Allocated(config, specs, get_kv_cache_groups(config, dict(specs)))
+
+
+def _config(form: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    # Some models read the directory again when they are made.
+    folder = Path(tempfile.mkdtemp(dir=_folder()))
+    (folder / "config.json").write_text(json.dumps(form))
+    arguments = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, max_model_len=2048
+    )
+    return arguments.create_engine_config()
+
+
+@cache
+def _folder() -> str:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _prepare() -> None:
+    """Make groups of one rank, without which no layer can be made."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    meeting = Path(_folder(), "ranks")
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    init_workspace_manager(torch.device("cpu"))
+
+
+class _Empty(types.ModuleType):
+    """A module that has whatever is asked for."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@cache
+def _register(architecture: str) -> None:
+    """Register a class by hand where vLLM cannot import it in the subprocess in which it looks at it."""
+    if architecture not in _BY_HAND:
+        return
+    from vllm import ModelRegistry
+
+    empty = [f"torchvision{end}" for end in _PICTURES if f"torchvision{end}" not in sys.modules]
+    try:
+        importlib.import_module("torchvision")
+        empty = []
+    except ModuleNotFoundError:
+        sys.modules.update({name: _Empty(name) for name in empty})
+    try:
+        module = importlib.import_module(_BY_HAND[architecture])
+    finally:
+        for name in empty:
+            sys.modules.pop(name)
+    ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
+@contextlib.contextmanager
+def _sparse() -> Iterator[None]:
+    from vllm.platforms import current_platform
+
+    kind = type(current_platform)
+    own = kind.get_attn_backend_cls
+
+    def chosen(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if attn_selector_config.use_sparse:
+            return _SPARSE
+        return str(own(selected_backend, attn_selector_config, num_heads=num_heads))
+
+    with mock.patch.object(kind, "get_attn_backend_cls", staticmethod(chosen)):
+        yield
