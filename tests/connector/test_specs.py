@@ -276,7 +276,7 @@ def test_rings_of_other_sizes_are_refused():
         ]
         for block in (8, 16)
     )
-    with pytest.raises(UnsupportedPairError, match=r"dtype cannot be paired.*H2N16C16.*H2N8C32"):
+    with pytest.raises(UnsupportedPairError, match=r"content cannot be paired.*H2N16C16.*H2N8C32"):
         kvhma.plan(small, large)
 
 
