@@ -7,10 +7,20 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
+torch = pytest.importorskip("torch")
+
+from vllm.v1.kv_cache_interface import (
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Span
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.prefix_cache import check_manager, hit_blocks, never_cache_before
+from kvhma.vllm.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
 from kvhma.vllm.worker import unfilled
 from support.tiny import BLOCK, tiny_hybrid
 
@@ -65,3 +75,24 @@ def test_a_manager_that_counts_otherwise_is_refused():
     single = SimpleNamespace(block_size=16)
     with pytest.raises(UnsupportedPairError, match="num_cached_block"):
         check_manager(SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[single])))
+
+
+ATTENTION = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("spec", "inside", "expected"),
+    [
+        (FULL, True, True),
+        (SlidingWindowSpec(**ATTENTION, sliding_window=24), True, False),
+        (SlidingWindowSpec(**ATTENTION, sliding_window=24), False, True),
+        # Of a cache that is left out nobody knows how long a hit is; the engine stopped when it started.
+        (EncoderOnlyAttentionSpec(**ATTENTION), True, False),
+    ],
+)
+def test_where_hits_may_differ(spec, inside, expected):
+    groups = [KVCacheGroupSpec([f"model.layers.{index}"], one) for index, one in enumerate((spec, FULL))]
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    coordinator = SimpleNamespace(enable_partial_hash_hits=inside)
+    assert hits_may_differ(SimpleNamespace(coordinator=coordinator, kv_cache_config=config)) is expected

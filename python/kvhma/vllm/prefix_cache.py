@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.content import kind_of
+from kvhma.vllm.formats import KINDS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -46,7 +46,7 @@ def hits_may_differ(manager: KVCacheManager) -> bool:
     specs = [
         spec for group in manager.kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
     ]
-    return all(kind_of("of any name", spec) in ("full", "mla", "ssm") for spec in specs)
+    return all(KINDS.get(type(spec).__name__) in ("full", "mla", "ssm") for spec in specs)
 
 
 def hit_blocks(table: Sequence[KVCacheBlock]) -> int:
