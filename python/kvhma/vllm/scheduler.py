@@ -68,7 +68,6 @@ class EngineFacts:
 _RENEWALS = 6
 """In the time of a lease: some may be lost."""
 
-
 _CHILD = re.compile(r"\d+_")
 """How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
 
@@ -217,7 +216,32 @@ class SchedulerHalf:
             return False, None
         if request.status.name not in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED") or self._geometry is None:
             return False, None
-        tokens = request.num_computed_tokens
+        remote = self._hand_over(request, tables, self._geometry)
+        return (False, None) if remote is None else (True, remote.to_params(pp_size=self._engine.pp_size))
+
+    def _hand_over(self, request: Request, tables: Sequence[Sequence[int]], geometry: Geometry) -> Remote | None:
+        """Keep the blocks of a request that was computed here; None if a decode engine could not use them."""
+        tokens = self._tokens_to_hand_over(request)
+        if tokens is None:
+            return None
+        spans = self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
+        if spans is None:
+            return None
+        return Remote(
+            address=self._engine.address,
+            engine_id=self._engine.engine_id,
+            instance=self._instance,
+            hold=self._ledger.hold(request.request_id),
+            lease=self._settings.kv_lease_duration,
+            num_tokens=tokens,
+            prompt=self._prompt_digest(request, tokens),
+            spans=tuple(spans),
+            tp_size=self._engine.tp_size,
+        )
+
+    def _tokens_to_hand_over(self, request: Request) -> int | None:
+        """Return how many tokens the caches of a request hold for a decode engine; None if its state is elsewhere."""
+        tokens: int = request.num_computed_tokens
         if not self._engine.has_state:
             # What follows, P sampled itself or D computes itself; a cache of tokens is good for fewer of them too.
             tokens = min(tokens, request.num_prompt_tokens - self._not_left_yet(request))
@@ -228,33 +252,28 @@ class SchedulerHalf:
                 request.request_id,
                 tokens - request.num_prompt_tokens,
             )
-            return False, None
+            return None
+        return tokens
+
+    def _spans_to_hand_over(
+        self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
+    ) -> list[Span] | None:
+        """Return all blocks that are still held; None if a window or a chunk behind `tokens` begins before them."""
         try:
-            spans = kvhma.live_spans(self._geometry, None, self._transfer_tables(tables))
-            needed = _kvhma.first_entries(self._geometry.core, tokens, [0] * len(spans))
+            spans = kvhma.live_spans(geometry, None, self._transfer_tables(tables))
+            needed = _kvhma.first_entries(geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed on", request_id)
-            return False, None
+            return None
         if any(span.first > first for span, first in zip(spans, needed, strict=True)):
             logger.warning(
                 "kvhma: request %s is not handed on: the window of token %d begins in a block that is not held any "
-                "more, since all of the prompt was computed here; its decode engine computes it itself",
+                "more, since more tokens than that were computed here; its decode engine computes it itself",
                 request_id,
                 tokens,
             )
-            return False, None
-        remote = Remote(
-            address=self._engine.address,
-            engine_id=self._engine.engine_id,
-            instance=self._instance,
-            hold=self._ledger.hold(request_id),
-            lease=self._settings.kv_lease_duration,
-            num_tokens=tokens,
-            prompt=self._prompt_digest(request, tokens),
-            spans=tuple(spans),
-            tp_size=self._engine.tp_size,
-        )
-        return True, remote.to_params(pp_size=self._engine.pp_size)
+            return None
+        return spans
 
     def _prompt_digest(self, request: Request, num_tokens: int) -> str:
         # Who names the model says that the adapters of one name are the same too, wherever they lie.
@@ -433,7 +452,7 @@ class SchedulerHalf:
             if again and not pull.finished and self._engine.recompute:
                 pull.stage = Stage.WANTED
             else:
-                # Whoever recomputes what failed needs P no more; where it fails, another engine may read it.
+                # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
                 served = request_id not in failed or self._engine.recompute or pull.aborted
                 self._let_go(request_id, read=served)
 
