@@ -96,7 +96,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A load restores the recurrent state wherever the local hit of attention ends."""
+        """Whether each group may begin with a hit of its own; a load fills what the shorter ones lack."""
         return self._deciding.hits_may_differ
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -6,15 +6,11 @@ Two fine-tunes of one shape have caches that pair layer by layer, and only their
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
 import kvhma
 from kvhma.errors import HandshakeError, UnsupportedPairError
-from kvhma.vllm.side_channel import printable
-
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+from kvhma.vllm.side_channel import Text, printable
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
