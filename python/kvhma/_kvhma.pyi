@@ -305,12 +305,14 @@ def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
     """
 
 def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:
-    """Return the first 16 bytes of BLAKE3 over a header, behind its length (u64), and token ids (i32), little-endian.
+    """Return the first 16 bytes of BLAKE3 over the length of a header (u64), the header and token ids (i32).
+
+    Numbers are little-endian.
 
     Args:
-        header: what belongs to the prompt beside its tokens.
-        tokens: ids; they are read where they are.
-        num_tokens: how many of them, from the first.
+        header: what belongs to the prompt besides its tokens.
+        tokens: token ids. The list is read in place, not copied.
+        num_tokens: how many of them count, from the first.
 
     Raises:
         RequestError: there are fewer, or one is not an integer of 32 bits.

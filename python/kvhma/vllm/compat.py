@@ -166,6 +166,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
 
 
 def _drafted_state(config: VllmConfig) -> bool:
+    """Whether decoding moves a state to another slot or row, see `EngineFacts`."""
     caches = config.cache_config
     rings = [getattr(caches, name, False) for name in ("use_replayssm", "use_kda_recoverssm")]
     return bool(config.num_speculative_tokens) or any(rings)

@@ -33,7 +33,7 @@ KINDS: dict[str, Kind] = {
 """What a group of layers of a spec is to the planner."""
 
 LEFT_OUT = frozenset({"EncoderOnlyAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec"})
-"""Caches that nobody hands over: they have no bytes, or vLLM fills them from other caches after a load."""
+"""Caches that are not handed over: they have no bytes, or vLLM fills them from other caches after a load."""
 
 REFUSED = {
     "CrossAttentionSpec": "its blocks hold the encoder's tokens, and vLLM does not run the encoder for a prompt that "

@@ -2,7 +2,7 @@
 """D's prefix cache: what of a request it holds already, and what of a load it must never serve.
 
 vLLM gives every full block of a loaded request a hash, and later requests that share its tokens attend to all of them.
-A block that was filled from some token on only is right for the request that was loaded, and for nobody else.
+A block that was filled only from some token on is right for the request that was loaded, and for no other.
 """
 
 from __future__ import annotations
