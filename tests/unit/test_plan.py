@@ -88,6 +88,8 @@ def test_a_layer_of_one_side_is_a_finding_and_the_rest_works():
         plan = kvhma.plan(local, remote)
         ((source, finding),) = plan.findings
         assert (source, finding.severity, finding.code) == (0, "warning", "one-sided-layer")
+        # With a draft model at D alone engines accepted 7 of 114 drafts, with it on both sides 40 of 48: that was so
+        # when nothing said it, and still is.
         assert "begins cold: drafts of such a layer are accepted less often" in finding.text
         assert whole.layers[-1].name in finding.text
     assert "zeroed, not read" in kvhma.plan(whole, fewer).explain()
