@@ -22,7 +22,7 @@ from support.tiny import tiny_hybrid
 STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_state=False, **more):
+def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_state=False, has_windows=False, **more):
     geometry = tiny_hybrid(100)
     assert isinstance(geometry, Geometry)
     facts = EngineFacts(
@@ -32,6 +32,7 @@ def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_stat
         pp_size=1,
         has_state=has_state,
         drafted_state=drafted_state,
+        has_windows=has_windows,
         backoff=backoff,
         recompute=recompute,
         host_staged=False,
@@ -385,6 +386,19 @@ def test_fewer_tokens_than_p_has():
         assert load(d, asked, 37).num_tokens == 37
     finally:
         p.close()
+        d.close()
+
+
+def test_windows_that_are_ahead_are_computed_here(p):
+    """P may have let go of the block in which a window of that earlier token begins."""
+    d = half(backoff=3, has_windows=True)
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        assert d.matched_tokens(asked, 0) == (0, False)
+        assert d.take_stats().data["computed_state_ahead"] == 1
+        until(lambda: p.step(STEP).sent == ["at p"])
+    finally:
         d.close()
 
 

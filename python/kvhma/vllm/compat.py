@@ -157,6 +157,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         has_state="ssm" in kinds,
+        has_windows=not kinds.isdisjoint({"sliding", "chunked"}),
         backoff=max(int(not keeps_all), lookahead),
         recompute=transfer.kv_load_failure_policy == "recompute",
         host_staged=host_staged(config, settings),

@@ -45,6 +45,7 @@ class EngineFacts:
         tp_size: tensor-parallel ranks.
         pp_size: pipeline stages.
         has_state: whether any group keeps recurrent state, which is good for one position only.
+        has_windows: whether any group lets go of blocks that windows or chunks have passed.
         backoff: tokens at the end of a prompt that D computes itself.
         recompute: whether a load that failed is recomputed instead of failing the request.
         host_staged: whether blocks go through host memory.
@@ -63,6 +64,7 @@ class EngineFacts:
     host_staged: bool
     transfer_groups: tuple[int, ...]
     drafted_state: bool = False
+    has_windows: bool = False
 
 
 _RENEWALS = 6
@@ -348,11 +350,11 @@ class SchedulerHalf:
             return Pull(None, "this engine has no caches that were registered")
         most = request.num_prompt_tokens - self._engine.backoff
         pull = Pull(remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.hold))
-        if remote.num_tokens > most and self._engine.has_state:
+        if remote.num_tokens > most and (self._engine.has_state or self._engine.has_windows):
             text = (
-                f"P's state is that of {remote.num_tokens} tokens, of this prompt at most {most} can be taken over: "
-                f"the last {self._engine.backoff} are computed here, for the state or for num_speculative_tokens, and "
-                "P leaves as many with equal settings and without prompt_logprobs"
+                f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most {most} can be "
+                f"taken over: the last {self._engine.backoff} are computed here, for a state, for a window or for "
+                "num_speculative_tokens, and P leaves as many with equal settings and without prompt_logprobs"
             )
             self._compute_here(request.request_id, "state_ahead", text)
             pull.num_tokens = 0
