@@ -97,6 +97,7 @@ class Pull:
         aborted: whether its client wants no answer any more.
         ask_first: whether others read the same blocks, so that P has to say that it holds them before they are loaded.
         since: when the request was added, on the monotonic clock.
+        asked: when vLLM first wanted blocks for it; None before.
         reader: random number by which P knows this reader of its blocks.
         first_tokens: of the ranks that have loaded, see `WorkerReport`.
     """
@@ -110,6 +111,7 @@ class Pull:
     aborted: bool = False
     ask_first: bool = False
     since: float = field(default_factory=time.monotonic)
+    asked: float | None = None
     reader: int = field(default_factory=new_nonce)
     first_tokens: dict[int, int] = field(default_factory=dict)
 
@@ -132,6 +134,8 @@ class SchedulerHalf:
         self._metadata = StepMetadata()
         self._stats = TransferStats()
         self._staging: dict[str, Request] = {}
+        self._staged: dict[str, int] = {}
+        """How often a request had been preempted when its blocks were copied to host memory."""
         self.manager: KVCacheManager | None = None
         self.hits_may_differ = True
 
@@ -206,6 +210,7 @@ class SchedulerHalf:
         """Take note that a request has ended; P keeps its blocks if a decode engine is to read them."""
         request_id = request.request_id
         self._staging.pop(request_id, None)
+        self._staged.pop(request_id, None)
         pull = self._pulls.get(request_id)
         if pull is not None:
             pull.finished = True
@@ -255,6 +260,14 @@ class SchedulerHalf:
                 tokens - request.num_prompt_tokens,
             )
             return None
+        elif self._engine.host_staged and tokens > request.num_prompt_tokens:
+            logger.warning(
+                "kvhma: request %s is not handed on: it decoded %d tokens, and the state of a recurrent layer in host "
+                "memory (kv_buffer_device, host_staged) is that of its prompt; ask P for max_tokens=1",
+                request.request_id,
+                tokens - request.num_prompt_tokens,
+            )
+            return None
         return tokens
 
     def _spans_to_hand_over(
@@ -298,12 +311,15 @@ class SchedulerHalf:
         # Of log-probabilities of the prompt none may be missing.
         if not backoff or request.get_skip_reading_prefix_cache():
             return
+        if tokens is None and request.prompt_embeds is None:
+            return
         if tokens is not None:
             del tokens[-backoff:]
-        elif request.prompt_embeds is not None:
+        # A prompt may have both, and vLLM's worker expects that they are of one length.
+        if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-backoff]
-        else:
-            return
+            if getattr(request, "prompt_is_token_ids", None) is not None:
+                request.prompt_is_token_ids = request.prompt_is_token_ids[:-backoff]
         del request._all_token_ids[-backoff:]
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
@@ -317,13 +333,18 @@ class SchedulerHalf:
         return backoff if not stopped and request.num_prompt_tokens > backoff else 0
 
     def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[Span, ...]]:
-        """Blocks of the requests whose prompt is computed in this step, before anybody is told of them."""
+        """Blocks of the requests whose prompt is computed in this step, before anybody is told of them.
+
+        Once more after each preemption: the request has other blocks then, of which it may have hit all.
+        """
         staged = []
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._staging.get(request_id)
             if request is None or request.num_computed_tokens + count < request.num_prompt_tokens:
                 continue
-            del self._staging[request_id]
+            if self._staged.get(request_id) == request.num_preemptions:
+                continue
+            self._staged[request_id] = request.num_preemptions
             if self._geometry is not None and self.manager is not None:
                 tables = self._transfer_tables(self.manager.get_block_ids(request_id))
                 staged.append(tuple(kvhma.live_spans(self._geometry, None, tables)))
@@ -395,9 +416,21 @@ class SchedulerHalf:
                 self._compute_here(request.request_id, "late_sibling", text)
                 self._let_go(request.request_id, read=True)
                 return 0, False
+        if pull.remote is not None and not pull.refusal and self._stuck(pull):
+            text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
+            self._compute_here(request.request_id, "no_room", text)
+            self._let_go(request.request_id, read=True)
+            return 0, False
         # A refusal takes the way of a load that failed, so that the engine's policy decides about it.
         wanted = (request.num_prompt_tokens if pull.refusal else pull.num_tokens) - local
         return (wanted, True) if wanted > 0 else (0, False)
+
+    def _stuck(self, pull: Pull) -> bool:
+        """Whether a load has waited for blocks for a lease, while others have yet to read from here."""
+        now = time.monotonic()
+        if pull.asked is None:
+            pull.asked = now
+        return len(self._ledger) > 0 and now - pull.asked > self._settings.kv_lease_duration
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill; without external tokens there is nothing to load."""

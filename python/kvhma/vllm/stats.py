@@ -26,9 +26,10 @@ SERIES = (
 CAUSES = ("refused", "handshake", "unsupported", "request", "transfer", "peer_lost", "expired", "internal")
 """Why loads fail, see :class:`kvhma.vllm.metadata.Failure`."""
 
-REASONS = ("other_prompt", "late_sibling", "state_ahead")
+REASONS = ("other_prompt", "late_sibling", "no_room", "state_ahead")
 """Why D computes a prompt itself although it was given parameters: they are of another prompt, P let go of the blocks
-after other samples of the prompt had read them, or P's recurrent state is that of more tokens than D can take over."""
+after other samples of the prompt had read them, D had no room while it kept blocks for others, or P's states or windows
+are those of more tokens than D can take over."""
 
 COUNTS = (
     "handshakes",

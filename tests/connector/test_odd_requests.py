@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and engines off the beaten path: prompts with embeddings, host copies, engines short of blocks."""
+
+import dataclasses
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.request import Request
+
+from connector.test_scheduler import half, request, tables
+from kvhma.vllm.params import Claim, write_ids
+from support.cache.engine import Engine, EngineShape
+from support.cache.labels import GroupShape
+
+REMOTE = {"do_remote_decode": True}
+
+
+def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
+    """vLLM's worker compares the lengths of both, and the engine ended."""
+    p = half(backoff=1, has_state=True)
+    try:
+        sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
+        asked = Request(
+            "r",
+            list(range(10)),
+            sampling,
+            None,
+            prompt_embeds=torch.zeros(10, 8),
+            prompt_is_token_ids=[True] * 5 + [False] * 5,
+        )
+        p.add(asked)
+        told = NewRequestData.from_request(asked, ([1],))
+        assert length_from_prompt_token_ids_or_embeds(told.prompt_token_ids, told.prompt_embeds) == 9
+        assert len(told.prompt_is_token_ids) == asked.num_prompt_tokens == 9
+    finally:
+        p.close()
+
+
+def staged_request(tokens=40):
+    asked = request(params=dict(REMOTE), tokens=tokens)
+    asked.num_preemptions = 0
+    return asked
+
+
+def staging_half():
+    made = half()
+    made._engine = dataclasses.replace(made._engine, host_staged=True)
+    return made
+
+
+def scheduled(p, name, count, held):
+    p.manager = SimpleNamespace(get_block_ids=lambda _: held)
+    return p.step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).stage
+
+
+def test_blocks_of_a_request_that_was_preempted_are_copied_again():
+    """What P names lies in other blocks then: D read what their host copies held before."""
+    p = staging_half()
+    try:
+        asked = staged_request()
+        p.add(asked)
+        asked.num_computed_tokens = 0
+        before, after = tables(p, 1), tables(p, 61)
+        assert len(scheduled(p, "r", 40, before)) == 1
+        asked.num_preemptions = 1
+        (copied,) = scheduled(p, "r", 40, after)
+        asked.num_computed_tokens = 40
+        held, params = p.finish(asked, after)
+        assert held
+        named = [text for _, text in params["kvhma"]["spans"]]
+        assert [write_ids(span.ids) for span in copied] == named
+    finally:
+        p.close()
+
+
+def test_a_prompt_is_copied_once():
+    p = staging_half()
+    try:
+        asked = staged_request()
+        p.add(asked)
+        for computed, count, copies in ((0, 30, 0), (30, 10, 1), (40, 1, 0), (41, 1, 0)):
+            asked.num_computed_tokens = computed
+            assert len(scheduled(p, "r", count, tables(p))) == copies
+        asked.num_computed_tokens = 42
+        assert p.finish(asked, tables(p))[0]
+        assert (p._staging, p._staged) == ({}, {})
+    finally:
+        p.close()
+
+
+def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
+    p = staging_half()
+    try:
+        p._engine = dataclasses.replace(p._engine, has_state=True)
+        asked = staged_request(tokens=1)
+        p.add(asked)
+        asked.num_computed_tokens = 0
+        assert len(scheduled(p, "r", 1, tables(p))) == 1
+        asked._all_token_ids.extend(range(4))
+        asked.num_computed_tokens = 4
+        assert p.finish(asked, tables(p)) == (False, None)
+    finally:
+        p.close()
+
+
+def test_two_engines_that_wait_for_each_others_blocks_end():
+    """Each keeps blocks for the other and has no room to read: both renewed what they waited for, for ever."""
+    groups = (GroupShape("0.full", "full", 4),)
+    one, other = (
+        Engine(EngineShape(name, groups, 9, batch=64, caching=False, recompute=False), random.Random(1))
+        for name in "pd"
+    )
+    one.read_from(other)
+    other.read_from(one)
+    engines = (one, other)
+    for engine in engines:
+        engine.half._ledger._lease = 0.3
+        engine.half._settings = dataclasses.replace(engine.half._settings, kv_lease_duration=0.3)
+    prompts = {"x": [1] * 20, "y": [2] * 20}
+    one.add("x", prompts["x"], 1, dict(REMOTE))
+    other.add("y", prompts["y"], 1, dict(REMOTE))
+    while "x" not in one.finished or "y" not in other.finished:
+        one.step()
+        other.step()
+    other.add("x", prompts["x"], 2, one.finished.pop("x").kv_transfer_params)
+    one.add("y", prompts["y"], 2, other.finished.pop("y").kv_transfer_params)
+    deadline = time.monotonic() + 5
+    while not ("y" in one.finished and "x" in other.finished):
+        assert time.monotonic() < deadline, [engine.pool.get_num_free_blocks() for engine in engines]
+        for engine in engines:
+            engine.step()
+            # What the thread that tells of leases does.
+            for pull in engine.half._pulls.values():
+                engine.source.half._ledger.renew([Claim(pull.remote.hold, pull.reader)])
+        time.sleep(0.01)
+    assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
+
+
+def test_a_window_that_p_has_passed_is_no_failed_request():
+    """P's last chunk is one token, D leaves more tokens to itself than P does: refused, and policy `fail` fails it."""
+    groups = (GroupShape("0.full", "full", 4), GroupShape("1.sliding", "sliding", 4, 5))
+    p, d = (
+        Engine(EngineShape(name, groups, 60, batch=16, caching=False, recompute=False), random.Random(1))
+        for name in "pd"
+    )
+    d.read_from(p)
+    d.half._engine = dataclasses.replace(d.half._engine, backoff=3)
+    tokens = [1] * 18
+    p.add("x", tokens, 1, dict(REMOTE))
+    while "x" not in p.finished:
+        p.step()
+    d.add("x", tokens, 2, p.finished["x"].kv_transfer_params)
+    for _ in range(20):
+        d.step()
+    assert (d.refused, str(d.finished["x"].finish_reason)) == ([], "length")
