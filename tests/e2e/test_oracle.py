@@ -16,7 +16,7 @@ import pytest
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
 from support.engines.compare import distance
 from support.engines.tiny import MODELS
-from support.handoff import at_once
+from support.handoff import arguments, at_once
 
 # One prompt's blocks are held until the end: blocks that were given out again would hold what they are put in place of.
 NIXL = {
@@ -28,10 +28,9 @@ LENGTH = 301
 TOKENS = 12
 DS = {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}  # what vLLM sets for its connector; SD has another kernel
 FACTOR = 1000
-# GDN's kernel computes in bfloat16 only, and a chunk otherwise than token by token. P leaves the last token to D, so
-# the plain engine must come to that token alone as well: three chunks of 100 tokens, and one more.
-CHUNKED = {"dtype": "bfloat16", "max_num_batched_tokens": 100}
-ARGUMENTS = {name: {"dtype": "float32"} for name in MODELS} | {"qwen3_next": CHUNKED}
+# GDN's kernel computes a chunk otherwise than token by token. P leaves the last token to D, so the plain engine must
+# come to that token alone as well: three chunks of 100 tokens, and one more.
+CHUNKED = "qwen3_next"
 
 
 def handed(p: Engine, d: Engine, prompt: list[int], layer: str = "", block: int = 0, how: str = "") -> Answer:
@@ -48,11 +47,11 @@ def test_one_wrong_block_shows(name: str, zygote: Zygote, model: Callable[[str],
     rng = random.Random(name)
     prompts = [[rng.randrange(512) for _ in range(LENGTH)] for _ in range(6)]
     prompt, other = prompts[:2]
-    nixl = ARGUMENTS[name] | {"kv_transfer_config": NIXL}
-    with engines(zygote, model(name), tmp_path, prefill=nixl, decode=nixl, plain=ARGUMENTS[name] | DS) as (p, d, plain):
+    nixl, plain_arguments = arguments(name, kv_transfer_config=NIXL), arguments(name) | DS
+    with engines(zygote, model(name), tmp_path, prefill=nixl, decode=nixl, plain=plain_arguments) as (p, d, plain):
         alone = [plain.generate(each, max_tokens=TOKENS).result() for each in prompts]
         crowd = at_once(plain, prompts, max_tokens=TOKENS)
-        if ARGUMENTS[name] is CHUNKED:  # several requests share a step and are cut elsewhere: another computation
+        if name == CHUNKED:  # several requests share a step and are cut elsewhere: another computation
             print(f"\n{name}: requests cut elsewhere {max(map(distance, alone, crowd)):.2g}")
             crowd = alone
         second = [d.generate(each, max_tokens=TOKENS).result() for each in prompts]

@@ -95,7 +95,9 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
         all_free(p)
 
 
-@pytest.mark.parametrize(("name", "ours", "theirs"), [("gemma3", 32, 128), ("gpt_oss", 32, 128), ("gemma3", 64, 96), ("gpt_oss", 64, 96)])
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"), [("gemma3", 32, 128), ("gpt_oss", 32, 128), ("gemma3", 64, 96), ("gpt_oss", 64, 96)]
+)
 def test_what_a_load_leaves_in_the_prefix_cache(
     name: str, ours: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path
 ) -> None:
