@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeAlias
 
 import kvhma
 from kvhma.baselines import Count, sequence_blocks, vllm_list, vllm_selection
-from kvhma.errors import UnsupportedPairError
+from kvhma.errors import LayoutError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group
-from kvhma.hybrid import LayoutError, cache_groups, hybrid_block_size, layout, summary
+from kvhma.hybrid import cache_groups, hybrid_block_size, layout, summary
 from kvhma.models import Model, models
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 

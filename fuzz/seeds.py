@@ -12,7 +12,8 @@ import random
 import shutil
 from pathlib import Path
 
-from kvhma.hybrid import LayoutError, layout
+from kvhma.errors import LayoutError
+from kvhma.hybrid import layout
 from kvhma.models import models
 from support.generate import generate
 from support.recipe import draw

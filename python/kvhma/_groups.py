@@ -12,12 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import LayoutError
 from kvhma.models import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, State
-
-
-class LayoutError(KvhmaError, ValueError):
-    """A model cannot be laid out as asked; the text names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True)

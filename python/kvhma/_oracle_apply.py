@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma._oracle_labels import Ints, Side
-from kvhma._oracle_types import OracleError, ReadLike, TransferLike
+from kvhma._oracle_types import ReadLike, TransferLike
+from kvhma.errors import OracleError
 
 
 def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:

@@ -32,7 +32,8 @@ from kvhma._oracle_labels import (
     need,
     row_strides,
 )
-from kvhma._oracle_types import Difference, OracleError
+from kvhma._oracle_types import Difference
+from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Group, Layer, Part, Span
 
 Bytes: TypeAlias = "NDArray[np.uint8]"

@@ -10,12 +10,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.errors import KvhmaError
-
-
-class OracleError(KvhmaError, AssertionError):
-    """A transfer is wrong; the text says where, what was expected and what was found."""
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeAlias, cast
 
 from kvhma._cases_shrink import shrink
 from kvhma._oracle_labels import by_source, row_axes
-from kvhma.errors import KvhmaError, RequestError
+from kvhma.errors import KvhmaError, OracleError, RequestError
 from kvhma.geometry import Geometry, Part, Span
-from kvhma.oracle import Oracle, OracleError, Report, TransferLike
+from kvhma.oracle import Oracle, Report, TransferLike
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
 __all__ = [

@@ -38,3 +38,43 @@ class PeerLostError(TransferError, ConnectionError):
 
 class HandshakeError(KvhmaError, ValueError):
     """A handshake message is not one, is of another version, or is too large."""
+
+
+class HandshakeTimeoutError(HandshakeError):
+    """Nobody answered; it may be worth another try."""
+
+
+class LeaseEndedError(TransferError):
+    """P may have used the blocks for something else while they were read."""
+
+
+class LeaseUnknownError(LeaseEndedError):
+    """P may have, and does not say."""
+
+
+class OtherPromptError(RequestError):
+    """What P holds is not of this prompt. Nothing is wrong with either of them."""
+
+
+class ConfigError(KvhmaError, ValueError):
+    """A configuration cannot be read as a model's; the text names the field and its value."""
+
+
+class UnknownModelError(KvhmaError, LookupError):
+    """No model of that name is in the table; the text lists those that are."""
+
+
+class LayoutError(KvhmaError, ValueError):
+    """A model cannot be laid out as asked; the text names the field and its value."""
+
+
+class AllocationError(KvhmaError, MemoryError):
+    """There is not enough memory for all buffers; none was kept."""
+
+
+class SettingsError(KvhmaError, ValueError):
+    """A setting has a value it cannot have; the text names it and both values."""
+
+
+class OracleError(KvhmaError, AssertionError):
+    """A transfer is wrong; the text says where, what was expected and what was found."""

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
-from kvhma._groups import LayerSpec, LayoutError, Members, group_layers
+from kvhma._groups import LayerSpec, Members, group_layers
+from kvhma.errors import LayoutError
 from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region, Shard
 from kvhma.models import (
     INDEX_KEY,
@@ -34,7 +35,6 @@ __all__ = [
     "CacheGroup",
     "ConvOrder",
     "KVForm",
-    "LayoutError",
     "Order",
     "Summary",
     "cache_groups",

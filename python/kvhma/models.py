@@ -14,7 +14,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from kvhma.errors import GeometryError, KvhmaError
+from kvhma.errors import GeometryError, UnknownModelError
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "indexer"]
 StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "kda", "short_conv"]
@@ -49,10 +49,6 @@ INDEX_KEY, INDEX_SCALE = 128, 4
 """Bytes of a token's key in a sparse-attention index, and of its scale."""
 
 _ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-
-
-class UnknownModelError(KvhmaError, LookupError):
-    """No model of that name is in the table; the text lists those that are."""
 
 
 def item_bytes(dtype: str) -> int:

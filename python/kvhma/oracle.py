@@ -35,15 +35,15 @@ from kvhma._oracle_labels import (
     need,
 )
 from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
-from kvhma._oracle_types import Difference, OracleError, ReadLike, TransferLike
+from kvhma._oracle_types import Difference, ReadLike, TransferLike
 from kvhma._settled import settled
+from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Span
 
 __all__ = [
     "Difference",
     "MemoryReport",
     "Oracle",
-    "OracleError",
     "ReadLike",
     "Report",
     "TransferLike",

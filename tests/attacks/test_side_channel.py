@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvhma.errors import HandshakeError
+from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.leases import Ledger
 from kvhma.vllm.params import Address
 from kvhma.vllm.side_channel import (
@@ -19,7 +19,6 @@ from kvhma.vllm.side_channel import (
     AskHello,
     AskRoster,
     Client,
-    HandshakeTimeoutError,
     Leases,
     Listener,
     Outcome,

@@ -25,7 +25,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvhma.hybrid import LayoutError, cache_groups, hybrid_block_size, layout, state_bytes
+from kvhma.errors import LayoutError
+from kvhma.hybrid import cache_groups, hybrid_block_size, layout, state_bytes
 from kvhma.models import Attention, Model, State
 
 BLOCKS = 5

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 from vllm.v1.kv_cache_interface import MambaSpec, SparseCacheRole, UniformTypeKVCacheSpecs
 
-from kvhma.config import ConfigError, model_from_config
+from kvhma.config import model_from_config
+from kvhma.errors import ConfigError
 from kvhma.geometry import Geometry, Layer
 from kvhma.hybrid import Order, cache_groups, layout
 from support.cli_configs import CONFIGS

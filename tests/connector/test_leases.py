@@ -6,11 +6,12 @@ import time
 
 import pytest
 
+from kvhma.errors import HandshakeTimeoutError, LeaseEndedError
 from kvhma.vllm import leases as leases_module
 from kvhma.vllm import side_channel
-from kvhma.vllm.leases import Courier, LeaseEndedError, Ledger, claim_all
+from kvhma.vllm.leases import Courier, Ledger, claim_all
 from kvhma.vllm.params import Address, Claim, Hold
-from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener, Outcome, Renew
+from kvhma.vllm.side_channel import Client, Lines, Listener, Outcome, Renew
 from support.engines.engine import free_port
 
 

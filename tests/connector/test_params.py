@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma import Span
-from kvhma.errors import KvhmaError, RequestError
-from kvhma.vllm.params import Address, Hold, OtherPromptError, Remote, read_ids, write_ids
+from kvhma.errors import KvhmaError, OtherPromptError, RequestError
+from kvhma.vllm.params import Address, Hold, Remote, read_ids, write_ids
 
 REMOTE = Remote(
     address=Address("prefill-0", 5600),

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 
-from kvhma.errors import HandshakeError, KvhmaError, TransferError, UnsupportedPairError
+from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_hello
 from kvhma.vllm import peers as peers_module
@@ -25,7 +25,7 @@ from kvhma.vllm.leases import Ledger
 from kvhma.vllm.params import Address, Life
 from kvhma.vllm.peers import Peers, Source
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import Client, HandshakeTimeoutError, Lines, Listener
+from kvhma.vllm.side_channel import Client, Lines, Listener
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled

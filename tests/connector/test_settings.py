@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
+from kvhma.errors import SettingsError
 from kvhma.vllm.params import Address
-from kvhma.vllm.settings import Settings, SettingsError
+from kvhma.vllm.settings import Settings
 
 
 def test_defaults():

@@ -22,10 +22,11 @@ import pytest
 import kvhma
 from kvhma import Geometry, Layer, Span
 from kvhma._reference import Read, Transfer
+from kvhma.errors import OracleError
 from kvhma.geometry import Shard
 from kvhma.hybrid import ConvOrder, conv_split, layout
 from kvhma.models import Model, State, model
-from kvhma.oracle import Oracle, OracleError
+from kvhma.oracle import Oracle
 
 Piece = tuple[int, int, int, int]
 """Channels of the convolution: first on D, source, first there, how many."""

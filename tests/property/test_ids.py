@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 import kvhma
-from kvhma.oracle import Oracle, OracleError
+from kvhma.errors import OracleError
+from kvhma.oracle import Oracle
 from support.generate import generate
 from support.recipe import EQUAL_RANK, draw
 from support.views import expand

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 import kvhma
 from kvhma._reference import Read, Transfer
-from kvhma.oracle import Oracle, OracleError, Report, check_memory, fill_source, fill_stale
+from kvhma.errors import OracleError
+from kvhma.oracle import Oracle, Report, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import Case, generate
 from support.mutate import mutations, plain

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 import kvhma
-from kvhma.oracle import Oracle, OracleError
+from kvhma.errors import OracleError
+from kvhma.oracle import Oracle
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.recipe import AXES, all_pairs, draw, pairs_of

@@ -12,20 +12,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 import torch
 
-from kvhma.errors import GeometryError, KvhmaError
+from kvhma.errors import AllocationError, GeometryError, KvhmaError, LayoutError
 from kvhma.geometry import Shard
 from kvhma.models import model
-from kvhma.torch import (
-    AllocationError,
-    AttentionSpec,
-    ConvPart,
-    LayoutError,
-    MLASpec,
-    OpaqueSpec,
-    StateSpec,
-    allocate,
-    model_specs,
-)
+from kvhma.torch import AttentionSpec, ConvPart, MLASpec, OpaqueSpec, StateSpec, allocate, model_specs
 from kvhma.torch import memory as memory_module
 
 FULL = AttentionSpec(Shard(4), 8, torch.bfloat16, 16)

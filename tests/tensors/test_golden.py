@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
 import torch
 
+from kvhma.errors import LayoutError
 from kvhma.geometry import Shard
-from kvhma.hybrid import LayoutError
 from kvhma.hybrid import layout as hybrid_layout
 from kvhma.models import Attention, Model, State, model, models
 from kvhma.torch import allocate, model_specs

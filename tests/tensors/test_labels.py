@@ -16,8 +16,9 @@ import torch
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 
+from kvhma.errors import LayoutError
 from kvhma.geometry import Shard
-from kvhma.torch import AttentionSpec, Cache, LayoutError, allocate
+from kvhma.torch import AttentionSpec, Cache, allocate
 from support.torch_labels import Labels, addresses, read, regions_of, tensors_of
 from support.torch_specs import Mix, mixes
 

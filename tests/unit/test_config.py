@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvhma.config import ConfigError, known_model_types, load_json, model_from_config, read_config
-from kvhma.hybrid import LayoutError, layout, state_bytes, summary
+from kvhma.config import known_model_types, load_json, model_from_config, read_config
+from kvhma.errors import ConfigError, LayoutError
+from kvhma.hybrid import layout, state_bytes, summary
 from kvhma.models import Model, State, models
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.families import FAMILIES

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhma.errors import GeometryError, KvhmaError
+from kvhma.errors import GeometryError, KvhmaError, LayoutError, UnknownModelError
 from kvhma.geometry import Geometry, Layer
 from kvhma.hybrid import (
-    LayoutError,
     cache_groups,
     conv_split,
     flashinfer_kernel_block,
@@ -24,7 +23,7 @@ from kvhma.hybrid import (
     state_bytes,
     summary,
 )
-from kvhma.models import Attention, Model, State, UnknownModelError, model, models
+from kvhma.models import Attention, Model, State, model, models
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 48, 4, 4, 8, 4, 2, "bfloat16", "float32")

@@ -9,9 +9,9 @@ from typing import Any, Literal, cast, get_args
 
 import click
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import KvhmaError, LayoutError
 from kvhma.geometry import Geometry
-from kvhma.hybrid import ConvOrder, LayoutError, layout
+from kvhma.hybrid import ConvOrder, layout
 from kvhma.models import Model
 from kvhma.stride_orders import Order
 

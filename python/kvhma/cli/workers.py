@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from kvhma.cli.scenario import Scenario, allocate
-from kvhma.errors import TransferError
+from kvhma.errors import OracleError, TransferError
 from kvhma.nixl import Agent
-from kvhma.oracle import OracleError, check_memory, fill_source, fill_stale
+from kvhma.oracle import check_memory, fill_source, fill_stale
 from kvhma.planning import plan
 
 _TIMEOUT_SECONDS = 60.0

@@ -6,15 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import ConfigError
 
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 4096
 _MAX_QUOTED = 60
-
-
-class ConfigError(KvhmaError, ValueError):
-    """A configuration cannot be read as a model's; the text names the field and its value."""
 
 
 class Fields:

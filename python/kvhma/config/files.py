@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvhma.config.fields import ConfigError
 from kvhma.config.model import model_from_config
+from kvhma.errors import ConfigError
 from kvhma.models import Model
 
 _MAX_BYTES = 16 << 20

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from kvhma.config.fields import ConfigError, Fields, quoted
+from kvhma.config.fields import Fields, quoted
+from kvhma.errors import ConfigError
 from kvhma.models import Attention
 
 

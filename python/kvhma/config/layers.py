@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvhma.config.fields import ConfigError, Fields, quoted
+from kvhma.config.fields import Fields, quoted
+from kvhma.errors import ConfigError
 from kvhma.models import INDEX_KEY
 
 WORDS: Mapping[str, str] = {

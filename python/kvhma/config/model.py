@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvhma.config.architectures import ARCHITECTURES, Architecture
-from kvhma.config.fields import ConfigError, Fields, quoted
+from kvhma.config.fields import Fields, quoted
 from kvhma.config.layers import WITHOUT_WINDOWS, WORDS
-from kvhma.errors import GeometryError
+from kvhma.errors import ConfigError, GeometryError
 from kvhma.models import STATE_KINDS, Model, State
 
 _NESTED = ("text_config", "llm_config")

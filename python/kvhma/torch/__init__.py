@@ -7,9 +7,7 @@ has allocated itself, :mod:`kvhma.tensors` describes. docs/torch.md has both wit
 
 from __future__ import annotations
 
-from kvhma.hybrid import LayoutError
 from kvhma.torch.cache import Buffer, Cache, allocate
-from kvhma.torch.memory import AllocationError
 from kvhma.torch.models import AllocatorOptions, model_specs
 from kvhma.torch.placement import BufferKind
 from kvhma.torch.references import DataReference, References, Segment, TensorReference
@@ -17,7 +15,6 @@ from kvhma.torch.specs import AttentionSpec, ConvPart, MLASpec, OpaqueSpec, Spec
 from kvhma.torch.views import View
 
 __all__ = [
-    "AllocationError",
     "AllocatorOptions",
     "AttentionSpec",
     "Buffer",
@@ -25,7 +22,6 @@ __all__ = [
     "Cache",
     "ConvPart",
     "DataReference",
-    "LayoutError",
     "MLASpec",
     "OpaqueSpec",
     "References",

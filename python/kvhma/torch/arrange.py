@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias, get_args
 
-from kvhma.hybrid import LayoutError
+from kvhma.errors import LayoutError
 from kvhma.stride_orders import Order
 from kvhma.torch.placement import BufferPlan, LayerPlacement, PageClass, page_class, place_layers, plan_buffer
 from kvhma.torch.specs import Spec, TokenSpec

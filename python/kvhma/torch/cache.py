@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvhma.errors import LayoutError
 from kvhma.geometry import Geometry
-from kvhma.hybrid import LayoutError
 from kvhma.stride_orders import Order
 from kvhma.tensors import LayerTensors, RankOptions, geometry_from_tensors
 from kvhma.torch.arrange import CachePlan, Groups, arrange

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import torch
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import AllocationError
 from kvhma.torch.placement import BufferPlan
 
 _MEMINFO = Path("/proc/meminfo")
 _MAX_BYTES = 2**63 - 1
-
-
-class AllocationError(KvhmaError, MemoryError):
-    """There is not enough memory for all buffers; none was kept."""
 
 
 def make_buffers(plans: Sequence[BufferPlan], device: torch.device) -> list[torch.Tensor]:

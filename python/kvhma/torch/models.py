@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 import torch
 
+from kvhma.errors import LayoutError
 from kvhma.geometry import Group, Page
-from kvhma.hybrid import ConvOrder, LayoutError, layout
+from kvhma.hybrid import ConvOrder, layout
 from kvhma.models import Attention, Model
 from kvhma.stride_orders import KVForm
 from kvhma.torch.specs import AttentionKind, AttentionSpec, ConvPart, MLASpec, Spec, StateSpec, TokenSpec

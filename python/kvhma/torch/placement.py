@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from kvhma.hybrid import LayoutError
+from kvhma.errors import LayoutError
 from kvhma.stride_orders import Order, stride_axes
 from kvhma.torch.specs import OpaqueSpec, Spec, StateSpec, TokenSpec
 

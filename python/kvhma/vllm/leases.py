@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from kvhma.errors import HandshakeError, TransferError
+from kvhma.errors import HandshakeError, LeaseEndedError, LeaseUnknownError
 from kvhma.vllm.params import Address, Claim, Hold, new_nonce
 from kvhma.vllm.side_channel import (
     MAX_CLAIMS,
@@ -150,14 +150,6 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._held)
-
-
-class LeaseEndedError(TransferError):
-    """P may have used the blocks for something else while they were read."""
-
-
-class LeaseUnknownError(LeaseEndedError):
-    """P may have, and does not say."""
 
 
 class _Inquiry:

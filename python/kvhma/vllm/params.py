@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvhma.errors import RequestError
+from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
 
 VERSION = 2
@@ -83,10 +83,6 @@ class Claim:
 
     hold: Hold
     reader: int
-
-
-class OtherPromptError(RequestError):
-    """What P holds is not of this prompt. Nothing is wrong with either of them."""
 
 
 @dataclass(frozen=True, slots=True)

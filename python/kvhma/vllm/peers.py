@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import kvhma
 from kvhma import _kvhma
-from kvhma.errors import HandshakeError, KvhmaError, TransferError, UnsupportedPairError
+from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, Hello, Peer, decode_hello
 from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
@@ -25,7 +25,6 @@ from kvhma.vllm.side_channel import (
     AskRoster,
     Client,
     Done,
-    HandshakeTimeoutError,
     Lines,
     RankHello,
     Refused,

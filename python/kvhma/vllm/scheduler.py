@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import kvhma
 from kvhma import _kvhma
-from kvhma.errors import KvhmaError, RequestError
+from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
 from kvhma.vllm.leases import Courier, Ledger
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
-from kvhma.vllm.params import Address, Claim, Hold, OtherPromptError, Remote, new_nonce
+from kvhma.vllm.params import Address, Claim, Hold, Remote, new_nonce
 from kvhma.vllm.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
 from kvhma.vllm.prompt import prompt_digest
 from kvhma.vllm.settings import Settings

@@ -8,14 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import SettingsError
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from kvhma.vllm.params import Address
-
-
-class SettingsError(KvhmaError, ValueError):
-    """A setting has a value it cannot have; the text names it and both values."""
 
 
 @dataclass(frozen=True, slots=True)

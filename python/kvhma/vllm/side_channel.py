@@ -23,7 +23,7 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 import zmq
 
-from kvhma.errors import HandshakeError
+from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.nixl import MAX_HELLO_BYTES
 from kvhma.vllm.params import Address, Claim, Hold
 
@@ -484,7 +484,3 @@ class Lines:
             idle, self._idle = self._idle, []
         for client in idle:
             client.close()
-
-
-class HandshakeTimeoutError(HandshakeError):
-    """Nobody answered; it may be worth another try."""

@@ -18,16 +18,25 @@ from functools import partial
 import zmq
 
 from kvhma import _kvhma
-from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, RequestError, TransferError, UnsupportedPairError
+from kvhma.errors import (
+    HandshakeError,
+    HandshakeTimeoutError,
+    KvhmaError,
+    LeaseEndedError,
+    LeaseUnknownError,
+    PeerLostError,
+    RequestError,
+    TransferError,
+    UnsupportedPairError,
+)
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, TransferHandle
 from kvhma.vllm.identity import ModelIdentity
-from kvhma.vllm.leases import Lease, LeaseEndedError, LeaseUnknownError, claim_all
+from kvhma.vllm.leases import Lease, claim_all
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.params import Address, Claim
 from kvhma.vllm.peers import Peers, Source
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import HandshakeTimeoutError
 from kvhma.vllm.staging import Memory
 from kvhma.vllm.stats import TransferStats
 
