@@ -3,10 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use crate::geometry::{Geometry, Group, Part};
+use crate::geometry::{Geometry, Group, Kind, Part};
 use crate::link::{LanePart, Link};
 use crate::pieces::{shard, shard_in_order_of, sharded_axes};
 use crate::plan::{Plan, Source};
+
+/// Kinds of the local and of the remote group, and how they are paired.
+type Told = (Kind, Kind, String);
 
 impl Plan {
     /// What is read from which source, how it is cut, and why.
@@ -31,17 +34,18 @@ impl Plan {
             }
             let layers: usize = source.table.links.iter().map(|link| link.layers().len()).sum();
             let _ = writeln!(text, "{}.", count(layers, "layer"));
-            // Groups that are paired and cut alike are told once.
-            let mut alike: Vec<(String, Vec<&Link>)> = Vec::new();
+            // Groups of the same kinds that are paired and cut alike are told once.
+            let mut alike: Vec<(Told, Vec<&Link>)> = Vec::new();
             for link in &source.table.links {
-                let body = self.explain_link(link, source);
-                match alike.iter_mut().find(|(known, _)| *known == body) {
+                let (local, remote) = (&self.local.groups[link.local_group], &remote.groups[link.remote_group]);
+                let told = (local.kind, remote.kind, self.explain_link(link, source));
+                match alike.iter_mut().find(|(known, _)| *known == told) {
                     Some((_, links)) => links.push(link),
-                    None => alike.push((body, vec![link])),
+                    None => alike.push((told, vec![link])),
                 }
             }
-            for (body, links) in alike {
-                text.push_str(&self.title(&links, source));
+            for ((local, remote, body), links) in alike {
+                text.push_str(&self.title((local, remote), &links));
                 text.push_str(&body);
             }
         }
@@ -59,16 +63,16 @@ impl Plan {
         link.layers().iter().map(|&(layer, _)| self.local.layers[layer].name.as_str()).collect()
     }
 
-    fn title(&self, links: &[&Link], source: &Source) -> String {
-        let groups = |of: fn(&Link) -> usize, geometry: &Geometry| {
+    fn title(&self, kinds: (Kind, Kind), links: &[&Link]) -> String {
+        let groups = |kind: Kind, of: fn(&Link) -> usize| {
             let indices: Vec<String> = links.iter().map(|link| of(link).to_string()).collect();
             let plural = if links.len() == 1 { "group" } else { "groups" };
-            format!("{} {plural} {}", geometry.groups[of(links[0])].kind.word(), indices.join(", "))
+            format!("{} {plural} {}", kind.word(), indices.join(", "))
         };
         let names: Vec<&str> = links.iter().flat_map(|link| self.names(link)).collect();
-        let mine = groups(|link| link.local_group, &self.local);
-        let theirs = groups(|link| link.remote_group, &source.geometry);
-        format!("  {mine} from {theirs}: {}.\n", list(&names))
+        let local = groups(kinds.0, |link| link.local_group);
+        let remote = groups(kinds.1, |link| link.remote_group);
+        format!("  {local} from {remote}: {}.\n", list(&names))
     }
 
     fn explain_link(&self, link: &Link, source: &Source) -> String {
