@@ -47,7 +47,7 @@ class Geometry:
 
 @final
 class Finding:
-    """One difference between two geometries."""
+    """One difference between two geometries; `UnsupportedPairError` carries the same words."""
 
     @property
     def code(self) -> str:
@@ -57,7 +57,16 @@ class Finding:
         """``"error"`` refuses the pair."""
     @property
     def place(self) -> str:
-        """Object it is about."""
+        """Object it is about, e.g. ``'layer "model.layers.0" part "kv"'``."""
+    @property
+    def layer(self) -> str | None:
+        """Name of the layer that `place` is about, if it is about one."""
+    @property
+    def part(self) -> str | None:
+        """Name of the part of the layer's page, if it is about one."""
+    @property
+    def axis(self) -> str | None:
+        """Name of the axis of the part, if it is about one."""
     @property
     def field(self) -> str:
         """Field that differs."""
@@ -68,8 +77,11 @@ class Finding:
     def remote(self) -> str:
         """Value on the remote side."""
     @property
+    def reason(self) -> str:
+        """Why it matters."""
+    @property
     def text(self) -> str:
-        """One sentence, the same whichever side is local."""
+        """One printable sentence, the same whichever side is local."""
 
 @final
 class Read:

@@ -1,80 +1,209 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error kvhma raises on purpose. Rust raises the same classes."""
+"""Every error kvhma raises on purpose. Rust raises the same classes.
+
+Texts are for people. What a program wants to know is in attributes: they are what the text was made from, as it was
+found, so a peer's names in them are not made printable as they are in the text. They are kept by pickle and by copies.
+"""
 
 from __future__ import annotations
 
 
 class KvhmaError(Exception):
-    """Base of all errors of kvhma."""
+    """Base of all errors of kvhma.
+
+    Attributes:
+        code: short name of what is wrong, which stays as it is, e.g. ``"dtype"`` or ``"null-block"``; that of the class
+            where nothing more is known. docs/errors.md lists them.
+        place: the object it is about, e.g. ``'layer "model.layers.0" part "kv"'``; empty if that is not known.
+        field: the field or argument that is wrong; empty if that is not known.
+        reason: why it is wrong; the whole text where nothing more is known.
+    """
+
+    code: str = "error"
+    place: str
+    field: str
+    reason: str
+
+    def __init__(
+        self, text: str = "", *, code: str | None = None, place: str = "", field: str = "", reason: str | None = None
+    ) -> None:
+        """Store the text and what it was made from."""
+        super().__init__(text)
+        self.code = type(self).code if code is None else code
+        self.place = place
+        self.field = field
+        self.reason = text if reason is None else reason
 
 
-class GeometryError(KvhmaError, ValueError):
+class InputError(KvhmaError):
+    """A value is not what it has to be.
+
+    Attributes:
+        value: what was found, a number if it was one that Rust had read; empty if that is not known.
+        expected: what it has to be, a number or in words; empty if that is not known.
+    """
+
+    code = "input"
+    value: int | str
+    expected: int | str
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        code: str | None = None,
+        place: str = "",
+        field: str = "",
+        reason: str | None = None,
+        value: int | str = "",
+        expected: int | str = "",
+    ) -> None:
+        """Store the text and what it was made from."""
+        super().__init__(text, code=code, place=place, field=field, reason=reason)
+        self.value = value
+        self.expected = expected
+
+
+class GeometryError(InputError, ValueError):
     """A geometry contradicts itself; the text names the field and both values."""
+
+    code = "geometry"
 
 
 class UnsupportedPairError(KvhmaError, NotImplementedError):
-    """Two geometries cannot be paired; the text names the field and both values."""
+    """Two geometries cannot be paired; the text names the field and both values.
+
+    It says the same as the :class:`kvhma.Finding` of that difference, in the same words.
+
+    Attributes:
+        local: value on the local side.
+        remote: value on the remote side.
+        layer: name of the layer that `place` is about, if it is about one.
+        part: name of the part of the layer's page, if it is about one.
+        axis: name of the axis of the part, if it is about one.
+    """
+
+    code = "pair"
+    local: str
+    remote: str
+    layer: str | None
+    part: str | None
+    axis: str | None
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        code: str | None = None,
+        place: str = "",
+        field: str = "",
+        reason: str | None = None,
+        local: str = "",
+        remote: str = "",
+        layer: str | None = None,
+        part: str | None = None,
+        axis: str | None = None,
+    ) -> None:
+        """Store the text and what it was made from."""
+        super().__init__(text, code=code, place=place, field=field, reason=reason)
+        self.local = local
+        self.remote = remote
+        self.layer = layer
+        self.part = part
+        self.axis = axis
 
 
-class RequestError(KvhmaError, ValueError):
+class RequestError(InputError, ValueError):
     """A request does not fit the plan: group count, positions, token count, types."""
 
-
-class BlockIdError(KvhmaError, IndexError):
-    """A block id is negative, too large, doubled or the null block."""
-
-
-class AddressOverflowError(KvhmaError, OverflowError):
-    """An address, size or count does not fit its type."""
-
-
-class TransferError(KvhmaError, RuntimeError):
-    """The transfer library refused or lost a transfer."""
-
-
-class PeerLostError(TransferError, ConnectionError):
-    """The other side is gone; a new handshake is needed before the next transfer."""
-
-
-class HandshakeError(KvhmaError, ValueError):
-    """A handshake message is not one, is of another version, or is too large."""
-
-
-class HandshakeTimeoutError(HandshakeError):
-    """Nobody answered; it may be worth another try."""
-
-
-class LeaseEndedError(TransferError):
-    """P may have used the blocks for something else while they were read."""
-
-
-class LeaseUnknownError(LeaseEndedError):
-    """P may have, and does not say."""
+    code = "request"
 
 
 class OtherPromptError(RequestError):
     """What P holds is not of this prompt. Nothing is wrong with either of them."""
 
+    code = "other-prompt"
+
+
+class BlockIdError(InputError, IndexError):
+    """A block id is negative, too large, doubled or the null block."""
+
+    code = "block-id"
+
+
+class AddressOverflowError(InputError, OverflowError):
+    """An address, size or count does not fit its type."""
+
+    code = "address"
+
+
+class TransferError(KvhmaError, RuntimeError):
+    """The transfer library refused or lost a transfer."""
+
+    code = "transfer"
+
+
+class PeerLostError(TransferError, ConnectionError):
+    """The other side is gone; a new handshake is needed before the next transfer."""
+
+    code = "peer-lost"
+
+
+class LeaseEndedError(TransferError):
+    """P may have used the blocks for something else while they were read."""
+
+    code = "lease-ended"
+
+
+class LeaseUnknownError(LeaseEndedError):
+    """P may have, and does not say."""
+
+    code = "lease-unknown"
+
+
+class HandshakeError(KvhmaError, ValueError):
+    """A handshake message is not one, is of another version, or is too large."""
+
+    code = "handshake"
+
+
+class HandshakeTimeoutError(HandshakeError):
+    """Nobody answered; it may be worth another try."""
+
+    code = "handshake-timeout"
+
 
 class ConfigError(KvhmaError, ValueError):
     """A configuration cannot be read as a model's; the text names the field and its value."""
+
+    code = "config"
 
 
 class UnknownModelError(KvhmaError, LookupError):
     """No model of that name is in the table; the text lists those that are."""
 
+    code = "unknown-model"
+
 
 class LayoutError(KvhmaError, ValueError):
     """A model cannot be laid out as asked; the text names the field and its value."""
+
+    code = "layout"
 
 
 class AllocationError(KvhmaError, MemoryError):
     """There is not enough memory for all buffers; none was kept."""
 
+    code = "allocation"
+
 
 class SettingsError(KvhmaError, ValueError):
     """A setting has a value it cannot have; the text names it and both values."""
 
+    code = "settings"
+
 
 class OracleError(KvhmaError, AssertionError):
     """A transfer is wrong; the text says where, what was expected and what was found."""
+
+    code = "oracle"

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +296,67 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     done = cli("explain", "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--json", "--tokens", 500)
     assert done.code == 1
     (row,) = done.form["refusals"]
+    assert (row["code"], row["place"]) == ("no-source", 'layer "model.layers.0.mixer" part "x"')
+    assert (row["decode"], row["prefill"]) == ("channels 1536..3072, rows 0..3", "1 sources")
+    assert row["reason"] == "no source holds these items"
     assert row["fix"] == "list every rank and pipeline stage of the prefill engine"
+    text = cli("explain", "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--tokens", 500).out
+    assert 'refused: layer "model.layers.0.mixer" part "x"\n' in text
+
+
+def two_files(tmp_path: Path, both: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> tuple[object, ...]:
+    """Options for two engines that have the geometry `both`; at P it is changed."""
+    (tmp_path / "d.json").write_text(json.dumps(both))
+    change(both)
+    (tmp_path / "p.json").write_text(json.dumps(both))
+    return "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--tokens", 100
+
+
+def test_a_reason_is_said_to_its_end(tmp_path: Path) -> None:
+    def change(form: dict[str, Any]) -> None:
+        form["pages"][0]["parts"][0]["axes"][2]["name"] = "other"
+
+    whole = "axes meet by name; content without a token axis cannot be cut by tokens"
+    sides = two_files(tmp_path, json.loads(tiny_hybrid(40).to_json()), change)
+    assert f"why: {whole}\n" in cli("explain", *sides).out
+    assert {row["reason"] for row in cli("explain", *sides, "--json").form["refusals"]} == {whole}
+
+
+def test_a_pipeline_stage_without_layers_of_d_is_no_refusal(tmp_path: Path) -> None:
+    whole = tiny_hybrid(40)
+    stages = [replace(whole, layers=whole.layers[at : at + 3]) for at in (0, 3)]
+    other = json.loads(stages[0].to_json())
+    other["pages"][0]["parts"][0]["dtype"] = "float16"
+    for name, text in (("d", stages[0].to_json()), ("p", stages[1].to_json()), ("q", json.dumps(other).encode())):
+        (tmp_path / f"{name}.json").write_bytes(text)
+    d = ("--tokens", 100, "--local", tmp_path / "d.json")
+    p, q = ("--remote", tmp_path / "p.json"), ("--remote", tmp_path / "q.json")
+    same = ("--remote", tmp_path / "d.json")
+    assert (done := cli("explain", *d, *p, *same, "--json")).code == 0, done
+    assert [row["code"] for row in cli("explain", *d, *p, *q, "--json").form["refusals"]] == ["dtype"]
+    assert [row["code"] for row in cli("explain", *d, *p, "--json").form["refusals"]] == ["no-common-layer"]
+
+
+@pytest.mark.parametrize(
+    ("page", "part", "fix"),
+    [(0, 0, "the same --kv-cache-dtype"), (1, 0, "the same --mamba-cache-dtype"), (1, 1, "the same --mamba-ssm-cache")],
+)
+@pytest.mark.parametrize("name", ["{}", "model.{}.self_attn"])
+def test_a_dtype_is_of_a_state_or_of_attention_whatever_its_names(
+    page: int, part: int, fix: str, name: str, tmp_path: Path
+) -> None:
+    """Kimi's states are of layers called self_attn, and other caches have parts called k and v."""
+    both = json.loads(tiny_hybrid(40).to_json())
+    both["pages"][0]["parts"][0]["name"] = "k"
+    for layer in both["layers"]:
+        layer["name"] = name.format(layer["name"])
+
+    def change(form: dict[str, Any]) -> None:
+        form["pages"][page]["parts"][part]["dtype"] = "float16"
+
+    rows = cli("explain", *two_files(tmp_path, both, change), "--json").form["refusals"]
+    assert rows
+    assert all(fix in row["fix"] for row in rows)
 
 
 def test_vllm_cuts_repeated_groups_in_equal_pieces(tmp_path: Path) -> None:

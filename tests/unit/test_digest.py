@@ -61,5 +61,7 @@ def test_items_that_change_the_list_while_they_are_read():
             return 1
 
     ids = [Evil(), *range(1000)]
-    with pytest.raises(RequestError, match="tokens: the list has lost id 1 while it was read"):
+    with pytest.raises(RequestError, match="tokens: the list has lost id 1 while it was read") as caught:
         digest_tokens(b"", ids, 1001)
+    error = caught.value
+    assert (error.code, error.field, error.value, error.expected) == ("count", "tokens", 0, "more than 1")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import kvhma
 from kvhma.cli.arguments import model_or_geometry
-from kvhma.cli.fixes import fix_of
+from kvhma.cli.remedies import remedy
 from kvhma.cli.show import output_options, plural, print_json, printable
 from kvhma.config import load_json
 from kvhma.errors import RequestError
@@ -99,7 +99,8 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
 
 def _findings(left: Geometry, right: Geometry) -> list[dict[str, str]]:
     return [
-        {"severity": found.severity, "text": found.text, "fix": fix_of(found)} for found in kvhma.validate(left, right)
+        {"severity": found.severity, "text": found.text, "fix": remedy(found, left)}
+        for found in kvhma.validate(left, right)
     ]
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from kvhma.cli.arguments import hand_off, hand_off_options
 from kvhma.cli.facts import engine_form, groups_form, notes
-from kvhma.cli.fixes import Refusal, refusals
 from kvhma.cli.hand_off import HandOff, count
+from kvhma.cli.remedies import Refusal, refusals
 from kvhma.cli.show import output_options, plural, print_json, printable, size, watched, working
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
@@ -122,5 +122,5 @@ def _print(console: Console, said: list[str], texts: list[str], wrong: list[Refu
         more = f" (and in {plural(row.times - 1, 'more place')})" if row.times > 1 else ""
         line(f"\nrefused: {row.place}", "bold red")
         line(f"  field {row.field}: {row.decode} on D, {row.prefill} on P{more}")
-        line(f"  why: {row.text.rpartition('; ')[2]}")
+        line(f"  why: {row.reason}")
         line(f"  fix: {row.fix}")

@@ -124,7 +124,7 @@ impl Plan {
     fn view_table(&self, source: usize) -> Result<&ViewTable> {
         let Some(slot) = self.sources.get(source) else {
             let expected = format!("there are {} sources", self.sources.len());
-            return Err(Error::Value { what: "source".into(), value: source as i128, expected });
+            return Err(Error::Value { place: String::new(), field: "source", value: source as i128, expected });
         };
         slot.views.get_or_init(|| ViewTable::new(self, slot)).as_ref().map_err(Clone::clone)
     }

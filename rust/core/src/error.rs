@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 use thiserror::Error as ThisError;
 
+use crate::finding::{Finding, Place, Severity};
+
 /// Result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Everything that can be wrong, with the numbers in it.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
-#[non_exhaustive]
 pub enum Error {
     /// The JSON form is not one.
     #[error("geometry is not valid JSON of schema {version}: {reason}")]
@@ -47,19 +48,11 @@ pub enum Error {
         bits: u32,
     },
     /// Two geometries that cannot be paired.
-    #[error("{place}: {field} cannot be paired: {left} with {right}; {why}")]
-    Unpairable {
-        /// Object.
-        place: String,
-        /// Field that differs.
-        field: &'static str,
-        /// The smaller of the two values, so that both directions say the same.
-        left: String,
-        /// The other value.
-        right: String,
-        /// Why that matters.
-        why: &'static str,
-    },
+    #[error("{}", .0.text())]
+    Unpairable(Box<Finding>),
+    /// Two geometries that can be paired, but not with these sources, or not by this build.
+    #[error("{}", .0.sentence())]
+    Unplannable(Box<Finding>),
     /// A list has the wrong number of entries.
     #[error("{what} has {got} entries, expected {expected}")]
     Count {
@@ -71,10 +64,12 @@ pub enum Error {
         expected: usize,
     },
     /// A number of a request is out of range.
-    #[error("{what} is {value}, {expected}")]
+    #[error("{}{field} is {value}, {expected}", in_front(.place))]
     Value {
-        /// Which number.
-        what: String,
+        /// Object, e.g. `local group 0`; empty for an argument of its own.
+        place: String,
+        /// Which number of it.
+        field: &'static str,
         /// Value found.
         value: i128,
         /// What it has to be.
@@ -150,4 +145,22 @@ pub enum Error {
         /// Reason.
         why: String,
     },
+}
+
+fn in_front(place: &str) -> String {
+    if place.is_empty() { String::new() } else { format!("{place}: ") }
+}
+
+impl Error {
+    /// What one local rank finds wrong with all of its sources.
+    pub(crate) fn unplannable(
+        code: &'static str,
+        place: Place,
+        field: &'static str,
+        values: (String, String),
+        reason: &'static str,
+    ) -> Self {
+        let (local, remote) = values;
+        Self::Unplannable(Box::new(Finding { code, severity: Severity::Error, place, field, local, remote, reason }))
+    }
 }

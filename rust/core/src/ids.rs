@@ -39,7 +39,8 @@ pub fn clip_blocks(
 /// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`.
 pub fn expand_blocks(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
     if ratio == 0 {
-        return Err(Error::Value { what: "ratio".into(), value: 0, expected: "has to be at least 1".into() });
+        let expected = "has to be at least 1".into();
+        return Err(Error::Value { place: String::new(), field: "ratio", value: 0, expected });
     }
     let limit = i32::MAX as u64 / ratio;
     let total = (ids.len() as u64).checked_mul(ratio).filter(|&total| total <= i32::MAX as u64);
@@ -74,7 +75,8 @@ pub fn descriptor_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usiz
         for &group in members {
             let Some(&(low, high)) = bounds.get(group) else {
                 let expected = format!("there are {} groups", groups.len());
-                return Err(Error::Value { what: "group of a view".into(), value: group as i128, expected });
+                let (place, field) = (String::new(), "group of a view");
+                return Err(Error::Value { place, field, value: group as i128, expected });
             };
             if !groups[group].is_empty() && (low < 0 || high as u64 >= count) {
                 let bad = |&(_, &id): &(usize, &i64)| id < 0 || id as u64 >= count;

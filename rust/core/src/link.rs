@@ -2,6 +2,7 @@
 //! What one local group reads from one group of another geometry, block by block.
 use crate::axis::Box;
 use crate::error::{Error, Result};
+use crate::finding::Place;
 use crate::geometry::Geometry;
 use crate::pieces::{Chunk, Lane, Tokens, Window, join, part_chunks, part_pieces};
 use crate::segment::classes;
@@ -153,13 +154,13 @@ impl Link {
                 let part = part_pieces(&page.parts[share.local], &other.parts[share.remote], window);
                 pieces = pieces.saturating_add(part);
                 if pieces > limit {
-                    return Err(Error::Unpairable {
-                        place: format!("layer {:?} part {:?}", layer.name, page.parts[share.local].name),
-                        field: "strides",
-                        left: format!("{pieces} pieces"),
-                        right: format!("at most {limit}"),
-                        why: "the bytes of the two sides lie too differently",
-                    });
+                    return Err(Error::unplannable(
+                        "pieces",
+                        Place::layer(&layer.name).part(&page.parts[share.local].name),
+                        "strides",
+                        (format!("{pieces} pieces"), format!("at most {limit}")),
+                        "the bytes of the two sides lie too differently",
+                    ));
                 }
             }
         }

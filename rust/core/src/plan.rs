@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::alias;
 use crate::encode::ViewTable;
 use crate::error::{Error, Result};
+use crate::finding::Finding;
 use crate::geometry::Geometry;
 use crate::link::{LanePart, Link, MAX_PIECES};
 use crate::pieces::shard;
@@ -13,7 +14,7 @@ use crate::settle::settle;
 use crate::source::{Share, assign};
 use crate::span::Blocks;
 use crate::table::Table;
-use crate::validate::{Finding, compare, refuse_errors};
+use crate::validate::{compare, refuse_errors};
 
 /// A geometry that is read from.
 pub(crate) struct Source {
@@ -108,7 +109,7 @@ impl Plan {
 /// Compares the local side with every source. A layer that some source has is not missing.
 fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Finding)>> {
     let layers = remotes.iter().flat_map(|remote| &remote.layers);
-    let anywhere: HashSet<String> = layers.map(|layer| format!("layer {:?}", layer.name)).collect();
+    let anywhere: HashSet<&str> = layers.map(|layer| layer.name.as_str()).collect();
     let mut findings = Vec::new();
     let mut apart = 0;
     for (source, remote) in remotes.iter().enumerate() {
@@ -122,7 +123,8 @@ fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Findi
         }
         refuse_errors(&found)?;
         found.retain(|finding| {
-            finding.code != "one-sided-layer" || finding.local == "absent" || !anywhere.contains(&finding.place)
+            let elsewhere = finding.place.layer.as_deref().is_some_and(|layer| anywhere.contains(layer));
+            finding.code != "one-sided-layer" || finding.local == "absent" || !elsewhere
         });
         findings.extend(found.into_iter().map(|finding| (source, finding)));
     }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use crate::axis::{Box, Range, gcd, intersect, meet_all, subtract, without};
 use crate::error::{Error, Result};
+use crate::finding::Place;
 use crate::geometry::{Geometry, Group, Part};
 use crate::pieces::{shard, shard_in_order_of, sharded_axes};
 
@@ -57,7 +58,7 @@ pub(crate) fn assign(local: &Geometry, remotes: &[&Geometry]) -> Result<Vec<Vec<
             let group = &local.groups[layer.group];
             let cycle = Cycle::of(group, holders.iter().map(|&(source, index)| group_of(remotes[source], index)))?;
             for (part_index, part) in local.page(layer).parts.iter().enumerate() {
-                let place = || format!("layer {:?} part {:?}", layer.name, part.name);
+                let place = || Place::layer(&layer.name).part(&part.name);
                 cover(part, part_index, group, cycle, &holders, remotes, &place, &mut shares)?;
             }
             Ok(shares)
@@ -88,13 +89,13 @@ impl Cycle {
             return Ok(Self(1));
         }
         if length / smallest > MAX_CYCLE_INTERVALS {
-            return Err(Error::Unpairable {
-                place: "geometry".into(),
-                field: "block_size x cp_size",
-                left: format!("{} x {}", local.block_size, local.cp_size),
-                right: format!("a cycle of {length} tokens"),
-                why: "the positions of the context-parallel ranks repeat too late",
-            });
+            return Err(Error::unplannable(
+                "cp-cycle",
+                Place::default(),
+                "block_size x cp_size",
+                (format!("{} x {}", local.block_size, local.cp_size), format!("a cycle of {length} tokens")),
+                "the positions of the context-parallel ranks repeat too late",
+            ));
         }
         Ok(Self(length))
     }
@@ -120,7 +121,7 @@ fn cover(
     cycle: Cycle,
     holders: &[(usize, usize)],
     remotes: &[&Geometry],
-    place: &dyn Fn() -> String,
+    place: &dyn Fn() -> Place,
     shares: &mut Vec<Share>,
 ) -> Result<()> {
     let positions = cycle.positions(group);
@@ -142,13 +143,13 @@ fn cover(
             };
             // Pairing by position reads whatever both sides hold, so a source cannot be asked for a part of that.
             if common != meet_all(&positions, &held_positions) {
-                return Err(Error::Unpairable {
-                    place: place(),
-                    field: "cp_rank",
-                    left: format!("{} of {}", group.cp_rank, group.cp_size),
-                    right: format!("source {source}"),
-                    why: "positions of two sources overlap in part",
-                });
+                return Err(Error::unplannable(
+                    "cp-overlap",
+                    place(),
+                    "cp_rank",
+                    (format!("{} of {}", group.cp_rank, group.cp_size), format!("source {source}")),
+                    "positions of two sources overlap in part",
+                ));
             }
             let left = without(&needed, &common);
             rest.extend(subtract(&ranges, &inside).into_iter().map(|piece| (piece, needed.clone())));
@@ -162,11 +163,11 @@ fn cover(
     let Some((ranges, _)) = open.first() else { return Ok(()) };
     let names: Vec<String> =
         sharded_axes(part).zip(ranges).map(|(axis, range)| format!("{} {}..{}", axis.name, range.0, range.1)).collect();
-    Err(Error::Unpairable {
-        place: place(),
-        field: "shards",
-        left: names.join(", "),
-        right: format!("{} sources", holders.len()),
-        why: "no source holds these items",
-    })
+    Err(Error::unplannable(
+        "no-source",
+        place(),
+        "shards",
+        (names.join(", "), format!("{} sources", holders.len())),
+        "no source holds these items",
+    ))
 }

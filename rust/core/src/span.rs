@@ -63,17 +63,17 @@ fn check_span(
     span: &Span,
 ) -> Result<Blocks> {
     if span.first > max_first {
-        let what = format!("{side} group {group}: first");
         return Err(Error::Value {
-            what,
+            place: format!("{side} group {group}"),
+            field: "first",
             value: span.first.into(),
             expected: format!("has to be at most {max_first}"),
         });
     }
     if span.ids.len() as u64 > num_blocks {
-        let what = format!("{side} group {group}: number of block ids");
+        let (place, field) = (format!("{side} group {group}"), "number of block ids");
         let expected = format!("has to be at most the {num_blocks} blocks there are");
-        return Err(Error::Value { what, value: span.ids.len() as i128, expected });
+        return Err(Error::Value { place, field, value: span.ids.len() as i128, expected });
     }
     let mut ids = Vec::with_capacity(span.ids.len());
     for (index, &id) in span.ids.iter().enumerate() {
@@ -115,9 +115,10 @@ fn duplicate(ids: &[u32], num_blocks: u64) -> Option<u32> {
 
 /// How many trailing blocks of a sliding-window group vLLM 0.32 keeps: `ceil(window / block_size) + 1`.
 pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
-    for (what, value) in [("window", window), ("block_size", block_size)] {
+    for (field, value) in [("window", window), ("block_size", block_size)] {
         if value == 0 {
-            return Err(Error::Value { what: what.into(), value: 0, expected: "has to be at least 1".into() });
+            let expected = "has to be at least 1".into();
+            return Err(Error::Value { place: String::new(), field, value: 0, expected });
         }
     }
     window.div_ceil(block_size).checked_add(1).ok_or_else(|| Error::Overflow {

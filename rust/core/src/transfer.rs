@@ -100,7 +100,8 @@ impl Plan {
     pub(crate) fn check(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>], tail: Tail) -> Result<Checked> {
         if num_tokens == 0 || num_tokens > MAX_TOKENS {
             let expected = format!("has to be 1 to {MAX_TOKENS}");
-            return Err(Error::Value { what: "num_tokens".into(), value: num_tokens.into(), expected });
+            let (place, field) = (String::new(), "num_tokens");
+            return Err(Error::Value { place, field, value: num_tokens.into(), expected });
         }
         let sources = self.sources.len();
         if remote.len() != 1 && remote.len() != sources {

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use crate::error::{Error, Result};
+use crate::finding::{Finding, Place, Severity};
 use crate::geometry::{Axis, Geometry, Group, Kind, Layer, Part};
 use crate::settle::settle;
 
@@ -12,58 +13,6 @@ const MAX_FINDINGS: usize = 1000;
 const WHOLE: &str = "whole";
 /// Bytes of a value that are quoted.
 const MAX_VALUE: usize = 200;
-
-/// How bad a finding is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Severity {
-    /// The pair is refused.
-    Error,
-    /// The pair works, but not all of it may be what was meant.
-    Warning,
-}
-
-/// One difference between two geometries.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
-    /// Stable short name, e.g. `dtype`.
-    pub code: &'static str,
-    /// How bad it is.
-    pub severity: Severity,
-    /// Object it is about, e.g. `layer "model.layers.0" part "kv"`.
-    pub place: String,
-    /// Field that differs.
-    pub field: &'static str,
-    /// Value on the local side.
-    pub local: String,
-    /// Value on the remote side.
-    pub remote: String,
-    /// Why it matters.
-    pub why: &'static str,
-}
-
-impl Finding {
-    /// The two values in an order that does not depend on which side is local.
-    fn ordered(&self) -> (&str, &str) {
-        if self.local <= self.remote { (&self.local, &self.remote) } else { (&self.remote, &self.local) }
-    }
-
-    /// One sentence that both sides word alike.
-    pub fn text(&self) -> String {
-        self.to_error().to_string()
-    }
-
-    /// The finding as the error that refuses the pair.
-    pub fn to_error(&self) -> Error {
-        let (left, right) = self.ordered();
-        Error::Unpairable {
-            place: self.place.clone(),
-            field: self.field,
-            left: left.to_owned(),
-            right: right.to_owned(),
-            why: self.why,
-        }
-    }
-}
 
 /// Compares two geometries. Never fails: whatever is wrong is a finding.
 pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
@@ -107,11 +56,11 @@ pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
         findings.push(Finding {
             code: "no-common-layer",
             severity: Severity::Error,
-            place: "geometry".into(),
+            place: Place::default(),
             field: "layers",
             local: format!("{} layers", local.layers.len()),
             remote: format!("{} layers", remote.layers.len()),
-            why: "no layer has the same name on both sides",
+            reason: "no layer has the same name on both sides",
         });
     }
     findings
@@ -120,7 +69,7 @@ pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
 /// Refuses the pair with its first error.
 pub(crate) fn refuse_errors(findings: &[Finding]) -> Result<()> {
     match findings.iter().find(|finding| finding.severity == Severity::Error) {
-        Some(finding) => Err(finding.to_error()),
+        Some(finding) => Err(Error::Unpairable(Box::new(finding.clone()))),
         None => Ok(()),
     }
 }
@@ -129,12 +78,12 @@ fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
     Finding {
         code: "one-sided-layer",
         severity: Severity::Warning,
-        place: format!("layer {name:?}"),
+        place: Place::layer(name),
         field: "name",
         local: local.into(),
         remote: remote.into(),
-        why: "a layer that one side lacks is not moved; where D has it, it is zeroed and begins cold: drafts of such a \
-              layer are accepted less often until it has computed its window itself",
+        reason: "a layer that one side lacks is not moved; where D has it, it is zeroed and begins cold: drafts of such a \
+                 layer are accepted less often until it has computed its window itself",
     }
 }
 
@@ -152,11 +101,11 @@ fn shortened(mut value: String) -> String {
 }
 
 fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &Layer, out: &mut Vec<Finding>) {
-    let place = format!("layer {:?}", layer.name);
+    let place = Place::layer(&layer.name);
     let (group, other_group) = (&local.groups[layer.group], &remote.groups[other.group]);
-    let mut add = |place: &str, code, field, local: String, remote: String, why| {
+    let mut add = |place: &Place, code, field, local: String, remote: String, reason| {
         let (local, remote) = (shortened(local), shortened(remote));
-        out.push(Finding { code, severity: Severity::Error, place: place.into(), field, local, remote, why });
+        out.push(Finding { code, severity: Severity::Error, place: place.clone(), field, local, remote, reason });
     };
     let (kind, other_kind) = (group.kind, other_group.kind);
     if kind.is_attention() != other_kind.is_attention() || (!kind.is_attention() && kind != other_kind) {
@@ -184,7 +133,7 @@ fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &La
     }
     for part in &page.parts {
         let Some(other) = other_page.parts.iter().find(|other| other.name == part.name) else { continue };
-        let place = format!("{place} part {:?}", part.name);
+        let place = place.part(&part.name);
         if part.dtype != other.dtype && part.name == WHOLE {
             let why = "how these bytes are split is not known, so only engines with equal pages and ranks can pair";
             add(&place, "equal-engines", "content", part.dtype.clone(), other.dtype.clone(), why);
@@ -208,7 +157,7 @@ fn compare_layers(local: &Geometry, layer: &Layer, remote: &Geometry, other: &La
             let Some(other) = other.axes.iter().find(|other| other.name == axis.name) else { continue };
             // What is still open could not be settled.
             if axis.extent != other.extent || axis.may_repeat != other.may_repeat {
-                let place = format!("{place} axis {:?}", axis.name);
+                let place = place.axis(&axis.name);
                 let why = "both sides have to mean the same whole";
                 add(&place, "extent", "extent", extent(axis), extent(other), why);
             }

@@ -66,10 +66,10 @@ fn same_length(expected: usize, lists: &[(&'static str, &[u64])]) -> Result<()> 
 pub fn check_views(views: &[View]) -> Result<u64> {
     let mut total = 0u64;
     for (index, &[address, length, _, stride, count]) in views.iter().enumerate() {
-        for (what, value) in [("length", length), ("stride", stride), ("count", count)] {
+        for (field, value) in [("length", length), ("stride", stride), ("count", count)] {
             if value == 0 {
-                let what = format!("view {index}: {what}");
-                return Err(Error::Value { what, value: 0, expected: "has to be at least 1".into() });
+                let (place, expected) = (format!("view {index}"), "has to be at least 1".to_owned());
+                return Err(Error::Value { place, field, value: 0, expected });
             }
         }
         let end = (count - 1).checked_mul(stride).and_then(|far| far.checked_add(length)?.checked_add(address));

@@ -9,17 +9,18 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySequence, PyTuple};
 
-use crate::error::request_error;
+use crate::error::type_error;
 
 fn type_name(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
 pub(crate) fn read_item(what: &str, item: &Bound<'_, PyAny>) -> PyResult<i64> {
-    item.extract::<i64>().map_err(|_| {
-        let text = format!("{what}: {} of type {} is not an integer of 64 bits", show(item), type_name(item));
-        request_error(item.py(), text)
-    })
+    item.extract::<i64>().map_err(|_| type_error(item.py(), what, &typed(item), "is not an integer of 64 bits"))
+}
+
+fn typed(value: &Bound<'_, PyAny>) -> String {
+    format!("{} of type {}", show(value), type_name(value))
 }
 
 fn show(value: &Bound<'_, PyAny>) -> String {
@@ -45,17 +46,16 @@ pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64
         };
     }
     if let Ok(array) = value.cast::<PyUntypedArray>() {
-        let text = format!(
-            "{what}: array has dtype {} and {} dimensions, expected int32 or int64 and 1",
+        let reason = format!(
+            "has dtype {} and {} dimensions, expected int32 or int64 and 1",
             array.dtype().str().map_or_else(|_| "?".to_owned(), |name| name.to_string()),
             array.ndim()
         );
-        return Err(request_error(value.py(), text));
+        return Err(type_error(value.py(), what, "array", &reason));
     }
     // Strings are sequences too; their items fail one by one with a clear text.
     let Ok(sequence) = value.cast::<PySequence>() else {
-        let text = format!("{what}: {} is not a list or array of integers", type_name(value));
-        return Err(request_error(value.py(), text));
+        return Err(type_error(value.py(), what, &type_name(value), "is not a list or array of integers"));
     };
     let length = sequence.len()?;
     (0..length).map(|index| read_item(what, &sequence.get_item(index)?)).collect()
@@ -89,7 +89,7 @@ fn read_list(what: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
 }
 
 fn not_contiguous(what: &str, value: &Bound<'_, PyAny>) -> PyErr {
-    request_error(value.py(), format!("{what}: array is not C-contiguous"))
+    type_error(value.py(), what, "array", "is not C-contiguous")
 }
 
 /// Lists of ids, one for each group.
@@ -101,7 +101,7 @@ pub(crate) fn read_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<
 pub(crate) fn read_descriptors(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
     let array = value.extract::<PyReadonlyArray2<'_, u64>>();
     let Some(rows) = array.as_ref().ok().map(|array| array.as_array()).filter(|rows| rows.ncols() == 3) else {
-        return Err(request_error(value.py(), format!("{what}: expected a uint64 array of shape (n, 3)")));
+        return Err(type_error(value.py(), what, "", "expected a uint64 array of shape (n, 3)"));
     };
     Ok(rows.rows().into_iter().map(|row| (row[0], row[1])).collect())
 }
@@ -119,10 +119,7 @@ pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u6
 
 /// One number of 64 bits without sign.
 pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
-    item.extract::<u64>().map_err(|_| {
-        let text = format!("{what}: {} of type {} is not in 0..2**64", show(item), type_name(item));
-        request_error(item.py(), text)
-    })
+    item.extract::<u64>().map_err(|_| type_error(item.py(), what, &typed(item), "is not in 0..2**64"))
 }
 
 /// The items of a list, tuple or array.
@@ -130,7 +127,7 @@ pub(crate) fn items<'py>(what: &str, value: &Bound<'py, PyAny>) -> PyResult<Vec<
     let iterable =
         value.cast::<PyList>().is_ok() || value.cast::<PyTuple>().is_ok() || value.cast::<PyUntypedArray>().is_ok();
     if !iterable {
-        return Err(request_error(value.py(), format!("{what}: {} is not a list", type_name(value))));
+        return Err(type_error(value.py(), what, &type_name(value), "is not a list"));
     }
     value.try_iter()?.collect()
 }
@@ -145,7 +142,7 @@ fn as_pair<'py>(value: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'
 
 fn read_span(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Span> {
     let Some((first, ids)) = as_pair(value) else {
-        return Err(request_error(value.py(), format!("{what}: {} is not a Span(first, ids)", show(value))));
+        return Err(type_error(value.py(), what, &show(value), "is not a Span(first, ids)"));
     };
     Ok(Span { first: read_u64(&format!("{what}: first"), &first)?, ids: read_ids(what, &ids)? })
 }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::convert::read_item;
-use crate::error::request_error;
+use crate::error::{Value, argument_error};
 
 const WHAT: &str = "tokens";
 
@@ -20,8 +20,8 @@ pub(crate) fn digest_tokens<'py>(
     num_tokens: usize,
 ) -> PyResult<Bound<'py, PyBytes>> {
     if tokens.len() < num_tokens {
-        let text = format!("{WHAT}: {} of {num_tokens} are in the list", tokens.len());
-        return Err(request_error(py, text));
+        let reason = format!("{} of {num_tokens} are in the list", tokens.len());
+        return Err(count_error(tokens, Value::Number(num_tokens as i128), &reason));
     }
     let mut digest = TokenDigest::new(header);
     let mut piece = vec![0; PIECE.min(num_tokens)];
@@ -52,11 +52,21 @@ fn read_token(tokens: &Bound<'_, PyList>, index: usize) -> PyResult<i32> {
 #[cold]
 fn read_slowly(tokens: &Bound<'_, PyList>, index: usize) -> PyResult<i32> {
     PyErr::take(tokens.py());
-    let shorter = |_| request_error(tokens.py(), format!("{WHAT}: the list has lost id {index} while it was read"));
+    let shorter = |_| {
+        let expected = Value::Text(format!("more than {index}"));
+        count_error(tokens, expected, &format!("the list has lost id {index} while it was read"))
+    };
     to_token(tokens.py(), read_item(WHAT, &tokens.get_item(index).map_err(shorter)?)?)
 }
 
 #[inline]
 fn to_token(py: Python<'_>, value: i64) -> PyResult<i32> {
-    i32::try_from(value).map_err(|_| request_error(py, format!("{WHAT}: {value} does not fit 32 bits")))
+    i32::try_from(value).map_err(|_| {
+        let values = (Value::Number(value.into()), "32 bits".into());
+        argument_error(py, "value", WHAT, values, &format!("{value} does not fit 32 bits"))
+    })
+}
+
+fn count_error(tokens: &Bound<'_, PyList>, expected: Value, reason: &str) -> PyErr {
+    argument_error(tokens.py(), "count", WHAT, (Value::Number(tokens.len() as i128), expected), reason)
 }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::convert::{column, items, read_groups, read_ids, read_item, read_u64, read_u64s, rows};
-use crate::error::{OrRaise, request_error};
+use crate::error::{OrRaise, type_error};
 use crate::geometry::{Finding, Geometry};
 
 #[pyfunction]
@@ -126,7 +126,7 @@ impl Lists {
             .iter()
             .map(|item| match items("parts", item)?.as_slice() {
                 [offset, length] => Ok((read_u64("offset", offset)?, read_u64("length", length)?)),
-                _ => Err(request_error(py, "parts: every entry is a pair (offset, length)".to_owned())),
+                _ => Err(type_error(py, "parts", "", "every entry is a pair (offset, length)")),
             })
             .collect::<PyResult<Vec<_>>>()?;
         views::state_views(&self.bases, &parts, &self.strides, &self.counts, &self.devices).or_raise(py)
@@ -197,7 +197,7 @@ pub(crate) fn ssm_descriptors<'py>(
 pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray2<u64>>> {
     let views = views.extract::<PyReadonlyArray2<'_, u64>>();
     let Some(array) = views.as_ref().ok().map(|views| views.as_array()).filter(|array| array.ncols() == 5) else {
-        return Err(request_error(py, "views: expected a uint64 array of shape (n, 5)".to_owned()));
+        return Err(type_error(py, "views", "", "expected a uint64 array of shape (n, 5)"));
     };
     let list: Vec<View> = array.rows().into_iter().map(|row| [row[0], row[1], row[2], row[3], row[4]]).collect();
     as_descriptors(py, &list)

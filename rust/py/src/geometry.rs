@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use crate::error::OrRaise;
+use crate::error::{OrRaise, printable};
 
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct Geometry(pub(crate) Arc<kvhma_core::Geometry>);
@@ -22,9 +22,13 @@ pub(crate) struct Finding {
     code: &'static str,
     severity: &'static str,
     place: String,
+    layer: Option<String>,
+    part: Option<String>,
+    axis: Option<String>,
     field: &'static str,
     local: String,
     remote: String,
+    reason: &'static str,
     text: String,
 }
 
@@ -43,11 +47,15 @@ impl From<&kvhma_core::Finding> for Finding {
                 kvhma_core::Severity::Error => "error",
                 kvhma_core::Severity::Warning => "warning",
             },
-            place: finding.place.clone(),
+            place: finding.place.to_string(),
+            layer: finding.place.layer.clone(),
+            part: finding.place.part.clone(),
+            axis: finding.place.axis.clone(),
             field: finding.field,
             local: finding.local.clone(),
             remote: finding.remote.clone(),
-            text: finding.text(),
+            reason: finding.reason,
+            text: printable(&finding.text()),
         }
     }
 }
