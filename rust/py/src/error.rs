@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Errors become Python exceptions that carry what their texts say; the classes are in `kvhma.errors`.
-use kvhma_core::{Error, Finding};
+// A new error of the core has to be given a class and its data here.
+#![deny(clippy::wildcard_enum_match_arm)]
+
+use kvhma_core::{Error, Finding, Place};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -25,7 +28,7 @@ enum Values {
     /// A value, and what it has to be.
     One { value: Value, expected: Value },
     /// The two sides of a pair.
-    Two { local: String, remote: String, layer: Option<String>, part: Option<String>, axis: Option<String> },
+    Two { local: String, remote: String, about: Place },
 }
 
 /// An exception before it is made.
@@ -39,7 +42,7 @@ struct Exception {
 }
 
 impl Exception {
-    /// One value that is not what it has to be; the caller fills in the place and a better reason, where there is one.
+    /// One value that is not what it has to be; the caller adds the reason, and the place if there is one.
     fn of_value(class: &'static str, code: &'static str, field: &str, value: Value, expected: Value) -> Self {
         let values = Values::One { value, expected };
         Self { class, code, place: String::new(), field: field.to_owned(), reason: String::new(), values }
@@ -58,16 +61,10 @@ impl Exception {
         Self {
             class: "UnsupportedPairError",
             code,
+            place: place.to_string(),
             field: field.to_owned(),
             reason: reason.to_owned(),
-            values: Values::Two {
-                local,
-                remote,
-                layer: place.layer.clone(),
-                part: place.part.clone(),
-                axis: place.axis.clone(),
-            },
-            place: place.to_string(),
+            values: Values::Two { local, remote, about: place },
         }
     }
 
@@ -83,10 +80,10 @@ impl Exception {
                 data.set_item("value", value)?;
                 data.set_item("expected", expected)?;
             }
-            Values::Two { local, remote, layer, part, axis } => {
-                for (name, value) in
-                    [("local", Some(local)), ("remote", Some(remote)), ("layer", layer), ("part", part), ("axis", axis)]
-                {
+            Values::Two { local, remote, about } => {
+                data.set_item("local", local)?;
+                data.set_item("remote", remote)?;
+                for (name, value) in [("layer", about.layer), ("part", about.part), ("axis", about.axis)] {
                     data.set_item(name, value)?;
                 }
             }
@@ -213,7 +210,7 @@ fn describe(error: &Error) -> Exception {
             place: String::new(),
             field: "views".to_owned(),
             reason: why.clone(),
-            values: Values::Two { local: String::new(), remote: String::new(), layer: None, part: None, axis: None },
+            values: Values::Two { local: String::new(), remote: String::new(), about: Place::default() },
         },
     }
 }
