@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvhma
+from kvhma.errors import LayoutError
 from kvhma.hybrid import layout, summary
 from kvhma.models import Model, model, models
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
@@ -17,7 +18,7 @@ from support.tables import count_blocks, draw_tables
 pytestmark = pytest.mark.nixl
 
 CACHE_BYTES = 128 << 20
-"""Of one process. Where a model needs more, one rank of several takes the place of the only one."""
+"""Of one process, if possible. Where a model needs more, one rank of several takes the place of the only one."""
 
 MANY_TENSORS = 16
 """With more they are one region, as engines have them too: the oracle makes other stale bytes for each region."""
@@ -51,14 +52,23 @@ def prompt(one: Model, geometry: kvhma.Geometry) -> int:
 
 
 def scaled(one: Model) -> tuple[kvhma.Geometry, int]:
-    """Return the last rank of as few as keep the cache small, with just enough blocks, and the tokens."""
+    """Return the last rank of as few as keep the cache small, with just enough blocks, and the tokens.
+
+    Of a model that vLLM does not share out over so many, of as many as it does.
+    """
+    found = None
     for tp_size in (1, 2, 4, 8, 16):
-        probe = rank_of(one, 1, tp_size)
+        try:
+            probe = rank_of(one, 1, tp_size)
+        except LayoutError:
+            break
         tokens = prompt(one, probe)
         num_blocks = 1 + SPARE + count_blocks(probe, tokens, ahead=1)
+        found = rank_of(one, num_blocks, tp_size), tokens
         if num_blocks * sum(region.bytes for region in probe.regions) <= CACHE_BYTES:
-            return rank_of(one, num_blocks, tp_size), tokens
-    raise AssertionError(f"{one.name} does not fit {CACHE_BYTES} bytes")
+            break
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", models())
