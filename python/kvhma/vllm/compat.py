@@ -176,7 +176,7 @@ def _drafted_state(config: VllmConfig) -> bool:
 def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
     """Return which model an engine runs."""
     model = config.model_config
-    dtype = _dtype(model)
+    dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
     text_config = model.hf_text_config
     return ModelIdentity(
@@ -191,10 +191,6 @@ def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
         overrides=_json(_overrides(model)),
         draft=_draft(config),
     )
-
-
-def _dtype(model: ModelConfig) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def _revision(model: ModelConfig) -> str | None:
@@ -222,7 +218,7 @@ def _draft(config: VllmConfig) -> str | None:
     # Methods without a draft model name the model itself here; a module of the model is as the model is.
     if draft is None or draft.model == config.model_config.model:
         return None
-    return _bounded(f"{draft.model} {_revision(draft) or ''} {_dtype(draft)}")
+    return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}")
 
 
 def _json(value: Any) -> str:

@@ -459,8 +459,8 @@ class SchedulerHalf:
         cached = pull.num_tokens - external
         tables = self._transfer_tables([[block.block_id for block in table] for table in blocks.blocks])
         # Each group has a hit of its own: the one that vLLM names is that of full attention.
-        hits = [hit_blocks(blocks.blocks[group]) for group in self._engine.transfer_groups]
-        hits = [0 if group.kind == "ssm" else hit for group, hit in zip(self._geometry.groups, hits, strict=True)]
+        groups = zip(self._engine.transfer_groups, self._geometry.groups, strict=True)
+        hits = [0 if group.kind == "ssm" else hit_blocks(blocks.blocks[index]) for index, group in groups]
         spans = kvhma.live_spans(self._geometry, pull.num_tokens, tables, hits)
         return Load(request_id, pull.remote, pull.reader, pull.num_tokens, cached, tuple(spans))
 
