@@ -55,8 +55,8 @@ from counts import PAIRINGS, POOLS, Pairing, Pool, block_tables, pool_blocks, vl
 from kvhma import Geometry, Span
 from kvhma.baselines import Count, first_token, sequence_blocks
 from kvhma.errors import UnsupportedPairError
-from kvhma.hybrid import cache_groups, conv_split, hybrid_block_size, layout
 from kvhma.models import Model, model, models
+from kvhma.models.vllm_layout import cache_groups, conv_split, hybrid_block_size, layout
 
 Tables: TypeAlias = list[list[int]]
 Copies: TypeAlias = NDArray[np.int64]

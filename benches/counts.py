@@ -18,8 +18,8 @@ import kvhma
 from kvhma.baselines import Count, sequence_blocks, vllm_list, vllm_selection
 from kvhma.errors import LayoutError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group
-from kvhma.hybrid import cache_groups, hybrid_block_size, layout, summary
 from kvhma.models import Model, models
+from kvhma.models.vllm_layout import cache_groups, hybrid_block_size, layout, summary
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 Pool: TypeAlias = Literal["fresh", "used"]

@@ -20,7 +20,7 @@ import numpy as np
 
 import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.vllm.prompt import prompt_digest
+from kvhma.vllm.scheduler.prompt import prompt_digest
 
 REPEATS = 7
 

@@ -7,8 +7,8 @@ import pytest
 
 import kvhma
 from kvhma import Span, baselines
-from kvhma.hybrid import layout
 from kvhma.models import model
+from kvhma.models.vllm_layout import layout
 
 MODELS = {"gemma-3-27b": (8192, 2000), "gpt-oss-120b": (131_072, 9000), "NVIDIA-Nemotron-3-Nano-30B-A3B": (131_072, 90)}
 

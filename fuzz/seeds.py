@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from kvhma.errors import LayoutError
-from kvhma.hybrid import layout
+from kvhma.models.vllm_layout import layout
 from kvhma.models import models
 from support.generate import generate
 from support.recipe import draw

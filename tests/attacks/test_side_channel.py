@@ -12,13 +12,14 @@ import pytest
 import zmq
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.leases import Ledger
-from kvhma.vllm.params import Address
-from kvhma.vllm.side_channel import (
+from kvhma.vllm.scheduler.leases import LeaseTable
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.side_channel import (
     PROTOCOL,
+    AskEngineInfo,
     AskHello,
-    AskRoster,
     Client,
+    EngineInfo,
     Leases,
     Listener,
     Outcome,
@@ -26,7 +27,6 @@ from kvhma.vllm.side_channel import (
     Refused,
     Release,
     Renew,
-    Roster,
     read_answer,
 )
 from support.engines.engine import free_port
@@ -35,7 +35,9 @@ from support.engines.engine import free_port
 @pytest.fixture
 def address():
     address = Address("127.0.0.1", free_port())
-    listener = Listener(address, engine_id="p", instance=258, hellos={(0, 0): b"zero", (0, 1): b"one"}, desk=Ledger(9))
+    listener = Listener(
+        address, engine_id="p", instance=258, hellos={(0, 0): b"zero", (0, 1): b"one"}, desk=LeaseTable(9)
+    )
     yield address
     answers(address)
     listener.close()
@@ -43,7 +45,7 @@ def address():
 
 def answers(address):
     with Client(address, 5) as client:
-        roster = client.ask(AskRoster(PROTOCOL), Roster)
+        roster = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         assert (roster.engine_id, int.from_bytes(roster.instance, "big"), roster.ranks) == ("p", 258, [(0, 0), (0, 1)])
         assert client.ask(AskHello(0, 1), RankHello).data == b"one"
 
@@ -60,7 +62,7 @@ def test_another_protocol(address):
         Client(address, 5) as client,
         pytest.raises(HandshakeError, match="protocol is 7 on your side, 2 on this side"),
     ):
-        client.ask(AskRoster(7), Roster)
+        client.ask(AskEngineInfo(7), EngineInfo)
 
 
 def test_a_rank_that_is_not_there(address):
@@ -69,8 +71,8 @@ def test_a_rank_that_is_not_there(address):
 
 
 def test_an_answer_of_another_kind(address):
-    with Client(address, 5) as client, pytest.raises(HandshakeError, match="AskRoster with Roster"):
-        client.ask(AskRoster(PROTOCOL), RankHello)
+    with Client(address, 5) as client, pytest.raises(HandshakeError, match="AskEngineInfo with EngineInfo"):
+        client.ask(AskEngineInfo(PROTOCOL), RankHello)
 
 
 def test_a_peers_text_brings_no_line_breaks_into_the_log(address, caplog):
@@ -127,7 +129,7 @@ def test_mutations_of_good_questions(address):
     good = [
         msgspec.msgpack.encode(question)
         for question in (
-            AskRoster(PROTOCOL),
+            AskEngineInfo(PROTOCOL),
             AskHello(0, 0),
             Renew([("a", b"12345678", b"87654321")]),
             Release([("b", b"12345678", b"87654321")], Outcome.READ),
@@ -208,7 +210,7 @@ def test_nobody_there():
         Client(Address("127.0.0.1", free_port()), 0.2) as client,
         pytest.raises(HandshakeTimeoutError, match="no answer"),
     ):
-        client.ask(AskRoster(PROTOCOL), Roster)
+        client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_answers_are_not_trusted_either(data):
 
 def test_a_port_that_is_taken(address):
     with pytest.raises(HandshakeError, match=r"cannot listen at.*side_channel_port"):
-        Listener(address, engine_id="q", instance=1, hellos={}, desk=Ledger(1))
+        Listener(address, engine_id="q", instance=1, hellos={}, desk=LeaseTable(1))
 
 
 def test_leases_are_asked_for(address):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhma.hybrid` against vLLM's allocator: the same layers through both, whatever their heads, orders and ranks."""
+"""`models.vllm_layout` and vLLM's allocator: the same layers through both, whatever heads, orders and ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvhma.errors import LayoutError
-from kvhma.hybrid import cache_groups, hybrid_block_size, layout, state_bytes
 from kvhma.models import Attention, Model, State
+from kvhma.models.vllm_layout import cache_groups, hybrid_block_size, layout, state_bytes
 
 BLOCKS = 5
 ORDERS = tuple(KVCacheLayout.__members__)

@@ -14,8 +14,8 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm import compat
-from kvhma.vllm.compat import check_config, writer_of
+from kvhma.vllm import engine_config as compat
+from kvhma.vllm.engine_config import check_config, writer_of
 from kvhma.vllm.formats import Writer
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhma.config` and `kvhma.hybrid` against vLLM's own model classes, layer by layer."""
+"""`kvhma.models.config` and `kvhma.models.vllm_layout` against vLLM's own model classes, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 import vllm
 from vllm.v1.kv_cache_interface import MambaSpec, SparseCacheRole, UniformTypeKVCacheSpecs
 
-from kvhma.config import model_from_config
 from kvhma.errors import ConfigError
 from kvhma.geometry import Geometry, Layer
-from kvhma.hybrid import Order, cache_groups, layout
+from kvhma.models.config import model_from_config
+from kvhma.models.vllm_layout import Order, cache_groups, layout
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
 from support.vllm_models import Allocated, allocate

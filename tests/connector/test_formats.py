@@ -39,9 +39,9 @@ import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Page, Part
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
-from kvhma.vllm.content import Place
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.layer_parts import RankInfo
 from support import writers
 from support.writers import Cache, Places, execute
 
@@ -288,7 +288,7 @@ class Engine:
             tensor = KVCacheTensor(raw.numel(), names, layer_stride=strides[0], block_stride=strides[1])
             views = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel or form.kernel)
             config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
-            place = Place(rank, tp)
+            place = RankInfo(rank, tp)
             named = dict(zip(names, views, strict=True))
             self.geometries.append(geometry_of(config, named, place, writer=lambda _: form.writer))
             self.caches.append([Cache.of(raw, view, order) for view in views])
@@ -526,7 +526,7 @@ def state_rank(kind: str, rank: int, tp: int, order: str, groups: int) -> tuple[
     tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=strides[0], block_stride=strides[1])
     (view,) = create_kv_cache_views(raw, spec, 4, KVCacheLayout.LBHNC, tensor)
     config = KVCacheConfig(4, [tensor], [KVCacheGroupSpec(["a"], spec)])
-    place = Place(rank, tp, state_groups=groups if kind == "mamba2" else None)
+    place = RankInfo(rank, tp, state_groups=groups if kind == "mamba2" else None)
     return raw, view, geometry_of(config, {"a": view}, place)
 
 

@@ -29,13 +29,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 import kvhma
 from kvhma.errors import KvhmaError, UnsupportedPairError
 from kvhma.oracle import Oracle
-from kvhma.vllm.content import Place
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.layer_parts import RankInfo
 
 BF16 = torch.bfloat16
 BLOCKS = 8
-ALONE = Place()
+ALONE = RankInfo()
 
 
 def full(heads=2, block=16, **more):
@@ -171,8 +171,8 @@ def test_attention_of_other_block_sizes(spec, mine, theirs):
 @pytest.mark.parametrize("spec", [mla, sliding_mla], ids=lambda spec: spec.__name__)
 @pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16)])
 def test_latents(spec, mine, theirs):
-    here = worker([spec(block=mine)], place=Place(1, 2))
-    moved(here, [worker([spec(block=theirs)], place=Place(rank, 4)) for rank in range(4)])
+    here = worker([spec(block=mine)], place=RankInfo(1, 2))
+    moved(here, [worker([spec(block=theirs)], place=RankInfo(rank, 4)) for rank in range(4)])
 
 
 @pytest.mark.parametrize("kernel", [16, 32])
@@ -184,7 +184,7 @@ def test_kernel_blocks(kernel):
 def test_heads_over_ranks(mine, theirs):
     def ranks(tp):
         held = max(1, 2 // tp)
-        return [worker([full(heads=held)], place=Place(rank, tp)) for rank in range(tp)]
+        return [worker([full(heads=held)], place=RankInfo(rank, tp)) for rank in range(tp)]
 
     for rank in ranks(mine):
         moved(rank, ranks(theirs))
@@ -207,14 +207,14 @@ def test_states_over_ranks_in_both_orders(name, mine, theirs, here, there):
 
     def ranks(tp, order):
         spec = STATES[name](tp, order=order)
-        return [worker([spec], place=Place(rank, tp, state_groups=groups)) for rank in range(tp)]
+        return [worker([spec], place=RankInfo(rank, tp, state_groups=groups)) for rank in range(tp)]
 
     for rank in ranks(mine, here):
         moved(rank, ranks(theirs, there), tokens=(5,))
 
 
 def test_groups_of_state_that_ranks_repeat_are_held_whole():
-    geometry = worker([mamba2(2, groups=1)], place=Place(1, 2, state_groups=1))
+    geometry = worker([mamba2(2, groups=1)], place=RankInfo(1, 2, state_groups=1))
     parts = {part.name: part for part in geometry.layers[0].page.parts}
     assert set(parts) == {"x", "B", "C", "ssm"}
     for name in "BC":
@@ -225,7 +225,7 @@ def test_groups_of_state_that_ranks_repeat_are_held_whole():
 def test_a_hybrid_with_padded_pages_of_state():
     attention = full(block=64)
     state = mamba2(1, padded=attention.page_size_bytes, spec=2)
-    geometry = worker([attention, state], place=Place(state_groups=1))
+    geometry = worker([attention, state], place=RankInfo(state_groups=1))
     assert geometry.groups[1].speculative == 2
     assert len(geometry.regions) == 1
     assert geometry.layers[2].block_stride == attention.page_size_bytes
@@ -250,7 +250,7 @@ def test_a_group_of_layers_with_other_heads():
         offset += page * BLOCKS
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=[group])
-    geometry = geometry_of(config, caches, Place(), writer=lambda _: writer_of([]))
+    geometry = geometry_of(config, caches, RankInfo(), writer=lambda _: writer_of([]))
     assert [layer.page.nbytes for layer in geometry.layers] == [1024, 2048]
     moved(geometry, [geometry])
 
@@ -261,7 +261,7 @@ def test_layers_that_use_the_cache_of_another_are_left_out():
     tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=raw.numel(), block_stride=spec.page_size_bytes)
     view = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)[0]
     config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["a", "b"], spec)])
-    assert [layer.name for layer in geometry_of(config, {"a": view, "b": view}, Place()).layers] == ["a"]
+    assert [layer.name for layer in geometry_of(config, {"a": view, "b": view}, RankInfo()).layers] == ["a"]
 
 
 def test_the_cpu_kernels():
@@ -285,7 +285,7 @@ def test_contents_that_are_not_known_pair_only_with_their_like(spec):
     with pytest.raises(UnsupportedPairError):
         kvhma.plan(alone, worker([full()]))
     with pytest.raises(UnsupportedPairError, match="tp2"):
-        kvhma.plan(alone, [worker([spec], place=Place(rank, 2)) for rank in range(2)])
+        kvhma.plan(alone, [worker([spec], place=RankInfo(rank, 2)) for rank in range(2)])
 
 
 def test_dtypes_are_compared():

@@ -40,9 +40,9 @@ import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Page
 from kvhma.oracle import Oracle
-from kvhma.vllm.content import Place
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.layer_parts import RankInfo
 
 SIZES = (1, 2, 4, 8)
 BLOCKS, QUERIES, WIDTH = 6, 16, 2
@@ -94,7 +94,7 @@ def worker(model: str, rank: int, size: int, layout: str = "LBHNC") -> Geometry:
         groups.append(KVCacheGroupSpec([name], spec))
         offset += BLOCKS * spec.page_size_bytes
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
-    return geometry_of(config, caches, Place(rank, size), writer=lambda _: WRITER)
+    return geometry_of(config, caches, RankInfo(rank, size), writer=lambda _: WRITER)
 
 
 def true(model: str, geometry: Geometry) -> Geometry:
@@ -166,7 +166,7 @@ def test_latents_are_held_by_every_rank() -> None:
     caches = {"0": create_kv_cache_views(raw, spec, BLOCKS, order, tensor)[0]}
     config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["0"], spec)])
     writer = Writer("TRITON_MLA", "cuda", "9.0")
-    (part,) = geometry_of(config, caches, Place(1, 2), writer=lambda _: writer).layers[0].page.parts
+    (part,) = geometry_of(config, caches, RankInfo(1, 2), writer=lambda _: writer).layers[0].page.parts
     assert not any(axis.may_repeat for axis in part.axes)
 
 

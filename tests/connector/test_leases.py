@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledger and courier, over the real side channel."""
+"""LeaseTable and courier, over the real side channel."""
 
 import threading
 import time
@@ -7,11 +7,11 @@ import time
 import pytest
 
 from kvhma.errors import HandshakeTimeoutError, LeaseEndedError
-from kvhma.vllm import leases as leases_module
-from kvhma.vllm import side_channel
-from kvhma.vllm.leases import Courier, Ledger, claim_all
-from kvhma.vllm.params import Address, Claim, Hold
-from kvhma.vllm.side_channel import Client, Lines, Listener, Outcome, Renew
+from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable, claim_all
+from kvhma.vllm.scheduler import leases as leases_module
+from kvhma.vllm.wire import side_channel
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener, Outcome, Renew
 from support.engines.engine import free_port
 
 
@@ -23,52 +23,52 @@ def until(condition, seconds=5.0):
 
 
 def claim(hold, reader=1):
-    return Claim(hold, reader)
+    return LeaseClaim(hold, reader)
 
 
 def test_a_lease_ends():
-    ledger = Ledger(0.05)
+    ledger = LeaseTable(0.05)
     hold = ledger.hold("a")
-    assert ledger.strike_off() == ([], [])
+    assert ledger.drain_ended() == ([], [])
     time.sleep(0.06)
     assert ledger.renew([claim(hold)]) == [None]  # not struck off yet, and not to be had any more
-    assert ledger.strike_off() == ([], ["a"])
-    assert ledger.strike_off() == ([], [])
+    assert ledger.drain_ended() == ([], ["a"])
+    assert ledger.drain_ended() == ([], [])
 
 
 def test_a_renewal_extends_it():
-    ledger = Ledger(0.3)
+    ledger = LeaseTable(0.3)
     hold = ledger.hold("a")
     for _ in range(4):
         time.sleep(0.1)
         (expires,) = ledger.renew([claim(hold)])
         assert expires > time.monotonic() + 0.2
-    assert ledger.strike_off() == ([], [])
+    assert ledger.drain_ended() == ([], [])
 
 
 def test_a_release_is_reported_once():
-    ledger = Ledger(60)
+    ledger = LeaseTable(60)
     hold = ledger.hold("a")
-    ledger.release([claim(hold), claim(hold), claim(Hold("b", 1))], Outcome.READ)
+    ledger.release([claim(hold), claim(hold), claim(LeaseKey("b", 1))], Outcome.READ)
     assert ledger.renew([claim(hold)]) == [None]
-    assert ledger.strike_off() == (["a"], [])
-    assert ledger.strike_off() == ([], [])
+    assert ledger.drain_ended() == (["a"], [])
+    assert ledger.drain_ended() == ([], [])
 
 
 def test_an_old_generation_holds_nothing():
-    ledger = Ledger(60)
+    ledger = LeaseTable(60)
     old = ledger.hold("a")
     ledger.release([claim(old)], Outcome.READ)
     new = ledger.hold("a")
     assert ledger.renew([claim(old), claim(new)])[0] is None
     ledger.release([claim(old)], Outcome.READ)
-    assert ledger.strike_off() == (["a"], [])
+    assert ledger.drain_ended() == (["a"], [])
     assert len(ledger) == 1
 
 
 def test_readers_share_a_request():
     """The first reader had it alone: of three samples with the same parameters two lost their blocks."""
-    ledger = Ledger(60)
+    ledger = LeaseTable(60)
     hold = ledger.hold("a")
     assert None not in ledger.renew([claim(hold, reader) for reader in (1, 2, 3)])
     for reader in (2, 1):
@@ -76,80 +76,80 @@ def test_readers_share_a_request():
         assert len(ledger) == 1
     assert ledger.renew([claim(hold, 3)]) != [None]
     ledger.release([claim(hold, 3)], Outcome.READ)
-    assert ledger.strike_off() == (["a"], [])
+    assert ledger.drain_ended() == (["a"], [])
 
 
 def test_a_reader_that_fails_leaves_the_request_to_the_next():
     """Any release gave the blocks back, so that another decode engine found none."""
-    ledger = Ledger(60)
+    ledger = LeaseTable(60)
     hold = ledger.hold("a")
     ledger.renew([claim(hold, 1)])
     ledger.release([claim(hold, 1)], Outcome.UNREAD)
-    assert ledger.strike_off() == ([], [])
+    assert ledger.drain_ended() == ([], [])
     assert ledger.renew([claim(hold, 2)]) != [None]
     ledger.release([claim(hold, 2)], Outcome.READ)
-    assert ledger.strike_off() == (["a"], [])
+    assert ledger.drain_ended() == (["a"], [])
 
 
 def test_one_that_fails_after_another_has_read_is_the_last():
-    ledger = Ledger(60)
+    ledger = LeaseTable(60)
     hold = ledger.hold("a")
     ledger.renew([claim(hold, 1), claim(hold, 2)])
     ledger.release([claim(hold, 1)], Outcome.READ)
     ledger.release([claim(hold, 2)], Outcome.UNREAD)
-    assert ledger.strike_off() == (["a"], [])
+    assert ledger.drain_ended() == (["a"], [])
 
 
 def test_a_lease_that_nobody_could_read_under_ends_as_expired():
-    ledger = Ledger(0.05)
+    ledger = LeaseTable(0.05)
     hold = ledger.hold("a")
     ledger.renew([claim(hold, 1)])
     ledger.release([claim(hold, 1)], Outcome.UNREAD)
     time.sleep(0.06)
-    assert ledger.strike_off() == ([], ["a"])
+    assert ledger.drain_ended() == ([], ["a"])
 
 
 def test_a_reader_that_dies_keeps_the_blocks_for_its_lease_only():
-    ledger = Ledger(0.2)
+    ledger = LeaseTable(0.2)
     hold = ledger.hold("a")
     ledger.renew([claim(hold, 1)])
     time.sleep(0.15)
     ledger.renew([claim(hold, 2)])
     ledger.release([claim(hold, 2)], Outcome.READ)
-    assert ledger.strike_off() == ([], [])
+    assert ledger.drain_ended() == ([], [])
     time.sleep(0.06)
-    assert ledger.strike_off() == (["a"], []), "read, so no lease that ended unread"
+    assert ledger.drain_ended() == (["a"], []), "read, so no lease that ended unread"
 
 
 def test_siblings_that_have_not_claimed_yet_have_a_moment(monkeypatch):
     monkeypatch.setattr(leases_module, "SIBLING_SECONDS", 0.1)
-    ledger = Ledger(60)
+    ledger = LeaseTable(60)
     for name in ("in time", "late"):
         hold = ledger.hold(name)
         ledger.renew([claim(hold, 1)])
         ledger.release([claim(hold, 1)], Outcome.READ_BY_SIBLING)
-        assert ledger.strike_off() == ([], [])
+        assert ledger.drain_ended() == ([], [])
         if name == "in time":
             assert ledger.renew([claim(hold, 2)])[0] > time.monotonic() + 50
             time.sleep(0.12)
-            assert ledger.strike_off() == ([], []), "a claim outlasts the moment"
+            assert ledger.drain_ended() == ([], []), "a claim outlasts the moment"
             ledger.release([claim(hold, 2)], Outcome.READ)
         else:
             time.sleep(0.12)
             assert ledger.renew([claim(hold, 2)]) == [None]
-        assert ledger.strike_off() == ([name], [])
+        assert ledger.drain_ended() == ([name], [])
 
 
 def test_that_moment_does_not_outlast_the_lease():
-    ledger = Ledger(0.05)
+    ledger = LeaseTable(0.05)
     hold = ledger.hold("a")
     ledger.release([claim(hold, 1)], Outcome.READ_BY_SIBLING)
     time.sleep(0.06)
-    assert ledger.strike_off() == (["a"], [])
+    assert ledger.drain_ended() == (["a"], [])
 
 
 def test_readers_have_a_bound():
-    ledger = Ledger(0.2)
+    ledger = LeaseTable(0.2)
     hold = ledger.hold("a")
     most = leases_module.MAX_READERS
     answers = ledger.renew([claim(hold, reader) for reader in range(most + 1)])
@@ -168,7 +168,7 @@ def address():
 
 @pytest.fixture
 def courier():
-    made = Courier(timeout=0.3, max_peers=2)
+    made = LeaseRenewer(timeout=0.3, max_peers=2)
     yield made
     made.close()
 
@@ -182,23 +182,23 @@ def end_of(ledger, hold):
 
 
 def test_the_courier_keeps_a_lease_and_lets_go(address, courier):
-    ledger = Ledger(0.4)
+    ledger = LeaseTable(0.4)
     listener = listen(address, ledger)
     try:
         hold = ledger.hold("a")
         expires = end_of(ledger, hold)
         courier.track(address, claim(hold), every=0.05)
         until(lambda: end_of(ledger, hold) > expires + 0.5)
-        assert ledger.strike_off() == ([], [])
+        assert ledger.drain_ended() == ([], [])
         courier.release(address, claim(hold), Outcome.READ)
         until(lambda: len(ledger) == 0)
-        assert ledger.strike_off() == (["a"], [])
+        assert ledger.drain_ended() == (["a"], [])
     finally:
         listener.close()
 
 
 def test_the_courier_survives_a_listener_that_comes_late(address, courier):
-    ledger = Ledger(5)
+    ledger = LeaseTable(5)
     hold = ledger.hold("a")
     expires = end_of(ledger, hold)
     courier.track(address, claim(hold), every=0.05)
@@ -212,14 +212,14 @@ def test_the_courier_survives_a_listener_that_comes_late(address, courier):
 
 def test_the_courier_takes_no_more_engines_than_it_may(courier):
     for port in range(1, 10):
-        courier.track(Address("127.0.0.1", port), claim(Hold(str(port), 1)), every=0.05)
+        courier.track(Address("127.0.0.1", port), claim(LeaseKey(str(port), 1)), every=0.05)
     assert len(courier._peers) == 2
 
 
 @pytest.mark.parametrize("host", ["", "no such host!", "256.1.1.1", "::zz", "a b", "*", "x" * 300])
 def test_the_courier_survives_any_address(courier, host, address):
-    ledger = Ledger(5)
-    lost = claim(Hold("lost", 1))
+    ledger = LeaseTable(5)
+    lost = claim(LeaseKey("lost", 1))
     courier.track(Address(host, 1), lost, every=0.05)
     courier.release(Address(host, 1), lost, Outcome.READ)
     listener = listen(address, ledger)
@@ -242,7 +242,7 @@ def covers(lease, ended):
 
 @pytest.fixture
 def lines(address):
-    lines = Lines(address, 2)
+    lines = ClientPool(address, 2)
     yield lines
     lines.close()
 
@@ -254,7 +254,7 @@ def ask(lines, *claims, timeout=2.0, margin=0.1):
 
 @pytest.fixture
 def ledger(address):
-    ledger = Ledger(1.0)
+    ledger = LeaseTable(1.0)
     listener = listen(address, ledger)
     yield ledger
     listener.close()
@@ -296,7 +296,7 @@ def test_a_second_reader(lines, ledger):
 
 
 def test_nobody_answers(lines):
-    lease = ask(lines, claim(Hold("a", 1)), timeout=0.1, margin=0.1)
+    lease = ask(lines, claim(LeaseKey("a", 1)), timeout=0.1, margin=0.1)
     with pytest.raises(LeaseEndedError, match=r"no answer in 0\.1 s"):
         covers(lease, time.monotonic())
     lease.close()
@@ -307,7 +307,7 @@ def test_claims_of_a_step_are_one_question(lines, ledger, monkeypatch):
     send = Client.send
     monkeypatch.setattr(Client, "send", lambda self, question: (questions.append(question), send(self, question)))
     holds = [ledger.hold(name) for name in "ab"]
-    first, unknown, second = ask(lines, claim(holds[0]), claim(Hold("c", 1)), claim(holds[1]))
+    first, unknown, second = ask(lines, claim(holds[0]), claim(LeaseKey("c", 1)), claim(holds[1]))
     assert covers(first, time.monotonic())
     with pytest.raises(LeaseEndedError, match="P does not hold 'c' any more"):
         covers(unknown, time.monotonic())
@@ -348,13 +348,13 @@ def test_a_line_is_kept_for_the_next_question_unless_it_waits(lines, ledger):
 
 
 def test_an_answer_for_other_claims_than_were_asked(address, lines):
-    class Confused(Ledger):
+    class Confused(LeaseTable):
         def renew(self, claims):
             return [*super().renew(claims), 1e9]
 
     listener = listen(address, Confused(1.0))
     try:
-        lease = ask(lines, claim(Hold("a", 1)))
+        lease = ask(lines, claim(LeaseKey("a", 1)))
         with pytest.raises(LeaseEndedError, match="1 claims, 2 answers"):
             covers(lease, time.monotonic())
         lease.close()
@@ -383,7 +383,7 @@ def test_a_line_whose_connection_has_ended_for_good_is_not_waited_for(lines, led
 
 
 def test_releases_do_not_keep_renewals_from_being_said(address, courier):
-    ledger = Ledger(0.6)
+    ledger = LeaseTable(0.6)
     said = []
 
     class Busy:
@@ -395,22 +395,22 @@ def test_releases_do_not_keep_renewals_from_being_said(address, courier):
 
         def release(self, claims, outcome):
             said.append("release")
-            courier.release(address, claim(Hold("another", len(said))), Outcome.READ)
+            courier.release(address, claim(LeaseKey("another", len(said))), Outcome.READ)
 
     listener = Listener(address, engine_id="p", instance=1, hellos={}, desk=Busy())
     try:
         hold = ledger.hold("a")
         courier.track(address, claim(hold), every=0.05)
-        courier.release(address, claim(Hold("another", 0)), Outcome.READ)
+        courier.release(address, claim(LeaseKey("another", 0)), Outcome.READ)
         until(lambda: said.count("release") > 50 and said.count("renew") > 5)
         time.sleep(0.8)
-        assert ledger.strike_off() == ([], [])
+        assert ledger.drain_ended() == ([], [])
     finally:
         listener.close()
 
 
 def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(address, courier, monkeypatch):
-    ledger = Ledger(5)
+    ledger = LeaseTable(5)
     go_on = threading.Event()
     getaddrinfo = side_channel.getaddrinfo
 
@@ -437,9 +437,9 @@ def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(address
 
 
 def test_the_courier_knows_what_p_holds(address, courier):
-    ledger = Ledger(5)
+    ledger = LeaseTable(5)
     hold = ledger.hold("a")
-    here, gone = claim(hold, 1), claim(Hold("b", 1), 1)
+    here, gone = claim(hold, 1), claim(LeaseKey("b", 1), 1)
     assert courier.held(address, here) is None
     listener = listen(address, ledger)
     try:
@@ -456,18 +456,18 @@ def test_the_courier_knows_what_p_holds(address, courier):
 def test_every_outcome_reaches_p(address, courier):
     heard = []
 
-    class Desk:
+    class LeaseService:
         def renew(self, claims):
             return [None for _ in claims]
 
         def release(self, claims, outcome):
             heard.extend((one.hold.request_id, outcome) for one in claims)
 
-    listener = Listener(address, engine_id="p", instance=1, hellos={}, desk=Desk())
+    listener = Listener(address, engine_id="p", instance=1, hellos={}, desk=LeaseService())
     try:
         said = [(str(number), outcome) for number, outcome in enumerate([*Outcome, *Outcome, Outcome.UNREAD])]
         for name, outcome in said:
-            courier.release(address, claim(Hold(name, 1)), outcome)
+            courier.release(address, claim(LeaseKey(name, 1)), outcome)
         until(lambda: len(heard) == len(said))
         assert heard == said
     finally:

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from connector.test_scheduler import half, request, tables
-from kvhma.vllm.params import Claim, write_ids
+from kvhma.vllm.wire.params import LeaseClaim, write_ids
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
 
@@ -140,7 +140,7 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
             engine.step()
             # What the thread that tells of leases does.
             for pull in engine.half._pulls.values():
-                engine.source.half._ledger.renew([Claim(pull.remote.hold, pull.reader)])
+                engine.source.half._ledger.renew([LeaseClaim(pull.remote.hold, pull.reader)])
         time.sleep(0.01)
     assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
 

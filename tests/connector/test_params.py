@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvhma import Span
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
-from kvhma.vllm.params import Address, Hold, Remote, read_ids, write_ids
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, read_ids, write_ids
 
-REMOTE = Remote(
+REMOTE = PrefillParams(
     address=Address("prefill-0", 5600),
     engine_id="engine_dp0",
     instance=0x0123456789ABCDEF,
-    hold=Hold("cmpl-1", 7),
+    hold=LeaseKey("cmpl-1", 7),
     lease=30.0,
     num_tokens=300,
     prompt="0f" * 16,
@@ -30,7 +30,7 @@ def params():
 
 
 def test_round_trip_through_json():
-    assert Remote.from_params(params(), num_prompt_tokens=301) == REMOTE
+    assert PrefillParams.from_params(params(), num_prompt_tokens=301) == REMOTE
 
 
 def test_upstreams_keys_are_there():
@@ -94,25 +94,25 @@ def test_all_groups_together_have_a_bound():
     tokens = 20_000
     full, empty = Span(0, list(range(1, tokens + 1))), Span(0, [])
     told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 4).to_params(pp_size=1)
-    assert len(Remote.from_params(told, num_prompt_tokens=tokens).spans) == 4
+    assert len(PrefillParams.from_params(told, num_prompt_tokens=tokens).spans) == 4
     told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 200).to_params(pp_size=1)
     with pytest.raises(RequestError, match="block ids: more than"):
-        Remote.from_params(told, num_prompt_tokens=tokens)
+        PrefillParams.from_params(told, num_prompt_tokens=tokens)
     told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(empty,) * 256).to_params(pp_size=1)
-    assert len(Remote.from_params(told, num_prompt_tokens=tokens).spans) == 256
+    assert len(PrefillParams.from_params(told, num_prompt_tokens=tokens).spans) == 256
 
 
 def test_more_tokens_than_the_prompt_has_are_of_another_prompt():
     """It was a refusal, or a bound on blocks that the text called malformed."""
     with pytest.raises(OtherPromptError, match="P computed 300 tokens, this prompt has 40"):
-        Remote.from_params(params(), num_prompt_tokens=40)
+        PrefillParams.from_params(params(), num_prompt_tokens=40)
 
 
 def test_a_version_that_hashed_tokens_only_is_refused():
     old = params()
     old["kvhma"]["version"] = 1
     with pytest.raises(RequestError, match=r"kvhma.version is 1, expected an integer in 2\.\.2"):
-        Remote.from_params(old, num_prompt_tokens=301)
+        PrefillParams.from_params(old, num_prompt_tokens=301)
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -120,7 +120,7 @@ def test_a_missing_key_is_named(key):
     broken = params()
     del broken[key]
     with pytest.raises(RequestError, match=key):
-        Remote.from_params(broken, num_prompt_tokens=301)
+        PrefillParams.from_params(broken, num_prompt_tokens=301)
 
 
 @pytest.mark.parametrize("key", OWN)
@@ -128,13 +128,13 @@ def test_a_missing_own_key_is_named(key):
     broken = params()
     del broken["kvhma"][key]
     with pytest.raises(RequestError, match=f"kvhma.{key}"):
-        Remote.from_params(broken, num_prompt_tokens=301)
+        PrefillParams.from_params(broken, num_prompt_tokens=301)
 
 
 def refusal(broken):
     """The text of the refusal, or None."""
     try:
-        Remote.from_params(broken, num_prompt_tokens=301)
+        PrefillParams.from_params(broken, num_prompt_tokens=301)
     except KvhmaError as error:
         return str(error)
     return None
@@ -166,14 +166,14 @@ def test_numbers_that_another_json_library_writes_otherwise():
     told = params()
     assert isinstance(told["kvhma"]["lease"], float)
     told["kvhma"]["lease"] = int(told["kvhma"]["lease"])
-    assert Remote.from_params(told, num_prompt_tokens=301) == REMOTE
+    assert PrefillParams.from_params(told, num_prompt_tokens=301) == REMOTE
 
 
 def test_the_parameters_of_two_requests_mixed_up():
-    other = dataclasses.replace(REMOTE, hold=Hold("cmpl-2", 8), prompt="f0" * 16).to_params(pp_size=1)
+    other = dataclasses.replace(REMOTE, hold=LeaseKey("cmpl-2", 8), prompt="f0" * 16).to_params(pp_size=1)
     mixed = params() | {"kvhma": other["kvhma"]}
     with pytest.raises(RequestError, match=r"kvhma.digest is '\w{32}', these parameters have '\w{32}'"):
-        Remote.from_params(mixed, num_prompt_tokens=301)
+        PrefillParams.from_params(mixed, num_prompt_tokens=301)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_the_parameters_of_two_requests_mixed_up():
     [
         {"engine_id": "other"},
         {"instance": 1},
-        {"hold": Hold("cmpl-2", 7)},
-        {"hold": Hold("cmpl-1", 8)},
+        {"hold": LeaseKey("cmpl-2", 7)},
+        {"hold": LeaseKey("cmpl-1", 8)},
         {"lease": 31.0},
         {"num_tokens": 299},
         {"prompt": "0e" * 16},
@@ -200,4 +200,4 @@ def test_the_digest_sees_every_change(change):
 
 def test_the_digest_allows_other_addresses():
     moved = params() | {"remote_host": "10.0.0.1", "remote_port": 1}
-    assert Remote.from_params(moved, num_prompt_tokens=301).digest == params()["kvhma"]["digest"]
+    assert PrefillParams.from_params(moved, num_prompt_tokens=301).digest == params()["kvhma"]["digest"]

@@ -18,14 +18,14 @@ pytest.importorskip("zmq")
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_hello
-from kvhma.vllm import peers as peers_module
-from kvhma.vllm import side_channel
 from kvhma.vllm.identity import encode_extra
-from kvhma.vllm.leases import Ledger
-from kvhma.vllm.params import Address, Life
-from kvhma.vllm.peers import Peers, Source
+from kvhma.vllm.scheduler.leases import LeaseTable
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import Client, Lines, Listener
+from kvhma.vllm.wire import side_channel
+from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener
+from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
+from kvhma.vllm.worker import prefill_engines as peers_module
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
@@ -41,7 +41,7 @@ class World:
         self.geometry = flat_geometry(*self.memory)
         self.agent = self.make_agent("D")
         self.shaken = 0
-        self.peers = Peers(
+        self.peers = PrefillEngines(
             self.agent, self.geometry, IDENTITY, Settings.read({"handshake_timeout": 1}), "d", self.shook
         )
         self.listeners: list[Listener] = []
@@ -59,14 +59,14 @@ class World:
         geometry = replace(self.geometry, layers=self.geometry.layers[rank : rank + 1])
         return self.make_agent(name).hello(geometry, extra)
 
-    def prefill(self, *hellos: bytes, instance: int = 1) -> Life:
+    def prefill(self, *hellos: bytes, instance: int = 1) -> Incarnation:
         """Start to listen for an engine whose workers say this."""
         address = Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
-        self.listeners.append(Listener(address, engine_id="p", instance=instance, hellos=said, desk=Ledger(30)))
-        return Life(address, "p", instance, None)
+        self.listeners.append(Listener(address, engine_id="p", instance=instance, hellos=said, desk=LeaseTable(30)))
+        return Incarnation(address, "p", instance, None)
 
-    def meet(self, life: Life) -> Source:
+    def meet(self, life: Incarnation) -> PrefillEngine:
         """Borrow an engine's source, after a handshake if it needs one."""
         for _ in range(2):
             done = threading.Event()
@@ -146,7 +146,7 @@ def test_a_passing_failure_stands_for_nothing(world):
         world.meet(life)
     world.listeners.append(
         Listener(
-            life.address, engine_id="p", instance=1, hellos={(0, 0): hellos[0], (0, 1): hellos[1]}, desk=Ledger(30)
+            life.address, engine_id="p", instance=1, hellos={(0, 0): hellos[0], (0, 1): hellos[1]}, desk=LeaseTable(30)
         )
     )
     assert world.meet(life).gone is None, "the next one shakes hands again"
@@ -154,14 +154,14 @@ def test_a_passing_failure_stands_for_nothing(world):
 
 def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(world, monkeypatch):
     clients = []
-    take = Lines.take
+    take = ClientPool.take
 
     def watched(self):
         client = take(self)
         clients.append(weakref.ref(client))
         return client
 
-    monkeypatch.setattr(Lines, "take", watched)
+    monkeypatch.setattr(ClientPool, "take", watched)
     life = world.prefill(b"no hello")
     for _ in range(2):
         with pytest.raises(HandshakeError, match="a hello of 8 bytes is cut off"):

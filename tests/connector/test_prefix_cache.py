@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import (
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Span
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
-from kvhma.vllm.worker import unfilled
+from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
+from kvhma.vllm.worker.worker import unfilled
 from support.tiny import BLOCK, tiny_hybrid
 
 

@@ -13,9 +13,9 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma import Geometry
 from kvhma.nixl import encode_hello
 from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
-from kvhma.vllm.params import Address
-from kvhma.vllm.scheduler import EngineFacts, SchedulerHalf
+from kvhma.vllm.scheduler.scheduler import EngineFacts, KvhmaScheduler
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.params import Address
 from support.engines.engine import free_port
 from support.tiny import tiny_hybrid
 
@@ -38,7 +38,7 @@ def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_stat
         host_staged=False,
         transfer_groups=tuple(range(len(geometry.groups))),
     )
-    made = SchedulerHalf(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), facts)
+    made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), facts)
     hello = encode_hello(b"x", geometry, name="a", generation=1)
     made.serve({(0, 0): WorkerHello(hello)})
     return made

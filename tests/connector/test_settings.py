@@ -2,8 +2,8 @@
 import pytest
 
 from kvhma.errors import SettingsError
-from kvhma.vllm.params import Address
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.params import Address
 
 
 def test_defaults():

@@ -32,16 +32,16 @@ import kvhma
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.vllm import formats
-from kvhma.vllm.compat import engine_facts
-from kvhma.vllm.content import Place
+from kvhma.vllm.engine_config import engine_facts
 from kvhma.vllm.formats import KINDS, LEFT_OUT, REFUSED, Writer, encoding_of, taking_part
 from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.settings import Settings
 
 SERIES = ".".join(vllm.__version__.split(".")[:2])
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 BF16 = torch.bfloat16
-ALONE = Place()
+ALONE = RankInfo()
 ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": BF16}
 LATENT = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": BF16, "max_tp_shards": 1}
 RING = {"block_size": 8, "num_kv_heads": 2, "head_size": 32, "head_size_v": 0, "dtype": BF16}
@@ -125,7 +125,7 @@ def config_of(specs: dict[str, Any]) -> tuple[VllmConfig, KVCacheConfig]:
     return config, get_kv_cache_config_from_groups(config, groups, 1 << 16)
 
 
-def worker_of(caches: KVCacheConfig, place: Place = ALONE) -> tuple[Any, Geometry]:
+def worker_of(caches: KVCacheConfig, place: RankInfo = ALONE) -> tuple[Any, Geometry]:
     """Let vLLM allocate and view the caches, and describe them."""
     sizes = [group.kv_cache_spec.block_size for group in caches.kv_cache_groups]
     views = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
@@ -179,7 +179,7 @@ def test_the_table_says_what_the_code_says():
 def test_what_is_described(name, beside):
     row = documented()[name]
     config, caches = config_of(layers_of(name, beside))
-    _, geometry = worker_of(caches, place=Place(state_groups=1))
+    _, geometry = worker_of(caches, place=RankInfo(state_groups=1))
     mine = [layer for layer in geometry.layers if name in layer.name]
     assert len(mine) == 2
     # Layers that keep everything may share a block table.
@@ -248,7 +248,7 @@ def test_a_ring_is_moved_between_equal_engines(name, tp):
     """Its one block, whatever the prompt's length, and whatever of the prompt D has already."""
     random = np.random.default_rng(3)
     config = config_of(layers_of(name, beside=True))[1]
-    prefill, decode = ([worker_of(config, place=Place(rank, tp)) for rank in range(tp)] for _ in range(2))
+    prefill, decode = ([worker_of(config, place=RankInfo(rank, tp)) for rank in range(tp)] for _ in range(2))
     for views, _ in (*prefill, *decode):
         memory = memory_of(views)
         memory[:] = random.integers(0, 256, memory.size, dtype=np.uint8)

@@ -39,8 +39,8 @@ from vllm.v1.request import Request
 import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Span
-from kvhma.vllm.content import Place
 from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.layer_parts import RankInfo
 
 TAPS, HEADS, HEAD, STATE, GROUPS = 4, 4, 4, 2, 1
 CHANNELS = HEADS * HEAD + 2 * GROUPS * STATE
@@ -78,7 +78,7 @@ class Engine:
         tensor = KVCacheTensor(self.raw.numel(), ["mixer"], layer_stride=strides[0], block_stride=strides[1])
         views = create_kv_cache_views(self.raw, spec, BLOCKS, order, tensor)
         config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["mixer"], spec)])
-        place = Place(rank, tp, state_groups=GROUPS)
+        place = RankInfo(rank, tp, state_groups=GROUPS)
         self.geometry: Geometry = geometry_of(config, {"mixer": views[0]}, place)
 
     def conv(self, block: int) -> Any:

@@ -12,15 +12,15 @@ pytest.importorskip("torch")
 
 from kvhma.geometry import Span
 from kvhma.nixl import Agent
-from kvhma.vllm import worker as worker_module
-from kvhma.vllm.leases import Ledger
+from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport
-from kvhma.vllm.params import Address, Hold, Remote, new_nonce
+from kvhma.vllm.scheduler.leases import LeaseTable
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import Client, Listener, Renew
-from kvhma.vllm.staging import Direct
 from kvhma.vllm.stats import TransferStats
-from kvhma.vllm.worker import WorkerHalf
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.side_channel import Client, Listener, Renew
+from kvhma.vllm.worker import worker as worker_module
+from kvhma.vllm.worker.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
@@ -41,12 +41,12 @@ class Prefill:
         self.geometry = flat_geometry(self.memory)
         self.agent = Agent(f"P{next(self.numbers)}")
         self.agent.register(self.geometry)
-        self.ledger = Ledger(30.0)
+        self.ledger = LeaseTable(30.0)
         hellos = {(0, 0): self.agent.hello(self.geometry, EXTRA)}
         self.listener = Listener(address, engine_id="p", instance=self.instance, hellos=hellos, desk=self.ledger)
 
-    def remote(self, name: str, blocks: list[int], hold: Hold | None = None) -> Remote:
-        return Remote(
+    def remote(self, name: str, blocks: list[int], hold: LeaseKey | None = None) -> PrefillParams:
+        return PrefillParams(
             address=self.address,
             engine_id="p",
             instance=self.instance,
@@ -71,11 +71,16 @@ class Decode:
         geometry = flat_geometry(self.memory)
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
-        self.half = WorkerHalf(
-            Settings.read({"handshake_timeout": 2, **settings}), "d", IDENTITY, geometry, agent, Direct(geometry, {})
+        self.half = KvhmaWorker(
+            Settings.read({"handshake_timeout": 2, **settings}),
+            "d",
+            IDENTITY,
+            geometry,
+            agent,
+            DeviceMemory(geometry, {}),
         )
 
-    def order(self, **loads: tuple[Remote, list[int]]) -> None:
+    def order(self, **loads: tuple[PrefillParams, list[int]]) -> None:
         self.half.order(StepMetadata([load(name, *of) for name, of in loads.items()]))
 
     def ended(self, *names: str) -> dict[str, str]:
@@ -95,7 +100,7 @@ class Decode:
         return self.memory.reshape(PAGES, PAGE)[blocks]
 
 
-def load(name: str, remote: Remote, blocks: list[int]) -> Load:
+def load(name: str, remote: PrefillParams, blocks: list[int]) -> Load:
     return Load(name, remote, new_nonce(), remote.num_tokens, 0, (Span(0, blocks),))
 
 
@@ -142,7 +147,7 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
 def test_one_load_of_a_step_fails_alone(p, d):
     d.order(
         held=(p.remote("held", [1, 2]), [1, 2]),
-        unknown=(p.remote("unknown", [3], Hold("unknown", 1)), [3]),
+        unknown=(p.remote("unknown", [3], LeaseKey("unknown", 1)), [3]),
         outside=(p.remote("outside", [PAGES]), [4]),
         last=(p.remote("last", [5]), [5]),
     )
@@ -157,7 +162,9 @@ def test_one_load_of_a_step_fails_alone(p, d):
 def test_an_engine_that_does_not_answer_fails_its_own_loads(p):
     d = Decode(handshake_timeout=0.3)
     try:
-        silent = Remote(Address("127.0.0.1", free_port()), "x", 1, Hold("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
+        silent = PrefillParams(
+            Address("127.0.0.1", free_port()), "x", 1, LeaseKey("s", 1), 30.0, 1, "", (Span(0, [1]),), 1
+        )
         d.order(silent=(silent, [1]), good=(p.remote("good", [2]), [2]))
         assert d.ended("silent", "good") == {"silent": "handshake"}
     finally:
@@ -186,7 +193,7 @@ def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, mo
     waits = []
     wait_for = d.half._reported.wait_for
     monkeypatch.setattr(d.half._reported, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
-    silent = Remote(Address("127.0.0.1", free_port()), "x", 1, Hold("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
+    silent = PrefillParams(Address("127.0.0.1", free_port()), "x", 1, LeaseKey("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
     assert d.half.collect(idle=True) == (set(), WorkerReport())
     assert not waits, "there is nothing to wait for"
     d.order(silent=(silent, [1]))

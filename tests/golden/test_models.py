@@ -10,9 +10,9 @@ import pytest
 
 from kvhma.baselines import needed, plain, sequence_blocks, vllm_list, vllm_selection
 from kvhma.geometry import Geometry, Layer
-from kvhma.hybrid import cache_groups, conv_split, hybrid_block_size, layout, state_bytes, summary
 from kvhma.models import Model, State, model, models
-from kvhma.stride_orders import Order
+from kvhma.models.stride_orders import Order
+from kvhma.models.vllm_layout import cache_groups, conv_split, hybrid_block_size, layout, state_bytes, summary
 
 MIB = 2**20
 

@@ -13,8 +13,8 @@ import pytest
 
 import kvhma
 from kvhma import Axis, BlockIdError, Geometry, Group, Layer, Page, Part, Region, Span, UnsupportedPairError
-from kvhma.hybrid import layout
 from kvhma.models import model
+from kvhma.models.vllm_layout import layout
 from kvhma.oracle import Oracle
 from support.pairs import HERE, KERNEL, THERE, Moved, heads, latent, rank, state, up
 

@@ -21,12 +21,12 @@ import pytest
 
 import kvhma
 from kvhma import Geometry, Layer, Span
-from kvhma._reference import Read, Transfer
 from kvhma.errors import OracleError
 from kvhma.geometry import Shard
-from kvhma.hybrid import ConvOrder, conv_split, layout
 from kvhma.models import Model, State, model
+from kvhma.models.vllm_layout import ConvOrder, conv_split, layout
 from kvhma.oracle import Oracle
+from support.reference import Read, Transfer
 
 Piece = tuple[int, int, int, int]
 """Channels of the convolution: first on D, source, first there, how many."""

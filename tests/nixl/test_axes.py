@@ -12,8 +12,8 @@ import pytest
 
 import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region
-from kvhma.hybrid import layout
 from kvhma.models import Model, State
+from kvhma.models.vllm_layout import layout
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
 from support.tables import draw_tables
 

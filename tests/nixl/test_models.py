@@ -10,8 +10,8 @@ import pytest
 
 import kvhma
 from kvhma.errors import LayoutError
-from kvhma.hybrid import layout, summary
 from kvhma.models import Model, model, models
+from kvhma.models.vllm_layout import layout, summary
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
 from support.tables import count_blocks, draw_tables
 

@@ -22,8 +22,8 @@ import pytest
 
 import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma._oracle_labels import by_source
 from kvhma.oracle import Oracle, TransferLike
+from kvhma.oracle.labels import by_source
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.mutate import mutations, plain

@@ -9,9 +9,9 @@ import pytest
 
 import kvhma
 from kvhma import Span
-from kvhma._reference import layer_bytes
 from support.generate import generate
 from support.recipe import draw
+from support.reference import layer_bytes
 from support.tiny import tiny_hybrid
 
 

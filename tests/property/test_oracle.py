@@ -12,13 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 import kvhma
-from kvhma._reference import Read, Transfer
 from kvhma.errors import OracleError
 from kvhma.oracle import Oracle, Report, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import Case, generate
 from support.mutate import mutations, plain
 from support.recipe import EQUAL_RANK, draw
+from support.reference import Read, Transfer
 from support.show import show
 
 CHUNKS = 40

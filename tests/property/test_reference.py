@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvhma
-from kvhma import _reference
+from support import reference as _reference
 from support.generate import Case, generate
 from support.recipe import AXES, EQUAL_RANK, Recipe
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvhma import KvhmaError, Span, cases
-from kvhma.cases import Case
+from kvhma import KvhmaError, Span
 from kvhma.geometry import Geometry, Group
+from kvhma.oracle import cases
+from kvhma.oracle.cases import Case
 from support.generate import generate
 from support.pairs import HERE, THERE, latent, rank
 from support.recipe import draw

@@ -11,8 +11,8 @@ from math import gcd
 
 import numpy as np
 
-from kvhma._oracle_labels import by_source
 from kvhma.geometry import Geometry, Span
+from kvhma.oracle.labels import by_source
 from kvhma.types import IdsLike
 from support.engine import ORDERS, GroupShape, Placement, Rank, Shape
 from support.model import Family, make_model

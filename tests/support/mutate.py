@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._reference import Read, Transfer
 from kvhma.oracle import TransferLike
+from support.reference import Read, Transfer
 
 
 def plain(transfer: TransferLike) -> Transfer:

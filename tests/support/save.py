@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvhma import cases
 from kvhma.geometry import Geometry, Group, Span
+from kvhma.oracle import cases
 from support.generate import Case
+from support.shrink import failure, shrink
 from support.where import Content, Place, first_needed, places, stands_for
 
 SAVE_CASE = "KVHMA_SAVE_CASE"
@@ -26,7 +27,7 @@ def saved(
     case: Case,
     descriptor_bytes: int,
     *,
-    sort_of: Callable[[cases.Case], str | None] = cases.failure,
+    sort_of: Callable[[cases.Case], str | None] = failure,
     max_tries: int = 4000,
 ) -> str:
     """Shrink a failing pair, write it, and return a sentence that says where.
@@ -43,7 +44,7 @@ def saved(
     if sort is not None:
         # A refusal is only a failure while the request is one that must be accepted.
         refused = sort.startswith("refused")
-        small = cases.shrink(whole, lambda c: sort_of(c) == sort and (not refused or is_sound(c)), max_tries=max_tries)
+        small = shrink(whole, lambda c: sort_of(c) == sort and (not refused or is_sound(c)), max_tries=max_tries)
     path = _path(f"case-{case.seed}.json")
     cases.save(small, path)
     how = "shrunk, " if sort is not None else "does not fail on its own, "

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvhma.geometry import Shard
-from kvhma.stride_orders import Order
+from kvhma.models.stride_orders import Order
 from kvhma.torch import AttentionSpec, ConvPart, MLASpec, OpaqueSpec, Spec, StateSpec
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]

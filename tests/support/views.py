@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvhma
-from kvhma._reference import Read
+from support.reference import Read
 
 Rows = NDArray[np.uint64]
 

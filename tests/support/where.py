@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._oracle_labels import by_source
 from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
 from kvhma.oracle import TransferLike
+from kvhma.oracle.labels import by_source
 
 
 class Content(NamedTuple):

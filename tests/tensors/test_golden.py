@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published shapes and strides; and the same models as `kvhma.hybrid` lays them out."""
+"""Published shapes and strides; and the same models as `kvhma.models.vllm_layout` lays them out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Shard
-from kvhma.hybrid import layout as hybrid_layout
 from kvhma.models import Attention, Model, State, model, models
+from kvhma.models.vllm_layout import layout as hybrid_layout
 from kvhma.torch import allocate, model_specs
 
 GEMMA_2 = {"kv_heads": 4, "head_dim": 256, "window": 4096}

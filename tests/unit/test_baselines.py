@@ -23,8 +23,8 @@ from kvhma.baselines import (
 )
 from kvhma.errors import AddressOverflowError, BlockIdError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
-from kvhma.hybrid import layout
 from kvhma.models import Model, State
+from kvhma.models.vllm_layout import layout
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 40, 4, 4, 8, 4, 1, "bfloat16", "float32")

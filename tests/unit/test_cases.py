@@ -14,15 +14,17 @@ import pytest
 from click.testing import CliRunner
 
 import kvhma
-from kvhma import Group, RequestError, Span, cases
-from kvhma._reference import Transfer
-from kvhma.cases import Case, Expected
+from kvhma import Group, RequestError, Span
 from kvhma.cli.app import app
+from kvhma.oracle import cases
+from kvhma.oracle.cases import Case, Expected
 from support.generate import generate
 from support.mutate import plain
 from support.pairs import HERE, THERE, latent, rank, state
 from support.recipe import Recipe, draw
+from support.reference import Transfer
 from support.save import SAVE_CASE, as_case, saved
+from support.shrink import failure, shrink
 
 SEEDS = range(120)
 
@@ -98,7 +100,7 @@ def test_generated_cases_are_right() -> None:
         assert (verdict.outcome, verdict.text) == ("right", "")
         assert verdict.report is not None
         assert verdict.bytes == verdict.report.moved
-        assert cases.failure(case) is None
+        assert failure(case) is None
 
 
 @pytest.mark.parametrize(
@@ -139,14 +141,12 @@ def test_what_a_refused_case_expects(expect: Expected | None, outcome: str, text
 
 
 def test_sorts_of_failure() -> None:
-    assert cases.failure(small()) is None
+    assert failure(small()) is None
     one, other = small(9), small(11)
-    assert cases.failure(one) == cases.failure(other)
-    assert cases.failure(one) == (
-        "refused: RequestError: local group #: blocks hold no token #, needed are tokens #..#"
-    )
+    assert failure(one) == failure(other)
+    assert failure(one) == ("refused: RequestError: local group #: blocks hold no token #, needed are tokens #..#")
     doubled = small(local_spans=(Span(0, [3, 3]), Span(0, [2])))
-    assert cases.failure(doubled) == "refused: BlockIdError: local group #: block id # is listed twice"
+    assert failure(doubled) == "refused: BlockIdError: local group #: block id # is listed twice"
 
 
 # --- A planner with a bug -------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def failing() -> Case:
     recipe = Recipe(tp="fewer", state="same", blocks="coprime", layouts="any", positions="prefix", layers="regrouped")
     for seed in range(200):
         case = as_case(generate(seed, recipe), 1 << 17)
-        if len(case.local.groups) > 3 and len(case.remotes) > 1 and cases.failure(case):
+        if len(case.local.groups) > 3 and len(case.remotes) > 1 and failure(case):
             return case
     raise AssertionError("no such pair")
 
@@ -187,11 +187,11 @@ def failing() -> Case:
 @pytest.mark.usefixtures("broken")
 def test_a_failing_case_shrinks_to_what_matters() -> None:
     case = failing()
-    sort = cases.failure(case)
+    sort = failure(case)
     assert sort is not None
     assert sort.startswith("wrong: wrong bytes")
-    found = cases.shrink(case, lambda c: cases.failure(c) == sort)
-    assert cases.failure(found) == sort
+    found = shrink(case, lambda c: failure(c) == sort)
+    assert failure(found) == sort
     assert [group.kind for group in found.local.groups] == ["sliding"]
     assert len(found.local.layers) == len(found.remotes) == len(found.local.regions) == 1
     assert [len(span.ids) for span in (*found.local_spans, *found.spans_of(0))] == [1, 1]
@@ -199,19 +199,19 @@ def test_a_failing_case_shrinks_to_what_matters() -> None:
     assert found.descriptor_bytes == 0
     assert max(found.local_spans[0].ids) <= 1
     assert found.local.regions[0].bytes < case.local.regions[0].bytes
-    assert found == cases.shrink(case, lambda c: cases.failure(c) == sort)
-    assert found == cases.shrink(found, lambda c: cases.failure(c) == sort)
+    assert found == shrink(case, lambda c: failure(c) == sort)
+    assert found == shrink(found, lambda c: failure(c) == sort)
 
 
 def test_shrinking_ends() -> None:
     case = as_case(generate(3, draw(3)), 64)
-    smallest = cases.shrink(case, lambda _: True)
+    smallest = shrink(case, lambda _: True)
     assert len(smallest.local.layers) <= 1
     assert smallest.num_tokens == 1
     assert not any(len(span.ids) for span in smallest.local_spans)
-    assert cases.shrink(case, lambda _: False) == cases.shrink(case, lambda _: True, max_tries=0)
+    assert shrink(case, lambda _: False) == shrink(case, lambda _: True, max_tries=0)
     calls = []
-    cases.shrink(case, lambda c: bool(calls.append(c)), max_tries=7)
+    shrink(case, lambda c: bool(calls.append(c)), max_tries=7)
     assert len(calls) == 7
 
 
@@ -222,23 +222,21 @@ def test_a_predicate_that_refuses_does_not_stop_it() -> None:
         return case.num_tokens >= 2
 
     case = replace(as_case(generate(3, draw(3)), 64), num_tokens=64)
-    assert cases.shrink(case, fails).num_tokens == 2
+    assert shrink(case, fails).num_tokens == 2
 
 
 @pytest.mark.usefixtures("broken")
 def test_a_failing_pair_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = next(
-        case for seed in range(200) if cases.failure(as_case(case := generate(seed, draw(seed)), 64)) is not None
-    )
+    pair = next(case for seed in range(200) if failure(as_case(case := generate(seed, draw(seed)), 64)) is not None)
     for chosen, written in ((tmp_path / "one.json", tmp_path / "one.json"), (f"{tmp_path}/many/", None)):
         monkeypatch.setenv(SAVE_CASE, str(chosen))
         path = written or tmp_path / "many" / f"case-{pair.seed}.json"
         assert f"shrunk, written to {path} " in saved(pair, 64)
-        assert cases.failure(cases.load(path)) is not None
+        assert failure(cases.load(path)) is not None
     monkeypatch.delenv(SAVE_CASE)
     text = saved(pair, 64)
     path = Path(text.removeprefix("shrunk, written to ").split(" (")[0])
-    assert cases.failure(cases.load(path)) is not None
+    assert failure(cases.load(path)) is not None
 
 
 def test_a_pair_that_does_not_fail_is_saved_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 import kvhma
 from kvhma.baselines import sequence_blocks
 from kvhma.cli.hand_off import block_tables
-from kvhma.hybrid import layout
 from kvhma.models import model
-from kvhma.stride_orders import Order
+from kvhma.models.stride_orders import Order
+from kvhma.models.vllm_layout import layout
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
 

@@ -13,8 +13,8 @@ import pytest
 
 import kvhma
 from kvhma.baselines import sequence_blocks, vllm_selection
-from kvhma.hybrid import layout
 from kvhma.models import model, models
+from kvhma.models.vllm_layout import layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid

@@ -18,8 +18,8 @@ from kvhma.cli.cost import DEFAULT_LINK, Link, link_file, load_link, save_link
 from kvhma.cli.doctor import Row
 from kvhma.cli.link import Point, blocks_of, fit
 from kvhma.cli.sides import Side
-from kvhma.config import known_model_types
 from kvhma.errors import TransferError
+from kvhma.models.config import known_model_types
 from support.cli_configs import NEMOTRON_3_NANO
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvhma.config import known_model_types, load_json, model_from_config, read_config
 from kvhma.errors import ConfigError, LayoutError
-from kvhma.hybrid import layout, state_bytes, summary
 from kvhma.models import Model, State, models
+from kvhma.models.config import known_model_types, load_json, model_from_config, read_config
+from kvhma.models.vllm_layout import layout, state_bytes, summary
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.families import FAMILIES
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhma import Geometry, cases
+from kvhma import Geometry
+from kvhma.oracle import cases
 from support.cli_configs import NEMOTRON_3_NANO
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,7 @@ def folder(tmp_path):
 
 def run(folder, *command):
     environment = os.environ | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "NIXL_LOG_LEVEL": "WARN"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240, check=False
     )

@@ -28,8 +28,8 @@ from kvhma.errors import (
     UnsupportedPairError,
 )
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.hybrid import layout
 from kvhma.models import model
+from kvhma.models.vllm_layout import layout
 from support.tiny import tiny_hybrid
 
 CLASSES = sorted(

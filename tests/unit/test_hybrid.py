@@ -13,7 +13,8 @@ import pytest
 
 from kvhma.errors import GeometryError, KvhmaError, LayoutError, UnknownModelError
 from kvhma.geometry import Geometry, Layer
-from kvhma.hybrid import (
+from kvhma.models import Attention, Model, State, model, models
+from kvhma.models.vllm_layout import (
     cache_groups,
     conv_split,
     flashinfer_kernel_block,
@@ -23,7 +24,6 @@ from kvhma.hybrid import (
     state_bytes,
     summary,
 )
-from kvhma.models import Attention, Model, State, model, models
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 48, 4, 4, 8, 4, 2, "bfloat16", "float32")

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 import kvhma
-from kvhma.hybrid import layout
 from kvhma.models import model
+from kvhma.models.vllm_layout import layout
 from kvhma.oracle import Oracle
 
 

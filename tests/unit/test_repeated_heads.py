@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 import kvhma
-from kvhma import _reference as reference
-from kvhma._settled import settled
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.oracle import Oracle
+from kvhma.oracle.settled import settled
+from support import reference
 
 SIZES = (1, 2, 4, 8)
 BLOCKS, BLOCK, WIDTH, ITEM = 4, 4, 6, 2

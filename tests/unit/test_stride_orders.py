@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Shard
-from kvhma.stride_orders import PAGE_ORDERS, Order, stride_axes
+from kvhma.models.stride_orders import PAGE_ORDERS, Order, stride_axes
 
 # With a page that stays contiguous, as the hybrid allocator needs under a state; and with kernel blocks like blocks.
 PACKED = {

@@ -12,10 +12,10 @@ from click.shell_completion import CompletionItem
 
 from kvhma.cli.hand_off import MAX_TOKENS, HandOff, Pool, of_geometries, of_model
 from kvhma.cli.sides import Side, dtype, parse_side
-from kvhma.config import load_json, read_config
 from kvhma.errors import GeometryError, KvhmaError, RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, models
+from kvhma.models.config import load_json, read_config
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from kvhma.cases import check as check_case
-from kvhma.cases import load
 from kvhma.cli.show import output_options, print_json, printable, watched
 from kvhma.errors import RequestError
+from kvhma.oracle.cases import check as check_case
+from kvhma.oracle.cases import load
 
 _EXIT = {"right": 0, "wrong": 1, "refused": 2, "unreadable": 2}
 

@@ -16,10 +16,10 @@ import kvhma
 from kvhma.cli.arguments import model_or_geometry
 from kvhma.cli.remedies import remedy
 from kvhma.cli.show import output_options, plural, print_json, printable
-from kvhma.config import load_json
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model
+from kvhma.models.config import load_json
 
 _MAX_ROWS = 60
 _PLAN = "kvhma_plan"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from kvhma import baselines
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
-from kvhma.hybrid import layout
 from kvhma.models import Model
+from kvhma.models.vllm_layout import layout
 from kvhma.planning import live_spans
 
 MAX_CACHE_BYTES = 768 << 20

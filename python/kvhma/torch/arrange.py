@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias, get_args
 
 from kvhma.errors import LayoutError
-from kvhma.stride_orders import Order
+from kvhma.models.stride_orders import Order
 from kvhma.torch.placement import BufferPlan, LayerPlacement, PageClass, page_class, place_layers, plan_buffer
 from kvhma.torch.specs import Spec, TokenSpec
 

@@ -11,7 +11,7 @@ import torch
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Geometry
-from kvhma.stride_orders import Order
+from kvhma.models.stride_orders import Order
 from kvhma.tensors import LayerTensors, RankOptions, geometry_from_tensors
 from kvhma.torch.arrange import CachePlan, Groups, arrange
 from kvhma.torch.memory import make_buffers

@@ -10,9 +10,9 @@ import torch
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Group, Page
-from kvhma.hybrid import ConvOrder, layout
 from kvhma.models import Attention, Model
-from kvhma.stride_orders import KVForm
+from kvhma.models.stride_orders import KVForm
+from kvhma.models.vllm_layout import ConvOrder, layout
 from kvhma.torch.specs import AttentionKind, AttentionSpec, ConvPart, MLASpec, Spec, StateSpec, TokenSpec
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AllocatorOptions(TypedDict, total=False):
-    """How an engine's allocator was asked to cut a model; left out, it is the default of `kvhma.hybrid.layout`.
+    """How an engine's allocator was asked to cut a model; left out, it is the default of `layout`.
 
     Attributes:
         tp_rank: index among the tensor-parallel ranks.
@@ -46,7 +46,7 @@ def model_specs(
 ) -> tuple[dict[str, Spec], ...]:
     """Return what every layer of one rank caches, by group, as :func:`allocate` takes it.
 
-    Groups, block size, shards and padding are those of :func:`kvhma.hybrid.layout`.
+    Groups, block size, shards and padding are those of :func:`kvhma.models.vllm_layout.layout`.
 
     Args:
         model: the model.

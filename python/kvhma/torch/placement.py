@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kvhma.errors import LayoutError
-from kvhma.stride_orders import Order, stride_axes
+from kvhma.models.stride_orders import Order, stride_axes
 from kvhma.torch.specs import OpaqueSpec, Spec, StateSpec, TokenSpec
 
 BufferKind: TypeAlias = Literal["ordered", "default", "isolated"]

@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 import torch
 
 from kvhma.geometry import Group, Shard
-from kvhma.hybrid import ConvOrder
-from kvhma.stride_orders import KVForm
+from kvhma.models.stride_orders import KVForm
+from kvhma.models.vllm_layout import ConvOrder
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked"]
 

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
-from kvhma.vllm.compat import (
+from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
     engine_facts,
@@ -30,12 +30,12 @@ from kvhma.vllm.compat import (
 from kvhma.vllm.formats import taking_part
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.identity import encode_extra
+from kvhma.vllm.memory import DeviceMemory, HostStaging, Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
-from kvhma.vllm.scheduler import SchedulerHalf
+from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.staging import Direct, Memory, Staged
 from kvhma.vllm.stats import PromMetrics, TransferStats
-from kvhma.vllm.worker import WorkerHalf
+from kvhma.vllm.worker.worker import KvhmaWorker
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +75,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_config(vllm_config)
         # vLLM's threads spin while they wait for each other, and a thread of ours gets its turn only after this long.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler_half: KvhmaScheduler | None = None
+        self._worker: KvhmaWorker | None = None
         self._hello: WorkerHello | None = None
         self._sent: set[str] = set()
         self._report: WorkerReport | None = None
@@ -84,35 +84,36 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             if self._settings.ignored:
                 logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
-            self._scheduler = SchedulerHalf(self._settings, engine_facts(vllm_config, kv_cache_config, self._settings))
+            facts = engine_facts(vllm_config, kv_cache_config, self._settings)
+            self._scheduler_half = KvhmaScheduler(self._settings, facts)
 
     @property
-    def _deciding(self) -> SchedulerHalf:
-        if self._scheduler is None:
+    def _scheduler(self) -> KvhmaScheduler:
+        if self._scheduler_half is None:
             raise RuntimeError("this is the worker's side of the connector")
-        return self._scheduler
+        return self._scheduler_half
 
     # --- scheduler's side ----------------------------------------------------------------------------------
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """Whether each group may begin with a hit of its own; a load fills what the shorter ones lack."""
-        return self._deciding.hits_may_differ
+        return self._scheduler.hits_may_differ
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take vLLM's manager of blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._deciding.bind(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take what the workers say of themselves, and start to answer other engines."""
-        self._deciding.serve(metadata)
+        self._scheduler.serve(metadata)
 
     def on_new_request(self, request: Request) -> None:
         """Look at a new request."""
-        self._deciding.add(request)
+        self._scheduler.add(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A load fills the blocks of every group that takes part; the engine must not zero them meanwhile."""
@@ -120,29 +121,29 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that will be loaded, always in the background; None if P has to be asked first."""
-        return self._deciding.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the blocks of a load."""
-        self._deciding.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the orders of this step."""
-        return self._deciding.step(scheduler_output)
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' results."""
-        self._deciding.results(connector_output)
+        self._scheduler.results(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Take note of the end of a request of an engine with one group."""
-        return self._deciding.finish(request, (block_ids,))
+        return self._scheduler.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Take note of the end of a request."""
-        return self._deciding.finish(request, block_ids)
+        return self._scheduler.finish(request, block_ids)
 
     # --- worker's side -------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         groups = (self._kv_cache_config.kv_cache_groups[index] for index in taking_part(self._kv_cache_config))
         names = {name for group in groups for name in group.layer_names}
         caches = {name: cache for name, cache in kv_caches.items() if name in names}
-        copy = Staged(caches) if host_staged(config, self._settings) else None
+        copy = HostStaging(caches) if host_staged(config, self._settings) else None
         geometry = geometry_of(
             self._kv_cache_config,
             caches if copy is None else copy.caches,
@@ -165,7 +166,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             writer=writer_of(config),
         )
         if copy is None:
-            self._memory = Direct(geometry, caches)
+            self._memory = DeviceMemory(geometry, caches)
         else:
             copy.describe(geometry)
             self._memory = copy
@@ -175,7 +176,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         agent.register(geometry)
         identity = identity_of(config, self._settings)
         self._hello = WorkerHello(agent.hello(geometry, encode_extra(identity, vllm=vllm.__version__)))
-        self._worker = WorkerHalf(self._settings, engine_id, identity, geometry, agent, self._memory)
+        self._worker = KvhmaWorker(self._settings, engine_id, identity, geometry, agent, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
             "kvhma: %d layers in %d regions, groups: %s; hello of %d bytes",

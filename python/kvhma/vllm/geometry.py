@@ -9,12 +9,12 @@ from typing import Any
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page
 from kvhma.tensors.regions import locate
-from kvhma.vllm.content import Place, View, kind_of, parts_of
 from kvhma.vllm.formats import Writer, taking_part
+from kvhma.vllm.layer_parts import RankInfo, View, kind_of, parts_of
 
 
 def geometry_of(
-    config: Any, caches: Mapping[str, Any], place: Place, *, writer: Callable[[str], Writer] = lambda _: Writer()
+    config: Any, caches: Mapping[str, Any], place: RankInfo, *, writer: Callable[[str], Writer] = lambda _: Writer()
 ) -> Geometry:
     """Describe a worker's caches.
 

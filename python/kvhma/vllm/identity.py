@@ -10,7 +10,7 @@ import msgspec
 
 import kvhma
 from kvhma.errors import HandshakeError, UnsupportedPairError
-from kvhma.vllm.side_channel import Text, printable
+from kvhma.vllm.wire.side_channel import Text, printable
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhma.geometry import Span
-from kvhma.vllm.params import Remote
+from kvhma.vllm.wire.params import PrefillParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Load:
     """
 
     request_id: str
-    remote: Remote
+    remote: PrefillParams
     reader: int
     num_tokens: int
     cached: int

@@ -11,7 +11,7 @@ from typing import Any
 from kvhma.errors import SettingsError
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
-from kvhma.vllm.params import Address
+from kvhma.vllm.wire.params import Address
 
 
 @dataclass(frozen=True, slots=True)

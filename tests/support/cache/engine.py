@@ -50,11 +50,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import kvhma
 from kvhma.errors import KvhmaError
-from kvhma.vllm import scheduler as scheduler_module
-from kvhma.vllm import worker as worker_module
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
-from kvhma.vllm.params import Claim
-from kvhma.vllm.side_channel import Outcome
+from kvhma.vllm.scheduler import scheduler as scheduler_module
+from kvhma.vllm.wire.params import LeaseClaim
+from kvhma.vllm.wire.side_channel import Outcome
+from kvhma.vllm.worker import worker as worker_module
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 
 MAX_TOKENS = 2048
@@ -182,14 +182,14 @@ class Books:
     def __init__(self, **_: Any) -> None:
         self.desk: Any = None
 
-    def track(self, address: Any, claim: Claim, every: float) -> None:
+    def track(self, address: Any, claim: LeaseClaim, every: float) -> None:
         if self.desk is not None:
             self.desk.renew([claim])
 
-    def held(self, address: Any, claim: Claim) -> bool:
+    def held(self, address: Any, claim: LeaseClaim) -> bool:
         return self.desk is not None and self.desk.renew([claim]) != [None]
 
-    def release(self, address: Any, claim: Claim, outcome: Outcome) -> None:
+    def release(self, address: Any, claim: LeaseClaim, outcome: Outcome) -> None:
         if self.desk is not None:
             self.desk.release([claim], outcome)
 
@@ -218,7 +218,7 @@ def _scheduler(shape: EngineShape) -> Scheduler:
     if shape.retention is not None and any(group.kind in ("sliding", "sliding_mla", "state") for group in shape.groups):
         caches.prefix_cache_retention_interval = shape.retention * block_size
     made = AsyncScheduler if shape.overlapped else Scheduler
-    with mock.patch.object(scheduler_module, "Courier", Books):
+    with mock.patch.object(scheduler_module, "LeaseRenewer", Books):
         return made(config, caches, _grammars(), block_size=block_size, hash_block_size=hash_size)
 
 
@@ -666,7 +666,7 @@ class Engine:
         """What the worker's half of one rank tells the scheduler's half at the end of a load."""
         load = loading.load
         assert self.source is not None
-        (held,) = self.source.half._ledger.renew([Claim(load.remote.hold, load.reader)])
+        (held,) = self.source.half._ledger.renew([LeaseClaim(load.remote.hold, load.reader)])
         if held is None:
             return WorkerReport({load.request_id: Failure("expired", "the lease has ended", passing=False)})
         if loading.outcome != "ok":

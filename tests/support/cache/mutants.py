@@ -14,10 +14,10 @@ import kvhma
 from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
-from kvhma.vllm import scheduler as scheduler_module
-from kvhma.vllm import worker as worker_module
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.scheduler import SchedulerHalf
+from kvhma.vllm.scheduler import scheduler as scheduler_module
+from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
+from kvhma.vllm.worker import worker as worker_module
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -37,31 +37,31 @@ def mutant(name: str, *mixes: str) -> Callable[[Patch], Patch]:
 
 def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], Span]) -> None:
     """Change what D asks for; `change` takes a group, its span, and the tokens that vLLM says were hit."""
-    load = SchedulerHalf._load
+    load = KvhmaScheduler._load
 
-    def wrong(self: SchedulerHalf, *given: Any) -> Load:
+    def wrong(self: KvhmaScheduler, *given: Any) -> Load:
         asked = load(self, *given)
         groups = zip(self._geometry.groups, asked.spans, strict=True)
         return dataclasses.replace(asked, spans=tuple(change(group, span, asked.cached) for group, span in groups))
 
-    patch.setattr(SchedulerHalf, "_load", wrong)
+    patch.setattr(KvhmaScheduler, "_load", wrong)
 
 
 @mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)
 def only_the_window(patch: pytest.MonkeyPatch) -> None:
     never_marked(patch)
-    finish, right = SchedulerHalf.finish, kvhma.live_spans
+    finish, right = KvhmaScheduler.finish, kvhma.live_spans
     tokens: list[int] = []
 
     def wrong(geometry: Any, num_tokens: Any, tables: Any, cached: Any = None) -> list[Span]:
         return right(geometry, tokens[-1] if num_tokens is None else num_tokens, tables, cached)
 
-    def finished(self: SchedulerHalf, request: Any, tables: Any) -> Any:
+    def finished(self: KvhmaScheduler, request: Any, tables: Any) -> Any:
         tokens.append(min(request.num_computed_tokens, request.num_prompt_tokens))
         return finish(self, request, tables)
 
     patch.setattr(kvhma, "live_spans", wrong)
-    patch.setattr(SchedulerHalf, "finish", finished)
+    patch.setattr(KvhmaScheduler, "finish", finished)
 
 
 @mutant("D caches blocks that are filled in part", *WINDOWS)
@@ -114,27 +114,27 @@ def another_group(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("blocks are kept out once they are in", *WINDOWS)
 def too_late(patch: pytest.MonkeyPatch) -> None:
-    marked = SchedulerHalf._keep_unfilled_out
-    step = SchedulerHalf.step
+    marked = KvhmaScheduler._keep_unfilled_out
+    step = KvhmaScheduler.step
     left: list[Any] = []
 
-    def wrong(self: SchedulerHalf, *arguments: Any) -> None:
+    def wrong(self: KvhmaScheduler, *arguments: Any) -> None:
         left.append(arguments)
 
-    def late(self: SchedulerHalf, output: Any) -> Any:
+    def late(self: KvhmaScheduler, output: Any) -> Any:
         while left:
             marked(self, *left.pop())
         return step(self, output)
 
-    patch.setattr(SchedulerHalf, "_keep_unfilled_out", wrong)
-    patch.setattr(SchedulerHalf, "step", late)
+    patch.setattr(KvhmaScheduler, "_keep_unfilled_out", wrong)
+    patch.setattr(KvhmaScheduler, "step", late)
 
 
 @mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
 def one_hit(patch: pytest.MonkeyPatch) -> None:
-    load, right = SchedulerHalf._load, kvhma.live_spans
+    load, right = KvhmaScheduler._load, kvhma.live_spans
 
-    def wrong(self: SchedulerHalf, request_id: str, pull: Any, blocks: Any, external: int) -> Load:
+    def wrong(self: KvhmaScheduler, request_id: str, pull: Any, blocks: Any, external: int) -> Load:
         cached = pull.num_tokens - external
 
         def spans(geometry: Any, num_tokens: Any, tables: Any, _: Any) -> list[Span]:
@@ -144,7 +144,7 @@ def one_hit(patch: pytest.MonkeyPatch) -> None:
         with mock.patch.object(kvhma, "live_spans", spans):
             return load(self, request_id, pull, blocks, external)
 
-    patch.setattr(SchedulerHalf, "_load", wrong)
+    patch.setattr(KvhmaScheduler, "_load", wrong)
 
 
 @mutant("blocks that were hit are written", "full", "full+sliding", "full+state")

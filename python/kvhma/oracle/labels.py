@@ -94,6 +94,7 @@ class Catalog:
     """
 
     def __init__(self, geometries: Iterable[Geometry]) -> None:
+        """List what the layers of `geometries` hold."""
         self.entries: list[Entry] = []
         self.index: dict[tuple[str, str], int] = {}
         for geometry in geometries:
@@ -151,6 +152,7 @@ class Side:
     """
 
     def __init__(self, geometry: Geometry, catalog: Catalog) -> None:
+        """Number the bytes of one rank."""
         self.geometry = geometry
         self.sizes = [region.bytes for region in geometry.regions]
         self.starts = np.concatenate(([0], np.cumsum(self.sizes, dtype=np.int64))).astype(np.int64)

@@ -6,23 +6,35 @@ Every pass tries large cuts before small ones and only ever takes something away
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from kvhma._oracle_labels import held, kernel_stride
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Layer, Page, Span
-
-if TYPE_CHECKING:
-    from kvhma.cases import Case
+from kvhma.oracle.cases import Case, check
+from kvhma.oracle.labels import held, kernel_stride
 
 _Side: TypeAlias = "tuple[Geometry, tuple[Span, ...]]"
 _Sides: TypeAlias = "list[_Side]"
 """The local side, then every source, each with its spans."""
 
 _Make: TypeAlias = "Callable[[], Case]"
+
+
+def failure(case: Case) -> str | None:
+    """Return what sort of failure a case is, without its numbers and names; None if it is right.
+
+    Raises:
+        RequestError: the case cannot be simulated.
+    """
+    verdict = check(case)
+    if verdict.outcome == "right":
+        return None
+    first = verdict.text.splitlines()[0] if verdict.text else ""
+    return f"{verdict.outcome}: " + re.sub(r"\d+", "#", re.sub(r'"(\\.|[^"\\])*"', '""', first))
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000) -> Case:

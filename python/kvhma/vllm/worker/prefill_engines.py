@@ -17,18 +17,18 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, Tran
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, Hello, Peer, decode_hello
 from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
-from kvhma.vllm.params import Address, Life
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import (
+from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.side_channel import (
     PROTOCOL,
+    AskEngineInfo,
     AskHello,
-    AskRoster,
     Client,
+    ClientPool,
     Done,
-    Lines,
+    EngineInfo,
     RankHello,
     Refused,
-    Roster,
     printable,
     resolve,
 )
@@ -46,7 +46,7 @@ _MOST_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
-class Source:
+class PrefillEngine:
     """An engine that can be read from.
 
     Attributes:
@@ -62,7 +62,7 @@ class Source:
     instance: int
     plan: _kvhma.Plan
     peers: list[Peer | None]
-    lines: Lines
+    lines: ClientPool
     hellos: dict[str, bytes]
     loads: int = 0
 
@@ -72,7 +72,7 @@ class Source:
         return next((peer.gone for peer in self.peers if peer is not None and peer.gone), None)
 
 
-class Peers:
+class PrefillEngines:
     """Sources by address. Safe to use from several threads; one handshake at a time with each engine."""
 
     def __init__(
@@ -92,14 +92,14 @@ class Peers:
         self._engine_id = engine_id
         self._shook = shook
         self._lock = threading.Lock()
-        self._sources: OrderedDict[Address, Source] = OrderedDict()
+        self._sources: OrderedDict[Address, PrefillEngine] = OrderedDict()
         self._pending: dict[tuple[Address, int], list[Callable[[KvhmaError | None], None]]] = {}
         self._failed: dict[tuple[Address, int], tuple[float, KvhmaError]] = {}
 
     def __len__(self) -> int:
         return len(self._sources)
 
-    def borrow(self, remote: Life, later: Callable[[KvhmaError | None], None]) -> Source | None:
+    def borrow(self, remote: Incarnation, later: Callable[[KvhmaError | None], None]) -> PrefillEngine | None:
         """Return the source of an engine, to be given back with :meth:`give_back`, or None until it is known.
 
         Args:
@@ -143,7 +143,7 @@ class Peers:
             raise failure from error
         return None
 
-    def _find(self, remote: Life) -> Source | None:
+    def _find(self, remote: Incarnation) -> PrefillEngine | None:
         # Requests may name an engine that was met by another of its addresses. Anybody can claim to be a life, so only
         # addresses that the operator gave stand for others.
         met = (self._sources.get(address) for address in self._settings.prefill_engines)
@@ -160,8 +160,8 @@ class Peers:
         """
         timeout = self._settings.handshake_timeout
         with Client(resolve(address, timeout), timeout) as client:
-            roster = client.ask(AskRoster(PROTOCOL), Roster)
-        found = self.borrow(Life(address, roster.engine_id, int.from_bytes(roster.instance, "big"), None), later)
+            roster = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
+        found = self.borrow(Incarnation(address, roster.engine_id, int.from_bytes(roster.instance, "big"), None), later)
         if found is not None:
             self.give_back(found)
 
@@ -170,7 +170,7 @@ class Peers:
         with self._lock:
             return {str(address): source.instance for address, source in self._sources.items()}
 
-    def give_back(self, source: Source) -> None:
+    def give_back(self, source: PrefillEngine) -> None:
         """Say that a load has ended; a source that nobody uses can be dropped."""
         with self._lock:
             source.loads -= 1
@@ -185,10 +185,10 @@ class Peers:
         for source in sources:
             source.lines.close()
 
-    def _shake(self, remote: Life) -> None:
+    def _shake(self, remote: Incarnation) -> None:
         key = (remote.address, remote.instance)
         started = time.monotonic()
-        dropped: list[Source] = []
+        dropped: list[PrefillEngine] = []
         failure: KvhmaError | None = None
         try:
             source = self._connect(remote)
@@ -213,7 +213,7 @@ class Peers:
         for old in dropped:
             self._disconnect(old)
 
-    def _keep(self, source: Source) -> list[Source]:
+    def _keep(self, source: PrefillEngine) -> list[PrefillEngine]:
         """Return what has to go for it: an earlier life of the same engine, and engines nobody has used for longest."""
         replaced = self._sources.pop(source.address, None)
         self._sources[source.address] = source
@@ -223,9 +223,9 @@ class Peers:
             dropped.append(self._sources.pop(idle.pop(0).address))
         return dropped
 
-    def _connect(self, remote: Life) -> Source:
+    def _connect(self, remote: Incarnation) -> PrefillEngine:
         timeout = self._settings.handshake_timeout
-        lines = Lines(resolve(remote.address, timeout), timeout)
+        lines = ClientPool(resolve(remote.address, timeout), timeout)
         client = lines.take()
         peers: list[Peer | None] = []
         try:
@@ -240,7 +240,7 @@ class Peers:
             self._part(peers)
             raise
         lines.give_back(client)
-        return Source(remote.address, remote.instance, plan, peers, lines, names)
+        return PrefillEngine(remote.address, remote.instance, plan, peers, lines, names)
 
     def _check_names(self, address: Address, names: dict[str, bytes]) -> None:
         # A hello is no secret: whoever repeats another engine's, changed, would be connected in its place. Where the
@@ -256,11 +256,11 @@ class Peers:
                             f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
                         )
 
-    def _agree(self, remote: Life, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
+    def _agree(self, remote: Incarnation, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
         """Ask an engine who it is, and plan what we read from it; the plan, and what its workers say."""
         # An engine has as many ranks as it says: all of them together may take no longer than this.
         deadline = time.monotonic() + _ANSWERS * self._settings.handshake_timeout
-        roster = client.ask(AskRoster(PROTOCOL), Roster)
+        roster = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         self._check(remote, roster)
         hellos: list[bytes] = []
         for pp, tp in roster.ranks:
@@ -284,7 +284,7 @@ class Peers:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
         return plan, said, hellos
 
-    def _check(self, remote: Life, roster: Roster) -> None:
+    def _check(self, remote: Incarnation, roster: EngineInfo) -> None:
         tp_size = len({tp for _, tp in roster.ranks})
         for field_name, told, found in (
             ("remote_engine_id", remote.engine_id, roster.engine_id),
@@ -297,14 +297,14 @@ class Peers:
                     "the blocks are gone, or were never there"
                 )
 
-    def _drop(self, source: Source) -> None:
+    def _drop(self, source: PrefillEngine) -> None:
         with self._lock:
             if source.loads or self._sources.get(source.address) is not source:
                 return
             del self._sources[source.address]
         self._disconnect(source)
 
-    def _disconnect(self, source: Source) -> None:
+    def _disconnect(self, source: PrefillEngine) -> None:
         source.lines.close()
         self._part(source.peers)
 

@@ -17,14 +17,14 @@ from kvhma import _kvhma
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_hello
-from kvhma.vllm.leases import Courier, Ledger
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
-from kvhma.vllm.params import Address, Claim, Hold, Remote, new_nonce
-from kvhma.vllm.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
-from kvhma.vllm.prompt import prompt_digest
+from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable
+from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
+from kvhma.vllm.scheduler.prompt import prompt_digest
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.side_channel import Listener, Outcome
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.side_channel import Listener, Outcome
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -77,7 +77,7 @@ _SEEN_HOLDS = 4096
 """Requests at P that are remembered, to know those that come again."""
 
 
-class Stage(enum.Enum):
+class LoadState(enum.Enum):
     """How far a pull is."""
 
     WANTED = enum.auto()
@@ -85,7 +85,7 @@ class Stage(enum.Enum):
 
 
 @dataclass
-class Pull:
+class PendingLoad:
     """A request that is to be loaded from P. It is forgotten once it is loaded, given up or finished.
 
     Attributes:
@@ -102,10 +102,10 @@ class Pull:
         first_tokens: of the ranks that have loaded, see `WorkerReport`.
     """
 
-    remote: Remote | None
+    remote: PrefillParams | None
     refusal: str = ""
     num_tokens: int = 0
-    stage: Stage = Stage.WANTED
+    stage: LoadState = LoadState.WANTED
     tries: int = 0
     finished: bool = False
     aborted: bool = False
@@ -116,7 +116,7 @@ class Pull:
     first_tokens: dict[int, int] = field(default_factory=dict)
 
 
-class SchedulerHalf:
+class KvhmaScheduler:
     """Decides; moves nothing and waits for nothing."""
 
     def __init__(self, settings: Settings, engine: EngineFacts) -> None:
@@ -124,12 +124,12 @@ class SchedulerHalf:
         self._settings = settings
         self._engine = engine
         self._instance = new_nonce()
-        self._ledger = Ledger(settings.kv_lease_duration)
-        self._courier = Courier(timeout=settings.handshake_timeout, max_peers=settings.max_peers)
+        self._ledger = LeaseTable(settings.kv_lease_duration)
+        self._courier = LeaseRenewer(timeout=settings.handshake_timeout, max_peers=settings.max_peers)
         self._listener: Listener | None = None
         self._geometry: Geometry | None = None
-        self._pulls: dict[str, Pull] = {}
-        self._shared: OrderedDict[Hold, bool] = OrderedDict()
+        self._pulls: dict[str, PendingLoad] = {}
+        self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
         self._stats = TransferStats()
@@ -180,7 +180,7 @@ class SchedulerHalf:
         if not isinstance(params, dict):
             # vLLM itself would stumble over it.
             request.kv_transfer_params = None
-            self._pulls[request.request_id] = Pull(
+            self._pulls[request.request_id] = PendingLoad(
                 None, f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
             )
             return
@@ -196,7 +196,7 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
         metadata, self._metadata = self._metadata, StepMetadata()
-        released, expired = self._ledger.strike_off()
+        released, expired = self._ledger.drain_ended()
         metadata.sent = released + expired
         metadata.idle = output.total_num_scheduled_tokens == 0
         self._stats.count("expired", len(expired))
@@ -215,7 +215,7 @@ class SchedulerHalf:
         if pull is not None:
             pull.finished = True
             pull.aborted = request.status.name == "FINISHED_ABORTED"
-            if pull.stage is not Stage.LOADING:
+            if pull.stage is not LoadState.LOADING:
                 self._let_go(request_id, read=pull.aborted)
             return False, None
         params = request.kv_transfer_params
@@ -226,7 +226,7 @@ class SchedulerHalf:
         remote = self._hand_over(request, tables, self._geometry)
         return (False, None) if remote is None else (True, remote.to_params(pp_size=self._engine.pp_size))
 
-    def _hand_over(self, request: Request, tables: Sequence[Sequence[int]], geometry: Geometry) -> Remote | None:
+    def _hand_over(self, request: Request, tables: Sequence[Sequence[int]], geometry: Geometry) -> PrefillParams | None:
         """Keep the blocks of a request that was computed here; None if a decode engine could not use them."""
         tokens = self._tokens_to_hand_over(request)
         if tokens is None:
@@ -234,7 +234,7 @@ class SchedulerHalf:
         spans = self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
         if spans is None:
             return None
-        return Remote(
+        return PrefillParams(
             address=self._engine.address,
             engine_id=self._engine.engine_id,
             instance=self._instance,
@@ -352,12 +352,12 @@ class SchedulerHalf:
 
     # --- D -------------------------------------------------------------------------------------------------
 
-    def _read(self, request: Request, params: dict[str, Any]) -> Pull | None:
+    def _read(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
         """Return what is to be loaded, None if nothing is. P hears of a request only if the parameters are of it."""
         if params.get("do_remote_decode"):
-            return Pull(None, "kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+            return PendingLoad(None, "kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
         try:
-            remote = Remote.from_params(params, num_prompt_tokens=request.num_prompt_tokens)
+            remote = PrefillParams.from_params(params, num_prompt_tokens=request.num_prompt_tokens)
             if self._prompt_digest(request, remote.num_tokens) != remote.prompt:
                 raise OtherPromptError(
                     f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
@@ -366,11 +366,13 @@ class SchedulerHalf:
             self._compute_here(request.request_id, "other_prompt", str(error))
             return None
         except KvhmaError as error:
-            return Pull(None, str(error))
+            return PendingLoad(None, str(error))
         if self._geometry is None or not self._geometry.groups:
-            return Pull(None, "this engine has no caches that were registered")
+            return PendingLoad(None, "this engine has no caches that were registered")
         most = request.num_prompt_tokens - self._engine.backoff
-        pull = Pull(remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.hold))
+        pull = PendingLoad(
+            remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.hold)
+        )
         if remote.num_tokens > most and (self._engine.has_state or self._engine.has_windows):
             text = (
                 f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most {most} can be "
@@ -382,10 +384,10 @@ class SchedulerHalf:
         if pull.num_tokens <= 0:
             self._tell(pull, read=True)
             return None
-        self._courier.track(remote.address, Claim(remote.hold, pull.reader), every=remote.lease / _RENEWALS)
+        self._courier.track(remote.address, LeaseClaim(remote.hold, pull.reader), every=remote.lease / _RENEWALS)
         return pull
 
-    def _is_shared(self, request: Request, hold: Hold) -> bool:
+    def _is_shared(self, request: Request, hold: LeaseKey) -> bool:
         """Whether other requests may come, or have come, with the same parameters."""
         known = hold in self._shared
         self._shared[hold] = known or _CHILD.match(request.request_id) is not None
@@ -407,7 +409,7 @@ class SchedulerHalf:
         if pull is None:
             return 0, False
         if pull.ask_first and not pull.refusal and pull.remote is not None:
-            held = self._courier.held(pull.remote.address, Claim(pull.remote.hold, pull.reader))
+            held = self._courier.held(pull.remote.address, LeaseClaim(pull.remote.hold, pull.reader))
             # A P that does not answer is found by the load, and the engine's policy decides.
             if held is None and time.monotonic() - pull.since < self._settings.handshake_timeout:
                 return None, False
@@ -425,7 +427,7 @@ class SchedulerHalf:
         wanted = (request.num_prompt_tokens if pull.refusal else pull.num_tokens) - local
         return (wanted, True) if wanted > 0 else (0, False)
 
-    def _stuck(self, pull: Pull) -> bool:
+    def _stuck(self, pull: PendingLoad) -> bool:
         """Whether a load has waited for blocks for a lease, while others have yet to read from here."""
         now = time.monotonic()
         if pull.asked is None:
@@ -436,12 +438,12 @@ class SchedulerHalf:
         """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
         request_id = request.request_id
         pull = self._pulls.get(request_id)
-        if pull is None or pull.stage is not Stage.WANTED:
+        if pull is None or pull.stage is not LoadState.WANTED:
             return
         if external <= 0:
             self._let_go(request_id, read=True)
             return
-        pull.stage = Stage.LOADING
+        pull.stage = LoadState.LOADING
         pull.tries += 1
         pull.first_tokens = {}
         if not pull.refusal:
@@ -453,7 +455,7 @@ class SchedulerHalf:
             logger.warning("kvhma: request %s cannot be loaded: %s", request_id, pull.refusal)
             self._metadata.refusals[request_id] = pull.refusal
 
-    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks, external: int) -> Load:
+    def _load(self, request_id: str, pull: PendingLoad, blocks: KVCacheBlocks, external: int) -> Load:
         if pull.remote is None or self._geometry is None:
             raise RequestError("there is nothing to load it from")
         cached = pull.num_tokens - external
@@ -485,7 +487,7 @@ class SchedulerHalf:
                 self._keep_unfilled_out(request_id, pull.first_tokens)
             again = request_id in failed and not pull.refusal and pull.tries <= self._settings.load_retries
             if again and not pull.finished and self._engine.recompute:
-                pull.stage = Stage.WANTED
+                pull.stage = LoadState.WANTED
             else:
                 # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
                 served = request_id not in failed or self._engine.recompute or pull.aborted
@@ -499,12 +501,12 @@ class SchedulerHalf:
     def _let_go(self, request_id: str, *, read: bool) -> None:
         self._tell(self._pulls.pop(request_id), read=read)
 
-    def _tell(self, pull: Pull, *, read: bool) -> None:
+    def _tell(self, pull: PendingLoad, *, read: bool) -> None:
         """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
         if pull.remote is not None:
             shared = self._shared.get(pull.remote.hold, False)
             outcome = (Outcome.READ_BY_SIBLING if shared else Outcome.READ) if read else Outcome.UNREAD
-            self._courier.release(pull.remote.address, Claim(pull.remote.hold, pull.reader), outcome)
+            self._courier.release(pull.remote.address, LeaseClaim(pull.remote.hold, pull.reader), outcome)
 
     def _transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Choose the block tables of the groups that take part."""

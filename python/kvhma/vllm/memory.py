@@ -30,7 +30,7 @@ class Memory(Protocol):
         """Bring blocks that the engine has computed to where others read them. Done when it returns."""
 
 
-class Direct:
+class DeviceMemory:
     """The engine's own caches."""
 
     def __init__(self, geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ class Direct:
         """Blocks are where they belong."""
 
 
-class Staged:
+class HostStaging:
     """A copy of the caches in host memory, byte for byte, through which blocks go in and out."""
 
     kind: MemoryKind = "DRAM"

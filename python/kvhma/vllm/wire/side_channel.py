@@ -25,7 +25,7 @@ import zmq
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.nixl import MAX_HELLO_BYTES
-from kvhma.vllm.params import Address, Claim, Hold
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
 
 PROTOCOL = 2
 """Version of these messages."""
@@ -49,7 +49,7 @@ ClaimForm = tuple[Name, Nonce, Nonce]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class AskRoster(msgspec.Struct, tag="roster", frozen=True):
+class AskEngineInfo(msgspec.Struct, tag="roster", frozen=True):
     """Who are you?"""
 
     protocol: int
@@ -95,7 +95,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     text: Text
 
 
-class Roster(msgspec.Struct, tag="roster", frozen=True):
+class EngineInfo(msgspec.Struct, tag="roster", frozen=True):
     """Who is listening here."""
 
     protocol: int
@@ -127,9 +127,9 @@ class Problem(msgspec.Struct, tag="problem", frozen=True):
     text: Text
 
 
-Question = AskRoster | AskHello | Renew | Release | Refused
-Answer = Roster | RankHello | Leases | Done | Problem
-AnswerT = TypeVar("AnswerT", Roster, RankHello, Leases, Done)
+Question = AskEngineInfo | AskHello | Renew | Release | Refused
+Answer = EngineInfo | RankHello | Leases | Done | Problem
+AnswerT = TypeVar("AnswerT", EngineInfo, RankHello, Leases, Done)
 
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -155,13 +155,13 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text[:2000])
 
 
-class Desk(Protocol):
+class LeaseService(Protocol):
     """What a listener answers from. Called from its thread."""
 
-    def renew(self, claims: list[Claim]) -> list[float | None]:
+    def renew(self, claims: list[LeaseClaim]) -> list[float | None]:
         """Extend leases; return when each ends now, None for one that is not held for this reader."""
 
-    def release(self, claims: list[Claim], outcome: Outcome) -> None:
+    def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests."""
 
 
@@ -169,7 +169,13 @@ class Listener:
     """Answers other engines."""
 
     def __init__(
-        self, address: Address, *, engine_id: str, instance: int, hellos: Mapping[tuple[int, int], bytes], desk: Desk
+        self,
+        address: Address,
+        *,
+        engine_id: str,
+        instance: int,
+        hellos: Mapping[tuple[int, int], bytes],
+        desk: LeaseService,
     ) -> None:
         """Bind and start to answer.
 
@@ -228,10 +234,10 @@ class Listener:
 
     def _answer(self, question: Question) -> Answer:
         match question:
-            case AskRoster():
+            case AskEngineInfo():
                 if question.protocol != PROTOCOL:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
-                return Roster(PROTOCOL, self._engine_id, self._instance, sorted(self._hellos))
+                return EngineInfo(PROTOCOL, self._engine_id, self._instance, sorted(self._hellos))
             case AskHello():
                 data = self._hellos.get((question.pp_rank, question.tp_rank))
                 if data is None:
@@ -252,13 +258,13 @@ class Listener:
                 return Done()
 
 
-def read_claim(form: ClaimForm) -> Claim:
+def read_claim(form: ClaimForm) -> LeaseClaim:
     """Return the claim of a message."""
     request_id, generation, reader = form
-    return Claim(Hold(request_id, int.from_bytes(generation, "big")), int.from_bytes(reader, "big"))
+    return LeaseClaim(LeaseKey(request_id, int.from_bytes(generation, "big")), int.from_bytes(reader, "big"))
 
 
-def write_claim(claim: Claim) -> ClaimForm:
+def write_claim(claim: LeaseClaim) -> ClaimForm:
     """Return a claim as messages carry it."""
     return claim.hold.request_id, claim.hold.generation.to_bytes(8, "big"), claim.reader.to_bytes(8, "big")
 
@@ -430,7 +436,7 @@ class Client:
         return answer
 
 
-class Lines:
+class ClientPool:
     """Clients of one listener that have a connection already: a new one takes ten times as long to answer."""
 
     _KEPT = 4

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Kind, Part
-from kvhma.hybrid import ConvOrder, state_parts
 from kvhma.models import State, StateKind
+from kvhma.models.vllm_layout import ConvOrder, state_parts
 from kvhma.vllm.formats import KINDS, Writer, check_served, encoding_of, is_by_head, row_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
@@ -23,7 +23,7 @@ _STATES: dict[str, StateKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_AT
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """Where a worker is among its engine's ranks, and what of the model no spec says.
 
     Attributes:
@@ -71,7 +71,7 @@ def kind_of(name: str, spec: Any) -> Kind:
     return found
 
 
-def parts_of(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
+def parts_of(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...]:
     """Return the parts of a layer's page.
 
     Args:
@@ -121,7 +121,7 @@ def _by_row(name: str, dtype: str, view: View, pieces: tuple[int, ...]) -> tuple
     return tuple(parts)
 
 
-def _heads(spec: Any, view: View, place: Place) -> Axis | None:
+def _heads(spec: Any, view: View, place: RankInfo) -> Axis | None:
     """Return the heads of this layer, from this layer alone: layers of one model have different numbers of them."""
     held, ranks = view.shape[1], place.tp_size
     shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
@@ -149,7 +149,7 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
     return (Part("kv", dtype, item, 0, (heads, Axis("packed", tokens * width, item))),)
 
 
-def _whole(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
+def _whole(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...]:
     """One part that pairs only with the same part of the same rank of an equally large engine."""
     size = math.prod(view.shape[1:]) * view.item_bytes
     dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
@@ -174,20 +174,20 @@ def _whole(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
     return _for_equals(dtype, size, place)
 
 
-def _for_equals(dtype: str, size: int, place: Place) -> tuple[Part, ...]:
+def _for_equals(dtype: str, size: int, place: RankInfo) -> tuple[Part, ...]:
     """Bytes of one rank; `dtype` says all that has to be equal on the other side."""
     ranks = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
     return (Part("whole", dtype, 1, 0, (ranks,)),)
 
 
-def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
+def _state(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...]:
     if math.prod(view.shape[1:]) * view.item_bytes < spec.state_content_size_bytes:
         raise GeometryError(
             f"layer {name!r}: a page has {math.prod(view.shape[1:]) * view.item_bytes} bytes, "
             f"its state {spec.state_content_size_bytes}"
         )
     if spec.tp_replicated:
-        place = Place(state_groups=place.state_groups)
+        place = RankInfo(state_groups=place.state_groups)
     known = _known_state(spec, place)
     if known is None:
         drafts = f"num_speculative_tokens={spec.num_speculative_blocks}"
@@ -197,7 +197,7 @@ def _state(name: str, spec: Any, view: View, place: Place) -> tuple[Part, ...]:
     return state_parts(state, place.tp_rank, place.tp_size, conv)
 
 
-def _known_state(spec: Any, place: Place) -> tuple[State, ConvOrder] | None:
+def _known_state(spec: Any, place: RankInfo) -> tuple[State, ConvOrder] | None:
     """Return the state over all ranks and the order of its convolution, if both follow from the spec."""
     kind = _STATES.get(spec.mamba_type.name)
     if kind is None or len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:

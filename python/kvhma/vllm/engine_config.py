@@ -15,12 +15,12 @@ from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.content import Place, kind_of
 from kvhma.vllm.formats import Writer, taking_part
 from kvhma.vllm.identity import ModelIdentity
-from kvhma.vllm.params import Address
-from kvhma.vllm.scheduler import EngineFacts
+from kvhma.vllm.layer_parts import RankInfo, kind_of
+from kvhma.vllm.scheduler.scheduler import EngineFacts
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -75,12 +75,12 @@ def check_config(config: VllmConfig) -> None:
             raise UnsupportedPairError(f"{name} is {found}, the kvhma connector supports only {needed}")
 
 
-def place_of(config: VllmConfig) -> Place:
+def place_of(config: VllmConfig) -> RankInfo:
     """Return where this worker is."""
     parallel = config.parallel_config
     text = config.model_config.hf_text_config
     groups = next((getattr(text, name) for name in _GROUPS_OF_STATE if getattr(text, name, None)), None)
-    return Place(
+    return RankInfo(
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
         tp_size=parallel.tensor_parallel_size,
         state_groups=groups,

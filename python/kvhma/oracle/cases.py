@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases: a pair of engines and a request in one file, checked to the byte, and made smaller while they still fail.
+"""Cases: a pair of engines and a request in one file, checked to the byte.
 
 docs/cases.md has the format. What is read is bounded and checked, so a case from anywhere is safe to load.
 """
@@ -7,17 +7,15 @@ docs/cases.md has the format. What is read is bounded and checked, so a case fro
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from kvhma._cases_shrink import shrink
-from kvhma._oracle_labels import by_source, row_axes
 from kvhma.errors import KvhmaError, OracleError, RequestError
 from kvhma.geometry import Geometry, Part, Span
-from kvhma.oracle import Oracle, Report, TransferLike
+from kvhma.oracle.labels import by_source, row_axes
+from kvhma.oracle.simulate import Oracle, Report, TransferLike
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
 __all__ = [
@@ -27,10 +25,8 @@ __all__ = [
     "Expected",
     "Verdict",
     "check",
-    "failure",
     "load",
     "save",
-    "shrink",
 ]
 
 CASE_VERSION = 1
@@ -230,19 +226,6 @@ def check(case: Case) -> Verdict:
     if problems:
         return Verdict("wrong", "\n".join(problems))
     return Verdict("right", "", report, transfer.bytes, transfer.descriptors)
-
-
-def failure(case: Case) -> str | None:
-    """Return what sort of failure a case is, without its numbers and names; None if it is right.
-
-    Raises:
-        RequestError: the case cannot be simulated.
-    """
-    verdict = check(case)
-    if verdict.outcome == "right":
-        return None
-    first = verdict.text.splitlines()[0] if verdict.text else ""
-    return f"{verdict.outcome}: " + re.sub(r"\d+", "#", re.sub(r'"(\\.|[^"\\])*"', '""', first))
 
 
 def _words(expect: Expected) -> str:

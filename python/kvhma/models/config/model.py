@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvhma.config.architectures import ARCHITECTURES, Architecture
-from kvhma.config.fields import Fields, quoted
-from kvhma.config.layers import WITHOUT_WINDOWS, WORDS
 from kvhma.errors import ConfigError, GeometryError
-from kvhma.models import STATE_KINDS, Model, State
+from kvhma.models.config.architectures import ARCHITECTURES, Architecture
+from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.config.layers import WITHOUT_WINDOWS, WORDS
+from kvhma.models.table import STATE_KINDS, Model, State
 
 _NESTED = ("text_config", "llm_config")
 """Where a multimodal model keeps the configuration of its language model. Only that one has a KV cache."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvhma.config.fields import Fields, quoted
 from kvhma.errors import ConfigError
-from kvhma.models import INDEX_KEY
+from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.table import INDEX_KEY
 
 WORDS: Mapping[str, str] = {
     "full_attention": "full",

@@ -5,7 +5,7 @@ Layers of one sort form a bucket, buckets are cut into groups of equal size, and
 share tensor j: at any time a block id belongs to one group, so the bytes of a block are one group's. All
 pages of a block have one size: recurrent state that does not fit an attention page makes the block longer
 until it does, and attention with fewer or smaller heads holds more tokens in a block, or is padded. In orders
-with the block outermost pages of several sizes lie side by side instead. :mod:`kvhma._groups` has the rules.
+with the block outermost pages of several sizes lie side by side instead. :mod:`kvhma.models.grouping` has the rules.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
-from kvhma._groups import LayerSpec, Members, group_layers
 from kvhma.errors import LayoutError
 from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region, Shard
-from kvhma.models import (
+from kvhma.models.grouping import LayerSpec, Members, group_layers
+from kvhma.models.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
+from kvhma.models.table import (
     INDEX_KEY,
     INDEX_SCALE,
     LATENT_KINDS,
@@ -29,7 +30,6 @@ from kvhma.models import (
     State,
     item_bytes,
 )
-from kvhma.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 
 __all__ = [
     "CacheGroup",

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._oracle_labels import Ints, Side
-from kvhma._oracle_types import ReadLike, TransferLike
 from kvhma.errors import OracleError
+from kvhma.oracle.labels import Ints, Side
+from kvhma.oracle.types import ReadLike, TransferLike
 
 
 def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:

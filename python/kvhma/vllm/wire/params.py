@@ -43,7 +43,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Incarnation:
     """One life of a prefill engine.
 
     Attributes:
@@ -60,7 +60,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class LeaseKey:
     """A finished request whose blocks P keeps for a reader.
 
     Attributes:
@@ -73,7 +73,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaseClaim:
     """A hold, and one of its readers.
 
     Attributes:
@@ -81,12 +81,12 @@ class Claim:
         reader: random number of the request at D.
     """
 
-    hold: Hold
+    hold: LeaseKey
     reader: int
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class PrefillParams:
     """What a decode request has to know of its prefill.
 
     Attributes:
@@ -96,7 +96,7 @@ class Remote:
         hold: the request at P.
         lease: seconds that P holds it after each sign of a reader.
         num_tokens: tokens that P's blocks hold.
-        prompt: digest of these tokens, see :func:`kvhma.vllm.prompt.prompt_digest`.
+        prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks, if the parameters say.
         digest: of everything but the address and the ranks, as 32 hexadecimal digits, where it was read from
@@ -106,7 +106,7 @@ class Remote:
     address: Address
     engine_id: str
     instance: int
-    hold: Hold
+    hold: LeaseKey
     lease: float
     num_tokens: int
     prompt: str
@@ -115,9 +115,9 @@ class Remote:
     digest: str = field(default="", compare=False)
 
     @property
-    def life(self) -> Life:
+    def life(self) -> Incarnation:
         """Whose blocks they are."""
-        return Life(self.address, self.engine_id, self.instance, self.tp_size)
+        return Incarnation(self.address, self.engine_id, self.instance, self.tp_size)
 
     def _rows(self) -> list[list[Any]]:
         return [[span.first, write_ids(span.ids)] for span in self.spans]
@@ -157,7 +157,7 @@ class Remote:
         }
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any], *, num_prompt_tokens: int) -> Remote:
+    def from_params(cls, params: Mapping[str, Any], *, num_prompt_tokens: int) -> PrefillParams:
         """Read and check parameters. Safe on any value; nothing is longer than the prompt allows.
 
         Raises:
@@ -180,7 +180,7 @@ class Remote:
             address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
             engine_id=_text(params, "remote_engine_id"),
             instance=_nonce(own, "kvhma.instance"),
-            hold=Hold(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
+            hold=LeaseKey(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
             lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
             prompt=_digest(own, "kvhma.prompt"),

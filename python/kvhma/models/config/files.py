@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvhma.config.model import model_from_config
 from kvhma.errors import ConfigError
-from kvhma.models import Model
+from kvhma.models.config.model import model_from_config
+from kvhma.models.table import Model
 
 _MAX_BYTES = 16 << 20
 _FILE = "config.json"

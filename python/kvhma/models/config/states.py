@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from kvhma.config.fields import Fields, quoted
 from kvhma.errors import ConfigError
-from kvhma.models import State
+from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.table import State
 
 
 def mamba2(fields: Fields, dtype: str) -> State:

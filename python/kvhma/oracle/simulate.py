@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._oracle_apply import apply_read, apply_zero, reads_by_source, refuse_overlap
-from kvhma._oracle_labels import (
+from kvhma.errors import OracleError
+from kvhma.geometry import Geometry, Span
+from kvhma.oracle.apply import apply_read, apply_zero, reads_by_source, refuse_overlap
+from kvhma.oracle.labels import (
     Blocks,
     Catalog,
     Ints,
@@ -34,11 +36,9 @@ from kvhma._oracle_labels import (
     check_spans,
     need,
 )
-from kvhma._oracle_memory import MemoryReport, check_memory, fill_source, fill_stale
-from kvhma._oracle_types import Difference, ReadLike, TransferLike
-from kvhma._settled import settled
-from kvhma.errors import OracleError
-from kvhma.geometry import Geometry, Span
+from kvhma.oracle.memory import MemoryReport, check_memory, fill_source, fill_stale
+from kvhma.oracle.settled import settled
+from kvhma.oracle.types import Difference, ReadLike, TransferLike
 
 __all__ = [
     "Difference",

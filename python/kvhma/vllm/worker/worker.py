@@ -32,13 +32,13 @@ from kvhma.errors import (
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, TransferHandle
 from kvhma.vllm.identity import ModelIdentity
-from kvhma.vllm.leases import Lease, claim_all
+from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
-from kvhma.vllm.params import Address, Claim
-from kvhma.vllm.peers import Peers, Source
+from kvhma.vllm.scheduler.leases import Lease, claim_all
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.staging import Memory
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -62,7 +62,7 @@ _BEHIND = 1 << 20
 
 
 @dataclass(eq=False)
-class Order:
+class QueuedLoad:
     """A load that the scheduler ordered, when that was, and how many handshakes it has waited for."""
 
     load: Load
@@ -71,12 +71,12 @@ class Order:
 
 
 @dataclass(eq=False)
-class Moving:
+class ActiveLoad:
     """A load whose reads are under way."""
 
     load: Load
     ordered: float
-    source: Source
+    source: PrefillEngine
     lease: Lease
     planned: _kvhma.Transfer | None = None
     transfers: list[TransferHandle] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Moving:
     error: Exception | None = None
 
 
-class WorkerHalf:
+class KvhmaWorker:
     """Reads what the scheduler orders, and reports each order exactly once."""
 
     def __init__(
@@ -103,9 +103,9 @@ class WorkerHalf:
         self._geometry = geometry
         self._agent = agent
         self._memory = memory
-        self._peers = Peers(agent, geometry, identity, settings, engine_id, self._shook)
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._moving: deque[Moving] = deque()
+        self._peers = PrefillEngines(agent, geometry, identity, settings, engine_id, self._shook)
+        self._orders: queue.SimpleQueue[QueuedLoad | None] = queue.SimpleQueue()
+        self._moving: deque[ActiveLoad] = deque()
         self._has_moving = threading.Event()
         self._lock = threading.Lock()
         self._reported = threading.Condition(self._lock)
@@ -137,7 +137,7 @@ class WorkerHalf:
             self._fail(request_id, Failure("refused", text, passing=False))
         now = time.monotonic()
         for load in metadata.loads:
-            self._orders.put(Order(load, now))
+            self._orders.put(QueuedLoad(load, now))
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
@@ -184,7 +184,7 @@ class WorkerHalf:
     def _load_all(self) -> None:
         while (orders := self._next_orders()) and not self._closed.is_set():
             claimed = [moving for source, those in self._with_sources(orders) for moving in self._claim(source, those)]
-            waiting: list[Moving] = []
+            waiting: list[ActiveLoad] = []
             for moving in claimed:
                 self._begin(moving)
                 # A transport that copies inline is done by now, and P has answered for the first ones.
@@ -194,7 +194,7 @@ class WorkerHalf:
             for moving in claimed:
                 self._count_groups(moving.load, moving.source.plan)
 
-    def _next_orders(self) -> list[Order]:
+    def _next_orders(self) -> list[QueuedLoad]:
         """Wait for an order and return it with those behind it; none at the end."""
         orders = []
         order = self._orders.get()
@@ -208,9 +208,9 @@ class WorkerHalf:
                 break
         return orders
 
-    def _with_sources(self, orders: list[Order]) -> list[tuple[Source, list[Order]]]:
+    def _with_sources(self, orders: list[QueuedLoad]) -> list[tuple[PrefillEngine, list[QueuedLoad]]]:
         """Return the orders by engine, those without a known engine later, after a handshake."""
-        found: dict[int, tuple[Source, list[Order]]] = {}
+        found: dict[int, tuple[PrefillEngine, list[QueuedLoad]]] = {}
         for order in orders:
             try:
                 source = self._peers.borrow(order.load.remote.life, partial(self._met, order))
@@ -221,9 +221,9 @@ class WorkerHalf:
                 found.setdefault(id(source), (source, []))[1].append(order)
         return list(found.values())
 
-    def _claim(self, source: Source, orders: list[Order]) -> list[Moving]:
+    def _claim(self, source: PrefillEngine, orders: list[QueuedLoad]) -> list[ActiveLoad]:
         """Claim what some loads read from one engine. It answers while they are planned and posted."""
-        claims = [Claim(order.load.remote.hold, order.load.reader) for order in orders]
+        claims = [LeaseClaim(order.load.remote.hold, order.load.reader) for order in orders]
         try:
             leases = claim_all(
                 source.lines,
@@ -236,9 +236,9 @@ class WorkerHalf:
                 self._peers.give_back(source)
                 self._fail(order.load.request_id, explain(error))
             return []
-        return [Moving(order.load, order.since, source, lease) for order, lease in zip(orders, leases, strict=True)]
+        return [ActiveLoad(order.load, order.since, source, lease) for order, lease in zip(orders, leases, strict=True)]
 
-    def _met(self, order: Order, error: KvhmaError | None) -> None:
+    def _met(self, order: QueuedLoad, error: KvhmaError | None) -> None:
         order.handshakes += 1
         if error is None and order.handshakes > _HANDSHAKES:
             error = PeerLostError(f"{order.load.remote.address} was lost after each of {_HANDSHAKES} handshakes")
@@ -247,7 +247,7 @@ class WorkerHalf:
         else:
             self._fail(order.load.request_id, explain(error))
 
-    def _begin(self, moving: Moving) -> None:
+    def _begin(self, moving: ActiveLoad) -> None:
         """Plan a load and post its reads. What goes wrong is told once those that were posted have ended."""
         load, source = moving.load, moving.source
         started = time.monotonic()
@@ -308,7 +308,7 @@ class WorkerHalf:
             elif left:
                 time.sleep(_NAP_SECONDS)
 
-    def _advance(self, moving: Moving) -> bool:
+    def _advance(self, moving: ActiveLoad) -> bool:
         """Make progress; return whether a load has ended and was reported."""
         try:
             return self._poll(moving)
@@ -316,7 +316,7 @@ class WorkerHalf:
             self._fail(moving.load.request_id, explain(error))
             return True
 
-    def _poll(self, moving: Moving) -> bool:
+    def _poll(self, moving: ActiveLoad) -> bool:
         for transfer in moving.transfers:
             try:
                 transfer.poll()
@@ -336,7 +336,7 @@ class WorkerHalf:
         self._end(moving, moving.ended)
         return True
 
-    def _end(self, moving: Moving, ended: float) -> None:
+    def _end(self, moving: ActiveLoad, ended: float) -> None:
         try:
             if moving.error is None:
                 self._memory.arrived(moving.load.spans)
@@ -364,7 +364,7 @@ class WorkerHalf:
                 self._told.first_tokens[moving.load.request_id] = tokens
             self._report(moving.load.request_id)
 
-    def _numbers(self, moving: Moving, planned: _kvhma.Transfer, ended: float) -> dict[str, float]:
+    def _numbers(self, moving: ActiveLoad, planned: _kvhma.Transfer, ended: float) -> dict[str, float]:
         load = moving.load
         windows = [
             max(0, span.first * group.block_size - load.cached)

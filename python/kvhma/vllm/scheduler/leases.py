@@ -23,13 +23,13 @@ import msgspec
 import zmq
 
 from kvhma.errors import HandshakeError, LeaseEndedError, LeaseUnknownError
-from kvhma.vllm.params import Address, Claim, Hold, new_nonce
-from kvhma.vllm.side_channel import (
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, new_nonce
+from kvhma.vllm.wire.side_channel import (
     MAX_CLAIMS,
     ClaimForm,
     Client,
+    ClientPool,
     Leases,
-    Lines,
     Outcome,
     Question,
     Release,
@@ -70,7 +70,7 @@ class _Held:
     siblings_until: float = 0.0
 
 
-class Ledger:
+class LeaseTable:
     """Requests whose blocks are kept for their readers. Safe to use from several threads.
 
     Times are seconds of :func:`time.monotonic` in this process, which is P's clock.
@@ -80,18 +80,18 @@ class Ledger:
         """Start empty; `lease` is how long a sign of a reader lasts, in seconds."""
         self._lease = lease
         self._lock = threading.Lock()
-        self._held: dict[Hold, _Held] = {}
+        self._held: dict[LeaseKey, _Held] = {}
         self._released: list[str] = []
         self._expired: list[str] = []
 
-    def hold(self, request_id: str) -> Hold:
+    def hold(self, request_id: str) -> LeaseKey:
         """Hold a request that has finished."""
-        hold = Hold(request_id, new_nonce())
+        hold = LeaseKey(request_id, new_nonce())
         with self._lock:
             self._held[hold] = _Held(time.monotonic() + self._lease)
         return hold
 
-    def renew(self, claims: list[Claim]) -> list[float | None]:
+    def renew(self, claims: list[LeaseClaim]) -> list[float | None]:
         """Extend leases; return when each ends now, None for one that is not held (or has too many readers)."""
         now = time.monotonic()
         answer: list[float | None] = []
@@ -106,7 +106,7 @@ class Ledger:
                 answer.append(held.expires)
         return answer
 
-    def release(self, claims: list[Claim], outcome: Outcome) -> None:
+    def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests; those that are not held are passed over.
 
         Blocks go back once somebody has read them and no reader is left. Blocks that nobody could read stay for their
@@ -134,11 +134,11 @@ class Ledger:
             held.readers = {one: until for one, until in held.readers.items() if until > now}
         return reader in held.readers or len(held.readers) < MAX_READERS
 
-    def _end(self, hold: Hold) -> None:
+    def _end(self, hold: LeaseKey) -> None:
         held = self._held.pop(hold)
         (self._released if held.read else self._expired).append(hold.request_id)
 
-    def strike_off(self) -> tuple[list[str], list[str]]:
+    def drain_ended(self) -> tuple[list[str], list[str]]:
         """Return the requests that were read and those whose lease ended unread since the last call, each once."""
         now = time.monotonic()
         with self._lock:
@@ -152,10 +152,10 @@ class Ledger:
         return len(self._held)
 
 
-class _Inquiry:
+class _RenewCall:
     """One question to P for some claims, shared by their leases: do you hold these for us, and how long?"""
 
-    def __init__(self, lines: Lines, claims: Sequence[Claim]) -> None:
+    def __init__(self, lines: ClientPool, claims: Sequence[LeaseClaim]) -> None:
         self.asked = time.monotonic()
         self._lines = lines
         self._users = len(claims)
@@ -207,7 +207,7 @@ class Lease:
     """
 
     def __init__(
-        self, lines: Lines, claim: Claim, inquiry: _Inquiry, index: int, timeout: float, margin: float
+        self, lines: ClientPool, claim: LeaseClaim, inquiry: _RenewCall, index: int, timeout: float, margin: float
     ) -> None:
         """Take over the place of a claim in an inquiry; :func:`claim_all` calls it."""
         self._lines = lines
@@ -254,13 +254,13 @@ class Lease:
         if asked >= ended or latest + self._margin < expires:
             return True
         self.fences += 1
-        second = _Inquiry(self._lines, [self._claim])
+        second = _RenewCall(self._lines, [self._claim])
         self._inquiry.leave()
         self._inquiry, self._index = second, 0
         return None
 
 
-def claim_all(lines: Lines, claims: Sequence[Claim], *, timeout: float, margin: float) -> list[Lease]:
+def claim_all(lines: ClientPool, claims: Sequence[LeaseClaim], *, timeout: float, margin: float) -> list[Lease]:
     """Claim requests of one P with one question, without waiting for the answer.
 
     Args:
@@ -272,16 +272,16 @@ def claim_all(lines: Lines, claims: Sequence[Claim], *, timeout: float, margin: 
     Raises:
         HandshakeError: P cannot be asked.
     """
-    inquiry = _Inquiry(lines, claims)
+    inquiry = _RenewCall(lines, claims)
     return [Lease(lines, claim, inquiry, index, timeout, margin) for index, claim in enumerate(claims)]
 
 
 @dataclass(eq=False)
 class _Peer:
-    tracked: dict[Claim, bool | None] = field(default_factory=dict)
+    tracked: dict[LeaseClaim, bool | None] = field(default_factory=dict)
     """Claims to renew, and whether P held them when it was last asked; None until it has answered."""
-    asked: list[Claim] = field(default_factory=list)
-    releases: deque[tuple[Claim, Outcome]] = field(default_factory=deque)
+    asked: list[LeaseClaim] = field(default_factory=list)
+    releases: deque[tuple[LeaseClaim, Outcome]] = field(default_factory=deque)
     numeric: Address | None = None
     looking: Future[Address] | None = None
     looked_up: float = -1e9
@@ -293,7 +293,7 @@ class _Peer:
     interval: float = 3600.0
 
 
-class Courier:
+class LeaseRenewer:
     """Renews and releases the holds of a decode engine in a thread of its own, so that its steps never wait.
 
     A prefill engine that does not answer costs nothing but its leases: what it does not hear it will let go in time.
@@ -316,7 +316,7 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name="kvhma-courier", daemon=True)
         self._thread.start()
 
-    def track(self, address: Address, claim: Claim, *, every: float) -> None:
+    def track(self, address: Address, claim: LeaseClaim, *, every: float) -> None:
         """Renew a claim from now on, `every` so many seconds."""
         with self._lock:
             peer = self._peer(address)
@@ -326,13 +326,13 @@ class Courier:
                 peer.renewed_at = -1e9
         self._wake()
 
-    def held(self, address: Address, claim: Claim) -> bool | None:
+    def held(self, address: Address, claim: LeaseClaim) -> bool | None:
         """Return whether P held what is tracked when it was last asked; None as long as it has not answered."""
         with self._lock:
             peer = self._peers.get(address)
             return None if peer is None else peer.tracked.get(claim)
 
-    def release(self, address: Address, claim: Claim, outcome: Outcome) -> None:
+    def release(self, address: Address, claim: LeaseClaim, outcome: Outcome) -> None:
         """Say what became of a claim and stop to renew it."""
         with self._lock:
             peer = self._peer(address)
@@ -428,7 +428,7 @@ class Courier:
         peer.waiting = True
 
     @staticmethod
-    def _next_release(releases: deque[tuple[Claim, Outcome]]) -> Release:
+    def _next_release(releases: deque[tuple[LeaseClaim, Outcome]]) -> Release:
         """Take the oldest claims with one outcome."""
         outcome = releases[0][1]
         claims: list[ClaimForm] = []

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvhma.errors import LayoutError
-from kvhma.models import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, State
+from kvhma.models.table import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, State
 
 
 @dataclass(frozen=True, slots=True)

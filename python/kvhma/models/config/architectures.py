@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvhma.config import heads, layers, states
-from kvhma.config.fields import Fields
-from kvhma.models import Attention, State
+from kvhma.models.config import heads, layers, states
+from kvhma.models.config.fields import Fields
+from kvhma.models.table import Attention, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What public models cache in each layer: the facts from their configurations, and nothing about any engine.
 
-The table is ``data/models.json``; :mod:`kvhma.hybrid` turns a model into the geometry of one rank.
+The table is ``data/models.json``; :mod:`kvhma.models.vllm_layout` turns a model into the geometry of one rank.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvhma._oracle_labels import (
+from kvhma.errors import OracleError
+from kvhma.geometry import Geometry, Group, Layer, Part, Span
+from kvhma.oracle.labels import (
     Blocks,
     Ints,
     RemoteSpans,
@@ -32,9 +34,7 @@ from kvhma._oracle_labels import (
     need,
     row_strides,
 )
-from kvhma._oracle_types import Difference
-from kvhma.errors import OracleError
-from kvhma.geometry import Geometry, Group, Layer, Part, Span
+from kvhma.oracle.types import Difference
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 

@@ -21,9 +21,9 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._settled import settled
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
+from kvhma.oracle.settled import settled
 
 # --- Which tokens and which blocks ----------------------------------------------------------------------
 
@@ -40,10 +40,10 @@ def first_needed_token(group: Group, num_tokens: int) -> int:
     before it; in chunked attention it sees what its own chunk holds so far; else it sees everything.
     """
     if group.kind == "sliding":
-        assert group.window is not None  # noqa: S101 - a checked geometry has it
+        assert group.window is not None
         return max(0, num_tokens - group.window + 1)
     if group.kind == "chunked":
-        assert group.chunk is not None  # noqa: S101 - a checked geometry has it
+        assert group.chunk is not None
         return num_tokens // group.chunk * group.chunk
     return 0
 

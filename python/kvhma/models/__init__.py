@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models cache in each layer, from a table or a ``config.json``, and how vLLM lays it out."""
+
+from kvhma.models.table import (
+    ATTENTION_KINDS,
+    LATENT_KINDS,
+    STATE_KINDS,
+    Attention,
+    CacheKind,
+    Model,
+    State,
+    StateKind,
+    model,
+    models,
+)
+
+__all__ = [
+    "ATTENTION_KINDS",
+    "LATENT_KINDS",
+    "STATE_KINDS",
+    "Attention",
+    "CacheKind",
+    "Model",
+    "State",
+    "StateKind",
+    "model",
+    "models",
+]
