@@ -129,6 +129,15 @@ class Transfer:
         A block that begins before it holds zeros there: it is good for this request, but not for every other one that
         shares its tokens, so it must not be left in a prefix cache. 0 for groups whose blocks hold no tokens.
         """
+    @property
+    def bytes_by_group(self) -> list[int]:
+        """Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``."""
+    @property
+    def descriptors_by_group(self) -> list[int]:
+        """Descriptors of each local group, in the same order; their sum is ``descriptors``.
+
+        A descriptor that goes on from one group's block to another's counts for the group of its first byte.
+        """
 
 @final
 class IdRead:

@@ -59,7 +59,7 @@ pub(crate) struct ViewTable {
 }
 
 fn view(geometry: &Geometry, strides: Strides, blocks: u64, address: u64, length: u64) -> View {
-    let device = geometry.regions[strides.region as usize].device;
+    let device = geometry.regions[usize::from(strides.region)].device;
     [address, length, device.into(), strides.step(), blocks * strides.ratio]
 }
 

@@ -8,6 +8,7 @@
 
 mod alias;
 mod axis;
+mod by_group;
 mod check;
 mod digest;
 mod encode;

@@ -25,7 +25,7 @@ pub(crate) struct Family {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Strides {
-    pub(crate) region: u32,
+    pub(crate) region: u16,
     pub(crate) block: u64,
     pub(crate) kernel: u64,
     pub(crate) ratio: u64,
@@ -35,7 +35,8 @@ impl Strides {
     fn of(geometry: &Geometry, layer: usize) -> Self {
         let layer = &geometry.layers[layer];
         Self {
-            region: layer.region as u32,
+            // The check allows fewer regions than that.
+            region: layer.region as u16,
             block: layer.block_stride,
             kernel: layer.kernel_stride.unwrap_or(layer.block_stride),
             ratio: geometry.groups[layer.group].ratio,

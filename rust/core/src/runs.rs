@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Contiguous copies: the fewest for a set of bytes, because neighbours on both sides are joined.
+use crate::by_group::ByGroup;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 
@@ -12,7 +13,9 @@ pub(crate) struct Run {
     pub(crate) local: u64,
     pub(crate) remote: u64,
     pub(crate) len: u64,
-    pub(crate) regions: (u32, u32),
+    pub(crate) regions: (u16, u16),
+    /// Local group of the first byte.
+    pub(crate) group: u16,
 }
 
 /// Allocates room for so many descriptors; a caller who hands them on may know better where.
@@ -28,7 +31,7 @@ pub struct Copies {
     /// Bytes of all copies.
     pub bytes: u64,
     /// Regions of the last copy.
-    last: (u32, u32),
+    last: (u16, u16),
 }
 
 impl Copies {
@@ -46,20 +49,21 @@ impl Copies {
         self.local.is_empty()
     }
 
-    /// Appends a copy behind all others, or lengthens the last one if it goes on on both sides.
-    pub(crate) fn push(&mut self, run: Run, devices: (u64, u64)) {
+    /// Appends a copy behind all others and returns true, or lengthens the last one if it goes on on both sides.
+    pub(crate) fn push(&mut self, run: Run, devices: (u64, u64)) -> bool {
         self.bytes += run.len;
         if let (Some(local), Some(remote)) = (self.local.last_mut(), self.remote.last_mut()) {
             let goes_on = local[0] + local[1] == run.local && remote[0] + remote[1] == run.remote;
             if goes_on && self.last == run.regions {
                 local[1] += run.len;
                 remote[1] += run.len;
-                return;
+                return false;
             }
         }
         self.last = run.regions;
         self.local.push([run.local, run.len, devices.0]);
         self.remote.push([run.remote, run.len, devices.1]);
+        true
     }
 
     /// Appends copies `(local, remote, length)` that neither touch each other nor the last one, `bytes` in all.
@@ -67,7 +71,7 @@ impl Copies {
         &mut self,
         runs: impl Iterator<Item = (u64, u64, u64)> + Clone,
         bytes: u64,
-        regions: (u32, u32),
+        regions: (u16, u16),
         devices: (u64, u64),
     ) {
         self.local.extend(runs.clone().map(|(local, _, len)| [local, len, devices.0]));
@@ -77,7 +81,13 @@ impl Copies {
     }
 
     /// Sorts runs and joins neighbours. Fails if two runs write the same byte.
-    pub(crate) fn from_runs(mut runs: Vec<Run>, local: &Geometry, remote: &Geometry, room: Room) -> Result<Self> {
+    pub(crate) fn from_runs(
+        mut runs: Vec<Run>,
+        local: &Geometry,
+        remote: &Geometry,
+        room: Room,
+        by_group: &mut ByGroup,
+    ) -> Result<Self> {
         // Rows come out ascending one after the other: the stable sort finds those stretches and only merges them.
         runs.sort_by_key(|run| run.local);
         if let Some(pair) = runs.windows(2).find(|pair| pair[0].local + pair[0].len > pair[1].local) {
@@ -86,15 +96,16 @@ impl Copies {
         }
         let mut copies = Self::new(room, runs.len());
         for run in runs {
-            copies.push(run, devices(run.regions, local, remote));
+            let new = copies.push(run, devices(run.regions, local, remote));
+            by_group.descriptors[usize::from(run.group)] += u64::from(new);
         }
         Ok(copies)
     }
 }
 
 /// Device ids of a pair of regions.
-pub(crate) fn devices(regions: (u32, u32), local: &Geometry, remote: &Geometry) -> (u64, u64) {
-    let device = |geometry: &Geometry, region: u32| u64::from(geometry.regions[region as usize].device);
+pub(crate) fn devices(regions: (u16, u16), local: &Geometry, remote: &Geometry) -> (u64, u64) {
+    let device = |geometry: &Geometry, region: u16| u64::from(geometry.regions[usize::from(region)].device);
     (device(local, regions.0), device(remote, regions.1))
 }
 

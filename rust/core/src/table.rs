@@ -2,6 +2,7 @@
 //! The pieces of all links between two geometries, and which block pairs go into each.
 use std::collections::BTreeMap;
 
+use crate::by_group::{ByGroup, Owners};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::link::{Link, Row};
@@ -94,35 +95,100 @@ impl Table {
                 .all(|(row, pairs)| others.iter().all(|other| !row.writes_into(pairs, (other[0], other[0] + other[1]))))
     }
 
-    /// The copies of a request's block pairs.
-    pub(crate) fn copies(&self, local: &Geometry, remote: &Geometry, by_link: &[ByCut], room: Room) -> Result<Copies> {
-        let gathered: Vec<_> = self.gather(by_link).into_iter().map(|pairs| (stretches(&pairs), pairs)).collect();
+    /// Block pairs of each set of feeds, with their groups.
+    fn gather_owned<'a>(&self, by_link: &'a [ByCut]) -> Vec<Gathered<'a>> {
+        let list = |&(link, cut): &Feed| {
+            let link_cut = self.links[link].cuts[cut].0;
+            let found = by_link[link].binary_search_by_key(&link_cut, |entry| entry.0).ok()?;
+            Some((self.links[link].local_group, by_link[link][found].1.as_slice()))
+        };
+        let pairs = self.gather(by_link).into_iter();
+        let owners = self.feeds.iter().map(|set| Owners::new(set.iter().filter_map(list).collect()));
+        pairs.zip(owners).map(|(pairs, owners)| Gathered::new(pairs, owners)).collect()
+    }
+
+    /// The copies of a request's block pairs; what they move of each local group is added to `by_group`.
+    pub(crate) fn copies(
+        &self,
+        local: &Geometry,
+        remote: &Geometry,
+        by_link: &[ByCut],
+        room: Room,
+        by_group: &mut ByGroup,
+    ) -> Result<Copies> {
+        let gathered = self.gather_owned(by_link);
         let rare = |link: &Link, cut: Tokens| link.kept(cut).is_none();
         let has_rare =
             || self.links.iter().zip(by_link).any(|(link, cuts)| cuts.iter().any(|(cut, _)| rare(link, *cut)));
-        let rows =
-            || self.rows.iter().map(|(row, feeds)| (row, gathered[*feeds].1.as_slice(), gathered[*feeds].0.as_slice()));
-        let in_order = gathered.iter().all(|(_, pairs)| pairs.is_sorted_by(|a, b| a >> 32 < b >> 32))
-            && ascending(rows().map(|(row, pairs, _)| (row, pairs)));
+        let rows = || self.rows.iter().map(|(row, feeds)| (row, &gathered[*feeds]));
+        rows().for_each(|(row, of_row)| of_row.add_bytes(row.chunk.len, by_group));
+        let in_order = gathered.iter().all(|set| set.pairs.is_sorted_by(|a, b| a >> 32 < b >> 32))
+            && ascending(rows().map(|(row, set)| (row, set.pairs.as_slice())));
         if in_order && !has_rare() {
-            let mut copies =
-                Copies::new(room, rows().map(|(row, pairs, stretches)| row.copies(pairs, stretches)).sum());
-            for (row, pairs, stretches) in rows() {
-                row.append(pairs, stretches, local, remote, &mut copies);
+            let mut copies = Copies::new(room, rows().map(|(row, set)| row.copies(&set.pairs, &set.stretches)).sum());
+            for (row, set) in rows() {
+                let joined = row.append(&set.pairs, &set.stretches, local, remote, &mut copies);
+                set.add_descriptors(row.dense(), joined, by_group);
             }
             return Ok(copies);
         }
         let mut runs = Vec::new();
-        rows().for_each(|(row, pairs, stretches)| row.runs(pairs, stretches, &mut runs));
+        let sorted: Vec<_> = gathered.iter().map(|set| set.owners.sorted()).collect();
+        for (row, set) in &self.rows {
+            row.runs(&gathered[*set].pairs, &gathered[*set].stretches, &sorted[*set], &mut runs);
+        }
         for (link, cuts) in self.links.iter().zip(by_link) {
             for (cut, pairs) in cuts.iter().filter(|(cut, _)| rare(link, *cut)) {
-                let mut pairs = pairs.clone();
-                sort(&mut pairs);
-                let stretches = stretches(&pairs);
-                link.rows(local, remote, *cut)?.iter().for_each(|row| row.runs(&pairs, &stretches, &mut runs));
+                let mut in_order = pairs.clone();
+                sort(&mut in_order);
+                let set = Gathered::new(in_order, Owners::new(vec![(link.local_group, pairs)]));
+                let sorted = set.owners.sorted();
+                for row in link.rows(local, remote, *cut)? {
+                    set.add_bytes(row.chunk.len, by_group);
+                    row.runs(&set.pairs, &set.stretches, &sorted, &mut runs);
+                }
             }
         }
-        Copies::from_runs(runs, local, remote, room)
+        Copies::from_runs(runs, local, remote, room, by_group)
+    }
+}
+
+/// Block pairs that fill the same rows.
+struct Gathered<'a> {
+    /// Sorted by local id.
+    pairs: Pairs,
+    stretches: Vec<(u64, u64)>,
+    owners: Owners<'a>,
+    /// Stretches by the group they begin in.
+    starts: Vec<(usize, u64)>,
+}
+
+impl<'a> Gathered<'a> {
+    fn new(pairs: Pairs, owners: Owners<'a>) -> Self {
+        let stretches = stretches(&pairs);
+        let starts = owners.stretches(&stretches);
+        Self { pairs, stretches, owners, starts }
+    }
+
+    /// Bytes of a row whose pieces are `length` bytes.
+    fn add_bytes(&self, length: u64, by_group: &mut ByGroup) {
+        for (group, pairs) in self.owners.pairs() {
+            // Blocks that overlap can add up to more than there is memory; they are refused later.
+            by_group.bytes[group] = pairs.saturating_mul(length).saturating_add(by_group.bytes[group]);
+        }
+    }
+
+    /// Descriptors of a row: of its stretches where it is dense, else of its pairs. The first may have been joined to
+    /// the row before.
+    fn add_descriptors(&self, dense: bool, joined: bool, by_group: &mut ByGroup) {
+        if dense {
+            self.starts.iter().for_each(|&(group, count)| by_group.descriptors[group] += count);
+        } else {
+            self.owners.pairs().for_each(|(group, count)| by_group.descriptors[group] += count);
+        }
+        if joined {
+            by_group.descriptors[self.owners.of(self.pairs[0])] -= 1;
+        }
     }
 }
 
@@ -166,7 +232,7 @@ impl Row {
         pairs.get(from).is_some_and(|&pair| unpack(pair).0 <= last)
     }
 
-    fn regions(&self) -> (u32, u32) {
+    fn regions(&self) -> (u16, u16) {
         (self.family.local.region, self.family.remote.region)
     }
 
@@ -175,8 +241,15 @@ impl Row {
         if self.dense() { stretches.len() } else { pairs.len() }
     }
 
-    /// Appends evenly spaced copies that lie behind all others.
-    fn append(&self, pairs: &[u64], stretches: &[(u64, u64)], local: &Geometry, remote: &Geometry, out: &mut Copies) {
+    /// Appends evenly spaced copies that lie behind all others. Whether the first was joined to the last of those.
+    fn append(
+        &self,
+        pairs: &[u64],
+        stretches: &[(u64, u64)],
+        local: &Geometry,
+        remote: &Geometry,
+        out: &mut Copies,
+    ) -> bool {
         let (regions, chunk) = (self.regions(), self.chunk);
         let devices = devices(regions, local, remote);
         let (step, other) = (self.family.local.step(), self.family.remote.step());
@@ -185,34 +258,42 @@ impl Row {
             (chunk.local + l * step, chunk.remote + r * other, count * chunk.len)
         };
         // Only the first can touch the row before: within a row, stretches and spaced entries do not touch.
-        let mut push = |(local, remote, len)| out.push(Run { local, remote, len, regions }, devices);
+        let mut push = |(local, remote, len)| out.push(Run { local, remote, len, regions, group: 0 }, devices);
         if self.dense() {
-            let Some((&(pair, count), rest)) = stretches.split_first() else { return };
-            push(place(pair, count));
+            let Some((&(pair, count), rest)) = stretches.split_first() else { return false };
+            let new = push(place(pair, count));
             let bytes = (pairs.len() as u64 - count) * chunk.len;
             out.extend(rest.iter().map(|&(pair, count)| place(pair, count)), bytes, regions, devices);
+            !new
         } else {
-            let Some((&pair, rest)) = pairs.split_first() else { return };
-            push(place(pair, 1));
+            let Some((&pair, rest)) = pairs.split_first() else { return false };
+            let new = push(place(pair, 1));
             out.extend(rest.iter().map(|&pair| place(pair, 1)), rest.len() as u64 * chunk.len, regions, devices);
+            !new
         }
     }
 
-    /// Appends copies in any order and spacing.
-    fn runs(&self, pairs: &[u64], stretches: &[(u64, u64)], out: &mut Vec<Run>) {
-        let run = |pair: u64, count: u64| {
+    /// Appends copies in any order and spacing. `groups` has the local group of each pair.
+    fn runs(&self, pairs: &[u64], stretches: &[(u64, u64)], groups: &[u16], out: &mut Vec<Run>) {
+        let run = |pair: u64, count: u64, group: u16| {
             let (local, remote) = unpack(pair);
             Run {
                 local: self.chunk.local + self.family.local.offset(local),
                 remote: self.chunk.remote + self.family.remote.offset(remote),
                 len: count * self.chunk.len,
                 regions: self.regions(),
+                group,
             }
         };
         if self.dense() {
-            out.extend(stretches.iter().map(|&(pair, count)| run(pair, count)));
+            let mut index = 0;
+            out.extend(stretches.iter().map(|&(pair, count)| {
+                let group = groups[index];
+                index += count as usize;
+                run(pair, count, group)
+            }));
         } else {
-            out.extend(pairs.iter().map(|&pair| run(pair, 1)));
+            out.extend(pairs.iter().zip(groups).map(|(&pair, &group)| run(pair, 1, group)));
         }
     }
 }

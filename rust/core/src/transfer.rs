@@ -2,6 +2,7 @@
 //! One request: what is read from each source, and what is zeroed before.
 use std::collections::{BTreeMap, HashSet};
 
+use crate::by_group::ByGroup;
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, Kind};
 use crate::link::{Link, STATE};
@@ -10,7 +11,7 @@ use crate::plan::Plan;
 use crate::runs::{Copies, Descriptor, Room, apart};
 use crate::segment::{Reach, Segment, Side, pair, pair_whole, touched_start};
 use crate::span::{Blocks, Span, check_spans};
-use crate::table::{ByCut, Pairs, pack};
+use crate::table::{ByCut, Pairs, Table, pack};
 
 /// Reads from one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +34,10 @@ pub struct Transfer {
     /// For each local group, the first token from which on its blocks are filled up to the request's last token.
     /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
     pub first_tokens: Vec<u64>,
+    /// Bytes read into each local group.
+    pub bytes_by_group: Vec<u64>,
+    /// Descriptors of each local group; one that goes on from group to group counts for the group of its first byte.
+    pub descriptors_by_group: Vec<u64>,
 }
 
 /// Whether a partial last block may be cut.
@@ -77,16 +82,24 @@ impl Plan {
     pub fn transfer_in(&self, room: Room, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
         let request = self.check(num_tokens, local, remote, Tail::Cheapest)?;
         let zero = self.zero(&request)?;
-        let reads = self.apart(&request, &zero, room)?;
-        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() })
+        let (reads, by_group) = self.apart(&request, &zero, room)?;
+        Ok(Transfer {
+            reads,
+            zero,
+            excess_bytes: request.excess_bytes,
+            first_tokens: request.first_tokens(),
+            bytes_by_group: by_group.bytes,
+            descriptors_by_group: by_group.descriptors,
+        })
     }
 
-    /// The copies of every source. Fails if a byte is written twice, also by `zero`.
-    pub(crate) fn apart(&self, request: &Checked, zero: &[Descriptor], room: Room) -> Result<Vec<Read>> {
+    /// The copies of every source, and their numbers. Fails if a byte is written twice, also by `zero`.
+    pub(crate) fn apart(&self, request: &Checked, zero: &[Descriptor], room: Room) -> Result<(Vec<Read>, ByGroup)> {
+        let mut by_group = ByGroup::new(self.local.groups.len());
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
             let by_link = self.segments(request, index)?;
-            let copies = source.table.copies(&self.local, &source.geometry, &by_link, room)?;
+            let copies = source.table.copies(&self.local, &source.geometry, &by_link, room, &mut by_group)?;
             if !copies.is_empty() {
                 reads.push(Read { source: index, copies });
             }
@@ -94,7 +107,7 @@ impl Plan {
         if (reads.len() > 1 || !zero.is_empty()) && !self.surely_distinct(&request.local) {
             apart(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero]))?;
         }
-        Ok(reads)
+        Ok((reads, by_group))
     }
 
     pub(crate) fn check(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>], tail: Tail) -> Result<Checked> {
@@ -271,7 +284,12 @@ impl Plan {
             }
             cuts.sorted()
         });
-        let mut zero = self.own.copies(&self.local, &self.local, &own.collect::<Vec<_>>(), Vec::with_capacity)?.local;
+        let mut uncounted = ByGroup::new(self.local.groups.len());
+        let mut zeroed = |table: &Table, by_link: Vec<ByCut>| {
+            let copies = table.copies(&self.local, &self.local, &by_link, Vec::with_capacity, &mut uncounted);
+            copies.map(|copies| copies.local)
+        };
+        let mut zero = zeroed(&self.own, own.collect())?;
         // Of layers without a source, what the group as a whole receives is left; the rest is zeroed above.
         let orphans = self.orphans.links.iter().map(|link| {
             let side = local_side(&self.local, request, link.local_group);
@@ -286,8 +304,7 @@ impl Plan {
             }
             cuts.sorted()
         });
-        let orphans =
-            self.orphans.copies(&self.local, &self.local, &orphans.collect::<Vec<_>>(), Vec::with_capacity)?.local;
+        let orphans = zeroed(&self.orphans, orphans.collect())?;
         if !orphans.is_empty() {
             apart([zero.as_slice(), orphans.as_slice()].into_iter())?;
             zero.extend(orphans);

@@ -36,6 +36,8 @@ pub(crate) struct Transfer {
     descriptors: usize,
     excess_bytes: u64,
     first_tokens: Vec<u64>,
+    bytes_by_group: Vec<u64>,
+    descriptors_by_group: Vec<u64>,
 }
 
 #[pyclass(frozen, get_all, module = "kvhma._kvhma")]
@@ -125,8 +127,17 @@ impl Plan {
             reads.push(Py::new(py, Read { source, local, remote, bytes: read_bytes, descriptors: count })?);
         }
         let zero = rows(py, transfer.zero)?.unbind();
-        let kvhma_core::Transfer { excess_bytes, first_tokens, .. } = transfer;
-        Ok(Transfer { reads, zero, bytes, descriptors, excess_bytes, first_tokens })
+        let kvhma_core::Transfer { excess_bytes, first_tokens, bytes_by_group, descriptors_by_group, .. } = transfer;
+        Ok(Transfer {
+            reads,
+            zero,
+            bytes,
+            descriptors,
+            excess_bytes,
+            first_tokens,
+            bytes_by_group,
+            descriptors_by_group,
+        })
     }
 
     fn explain(&self) -> String {
