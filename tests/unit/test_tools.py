@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools that lint runs: what they have to refuse is refused, and what is right passes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = {
+    "python/kvhma": "cli\nvllm | torch\n__init__\nplanning\n_kvhma\nerrors",
+    "python/kvhma/vllm": "scheduler | worker\n*",
+}
+RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+layers = tool("layers")
+words = tool("words")
+
+
+def build(root: Path, folder: str, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+SOUND = {
+    "__init__.py": "from kvhma.planning import plan\n",
+    "errors.py": "",
+    "_kvhma.pyi": "from kvhma.planning import P\n",
+    "../../rust/py/src/error.rs": 'fn f() { py.import("kvhma.errors") }\n',
+    "planning.py": "from kvhma._kvhma import Plan\nimport kvhma._kvhma as core\n",
+    "torch/__init__.py": "from kvhma.torch.cache import Cache\n",
+    "torch/cache.py": "import torch\nfrom kvhma.planning import plan\n",
+    "vllm/__init__.py": "",
+    "vllm/settings.py": "from vllm.config import VllmConfig\nfrom kvhma.errors import E\n",
+    "vllm/scheduler/scheduler.py": "from kvhma.vllm.settings import Settings\n",
+    "vllm/worker/worker.py": "from ..settings import Settings\n",
+    "cli/app.py": "from kvhma.vllm.worker import worker\nfrom kvhma.torch import Cache\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "reason"),
+    [
+        ("", "", ""),
+        ("planning.py", "from kvhma.torch import Cache", "planning uses torch, which is above it"),
+        ("planning.py", "def f():\n    from kvhma.torch import Cache", "planning uses torch, which is above it"),
+        ("torch/cache.py", "from kvhma.vllm.settings import Settings", "torch uses vllm, which is beside it"),
+        ("torch/cache.py", "from kvhma.vllm import settings", "torch uses vllm, which is beside it"),
+        (
+            "vllm/worker/worker.py",
+            "import kvhma.vllm.scheduler.scheduler as s",
+            "worker uses scheduler, which is beside it",
+        ),
+        ("vllm/worker/worker.py", "from ..scheduler.scheduler import S", "worker uses scheduler, which is beside it"),
+        ("vllm/settings.py", "from kvhma.vllm.worker.worker import W", "settings uses worker, which is above it"),
+        (
+            "errors.py",
+            "if TYPE_CHECKING:\n    from kvhma.planning import plan",
+            "errors uses planning, which is above it",
+        ),
+        ("cli/app.py", "from kvhma import __version__", "import through the package's own __init__"),
+        ("cli/app.py", "import kvhma", "import through the package's own __init__"),
+        ("cli/app.py", "import kvhma.planning", "import through the package's own __init__"),
+        ("planning.py", "from kvhma import _kvhma", "import through the package's own __init__"),
+        ("planning.py", "from . import _kvhma", "import through the package's own __init__"),
+        ("newcomer.py", "", "newcomer has no line in the picture"),
+        ("cli/app.py", "from kvhma.cli.plan import plan", ""),
+        (
+            "../../rust/py/src/plan.rs",
+            'fn g() { CELL.import(py, "kvhma.planning", "P") }',
+            "_kvhma uses planning, which is",
+        ),
+        ("cli/plan.py", "def run():\n    from kvhma.cli.app import app", ""),
+        ("vllm/identity.py", "from kvhma.vllm.identity import me", ""),
+    ],
+)
+def test_imports(file, line, reason, tmp_path, capsys):
+    build(tmp_path, "python/kvhma", SOUND)
+    build(tmp_path, "python/kvhma", {file: SOUND.get(file, "") + line} if file else {})
+    code = layers.main(tmp_path, PYTHON)
+    printed = capsys.readouterr().out.splitlines()
+    assert code == bool(reason), printed
+    if reason:
+        file = "_kvhma.pyi" if file.endswith(".rs") else file
+        assert any(re.match(rf"python/kvhma/{file}:\d+: {re.escape(reason)}", found) for found in printed), printed
+    else:
+        assert len(printed) == 1
+
+
+def test_a_circle_of_imports_is_named_once(tmp_path, capsys):
+    circle = {
+        "cli/a.py": "from kvhma.cli.b import b\n",
+        "cli/b.py": "x = 1\n\ndef b():\n    from kvhma.cli.c import c\n",
+        "cli/c.py": "if TYPE_CHECKING:\n    from kvhma.cli.a import A\n",
+        "cli/d.py": "from kvhma.cli.a import a\n",
+    }
+    build(tmp_path, "python/kvhma", SOUND | circle)
+    assert layers.main(tmp_path, PYTHON) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if "circle" in line]
+    way = " -> ".join(f"python/kvhma/cli/{name}.py" for name in "abca")
+    assert found == [f"python/kvhma/cli/a.py:1: in a circle: {way}"]
+
+
+def test_names_that_only_the_picture_has(tmp_path, capsys):
+    build(tmp_path, "python/kvhma", SOUND)
+    assert layers.main(tmp_path, PYTHON | {"python/kvhma": PYTHON["python/kvhma"] + "| gone"}) == 1
+    assert "python/kvhma: the picture in tools/layers.py names gone, which does not exist" in capsys.readouterr().out
+
+
+SOUND_RUST = {
+    "lib.rs": "mod error;\nmod geometry;\nmod request;\npub use geometry::{Geometry, json::from_json};\n",
+    "error.rs": "//! See crate::request.\npub struct Error;\n",
+    "geometry/mod.rs": "mod json;\npub struct Geometry;\n",
+    "geometry/json.rs": "use crate::error::Error;\nfn f() { \"crate::request {\"; let c = '{'; std::mem::drop(c) }\n",
+    "request.rs": "use crate::{error::Error as Wrong, geometry::{self, Geometry}};\n"
+    "#[cfg(test)]\nmod tests {\n    use crate::lib;\n}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "reason"),
+    [
+        ("", "", ""),
+        ("error.rs", "use crate::request::Request;", "error uses request, which is above it"),
+        ("error.rs", "use crate::{\n    geometry::json::from_json,\n};", "error uses geometry, which is above it"),
+        ("error.rs", "fn f() { crate::geometry::read() }", "error uses geometry, which is above it"),
+        ("geometry/json.rs", "use super::super::request::Span;", "geometry uses request, which is above it"),
+        ("geometry/json.rs", "use crate::Geometry;", "geometry uses lib, which is above it"),
+        ("pages.rs", "", "pages has no line in the picture"),
+        ("error.rs", "#[cfg(test)]\nmod tests { use crate::request::Request; fn f() { if true {} } }", ""),
+        ("geometry/check.rs", "use super::json::from_json;", ""),
+        ("error.rs", "use crate::request::copies::Copies;", "error uses request, which is above it"),
+        ("request/copies.rs", "use crate::geometry::json::from_json;", ""),
+        ("geometry/check.rs", "use crate::request::copies::Copies;", "geometry uses request, which is above it"),
+    ],
+)
+def test_paths_of_rust(file, line, reason, tmp_path, capsys):
+    build(tmp_path, "rust/core/src", SOUND_RUST)
+    build(tmp_path, "rust/core/src", {file: SOUND_RUST.get(file, "") + line} if file else {})
+    code = layers.main(tmp_path, RUST)
+    printed = capsys.readouterr().out.splitlines()
+    assert code == bool(reason), printed
+    if reason:
+        row = 1 + SOUND_RUST.get(file, "").count("\n")
+        assert f"rust/core/src/{file}:{row}: {reason}" in " ".join(printed), printed
+    else:
+        assert len(printed) == 1
+
+
+def test_a_circle_of_modules(tmp_path, capsys):
+    files = {
+        "geometry/mod.rs": "mod json;\npub struct Geometry;\nfn f() { json::read() }\n",
+        "geometry/json.rs": "use super::Geometry;\n",
+    }
+    build(tmp_path, "rust/core/src", SOUND_RUST | files)
+    assert layers.main(tmp_path, RUST) == 1
+    way = " -> ".join(f"rust/core/src/geometry/{name}.rs" for name in ("json", "mod", "json"))
+    assert f"rust/core/src/geometry/json.rs:1: in a circle: {way}" in capsys.readouterr().out
+
+
+def test_words_that_have_a_better_one(tmp_path, capsys):
+    build(
+        tmp_path,
+        "python/kvhma",
+        {
+            "geometry.py": 'Courier = "Courier"  # Courier\n',
+            "vllm/leases.py": "class Courier:\n    '''Lines of a Desk.'''\n    local = theirs\n",
+            "vllm/compat.py": "CourierRenewer = 1\n",
+        },
+    )
+    build(tmp_path, "rust/core/src", {"link.rs": 'struct Lane { lane: u8 } // Link\nfn f() -> &str { "Row" }\n'})
+    assert words.main(tmp_path) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "python/kvhma/vllm/compat.py:1: the file compat is called engine_config",
+        "python/kvhma/vllm/leases.py:1: Courier is called LeaseRenewer",
+        "python/kvhma/vllm/leases.py:3: theirs is called remote",
+        "rust/core/src/link.rs:1: Lane is called PageBases",
+        "4 names that have a better one",
+    ]
+
+
+def test_good_words_pass(tmp_path, capsys):
+    build(tmp_path, "python/kvhma", {"vllm/scheduler/lease_table.py": "class LeaseTable: ...\n"})
+    assert words.main(tmp_path) == 0
+    assert capsys.readouterr().out == "0 names that have a better one\n"
