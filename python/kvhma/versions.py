@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions that kvhma runs with. No other file says them: `make` reads this one, tests compare the pages."""
+
+from __future__ import annotations
+
+import re
+
+VLLM = ("0.31.0", "0.32.0")
+"""Versions of vLLM that ``make e2e`` is run with; the last one if none is named."""
+
+VLLM_READ = ("0.31", "0.32", "0.33")
+"""Series of vLLM whose specs and kernels the cache formats were read from."""
+
+NIXL = "1.5.1"
+"""The version of NIXL that tests install."""
+
+NIXL_LEAST = "1.3"
+"""The first series of NIXL that works."""
+
+NIXL_STRIDED = "1.5"
+"""The first series of NIXL that takes strided views; before it they are written out row by row."""
+
+
+def series(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; zeros where it has none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

