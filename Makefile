@@ -116,6 +116,10 @@ docs: $(DOCS)/.ready ## the documentation site, into site/ (sets up .venv-docs)
 pictures: dev ## the pictures of docs/assets, by the commands that the pages show
 	$(BIN)/python tools/pictures.py
 
+.PHONY: types
+types: dev $(E2E)/.ready ## mypy strict over the connector, with vLLM's own types
+	$(BIN)/mypy --python-executable $(E2E)/bin/python --cache-dir .mypy_cache/vllm --follow-imports silent python/kvhma/vllm
+
 .PHONY: e2e
 e2e: dev $(E2E)/.ready ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.31.0 for another version)
 	mkdir -p $(REPORTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of the documentation site: the README is its first page, and benches/*.md are pages of it.
+"""Hooks of the documentation site: the README is its first page; its neighbours and benches/*.md are pages of it.
 
 The repository is read as files too, so links in it are between files; here they become links between pages.
 """
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-_OF_README = re.compile(r"(\]\(|src=\")docs/")
-_OF_DOCS = re.compile(r"\]\(\.\./benches/")
+AT_THE_ROOT = {"index.md": "README.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+_OF_ROOT = re.compile(r"(\]\(|src=\")docs/")
+_ABOVE_DOCS = re.compile(r"\]\(\.\./")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|<a )")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie outside of docs/."""
-    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+    for page, name in AT_THE_ROOT.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     for path in sorted((ROOT / "benches").glob("*.md")):
         files.append(File.generated(config, f"benches/{path.name}", abs_src_path=str(path)))
     return files
@@ -32,9 +34,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make links between files links between pages."""
-    if page.file.src_uri == "index.md":
-        return _OF_README.sub(r"\1", markdown)
-    return _OF_DOCS.sub("](benches/", markdown)
+    if page.file.src_uri in AT_THE_ROOT:
+        return _OF_ROOT.sub(r"\1", markdown)
+    return _ABOVE_DOCS.sub("](", markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that only servers and visitors read: they parse, name what exists, and run what lint, test and .ci/run run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhma.versions import VLLM
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = ROOT / ".github/workflows/ci.yml"
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+PAGES = ["CONTRIBUTING.md", "SECURITY.md"]
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)]*))?\)")
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def steps(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def test_the_workflow_runs_what_ci_runs():
+    jobs = read(WORKFLOW)["jobs"]
+    ran = {command.split()[1] for job in jobs.values() for command in steps(job) if command.startswith("make ")}
+    wanted = {line.split()[1] for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")}
+    assert wanted
+    assert wanted <= ran <= targets()
+
+
+def test_the_workflow_has_every_version():
+    jobs = read(WORKFLOW)["jobs"]
+    assert tuple(jobs["engines"]["strategy"]["matrix"]["vllm"]) == VLLM
+    least = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert least is not None
+    pythons = jobs["test"]["strategy"]["matrix"]["python"]
+    assert pythons[0] == least[1]
+    assert pythons == [f"3.{number}" for number in range(int(least[1][2:]), int(least[1][2:]) + len(pythons))]
+
+
+def test_actions_are_pinned():
+    workflow = read(WORKFLOW)
+    assert workflow["permissions"] == {"contents": "read"}
+    used = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert len(used) >= 4
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+
+
+def test_hooks_are_parts_of_lint():
+    (local,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert local["repo"] == "local"
+    for hook in local["hooks"]:
+        program, *words = shlex.split(hook["entry"])
+        assert hook["language"] == "system"
+        assert program in {".venv/bin/ruff", ".venv/bin/python", "cargo", "make"}
+        if program == ".venv/bin/python":
+            assert (ROOT / words[0]).is_file()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_issue_forms(form):
+    """What GitHub asks of a form."""
+    found = read(form)
+    assert {"name", "description", "body"} <= found.keys()
+    asked = [part for part in found["body"] if part["type"] != "markdown"]
+    assert asked
+    assert len({part["id"] for part in asked}) == len(asked)
+    for part in asked:
+        assert part["type"] in {"textarea", "input", "dropdown", "checkboxes"}
+        assert part["attributes"]["label"]
+        assert set(part) <= {"type", "id", "attributes", "validations"}
+
+
+def test_there_is_a_form_for_each_kind():
+    assert {path.stem for path in FORMS} == {"wrong-bytes", "unsupported", "question"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target, heading in LINK.findall(text):
+        assert (ROOT / target).is_file(), target
+        names = re.findall(r"^#+ (.*)$", (ROOT / target).read_text(encoding="utf-8"), re.MULTILINE)
+        assert not heading or heading in {name.lower().replace(" ", "-") for name in names}, heading
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_pages_name_exists(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert {name for line in re.findall(r"\bmake ([a-z][a-z0-9 -]*)", text) for name in line.split()[:1]} <= targets()
+    for path in re.findall(r"`((?:tests|tools|docs|python|rust)/[\w/.*-]+)`", text):
+        assert list(ROOT.glob(path)), path
