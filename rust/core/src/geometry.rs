@@ -5,7 +5,8 @@ use std::marker::PhantomData;
 
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::ser::PrettyFormatter;
 
 use crate::check::check;
 use crate::error::{Error, Result};
@@ -16,14 +17,23 @@ pub const SCHEMA_VERSION: u32 = 1;
 pub const MAX_JSON_BYTES: usize = 16 << 20;
 
 /// Kind of memory, in the transfer library's words.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize, Serialize)]
+#[serde(try_from = "String", into = "&str")]
 pub enum Memory {
     /// Host memory.
     #[default]
     Dram,
     /// Device memory.
     Vram,
+}
+
+impl From<Memory> for &'static str {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::Dram => "DRAM",
+            Memory::Vram => "VRAM",
+        }
+    }
 }
 
 impl TryFrom<String> for Memory {
@@ -39,7 +49,7 @@ impl TryFrom<String> for Memory {
 }
 
 /// One contiguous registered range.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Region {
     /// Address of the first byte.
@@ -55,8 +65,8 @@ pub struct Region {
 }
 
 /// What the blocks of a group hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, Serialize)]
+#[serde(try_from = "String", into = "&str")]
 pub enum Kind {
     /// Attention to every earlier token.
     Full,
@@ -82,6 +92,12 @@ impl TryFrom<String> for Kind {
     }
 }
 
+impl From<Kind> for &'static str {
+    fn from(kind: Kind) -> Self {
+        kind.word()
+    }
+}
+
 impl Kind {
     /// Whether blocks hold tokens by position.
     pub fn is_attention(self) -> bool {
@@ -102,7 +118,7 @@ impl Kind {
 }
 
 /// Layers that share one block table.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
     /// What the blocks hold.
@@ -113,10 +129,10 @@ pub struct Group {
     #[serde(default = "one")]
     pub ratio: u64,
     /// Tokens a query sees, itself included (`Sliding`).
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<u64>,
     /// Tokens per chunk (`Chunked`).
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chunk: Option<u64>,
     /// State slots behind the state-bearing one (`Ssm`).
     #[serde(default)]
@@ -151,7 +167,7 @@ impl Group {
 }
 
 /// One dimension of a part.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Axis {
     /// What meets what.
@@ -164,14 +180,14 @@ pub struct Axis {
     #[serde(default)]
     pub start: u64,
     /// Indices on this rank.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub length: Option<u64>,
     /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
     /// counts ranks, and the true extent is a divisor of it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub may_repeat: bool,
     /// Last indices whose items are written before they are read: they need not be moved.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub spare: u64,
 }
 
@@ -191,7 +207,7 @@ impl Axis {
 }
 
 /// A named piece of a page.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Part {
     /// Parts meet by name.
@@ -215,7 +231,7 @@ impl Part {
 }
 
 /// The bytes of one layer in one kernel block.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Page {
     /// What it holds; other bytes are padding.
@@ -233,15 +249,13 @@ impl Page {
 }
 
 /// Where one layer's pages are.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layer {
     /// Layers meet by name.
     pub name: String,
     /// Index into the groups.
     pub group: usize,
-    /// Index into the pages.
-    pub page: usize,
     /// Index into the regions.
     pub region: usize,
     /// Bytes from the region's base to the page of block 0.
@@ -250,29 +264,71 @@ pub struct Layer {
     pub num_blocks: u64,
     /// Bytes between logical blocks.
     pub block_stride: u64,
+    /// Index into the pages.
+    pub page: usize,
     /// Bytes between kernel blocks; always there after the check.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_stride: Option<u64>,
 }
 
-#[derive(Deserialize)]
+/// A geometry as it is written, not checked yet.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct Form {
-    kvhma: u32,
+pub struct Form {
+    /// Version of the JSON form.
+    pub kvhma: u32,
+    /// Place among the tensor-parallel ranks.
     #[serde(default)]
-    tp_rank: u32,
+    pub tp_rank: u32,
+    /// Tensor-parallel ranks.
     #[serde(default = "one_u32")]
-    tp_size: u32,
+    pub tp_size: u32,
+    /// Block id that stands for "no block".
     #[serde(default = "null_zero")]
-    null_block: Option<u64>,
+    pub null_block: Option<u64>,
+    /// Registered ranges.
     #[serde(deserialize_with = "objects")]
-    regions: Vec<Region>,
+    pub regions: Vec<Region>,
+    /// Groups in the order of the block tables.
     #[serde(deserialize_with = "objects")]
-    groups: Vec<Group>,
+    pub groups: Vec<Group>,
+    /// What layers' pages hold.
     #[serde(deserialize_with = "objects")]
-    pages: Vec<Page>,
+    pub pages: Vec<Page>,
+    /// Every layer.
     #[serde(deserialize_with = "objects")]
-    layers: Vec<Layer>,
+    pub layers: Vec<Layer>,
+}
+
+impl Form {
+    /// Reads the JSON form. Safe on any input.
+    pub fn from_json(json: &[u8]) -> Result<Self> {
+        if json.len() > MAX_JSON_BYTES {
+            return Err(Error::TooLarge { bytes: json.len(), limit: MAX_JSON_BYTES });
+        }
+        let bad = |reason: String| Error::Json { version: SCHEMA_VERSION, reason };
+        let Object(form): Object<Self> = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
+        if form.kvhma != SCHEMA_VERSION {
+            return Err(bad(format!("its kvhma field is {}", form.kvhma)));
+        }
+        Ok(form)
+    }
+
+    /// Writes the JSON form: in one line, or with so many spaces for each level.
+    #[allow(clippy::missing_panics_doc, reason = "it does not")]
+    pub fn to_json(&self, indent: Option<usize>) -> Vec<u8> {
+        let mut out = Vec::new();
+        let written = match indent {
+            None => serde_json::to_writer(&mut out, self),
+            Some(spaces) => {
+                let spaces = vec![b' '; spaces];
+                let pretty = PrettyFormatter::with_indent(&spaces);
+                self.serialize(&mut serde_json::Serializer::with_formatter(&mut out, pretty))
+            }
+        };
+        written.expect("numbers and strings have a JSON form, and memory takes it");
+        out
+    }
 }
 
 /// A value written as an object. By itself serde takes an array of the fields' values for one too.
@@ -299,6 +355,10 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
 fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> std::result::Result<Vec<T>, D::Error> {
     let list: Vec<Object<T>> = Vec::deserialize(deserializer)?;
     Ok(list.into_iter().map(|object| object.0).collect())
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 fn one() -> u64 {
@@ -329,23 +389,13 @@ pub struct Geometry {
 impl Geometry {
     /// Reads the JSON form and checks it. Safe on any input.
     pub fn from_json(json: &[u8]) -> Result<Self> {
-        if json.len() > MAX_JSON_BYTES {
-            return Err(Error::TooLarge { bytes: json.len(), limit: MAX_JSON_BYTES });
-        }
-        let bad = |reason: String| Error::Json { version: SCHEMA_VERSION, reason };
-        let Object(form): Object<Form> = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
-        if form.kvhma != SCHEMA_VERSION {
-            return Err(bad(format!("its kvhma field is {}", form.kvhma)));
-        }
-        let mut geometry = Self {
-            tp_rank: form.tp_rank,
-            tp_size: form.tp_size,
-            null_block: form.null_block,
-            regions: form.regions,
-            groups: form.groups,
-            pages: form.pages,
-            layers: form.layers,
-        };
+        Self::new(Form::from_json(json)?)
+    }
+
+    /// Checks what was written.
+    pub fn new(form: Form) -> Result<Self> {
+        let Form { kvhma: _, tp_rank, tp_size, null_block, regions, groups, pages, layers } = form;
+        let mut geometry = Self { tp_rank, tp_size, null_block, regions, groups, pages, layers };
         check(&mut geometry)?;
         Ok(geometry)
     }
@@ -377,5 +427,28 @@ impl Geometry {
             blocks[layer.group] = blocks[layer.group].min(layer.num_blocks);
         }
         blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const JSON: &str = concat!(
+        r#"{"kvhma":1,"tp_rank":0,"tp_size":2,"null_block":null,"#,
+        r#""regions":[{"base":4096,"bytes":256,"memory":"VRAM","device":3}],"#,
+        r#""groups":[{"kind":"sliding","block_size":16,"ratio":2,"window":7,"speculative":0,"cp_rank":0,"cp_size":1}],"#,
+        r#""pages":[{"parts":[{"name":"kv","dtype":"uint8","item_bytes":1,"offset":0,"axes":["#,
+        r#"{"name":"tokens","extent":8,"stride":4,"start":0},"#,
+        r#"{"name":"heads","extent":2,"stride":2,"start":1,"length":1,"may_repeat":true},"#,
+        r#"{"name":"rows","extent":2,"stride":1,"start":0,"length":2,"spare":1}]}]}],"#,
+        r#""layers":[{"name":"a","group":0,"region":0,"offset":0,"num_blocks":4,"block_stride":64,"page":0}]}"#
+    );
+
+    #[test]
+    fn what_is_read_is_written_again() {
+        let form = Form::from_json(JSON.as_bytes()).expect("valid");
+        assert_eq!(String::from_utf8(form.to_json(None)).expect("UTF-8"), JSON);
+        assert_eq!(Form::from_json(&form.to_json(Some(2))), Ok(form));
     }
 }

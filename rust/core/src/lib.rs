@@ -35,7 +35,9 @@ pub use digest::TokenDigest;
 pub use encode::{IdTransfer, Ids};
 pub use error::{Error, Result};
 pub use finding::{Finding, Place, Severity};
-pub use geometry::{Axis, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION};
+pub use geometry::{
+    Axis, Form, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION,
+};
 pub use losses::{Loss, Losses};
 pub use plan::Plan;
 pub use runs::{Copies, Descriptor, Room};
