@@ -380,10 +380,10 @@ def vllm_path(pair: Pair, asked: Request) -> Callable[[], list[Read]]:
     return call
 
 
-def from_tables(pair: Pair, asked: Request) -> Callable[[], kvhma.IdTransfer]:
+def from_tables(pair: Pair, asked: Request) -> Callable[[], kvhma.Transfer[np.int32]]:
     plan, local, remote = pair.plan, pair.local, pair.remotes[0]
 
-    def call() -> kvhma.IdTransfer:
+    def call() -> kvhma.Transfer[np.int32]:
         mine = kvhma.live_spans(local, asked.tokens, asked.local)
         return plan.ids(asked.tokens, mine, kvhma.live_spans(remote, asked.tokens, asked.remote))
 
@@ -403,10 +403,10 @@ def sliced(geometry: Geometry, tokens: int, tables: Tables) -> list[Span]:
     return spans
 
 
-def from_slices(pair: Pair, asked: Request) -> Callable[[], kvhma.IdTransfer]:
+def from_slices(pair: Pair, asked: Request) -> Callable[[], kvhma.Transfer[np.int32]]:
     plan, local, remote = pair.plan, pair.local, pair.remotes[0]
 
-    def call() -> kvhma.IdTransfer:
+    def call() -> kvhma.Transfer[np.int32]:
         mine = sliced(local, asked.tokens, asked.local)
         return plan.ids(asked.tokens, mine, sliced(remote, asked.tokens, asked.remote))
 

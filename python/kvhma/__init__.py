@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from kvhma._kvhma import (
     Finding,
-    IdRead,
-    IdTransfer,
     Loss,
     Losses,
     Plan,
@@ -25,6 +23,7 @@ from kvhma._kvhma import (
     fa_views,
     ssm_descriptors,
     ssm_views,
+    validate,
     window_blocks,
 )
 from kvhma.errors import (
@@ -39,7 +38,7 @@ from kvhma.errors import (
     UnsupportedPairError,
 )
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.planning import Readers, live_spans, plan, readers, validate
+from kvhma.planning import Readers, live_spans, plan, readers
 
 __all__ = [
     "AddressOverflowError",
@@ -50,8 +49,6 @@ __all__ = [
     "GeometryError",
     "Group",
     "HandshakeError",
-    "IdRead",
-    "IdTransfer",
     "KvhmaError",
     "Layer",
     "Loss",

@@ -2,19 +2,19 @@
 """Types of the Rust half. Arrays that come back own their memory and are C-contiguous."""
 
 from collections.abc import Sequence
-from typing import Literal, final
+from types import GenericAlias
+from typing import Generic, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
-from kvhma.geometry import Span
+from kvhma.geometry import Geometry, Group, Kind, Layer, Memory, Region, Span
 from kvhma.types import IdsLike, U64s
 
 __all__ = [
+    "CheckedGeometry",
     "Finding",
-    "Geometry",
-    "IdRead",
-    "IdTransfer",
     "Loss",
     "Losses",
     "Plan",
@@ -37,18 +37,78 @@ __all__ = [
 
 __version__: str
 
-@final
-class Geometry:
-    """A geometry that passed its checks. `kvhma.Geometry.core` holds one."""
+_Item = TypeVar("_Item", bound=np.uint64 | np.int32, default=np.uint64)
+_AnyGeometry: TypeAlias = Geometry | CheckedGeometry
+_Axis: TypeAlias = tuple[str, int, int, int, int | None, bool, int]
+_Group: TypeAlias = tuple[Kind, int, int, int | None, int | None, int, int, int]
 
+@final
+class CheckedGeometry:
+    """A geometry that passed its checks, read from JSON.
+
+    `kvhma.Geometry.core` holds one. What was left out is left out when it is written or shown.
+
+    Raises:
+        GeometryError: as for `kvhma.Geometry`.
+        AddressOverflowError: as for `kvhma.Geometry`.
+    """
+
+    def __new__(cls, json: bytes) -> CheckedGeometry: ...
     @staticmethod
-    def from_json(data: bytes) -> Geometry:
-        """Read and check the JSON form. Raises GeometryError or AddressOverflowError."""
+    def from_values(
+        regions: Sequence[Region],
+        groups: Sequence[Group],
+        layers: Sequence[Layer],
+        tp_rank: int,
+        tp_size: int,
+        null_block: int | None,
+    ) -> CheckedGeometry:
+        """Check a geometry of Python values. Equal pages of layers become one."""
+    def to_json(self, indent: int | None = None) -> bytes:
+        """Return the JSON form, in one line or with so many spaces for each level."""
+    @property
+    def tp_rank(self) -> int:
+        """Place among the tensor-parallel ranks."""
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+    @property
+    def null_block(self) -> int | None:
+        """The block id that stands for "no block", or None."""
+    @property
+    def regions(self) -> list[tuple[int, int, Memory, int]]:
+        """For each region the arguments of a `Region`."""
+    @property
+    def groups(self) -> list[_Group]:
+        """For each group the arguments of a `Group`."""
+    @property
+    def pages(self) -> list[list[tuple[str, str, int, int, list[_Axis]]]]:
+        """For each page its parts: the arguments of a `Part`, with those of each `Axis`."""
+    @property
+    def layers(self) -> list[tuple[str, int, int, int, int, int, int, int | None]]:
+        """For each layer the arguments of a `Layer`, with an index into the pages."""
+    def __copy__(self) -> CheckedGeometry: ...
+    def __deepcopy__(self, memo: object, /) -> CheckedGeometry: ...
+    def __getnewargs__(self) -> tuple[bytes]: ...
 
 @final
 class Finding:
     """One difference between two geometries; `UnsupportedPairError` carries the same words."""
 
+    def __new__(
+        cls,
+        code: str,
+        severity: Literal["error", "warning"],
+        place: str,
+        layer: str | None,
+        part: str | None,
+        axis: str | None,
+        field: str,
+        local: str,
+        remote: str,
+        reason: str,
+        text: str,
+    ) -> Finding: ...
     @property
     def code(self) -> str:
         """Stable short name, e.g. ``"dtype"``."""
@@ -82,33 +142,66 @@ class Finding:
     @property
     def text(self) -> str:
         """One printable sentence, the same whichever side is local."""
+    def __getnewargs__(self) -> tuple[str | None, ...]: ...
 
 @final
-class Read:
-    """What a request reads from one source."""
+class Read(Generic[_Item]):
+    """What a request reads from one source: descriptors, or ids into prepared views.
 
+    ``Read[np.uint64]``, or just ``Read``, is of `Plan.transfer`, ``Read[np.int32]`` of `Plan.ids`.
+    """
+
+    def __new__(
+        cls,
+        source: int,
+        local: NDArray[_Item],
+        remote: NDArray[_Item],
+        bytes: int,  # noqa: A002
+        descriptors: int,
+    ) -> Read[_Item]: ...
+    def __class_getitem__(cls, key: object) -> GenericAlias: ...
     @property
     def source(self) -> int:
         """Index of the source in the list the plan was made with."""
     @property
-    def local(self) -> NDArray[np.uint64]:
-        """Shape (n, 3): address, length in bytes, device; sorted by address."""
+    def local(self) -> NDArray[_Item]:
+        """Descriptors of shape (n, 3): address, length in bytes, device; sorted by address. Or ids of shape (n,)."""
     @property
-    def remote(self) -> NDArray[np.uint64]:
-        """Shape (n, 3): row i is read into row i of `local`."""
+    def remote(self) -> NDArray[_Item]:
+        """The same of the source: row or id i is read into row or id i of `local`."""
     @property
     def bytes(self) -> int:
         """Bytes moved."""
     @property
     def descriptors(self) -> int:
-        """Rows: the fewest for these bytes."""
+        """Descriptors: of rows the fewest for these bytes, of ids those that are left after NIXL has joined neighbours.
+
+        NIXL joins ids that follow each other in dense strided views on both sides. Where views are written out row by
+        row (NIXL before 1.5), it may also join across views that touch.
+        """
+    def __getnewargs__(self) -> tuple[int, NDArray[_Item], NDArray[_Item], int, int]: ...
 
 @final
-class Transfer:
-    """What a request moves and zeroes, as descriptors."""
+class Transfer(Generic[_Item]):
+    """What a request moves and zeroes.
 
+    ``Transfer[np.uint64]``, or just ``Transfer``, is of `Plan.transfer`, ``Transfer[np.int32]`` of `Plan.ids`.
+    """
+
+    def __new__(
+        cls,
+        reads: Sequence[Read[_Item]],
+        zero: NDArray[np.uint64],
+        bytes: int,  # noqa: A002
+        descriptors: int,
+        excess_bytes: int,
+        first_tokens: Sequence[int],
+        bytes_by_group: Sequence[int],
+        descriptors_by_group: Sequence[int],
+    ) -> Transfer[_Item]: ...
+    def __class_getitem__(cls, key: object) -> GenericAlias: ...
     @property
-    def reads(self) -> list[Read]:
+    def reads(self) -> list[Read[_Item]]:
         """One entry for each source that something is read from."""
     @property
     def zero(self) -> NDArray[np.uint64]:
@@ -121,7 +214,10 @@ class Transfer:
         """Descriptors for all sources."""
     @property
     def excess_bytes(self) -> int:
-        """Bytes of tokens behind the request's that come along because the last block is cheaper whole."""
+        """Bytes of tokens behind the request's that come along because the last block is cheaper whole.
+
+        Ids always bring them: views have whole kernel blocks only.
+        """
     @property
     def first_tokens(self) -> list[int]:
         """For each local group, the first token from which on its blocks are filled up to the request's last token.
@@ -131,64 +227,26 @@ class Transfer:
         """
     @property
     def bytes_by_group(self) -> list[int]:
-        """Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``."""
+        """Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``.
+
+        Empty for ids, which are not counted by group.
+        """
     @property
     def descriptors_by_group(self) -> list[int]:
         """Descriptors of each local group, in the same order; their sum is ``descriptors``.
 
-        A descriptor that goes on from one group's block to another's counts for the group of its first byte.
+        A descriptor that goes on from one group's block to another's counts for the group of its first byte. Empty for
+        ids, which are not counted by group.
         """
-
-@final
-class IdRead:
-    """What a request reads from one source, as ids into prepared views."""
-
-    @property
-    def source(self) -> int:
-        """Index of the source in the list the plan was made with."""
-    @property
-    def local(self) -> NDArray[np.int32]:
-        """Shape (n,): ids into the local views."""
-    @property
-    def remote(self) -> NDArray[np.int32]:
-        """Shape (n,): ids into the remote views."""
-    @property
-    def bytes(self) -> int:
-        """Bytes moved."""
-    @property
-    def descriptors(self) -> int:
-        """Descriptors left after NIXL joins ids that follow each other in dense strided views on both sides.
-
-        Where views are written out row by row (NIXL before 1.5), it may also join across views that touch.
-        """
-
-@final
-class IdTransfer:
-    """What a request moves and zeroes, as ids."""
-
-    @property
-    def reads(self) -> list[IdRead]:
-        """One entry for each source that something is read from."""
-    @property
-    def zero(self) -> NDArray[np.uint64]:
-        """Shape (m, 3): local address, length in bytes, device; to be zeroed before a read is posted."""
-    @property
-    def bytes(self) -> int:
-        """Bytes moved from all sources."""
-    @property
-    def descriptors(self) -> int:
-        """Descriptors after merging, for all sources."""
-    @property
-    def excess_bytes(self) -> int:
-        """Bytes of tokens behind the request's: views have whole kernel blocks only."""
-    @property
-    def first_tokens(self) -> list[int]:
-        """As in `Transfer`."""
+    def __getnewargs__(
+        self,
+    ) -> tuple[list[Read[_Item]], NDArray[np.uint64], int, int, int, list[int], list[int], list[int]]: ...
 
 @final
 class Loss:
     """What of one layer did not arrive."""
 
+    def __new__(cls, group: int, layer: str, tokens: Sequence[tuple[int, int]]) -> Loss: ...
     @property
     def group(self) -> int:
         """Local group."""
@@ -198,24 +256,35 @@ class Loss:
     @property
     def tokens(self) -> list[tuple[int, int]]:
         """Half-open ranges of absolute token positions, sorted; empty for state, which is lost as a whole."""
+    def __getnewargs__(self) -> tuple[int, str, list[tuple[int, int]]]: ...
 
 @final
 class Losses:
     """What a request lost."""
 
+    def __new__(cls, layers: Sequence[Loss], whole_prefix: int) -> Losses: ...
     @property
     def layers(self) -> list[Loss]:
         """Layers that lost anything, in the order of the geometry."""
     @property
     def whole_prefix(self) -> int:
         """The most leading tokens for which every group has all it needs; never less than `cached`."""
+    def __getnewargs__(self) -> tuple[list[Loss], int]: ...
 
 @final
 class Plan:
-    """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`."""
+    """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
 
-    def __new__(cls, local: Geometry, remotes: Sequence[Geometry], *, descriptor_bytes: int) -> Plan:
-        """Pair checked geometries. Raises UnsupportedPairError."""
+    It cannot be changed, so copies are the plan itself. It is pickled as its geometries and `descriptor_bytes`, and
+    made again from these.
+    """
+
+    def __new__(
+        cls, local: _AnyGeometry, remote: _AnyGeometry | Sequence[_AnyGeometry], *, descriptor_bytes: int
+    ) -> Plan: ...
+    def __copy__(self) -> Plan: ...
+    def __deepcopy__(self, memo: object, /) -> Plan: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[CheckedGeometry, list[CheckedGeometry]], dict[str, int]]: ...
     @property
     def sources(self) -> list[int]:
         """Indices of the sources that anything is read from."""
@@ -282,13 +351,19 @@ class Plan:
         """
     def ids(
         self, num_tokens: int, local: Sequence[Span], remote: Sequence[Span] | Sequence[Sequence[Span]]
-    ) -> IdTransfer:
+    ) -> Transfer[np.int32]:
         """Compute what a request moves, as ids into `views`. Arguments and errors as for `transfer`."""
 
-def validate(local: Geometry, remote: Geometry) -> list[Finding]:
-    """See `kvhma.validate`."""
+def validate(local: _AnyGeometry, remote: _AnyGeometry) -> list[Finding]:
+    """Compare two geometries: what keeps them from being paired, and what is worth knowing.
 
-def first_entries(geometry: Geometry, num_tokens: int, cached: U64s) -> list[int]:
+    Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
+
+    Raises:
+        RequestError: an argument has the wrong type.
+    """
+
+def first_entries(geometry: _AnyGeometry, num_tokens: int, cached: U64s) -> list[int]:
     """First block table entry of each group that a request still needs, behind the `cached` ones; 0 for state."""
 
 def window_blocks(window: int, block_size: int) -> int:

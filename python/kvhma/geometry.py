@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker's KV cache looks like: regions, groups, pages and layers, as frozen values.
 
-A :class:`Geometry` describes one rank. It is checked once, in Rust, when it is made: a geometry that exists has
-no address that overflows or leaves its region. docs/geometry.md has the JSON form and what every field means.
+A :class:`Geometry` describes one rank. It is read and checked once, in Rust, when it is made: a geometry that exists
+has no address that overflows or leaves its region. docs/geometry.md has the JSON form and what every field means.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kvhma import _kvhma
+from kvhma._kvhma import CheckedGeometry
 from kvhma.types import IdsLike
 
 SCHEMA_VERSION = 1
@@ -186,11 +186,15 @@ class Part:
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Page:
     """The bytes of one layer in one kernel block: its parts. Bytes of no part are padding and never move."""
 
     parts: tuple[Part, ...]
+
+    def __repr__(self) -> str:
+        """Say what it holds in a line."""
+        return f"Page({', '.join(part.name for part in self.parts)}: {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
@@ -226,9 +230,12 @@ class Layer:
     kernel_stride: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Geometry:
     """One worker's cache, checked.
+
+    It cannot be changed, so copies are the geometry itself. It is pickled as JSON. Of one that was read from JSON,
+    regions, groups and layers become Python values when they are first asked for.
 
     Attributes:
         regions: registered memory.
@@ -249,12 +256,23 @@ class Geometry:
     tp_rank: int = 0
     tp_size: int = 1
     null_block: int | None = 0
-    core: _kvhma.Geometry = field(init=False, repr=False, compare=False)
+    core: CheckedGeometry = field(init=False, compare=False)
     """The checked form that plans are made from."""
 
     def __post_init__(self) -> None:
         """Check everything once; nothing below has to."""
-        object.__setattr__(self, "core", _kvhma.Geometry.from_json(self.to_json()))
+        lists = (self.regions, self.groups, self.layers)
+        core = CheckedGeometry.from_values(*lists, self.tp_rank, self.tp_size, self.null_block)
+        object.__setattr__(self, "core", core)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Make what a geometry that was read does not have yet."""
+            make = _VALUES.get(name)
+            if make is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return self.__dict__.setdefault(name, make(self.core))
 
     @cached_property
     def layer_by_name(self) -> dict[str, Layer]:
@@ -267,24 +285,7 @@ class Geometry:
 
     def to_json(self, *, indent: int | None = None) -> bytes:
         """Return the UTF-8 JSON form of docs/geometry.md; equal pages are written once."""
-        pages: dict[Page, int] = {}
-        layers = []
-        for layer in self.layers:
-            row = _without_none(layer)
-            row["page"] = pages.setdefault(layer.page, len(pages))
-            layers.append(row)
-        form = {
-            "kvhma": SCHEMA_VERSION,
-            "tp_rank": self.tp_rank,
-            "tp_size": self.tp_size,
-            "null_block": self.null_block,
-            "regions": [_without_none(region) for region in self.regions],
-            "groups": [_without_none(group) for group in self.groups],
-            "pages": [{"parts": [_part_form(part) for part in page.parts]} for page in pages],
-            "layers": layers,
-        }
-        separators = (",", ":") if indent is None else None
-        return json.dumps(form, indent=indent, separators=separators).encode()
+        return self.core.to_json(indent)
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Geometry:
@@ -294,30 +295,44 @@ class Geometry:
             GeometryError: not JSON, an unknown or missing field, another version, too large, or a failed check.
             AddressOverflowError: an address does not fit 64 bits.
         """
-        raw = data.encode() if isinstance(data, str) else bytes(data)
-        _kvhma.Geometry.from_json(raw)  # the check that everything below relies on
-        form = json.loads(raw)
-        pages = [Page(tuple(_part(part) for part in page["parts"])) for page in form["pages"]]
-        return cls(
-            regions=tuple(Region(**region) for region in form["regions"]),
-            groups=tuple(Group(**group) for group in form["groups"]),
-            layers=tuple(Layer(**{**layer, "page": pages[layer["page"]]}) for layer in form["layers"]),
-            **{key: form[key] for key in ("tp_rank", "tp_size", "null_block") if key in form},
-        )
+        core = CheckedGeometry(data.encode() if isinstance(data, str) else bytes(data))
+        made = cls.__new__(cls)
+        made.__dict__.update(core=core, tp_rank=core.tp_rank, tp_size=core.tp_size, null_block=core.null_block)
+        return made
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Geometry], tuple[bytes]]:
+        """Pickle the JSON form."""
+        return type(self).from_json, (self.to_json(),)
+
+    def __copy__(self) -> Geometry:
+        """Return itself: nothing in it changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
+        """Return itself: nothing in it changes."""
+        return self
+
+    def __repr__(self) -> str:
+        """Say what it is in a line; the whole is `to_json`."""
+        return repr(self.core).removeprefix("Checked")
 
 
-def _without_none(value: Any) -> dict[str, Any]:
-    return {f.name: v for f in fields(value) if (v := getattr(value, f.name)) is not None}
+def _layers(core: CheckedGeometry) -> tuple[Layer, ...]:
+    pages = []
+    for rows in core.pages:
+        parts = []
+        for name, dtype, item_bytes, offset, axes in rows:
+            parts.append(Part(name, dtype, item_bytes, offset, tuple(Axis(*axis) for axis in axes)))
+        pages.append(Page(tuple(parts)))
+    return tuple(
+        Layer(name, group, region, offset, num_blocks, block_stride, pages[page], kernel_stride)
+        for name, group, region, offset, num_blocks, block_stride, page, kernel_stride in core.layers
+    )
 
 
-def _part_form(part: Part) -> dict[str, Any]:
-    return {**_without_none(part), "axes": [_axis_form(axis) for axis in part.axes]}
-
-
-def _axis_form(axis: Axis) -> dict[str, Any]:
-    form = _without_none(axis)
-    return {key: value for key, value in form.items() if value or key not in ("may_repeat", "spare")}
-
-
-def _part(form: dict[str, Any]) -> Part:
-    return Part(**{**form, "axes": tuple(Axis(**axis) for axis in form["axes"])})
+_VALUES: dict[str, Callable[[CheckedGeometry], object]] = {
+    "regions": lambda core: tuple(Region(*row) for row in core.regions),
+    "groups": lambda core: tuple(Group(*row) for row in core.groups),
+    "layers": _layers,
+}
+"""How the values of a geometry that was read are made."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that take geometries: pair them, compare them, find a request's live blocks."""
+"""Functions that take geometries: pair them, count their readers, find a request's live blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvhma import _kvhma
+from kvhma._kvhma import Plan, first_entries
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.types import IdsLike
@@ -21,7 +21,7 @@ def plan(
     remote: Geometry | Sequence[Geometry],
     *,
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES,
-) -> _kvhma.Plan:
+) -> Plan:
     """Pair a local (decode) rank with its sources, once for all requests.
 
     Args:
@@ -33,9 +33,9 @@ def plan(
     Raises:
         UnsupportedPairError: a source cannot be paired, or no source holds something; the text names the field and
             both values.
+        RequestError: an argument has the wrong type.
     """
-    remotes = [remote] if isinstance(remote, Geometry) else list(remote)
-    return _kvhma.Plan(local.core, [other.core for other in remotes], descriptor_bytes=descriptor_bytes)
+    return Plan(local, remote, descriptor_bytes=descriptor_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Readers:
     notify_only: tuple[tuple[int, ...], ...]
 
 
-def readers(plans: Sequence[_kvhma.Plan]) -> Readers:
+def readers(plans: Sequence[Plan]) -> Readers:
     """Count the readers of every source.
 
     Args:
@@ -74,14 +74,6 @@ def readers(plans: Sequence[_kvhma.Plan]) -> Readers:
             idle[source * len(plans) // len(counts)].append(source)
             counts[source] = 1
     return Readers(tuple(counts), tuple(map(tuple, idle)))
-
-
-def validate(local: Geometry, remote: Geometry) -> list[_kvhma.Finding]:
-    """Compare two geometries: what keeps them from being paired, and what is worth knowing.
-
-    Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
-    """
-    return _kvhma.validate(local.core, remote.core)
 
 
 def live_spans(
@@ -106,9 +98,12 @@ def live_spans(
     Raises:
         RequestError: a list has the wrong number of entries or the wrong type.
     """
+    if not isinstance(geometry, Geometry):
+        found, reason = type(geometry).__name__, "is not a Geometry"
+        raise RequestError(f"geometry: {found} {reason}", code="type", field="geometry", value=found, reason=reason)
     groups = geometry.groups
     entries = [0] * len(groups) if cached is None else cached
-    starts = entries if num_tokens is None else _kvhma.first_entries(geometry.core, num_tokens, entries)
+    starts = entries if num_tokens is None else first_entries(geometry, num_tokens, entries)
     try:
         if len(block_tables) != len(groups):
             raise RequestError(f"block tables has {len(block_tables)} entries, expected {len(groups)}")

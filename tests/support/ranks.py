@@ -133,7 +133,7 @@ class _Rank:
             for ours, before in zip(self.memory, stale, strict=True):
                 ours[:] = before
             self.agent.strided = self.takes_strided and encoding == "strided"
-            moved: kvhma.Transfer | kvhma.IdTransfer
+            moved: kvhma.Transfer | kvhma.Transfer[np.int32]
             try:
                 if encoding == "direct":
                     moved = plan.transfer(*request)

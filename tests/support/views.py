@@ -31,7 +31,7 @@ class Expanded:
         return sum(len(read.local) for read in self.reads)
 
 
-def expand(plan: kvhma.Plan, moved: kvhma.IdTransfer) -> tuple[Expanded, int]:
+def expand(plan: kvhma.Plan, moved: kvhma.Transfer[np.int32]) -> tuple[Expanded, int]:
     """Return the descriptors that ids stand for, and how many are left after NIXL has joined neighbours."""
     reads, left = [], 0
     for read in moved.reads:
@@ -61,7 +61,7 @@ def _joined(
     local_place: NDArray[np.int64],
     remote: Rows,
     remote_place: NDArray[np.int64],
-    read: kvhma.IdRead,
+    read: kvhma.Read[np.int32],
 ) -> int:
     """Count descriptors after merging: only ids that follow each other in one dense view on both sides join."""
     if not len(read.local):

@@ -7,11 +7,11 @@ use numpy::{
 };
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PySequence, PyTuple};
+use pyo3::types::{PyInt, PyList, PySequence, PyTuple};
 
 use crate::error::type_error;
 
-fn type_name(value: &Bound<'_, PyAny>) -> String {
+pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
@@ -23,7 +23,7 @@ fn typed(value: &Bound<'_, PyAny>) -> String {
     format!("{} of type {}", show(value), type_name(value))
 }
 
-fn show(value: &Bound<'_, PyAny>) -> String {
+pub(crate) fn show(value: &Bound<'_, PyAny>) -> String {
     let text = value.repr().map_or_else(|_| "a value".to_owned(), |text| text.to_string());
     if text.chars().count() > 60 { text.chars().take(60).chain("...".chars()).collect() } else { text }
 }
@@ -119,7 +119,10 @@ pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u6
 
 /// One number of 64 bits without sign.
 pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
-    item.extract::<u64>().map_err(|_| type_error(item.py(), what, &typed(item), "is not in 0..2**64"))
+    item.extract::<u64>().map_err(|_| {
+        let is_int = item.is_instance_of::<PyInt>();
+        type_error(item.py(), what, &typed(item), if is_int { "is not in 0..2**64" } else { "is not an integer" })
+    })
 }
 
 /// The items of a list, tuple or array.
@@ -142,7 +145,7 @@ fn as_pair<'py>(value: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'
 
 fn read_span(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Span> {
     let Some((first, ids)) = as_pair(value) else {
-        return Err(type_error(value.py(), what, &show(value), "is not a Span(first, ids)"));
+        return Err(type_error(value.py(), what, &typed(value), "is not a Span(first, ids)"));
     };
     Ok(Span { first: read_u64(&format!("{what}: first"), &first)?, ids: read_ids(what, &ids)? })
 }

@@ -12,6 +12,7 @@ const WHAT: &str = "tokens";
 /// Ids that are hashed at a time.
 const PIECE: usize = 16384;
 
+/// Return the first 16 bytes of BLAKE3 over the length of a header (u64), the header and token ids (i32).
 #[pyfunction]
 pub(crate) fn digest_tokens<'py>(
     py: Python<'py>,

@@ -8,13 +8,18 @@ use pyo3::types::PyTuple;
 
 use crate::convert::{column, items, read_groups, read_ids, read_item, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, type_error};
-use crate::geometry::{Finding, Geometry};
+use crate::geometry::read_geometry;
+use crate::results::Finding;
 
+/// Compare two geometries: what keeps them from being paired, and what is worth knowing.
 #[pyfunction]
-pub(crate) fn validate(local: &Bound<'_, Geometry>, remote: &Bound<'_, Geometry>) -> Vec<Finding> {
-    kvhma_core::validate(&local.get().0, &remote.get().0).iter().map(Finding::from).collect()
+pub(crate) fn validate(local: &Bound<'_, PyAny>, remote: &Bound<'_, PyAny>) -> PyResult<Vec<Finding>> {
+    let (local, remote) = (read_geometry("local", local)?, read_geometry("remote", remote)?);
+    let findings = kvhma_core::validate(&local.get().geometry, &remote.get().geometry);
+    Ok(findings.iter().map(Finding::from).collect())
 }
 
+/// Trailing blocks vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.
 #[pyfunction]
 pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_size: &Bound<'_, PyAny>) -> PyResult<u64> {
     ids::window_blocks(read_u64("window", window)?, read_u64("block_size", block_size)?).or_raise(py)
@@ -31,6 +36,7 @@ impl<'py> FromPyObject<'_, 'py> for NullBlock {
     }
 }
 
+/// Keep the blocks of each group that are moved, by vLLM's static rule.
 #[pyfunction]
 #[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = NullBlock(Some(0))), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
 pub(crate) fn clip_blocks(
@@ -51,17 +57,20 @@ pub(crate) fn clip_blocks(
     ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block.0).or_raise(py)
 }
 
+/// First block table entry of each group that a request still needs, behind the `cached` ones; 0 for state.
 #[pyfunction]
 pub(crate) fn first_entries(
     py: Python<'_>,
-    geometry: &Bound<'_, Geometry>,
+    geometry: &Bound<'_, PyAny>,
     num_tokens: &Bound<'_, PyAny>,
     cached: &Bound<'_, PyAny>,
 ) -> PyResult<Vec<u64>> {
+    let geometry = read_geometry("geometry", geometry)?;
     let (num_tokens, cached) = (read_u64("num_tokens", num_tokens)?, read_u64s("cached", cached)?);
-    ids::first_entries(&geometry.get().0, num_tokens, &cached).or_raise(py)
+    ids::first_entries(&geometry.get().geometry, num_tokens, &cached).or_raise(py)
 }
 
+/// Kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
 #[pyfunction]
 pub(crate) fn expand_blocks<'py>(
     py: Python<'py>,
@@ -72,6 +81,7 @@ pub(crate) fn expand_blocks<'py>(
     Ok(column(py, ids::expand_blocks(&ids, read_u64("ratio", ratio)?).or_raise(py)?))
 }
 
+/// Ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
 #[pyfunction]
 pub(crate) fn descriptor_ids<'py>(
     py: Python<'py>,
@@ -133,66 +143,47 @@ impl Lists {
     }
 }
 
-fn as_views(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64>>> {
-    rows(py, views)
+fn expand(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64>>> {
+    rows(py, py.detach(|| views::expand_views(&views)).or_raise(py)?)
 }
 
-fn as_descriptors<'py>(py: Python<'py>, views: &[View]) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    rows(py, py.detach(|| views::expand_views(views)).or_raise(py)?)
+/// A function of regions: `$read` makes the views, of which `$finish` makes an array.
+macro_rules! of_regions {
+    ($(#[$doc:meta])* $name:ident(bases, $what:ident, ..) = $read:ident, $finish:ident) => {
+        $(#[$doc])*
+        #[pyfunction]
+        #[pyo3(signature = (bases, $what, strides, counts, devices = None))]
+        pub(crate) fn $name<'py>(
+            py: Python<'py>,
+            bases: &Bound<'_, PyAny>,
+            $what: &Bound<'_, PyAny>,
+            strides: &Bound<'_, PyAny>,
+            counts: &Bound<'_, PyAny>,
+            devices: Option<&Bound<'_, PyAny>>,
+        ) -> PyResult<Bound<'py, PyArray2<u64>>> {
+            $finish(py, Lists::read(bases, strides, counts, devices)?.$read(py, $what)?)
+        }
+    };
 }
 
-#[pyfunction]
-#[pyo3(signature = (bases, lengths, strides, counts, devices = None))]
-pub(crate) fn fa_views<'py>(
-    py: Python<'py>,
-    bases: &Bound<'_, PyAny>,
-    lengths: &Bound<'_, PyAny>,
-    strides: &Bound<'_, PyAny>,
-    counts: &Bound<'_, PyAny>,
-    devices: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    as_views(py, Lists::read(bases, strides, counts, devices)?.attention(py, lengths)?)
+of_regions! {
+    /// Views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+    fa_views(bases, lengths, ..) = attention, rows
+}
+of_regions! {
+    /// Every block of every attention region, region after region: shape (n, 3), address, length, device.
+    fa_descriptors(bases, lengths, ..) = attention, expand
+}
+of_regions! {
+    /// Views of state regions: for each region one for each part's ``(offset, length)``. Errors as for `fa_views`.
+    ssm_views(bases, parts, ..) = state, rows
+}
+of_regions! {
+    /// Every block of every part of every state region: shape (n, 3), address, length, device.
+    ssm_descriptors(bases, parts, ..) = state, expand
 }
 
-#[pyfunction]
-#[pyo3(signature = (bases, lengths, strides, counts, devices = None))]
-pub(crate) fn fa_descriptors<'py>(
-    py: Python<'py>,
-    bases: &Bound<'_, PyAny>,
-    lengths: &Bound<'_, PyAny>,
-    strides: &Bound<'_, PyAny>,
-    counts: &Bound<'_, PyAny>,
-    devices: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    as_descriptors(py, &Lists::read(bases, strides, counts, devices)?.attention(py, lengths)?)
-}
-
-#[pyfunction]
-#[pyo3(signature = (bases, parts, strides, counts, devices = None))]
-pub(crate) fn ssm_views<'py>(
-    py: Python<'py>,
-    bases: &Bound<'_, PyAny>,
-    parts: &Bound<'_, PyAny>,
-    strides: &Bound<'_, PyAny>,
-    counts: &Bound<'_, PyAny>,
-    devices: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    as_views(py, Lists::read(bases, strides, counts, devices)?.state(py, parts)?)
-}
-
-#[pyfunction]
-#[pyo3(signature = (bases, parts, strides, counts, devices = None))]
-pub(crate) fn ssm_descriptors<'py>(
-    py: Python<'py>,
-    bases: &Bound<'_, PyAny>,
-    parts: &Bound<'_, PyAny>,
-    strides: &Bound<'_, PyAny>,
-    counts: &Bound<'_, PyAny>,
-    devices: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Bound<'py, PyArray2<u64>>> {
-    as_descriptors(py, &Lists::read(bases, strides, counts, devices)?.state(py, parts)?)
-}
-
+/// Turn views of shape (n, 5) into the descriptors they stand for, shape (sum of counts, 3).
 #[pyfunction]
 pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray2<u64>>> {
     let views = views.extract::<PyReadonlyArray2<'_, u64>>();
@@ -200,5 +191,5 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
         return Err(type_error(py, "views", "", "expected a uint64 array of shape (n, 5)"));
     };
     let list: Vec<View> = array.rows().into_iter().map(|row| [row[0], row[1], row[2], row[3], row[4]]).collect();
-    as_descriptors(py, &list)
+    expand(py, list)
 }

@@ -1,61 +1,166 @@
 // SPDX-License-Identifier: Apache-2.0
+//! Geometries: read from JSON or from Python values, and shown as rows of Python values.
 use std::sync::Arc;
 
+use kvhma_core::{Axis, Form, Group, Layer, Part};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
-use crate::error::{OrRaise, printable};
+use crate::convert::type_name;
+use crate::error::{OrRaise, type_error};
+use crate::values::read_form;
 
+type RegionRow = (u64, u64, &'static str, u32);
+type GroupRow = (&'static str, u64, u64, Option<u64>, Option<u64>, u64, u64, u64);
+type AxisRow<'a> = (&'a str, u64, u64, u64, Option<u64>, bool, u64);
+type PartRow<'a> = (&'a str, &'a str, u64, u64, Vec<AxisRow<'a>>);
+type LayerRow<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u64>);
+
+/// A geometry that passed its checks, read from JSON.
 #[pyclass(frozen, module = "kvhma._kvhma")]
-pub(crate) struct Geometry(pub(crate) Arc<kvhma_core::Geometry>);
+pub(crate) struct CheckedGeometry {
+    /// As it was written: what was left out is still left out.
+    form: Form,
+    pub(crate) geometry: Arc<kvhma_core::Geometry>,
+}
+
+impl CheckedGeometry {
+    fn check(form: Form) -> kvhma_core::Result<Self> {
+        let geometry = Arc::new(kvhma_core::Geometry::new(form.clone())?);
+        Ok(Self { form, geometry })
+    }
+}
+
+/// The checked form of a `kvhma.Geometry`, or one itself.
+pub(crate) fn read_geometry(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Py<CheckedGeometry>> {
+    let core = value.getattr("core").unwrap_or_else(|_| value.clone());
+    let no_geometry = |_| type_error(value.py(), what, &type_name(value), "is not a Geometry");
+    Ok(core.cast_into::<CheckedGeometry>().map_err(no_geometry)?.unbind())
+}
+
+/// The checked forms of one geometry or of several.
+pub(crate) fn read_geometries(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Py<CheckedGeometry>>> {
+    if let Ok(one) = read_geometry(what, value) {
+        return Ok(vec![one]);
+    }
+    let neither = |_| type_error(value.py(), what, &type_name(value), "is not a Geometry or a list of them");
+    let items = value.try_iter().map_err(neither)?.enumerate();
+    items.map(|(index, item)| read_geometry(&format!("{what}[{index}]"), &item?)).collect()
+}
 
 #[pymethods]
-impl Geometry {
+impl CheckedGeometry {
+    #[new]
+    fn new(py: Python<'_>, json: &[u8]) -> PyResult<Self> {
+        py.detach(|| Self::check(Form::from_json(json)?)).or_raise(py)
+    }
+
+    /// Check a geometry of Python values. Equal pages of layers become one.
     #[staticmethod]
-    fn from_json(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-        Ok(Self(Arc::new(kvhma_core::Geometry::from_json(data).or_raise(py)?)))
+    fn from_values(
+        regions: &Bound<'_, PyAny>,
+        groups: &Bound<'_, PyAny>,
+        layers: &Bound<'_, PyAny>,
+        tp_rank: &Bound<'_, PyAny>,
+        tp_size: &Bound<'_, PyAny>,
+        null_block: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let py = regions.py();
+        let form = read_form((regions, groups, layers), (tp_rank, tp_size), null_block)?;
+        py.detach(|| Self::check(form)).or_raise(py)
     }
-}
 
-#[pyclass(frozen, eq, get_all, module = "kvhma._kvhma")]
-#[derive(Clone, PartialEq)]
-pub(crate) struct Finding {
-    code: &'static str,
-    severity: &'static str,
-    place: String,
-    layer: Option<String>,
-    part: Option<String>,
-    axis: Option<String>,
-    field: &'static str,
-    local: String,
-    remote: String,
-    reason: &'static str,
-    text: String,
-}
+    /// Return the JSON form, in one line or with so many spaces for each level.
+    #[pyo3(signature = (indent = None))]
+    fn to_json<'py>(&self, py: Python<'py>, indent: Option<usize>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &py.detach(|| self.form.to_json(indent)))
+    }
 
-#[pymethods]
-impl Finding {
+    /// Place among the tensor-parallel ranks.
+    #[getter]
+    fn tp_rank(&self) -> u32 {
+        self.form.tp_rank
+    }
+
+    /// Tensor-parallel ranks.
+    #[getter]
+    fn tp_size(&self) -> u32 {
+        self.form.tp_size
+    }
+
+    /// The block id that stands for "no block", or None.
+    #[getter]
+    fn null_block(&self) -> Option<u64> {
+        self.form.null_block
+    }
+
+    /// For each region the arguments of a `Region`.
+    #[getter]
+    fn regions(&self) -> Vec<RegionRow> {
+        self.form
+            .regions
+            .iter()
+            .map(|region| (region.base, region.bytes, region.memory.into(), region.device))
+            .collect()
+    }
+
+    /// For each group the arguments of a `Group`.
+    #[getter]
+    fn groups(&self) -> Vec<GroupRow> {
+        let row = |group: &Group| {
+            let Group { kind, block_size, ratio, window, chunk, speculative, cp_rank, cp_size } = *group;
+            (kind.word(), block_size, ratio, window, chunk, speculative, cp_rank, cp_size)
+        };
+        self.form.groups.iter().map(row).collect()
+    }
+
+    /// For each page its parts: the arguments of a `Part`, with those of each `Axis`.
+    #[getter]
+    fn pages(&self) -> Vec<Vec<PartRow<'_>>> {
+        self.form.pages.iter().map(|page| page.parts.iter().map(part_row).collect()).collect()
+    }
+
+    /// For each layer the arguments of a `Layer`, with an index into the pages.
+    #[getter]
+    fn layers(&self) -> Vec<LayerRow<'_>> {
+        self.form.layers.iter().map(layer_row).collect()
+    }
+
+    fn __getnewargs__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>,) {
+        (self.to_json(py, None),)
+    }
+
+    fn __copy__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __deepcopy__(slf: Py<Self>, _memo: &Bound<'_, PyAny>) -> Py<Self> {
+        slf
+    }
+
     fn __repr__(&self) -> String {
-        format!("Finding({}, {}: {})", self.severity, self.code, self.text)
+        let Form { tp_rank, tp_size, regions, groups, layers, .. } = &self.form;
+        let kinds: Vec<_> = groups.iter().map(|group| group.kind.word()).collect();
+        format!(
+            "CheckedGeometry(rank {tp_rank} of {tp_size}, groups [{}], {} layers, {} regions)",
+            kinds.join(", "),
+            layers.len(),
+            regions.len()
+        )
     }
 }
 
-impl From<&kvhma_core::Finding> for Finding {
-    fn from(finding: &kvhma_core::Finding) -> Self {
-        Self {
-            code: finding.code,
-            severity: match finding.severity {
-                kvhma_core::Severity::Error => "error",
-                kvhma_core::Severity::Warning => "warning",
-            },
-            place: finding.place.to_string(),
-            layer: finding.place.layer.clone(),
-            part: finding.place.part.clone(),
-            axis: finding.place.axis.clone(),
-            field: finding.field,
-            local: finding.local.clone(),
-            remote: finding.remote.clone(),
-            reason: finding.reason,
-            text: printable(&finding.text()),
-        }
-    }
+fn part_row(part: &Part) -> PartRow<'_> {
+    let Part { name, dtype, item_bytes, offset, axes } = part;
+    (name, dtype, *item_bytes, *offset, axes.iter().map(axis_row).collect())
+}
+
+fn axis_row(axis: &Axis) -> AxisRow<'_> {
+    let Axis { name, extent, stride, start, length, may_repeat, spare } = axis;
+    (name, *extent, *stride, *start, *length, *may_repeat, *spare)
+}
+
+fn layer_row(layer: &Layer) -> LayerRow<'_> {
+    let Layer { name, group, region, offset, num_blocks, block_stride, page, kernel_stride } = layer;
+    (name, *group, *region, *offset, *num_blocks, *block_stride, *page, *kernel_stride)
 }

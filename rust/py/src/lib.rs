@@ -10,6 +10,8 @@ mod error;
 mod functions;
 mod geometry;
 mod plan;
+mod results;
+mod values;
 
 use pyo3::prelude::*;
 
@@ -25,9 +27,11 @@ mod _kvhma {
         ssm_descriptors, ssm_views, validate, window_blocks,
     };
     #[pymodule_export]
-    use super::geometry::{Finding, Geometry};
+    use super::geometry::CheckedGeometry;
     #[pymodule_export]
-    use super::plan::{IdRead, IdTransfer, Loss, Losses, Plan, Read, Transfer};
+    use super::plan::Plan;
+    #[pymodule_export]
+    use super::results::{Finding, Loss, Losses, Read, Transfer};
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");

@@ -1,112 +1,107 @@
 // SPDX-License-Identifier: Apache-2.0
+//! Plans: geometries in, transfers out.
 use std::sync::Arc;
 
-use numpy::{PyArray1, PyArray2};
+use numpy::PyArray2;
 use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyDict};
 
-use crate::convert::{column, read_descriptors, read_ids, read_remote_spans, read_spans, read_u64, room, rows};
+use crate::convert::{read_descriptors, read_ids, read_remote_spans, read_spans, read_u64, room, rows};
 use crate::error::OrRaise;
-use crate::geometry::{Finding, Geometry};
+use crate::geometry::{CheckedGeometry, read_geometries, read_geometry};
+use crate::results::{Finding, Loss, Losses, Read, Transfer};
 
 /// A source's index; one too large for any list is refused where the list is known.
 fn read_index(source: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(usize::try_from(read_u64("source", source)?).unwrap_or(usize::MAX))
 }
 
-type Rows = Py<PyArray2<u64>>;
-type BoundRows<'py> = Bound<'py, PyArray2<u64>>;
+type Rows<'py> = Bound<'py, PyArray2<u64>>;
+type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 
+/// What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
 #[pyclass(frozen, module = "kvhma._kvhma")]
-pub(crate) struct Plan(Arc<kvhma_core::Plan>);
-
-#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
-pub(crate) struct Read {
-    source: usize,
-    local: Rows,
-    remote: Rows,
-    bytes: u64,
-    descriptors: usize,
+pub(crate) struct Plan {
+    core: kvhma_core::Plan,
+    /// What it was made of.
+    sides: Sides,
+    descriptor_bytes: u64,
 }
 
-#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
-pub(crate) struct Transfer {
-    reads: Vec<Py<Read>>,
-    zero: Rows,
-    bytes: u64,
-    descriptors: usize,
-    excess_bytes: u64,
-    first_tokens: Vec<u64>,
-    bytes_by_group: Vec<u64>,
-    descriptors_by_group: Vec<u64>,
+/// A request's blocks on both sides.
+struct Request {
+    num_tokens: u64,
+    local: Vec<kvhma_core::Span>,
+    remote: Vec<Vec<kvhma_core::Span>>,
 }
 
-#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
-pub(crate) struct IdRead {
-    source: usize,
-    local: Py<PyArray1<i32>>,
-    remote: Py<PyArray1<i32>>,
-    bytes: u64,
-    descriptors: u64,
-}
-
-#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
-pub(crate) struct IdTransfer {
-    reads: Vec<Py<IdRead>>,
-    zero: Rows,
-    bytes: u64,
-    descriptors: u64,
-    excess_bytes: u64,
-    first_tokens: Vec<u64>,
-}
-
-#[pyclass(frozen, get_all, eq, module = "kvhma._kvhma")]
-#[derive(Clone, PartialEq)]
-pub(crate) struct Loss {
-    group: usize,
-    layer: String,
-    tokens: Vec<(u64, u64)>,
-}
-
-#[pymethods]
-impl Loss {
-    fn __repr__(&self) -> String {
-        format!("Loss(group={}, layer={:?}, tokens={:?})", self.group, self.layer, self.tokens)
+impl Request {
+    fn read(num_tokens: &Bound<'_, PyAny>, local: &Bound<'_, PyAny>, remote: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let num_tokens = read_u64("num_tokens", num_tokens)?;
+        Ok(Self { num_tokens, local: read_spans("local", local)?, remote: read_remote_spans(remote)? })
     }
-}
-
-#[pyclass(frozen, get_all, module = "kvhma._kvhma")]
-pub(crate) struct Losses {
-    layers: Vec<Loss>,
-    whole_prefix: u64,
 }
 
 #[pymethods]
 impl Plan {
     #[new]
-    #[pyo3(signature = (local, remotes, *, descriptor_bytes))]
+    #[pyo3(signature = (local, remote, *, descriptor_bytes))]
     fn new(
         py: Python<'_>,
-        local: &Bound<'_, Geometry>,
-        remotes: Vec<Bound<'_, Geometry>>,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, PyAny>,
         descriptor_bytes: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
+        let (local, remotes) = (read_geometry("local", local)?, read_geometries("remote", remote)?);
         let descriptor_bytes = read_u64("descriptor_bytes", descriptor_bytes)?;
-        let local = Arc::clone(&local.get().0);
-        let remotes = remotes.iter().map(|remote| Arc::clone(&remote.get().0)).collect();
-        let plan = py.detach(|| kvhma_core::Plan::new(local, remotes, descriptor_bytes)).or_raise(py)?;
-        Ok(Self(Arc::new(plan)))
+        let checked = |side: &Py<CheckedGeometry>| Arc::clone(&side.get().geometry);
+        let (one, others) = (checked(&local), remotes.iter().map(checked).collect());
+        let core = py.detach(|| kvhma_core::Plan::new(one, others, descriptor_bytes)).or_raise(py)?;
+        Ok(Self { core, sides: (local, remotes), descriptor_bytes })
     }
 
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(&Sides, Bound<'py, PyDict>)> {
+        Ok((&self.sides, [("descriptor_bytes", self.descriptor_bytes)].into_py_dict(py)?))
+    }
+
+    fn __copy__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __deepcopy__(slf: Py<Self>, _memo: &Bound<'_, PyAny>) -> Py<Self> {
+        slf
+    }
+
+    fn __repr__(&self) -> String {
+        let (read, sources) = (self.core.sources(), self.core.num_sources());
+        let (warnings, bytes) = (self.core.findings().len(), self.descriptor_bytes);
+        format!("Plan(reads from {read:?} of {sources} sources, {warnings} warnings, descriptor_bytes={bytes})")
+    }
+
+    /// Indices of the sources that anything is read from.
     #[getter]
     fn sources(&self) -> Vec<usize> {
-        self.0.sources()
+        self.core.sources()
     }
 
+    /// Number of sources, read from or not.
+    #[getter]
+    fn num_sources(&self) -> usize {
+        self.core.num_sources()
+    }
+
+    /// Warnings, each with the index of the source it is about.
     #[getter]
     fn findings(&self) -> Vec<(usize, Finding)> {
-        self.0.findings().iter().map(|(source, finding)| (*source, finding.into())).collect()
+        self.core.findings().iter().map(|(source, finding)| (*source, finding.into())).collect()
     }
 
+    /// Say in sentences and numbers what is read from which source, how it is cut, and why.
+    fn explain(&self) -> String {
+        self.core.explain()
+    }
+
+    /// Compute what a request moves, as descriptors.
     fn transfer(
         &self,
         py: Python<'_>,
@@ -114,41 +109,31 @@ impl Plan {
         local: &Bound<'_, PyAny>,
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
-        let num_tokens = read_u64("num_tokens", num_tokens)?;
-        let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
-        let transfer = py.detach(|| self.0.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
-        let (mut bytes, mut descriptors) = (0, 0);
-        let mut reads = Vec::with_capacity(transfer.reads.len());
-        for kvhma_core::Read { source, copies } in transfer.reads {
-            let (read_bytes, count) = (copies.bytes, copies.len());
-            bytes += read_bytes;
-            descriptors += count;
-            let (local, remote) = (rows(py, copies.local)?.unbind(), rows(py, copies.remote)?.unbind());
-            reads.push(Py::new(py, Read { source, local, remote, bytes: read_bytes, descriptors: count })?);
-        }
-        let zero = rows(py, transfer.zero)?.unbind();
-        let kvhma_core::Transfer { excess_bytes, first_tokens, bytes_by_group, descriptors_by_group, .. } = transfer;
-        Ok(Transfer {
-            reads,
-            zero,
-            bytes,
-            descriptors,
-            excess_bytes,
-            first_tokens,
-            bytes_by_group,
-            descriptors_by_group,
-        })
+        let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
+        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens, bytes_by_group, descriptors_by_group } =
+            py.detach(|| self.core.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
+        let reads = reads.into_iter().map(|read| Read::of_rows(py, read)).collect::<PyResult<_>>()?;
+        let mut transfer = Transfer::new(py, reads, zero, excess_bytes, first_tokens)?;
+        (transfer.bytes_by_group, transfer.descriptors_by_group) = (bytes_by_group, descriptors_by_group);
+        Ok(transfer)
     }
 
-    fn explain(&self) -> String {
-        self.0.explain()
+    /// Compute what a request moves, as ids into `views`. Arguments and errors as for `transfer`.
+    fn ids(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, PyAny>,
+    ) -> PyResult<Transfer> {
+        let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
+        let kvhma_core::IdTransfer { reads, zero, excess_bytes, first_tokens } =
+            py.detach(|| self.core.ids(num_tokens, &local, &remote)).or_raise(py)?;
+        let reads = reads.into_iter().map(|read| Read::of_ids(py, read)).collect();
+        Transfer::new(py, reads, zero, excess_bytes, first_tokens)
     }
 
-    #[getter]
-    fn num_sources(&self) -> usize {
-        self.0.num_sources()
-    }
-
+    /// Map failed local descriptors of a request back to layers and tokens.
     #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = None), text_signature = "($self, num_tokens, local, remote, failed, *, cached=0)")]
     fn losses(
         &self,
@@ -160,52 +145,27 @@ impl Plan {
         cached: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Losses> {
         let cached = cached.map_or(Ok(0), |tokens| read_u64("cached", tokens))?;
-        let num_tokens = read_u64("num_tokens", num_tokens)?;
-        let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
+        let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
         let failed = read_descriptors("failed", failed)?;
-        let losses = py.detach(|| self.0.losses(num_tokens, &local, &remote, &failed, cached)).or_raise(py)?;
-        let layers = losses.layers.into_iter();
-        Ok(Losses {
-            layers: layers.map(|kvhma_core::Loss { group, layer, tokens }| Loss { group, layer, tokens }).collect(),
-            whole_prefix: losses.whole_prefix,
-        })
+        let kvhma_core::Losses { layers, whole_prefix } =
+            py.detach(|| self.core.losses(num_tokens, &local, &remote, &failed, cached)).or_raise(py)?;
+        Ok(Losses { layers: layers.into_iter().map(Loss::from).collect(), whole_prefix })
     }
 
+    /// Local descriptors that ids into the views of a source stand for: shape (n, 3).
     fn id_descriptors<'py>(
         &self,
         py: Python<'py>,
         source: &Bound<'_, PyAny>,
         ids: &Bound<'_, PyAny>,
-    ) -> PyResult<BoundRows<'py>> {
+    ) -> PyResult<Rows<'py>> {
         let ids: Vec<i32> = read_ids("ids", ids)?.into_iter().map(|id| i32::try_from(id).unwrap_or(-1)).collect();
-        rows(py, self.0.id_descriptors(read_index(source)?, &ids).or_raise(py)?)
+        rows(py, self.core.id_descriptors(read_index(source)?, &ids).or_raise(py)?)
     }
 
-    fn views<'py>(&self, py: Python<'py>, source: &Bound<'_, PyAny>) -> PyResult<(BoundRows<'py>, BoundRows<'py>)> {
-        let (local, remote) = self.0.views(read_index(source)?).or_raise(py)?;
+    /// Local and remote views of a source, to be prepared once.
+    fn views<'py>(&self, py: Python<'py>, source: &Bound<'_, PyAny>) -> PyResult<(Rows<'py>, Rows<'py>)> {
+        let (local, remote) = self.core.views(read_index(source)?).or_raise(py)?;
         Ok((rows(py, local.to_vec())?, rows(py, remote.to_vec())?))
-    }
-
-    fn ids(
-        &self,
-        py: Python<'_>,
-        num_tokens: &Bound<'_, PyAny>,
-        local: &Bound<'_, PyAny>,
-        remote: &Bound<'_, PyAny>,
-    ) -> PyResult<IdTransfer> {
-        let num_tokens = read_u64("num_tokens", num_tokens)?;
-        let (local, remote) = (read_spans("local", local)?, read_remote_spans(remote)?);
-        let kvhma_core::IdTransfer { reads: ids, zero, excess_bytes, first_tokens } =
-            py.detach(|| self.0.ids(num_tokens, &local, &remote)).or_raise(py)?;
-        let (bytes, descriptors_after_merge) =
-            (ids.iter().map(|read| read.bytes).sum(), ids.iter().map(|read| read.merged).sum());
-        let mut reads = Vec::with_capacity(ids.len());
-        for read in ids {
-            let (local, remote) = (column(py, read.local).unbind(), column(py, read.remote).unbind());
-            let read = IdRead { source: read.source, local, remote, bytes: read.bytes, descriptors: read.merged };
-            reads.push(Py::new(py, read)?);
-        }
-        let zero = rows(py, zero)?.unbind();
-        Ok(IdTransfer { reads, zero, bytes, descriptors: descriptors_after_merge, excess_bytes, first_tokens })
     }
 }

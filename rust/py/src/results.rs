@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What plans and comparisons answer: plain values that are made of their attributes, so copies and pickles work.
+#![allow(clippy::too_many_arguments, reason = "a value's constructor takes all of its attributes")]
+use numpy::PyArray2;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::convert::{column, rows};
+use crate::error::printable;
+
+/// What a value's constructor takes: its attributes, which pickle and copies keep.
+fn attributes<'py>(value: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'py, PyTuple>> {
+    PyTuple::new(value.py(), names.iter().map(|name| value.getattr(*name)).collect::<PyResult<Vec<_>>>()?)
+}
+
+/// One difference between two geometries; `UnsupportedPairError` carries the same words.
+#[pyclass(frozen, eq, get_all, new = "from_fields", module = "kvhma._kvhma")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct Finding {
+    /// Stable short name, e.g. ``"dtype"``.
+    code: String,
+    /// ``"error"`` refuses the pair.
+    severity: String,
+    /// Object it is about, e.g. ``'layer "model.layers.0" part "kv"'``.
+    place: String,
+    /// Name of the layer that `place` is about, if it is about one.
+    layer: Option<String>,
+    /// Name of the part of the layer's page, if it is about one.
+    part: Option<String>,
+    /// Name of the axis of the part, if it is about one.
+    axis: Option<String>,
+    /// Field that differs.
+    field: String,
+    /// Value on the local side.
+    local: String,
+    /// Value on the remote side.
+    remote: String,
+    /// Why it matters.
+    reason: String,
+    /// One printable sentence, the same whichever side is local.
+    text: String,
+}
+
+#[pymethods]
+impl Finding {
+    fn __repr__(&self) -> String {
+        format!("Finding({}, {}: {})", self.severity, self.code, self.text)
+    }
+
+    fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        attributes(
+            slf,
+            &["code", "severity", "place", "layer", "part", "axis", "field", "local", "remote", "reason", "text"],
+        )
+    }
+}
+
+impl From<&kvhma_core::Finding> for Finding {
+    fn from(finding: &kvhma_core::Finding) -> Self {
+        let text = printable(&finding.text());
+        let kvhma_core::Finding { code, severity, place, field, local, remote, reason } = finding.clone();
+        Self {
+            code: code.to_owned(),
+            severity: match severity {
+                kvhma_core::Severity::Error => "error",
+                kvhma_core::Severity::Warning => "warning",
+            }
+            .to_owned(),
+            place: place.to_string(),
+            layer: place.layer,
+            part: place.part,
+            axis: place.axis,
+            field: field.to_owned(),
+            local,
+            remote,
+            reason: reason.to_owned(),
+            text,
+        }
+    }
+}
+
+/// What a request reads from one source: descriptors, or ids into prepared views.
+#[pyclass(frozen, generic, get_all, new = "from_fields", module = "kvhma._kvhma")]
+pub(crate) struct Read {
+    /// Index of the source in the list the plan was made with.
+    source: usize,
+    /// Descriptors of shape (n, 3): address, length in bytes, device; sorted by address. Or ids of shape (n,).
+    local: Py<PyAny>,
+    /// The same of the source: row or id i is read into row or id i of `local`.
+    remote: Py<PyAny>,
+    /// Bytes moved.
+    bytes: u64,
+    /// Descriptors: of rows the fewest for these bytes, of ids those that are left after NIXL has joined neighbours.
+    descriptors: u64,
+}
+
+#[pymethods]
+impl Read {
+    fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        attributes(slf, &["source", "local", "remote", "bytes", "descriptors"])
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Read(source={}, descriptors={}, bytes={})", self.source, self.descriptors, self.bytes)
+    }
+}
+
+impl Read {
+    pub(crate) fn of_rows(py: Python<'_>, read: kvhma_core::Read) -> PyResult<Self> {
+        let kvhma_core::Read { source, copies } = read;
+        let (bytes, descriptors) = (copies.bytes, copies.len() as u64);
+        let (local, remote) = (rows(py, copies.local)?.into_any(), rows(py, copies.remote)?.into_any());
+        Ok(Self { source, local: local.unbind(), remote: remote.unbind(), bytes, descriptors })
+    }
+
+    pub(crate) fn of_ids(py: Python<'_>, read: kvhma_core::Ids) -> Self {
+        let kvhma_core::Ids { source, local, remote, bytes, merged: descriptors } = read;
+        let (local, remote) = (column(py, local).into_any().unbind(), column(py, remote).into_any().unbind());
+        Self { source, local, remote, bytes, descriptors }
+    }
+}
+
+/// What a request moves and zeroes.
+#[pyclass(frozen, generic, get_all, new = "from_fields", module = "kvhma._kvhma")]
+pub(crate) struct Transfer {
+    /// One entry for each source that something is read from.
+    reads: Vec<Py<Read>>,
+    /// Shape (m, 3): local address, length in bytes, device; to be zeroed before a read is posted.
+    zero: Py<PyArray2<u64>>,
+    /// Bytes moved from all sources.
+    bytes: u64,
+    /// Descriptors for all sources.
+    descriptors: u64,
+    /// Bytes of tokens behind the request's that come along because the last block is cheaper whole.
+    excess_bytes: u64,
+    /// For each local group, the first token from which on its blocks are filled up to the request's last token.
+    first_tokens: Vec<u64>,
+    /// Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``.
+    pub(crate) bytes_by_group: Vec<u64>,
+    /// Descriptors of each local group, in the same order; their sum is ``descriptors``.
+    pub(crate) descriptors_by_group: Vec<u64>,
+}
+
+#[pymethods]
+impl Transfer {
+    fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        attributes(
+            slf,
+            &[
+                "reads",
+                "zero",
+                "bytes",
+                "descriptors",
+                "excess_bytes",
+                "first_tokens",
+                "bytes_by_group",
+                "descriptors_by_group",
+            ],
+        )
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let Self { reads, zero, bytes, descriptors, excess_bytes, first_tokens, .. } = self;
+        Ok(format!(
+            "Transfer({} reads, {} zeroed, descriptors={descriptors}, bytes={bytes}, excess_bytes={excess_bytes}, \
+             first_tokens={first_tokens:?})",
+            reads.len(),
+            zero.bind(py).len()?
+        ))
+    }
+}
+
+impl Transfer {
+    pub(crate) fn new(
+        py: Python<'_>,
+        reads: Vec<Read>,
+        zero: Vec<kvhma_core::Descriptor>,
+        excess_bytes: u64,
+        first_tokens: Vec<u64>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            bytes: reads.iter().map(|read| read.bytes).sum(),
+            descriptors: reads.iter().map(|read| read.descriptors).sum(),
+            reads: reads.into_iter().map(|read| Py::new(py, read)).collect::<PyResult<_>>()?,
+            zero: rows(py, zero)?.unbind(),
+            excess_bytes,
+            first_tokens,
+            bytes_by_group: Vec::new(),
+            descriptors_by_group: Vec::new(),
+        })
+    }
+}
+
+/// What of one layer did not arrive.
+#[pyclass(frozen, get_all, eq, new = "from_fields", from_py_object, module = "kvhma._kvhma")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct Loss {
+    /// Local group.
+    group: usize,
+    /// Name of the layer.
+    layer: String,
+    /// Half-open ranges of absolute token positions, sorted; empty for state, which is lost as a whole.
+    tokens: Vec<(u64, u64)>,
+}
+
+#[pymethods]
+impl Loss {
+    fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        attributes(slf, &["group", "layer", "tokens"])
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Loss(group={}, layer={:?}, tokens={:?})", self.group, self.layer, self.tokens)
+    }
+}
+
+impl From<kvhma_core::Loss> for Loss {
+    fn from(loss: kvhma_core::Loss) -> Self {
+        let kvhma_core::Loss { group, layer, tokens } = loss;
+        Self { group, layer, tokens }
+    }
+}
+
+/// What a request lost.
+#[pyclass(frozen, get_all, eq, new = "from_fields", module = "kvhma._kvhma")]
+#[derive(PartialEq)]
+pub(crate) struct Losses {
+    /// Layers that lost anything, in the order of the geometry.
+    pub(crate) layers: Vec<Loss>,
+    /// The most leading tokens for which every group has all it needs; never less than `cached`.
+    pub(crate) whole_prefix: u64,
+}
+
+#[pymethods]
+impl Losses {
+    fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        attributes(slf, &["layers", "whole_prefix"])
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Losses({} layers, whole_prefix={})", self.layers.len(), self.whole_prefix)
+    }
+}

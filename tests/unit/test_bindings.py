@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled half seen from Python: documented, copied, pickled, shown, and clear about wrong arguments."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvhma
+from kvhma import Geometry, RequestError, Span, _kvhma
+from support.tiny import tiny_hybrid
+
+STUB = ast.parse((Path(kvhma.__file__).parent / "_kvhma.pyi").read_text())
+Definition = ast.ClassDef | ast.FunctionDef
+
+
+def definitions() -> Iterator[tuple[str, Definition]]:
+    """What the stub defines: classes, functions, and what classes have, without what only Python calls."""
+    for node in STUB.body:
+        if isinstance(node, Definition):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef) and not item.name.startswith("__"):
+                    yield f"{node.name}.{item.name}", item
+
+
+def found(name: str) -> Any:
+    owner, _, item = name.partition(".")
+    value = getattr(_kvhma, owner)
+    value = vars(value)[item] if item else value
+    return value.__func__ if isinstance(value, staticmethod) else value
+
+
+def is_property(node: Definition) -> bool:
+    return any(isinstance(item, ast.Name) and item.id == "property" for item in node.decorator_list)
+
+
+STATED = dict(definitions())
+
+
+def test_the_stub_has_every_public_name() -> None:
+    names = {name for name in vars(_kvhma) if not name.startswith("_")}
+    for owner in [name for name in names if isinstance(getattr(_kvhma, name), type)]:
+        names |= {f"{owner}.{name}" for name in vars(getattr(_kvhma, owner)) if not name.startswith("_")}
+    assert names == set(STATED)
+    assert names >= {name for name in vars(kvhma) if getattr(vars(kvhma)[name], "__module__", "") == "kvhma._kvhma"}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_the_docstring_is_the_stubs_first_paragraph(name: str) -> None:
+    stated = ast.get_docstring(STATED[name])
+    assert stated
+    assert found(name).__doc__ == " ".join(stated.partition("\n\n")[0].split())
+
+
+@pytest.mark.parametrize("name", [name for name, node in STATED.items() if not is_property(node)])
+def test_the_signature_is_the_stubs(name: str) -> None:
+    node = STATED[name]
+    if isinstance(node, ast.ClassDef):
+        (node,) = (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__new__")
+    for argument in (*node.args.args, *node.args.kwonlyargs):
+        argument.annotation = None
+    stated = ast.unparse(node.args).removeprefix("cls, ")
+    assert str(inspect.signature(found(name))).replace("self, /", "self") == f"({stated})"
+
+
+LOCAL, REMOTE = tiny_hybrid(8), tiny_hybrid(8, base=1 << 40)
+SPANS = [Span(0, [1, 2, 3]), Span(0, [4, 5, 6]), Span(0, [7])]
+OTHER = Geometry(REMOTE.regions, REMOTE.groups, (*REMOTE.layers[:5],))
+PLAN = kvhma.plan(LOCAL, [REMOTE, OTHER], descriptor_bytes=7)
+MOVED, IDS = PLAN.transfer(40, SPANS, SPANS), PLAN.ids(40, SPANS, SPANS)
+LOST = PLAN.losses(40, SPANS, SPANS, MOVED.reads[0].local[:1])
+(FINDING,) = kvhma.validate(LOCAL, OTHER)
+
+
+def attributes(value: Any) -> Any:
+    """What a value says, in a form that compares."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [attributes(item) for item in value]
+    kind = type(value)
+    if kind.__module__ != "kvhma._kvhma":
+        return value
+    names = [name.partition(".")[2] for name, node in STATED.items() if is_property(node)]
+    return [(name, attributes(getattr(value, name))) for name in names if name in vars(kind)]
+
+
+VALUES = (LOCAL.core, PLAN, MOVED, MOVED.reads[0], IDS, IDS.reads[0], LOST, LOST.layers[0], FINDING)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, *(lambda value, p=p: pickle.loads(pickle.dumps(value, p)) for p in range(2, 6))],
+)
+def test_copies_and_pickles_say_the_same(value: Any, again: Callable[[Any], Any]) -> None:
+    back = again(value)
+    assert type(back) is type(value)
+    assert attributes(back) == attributes(value)
+    assert repr(back) == repr(value)
+
+
+def test_a_plan_from_a_pickle_plans_the_same() -> None:
+    back = pickle.loads(pickle.dumps(PLAN))
+    assert attributes(back.transfer(40, SPANS, SPANS)) == attributes(MOVED)
+    assert back.explain() == PLAN.explain()
+    assert attributes(kvhma.plan(LOCAL, [REMOTE, OTHER]).transfer(40, SPANS, SPANS)) != attributes(MOVED)
+
+
+def test_copies_of_what_cannot_change_are_the_same_and_arrays_are_copied() -> None:
+    for value in (LOCAL.core, PLAN):
+        assert copy.copy(value) is copy.deepcopy(value) is value
+    back = copy.deepcopy(MOVED)
+    back.reads[0].local[0, 0] += 1
+    back.zero[0, 0] += 1
+    assert back.reads[0].local[0, 0] != MOVED.reads[0].local[0, 0]
+    assert back.zero[0, 0] != MOVED.zero[0, 0]
+
+
+def test_values_are_made_of_their_attributes() -> None:
+    loss = kvhma.Loss(1, "a", [(0, 3)])
+    assert (loss.group, loss.layer, loss.tokens) == (1, "a", [(0, 3)])
+    assert kvhma.Losses([loss], 5) == kvhma.Losses([kvhma.Loss(1, "a", [(0, 3)])], 5) != kvhma.Losses([], 5)
+    rows = np.zeros((1, 3), np.uint64)
+    read = kvhma.Read(0, rows, rows, 8, 1)
+    assert read.local is rows
+    assert kvhma.Transfer([read], rows, 8, 1, 0, [0], [8], [1]).reads == [read]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (LOCAL, "Geometry(rank 0 of 1, groups [full, sliding, ssm], 6 layers, 2 regions)"),
+        (LOCAL.core, "CheckedGeometry(rank 0 of 1, groups [full, sliding, ssm], 6 layers, 2 regions)"),
+        (LOCAL.layers[2].page, "Page(x, ssm: 632 bytes)"),
+        (PLAN, "Plan(reads from [0] of 2 sources, 0 warnings, descriptor_bytes=7)"),
+        (MOVED.reads[0], f"Read(source=0, descriptors={len(MOVED.reads[0].local)}, bytes={MOVED.bytes})"),
+        (
+            MOVED,
+            f"Transfer(1 reads, {len(MOVED.zero)} zeroed, descriptors={MOVED.descriptors}, bytes={MOVED.bytes}, "
+            "excess_bytes=0, first_tokens=[0, 0, 0])",
+        ),
+        (LOST, "Losses(1 layers, whole_prefix=0)"),
+        (LOST.layers[0], 'Loss(group=0, layer="layers.0", tokens=[(0, 40)])'),
+    ],
+)
+def test_a_repr_is_short_and_says_what_it_is(value: object, text: str) -> None:
+    assert repr(value) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "text"),
+    [
+        (lambda: kvhma.plan([LOCAL], REMOTE), "local", "local: list is not a Geometry"),
+        (lambda: kvhma.plan(LOCAL, 5), "remote", "remote: int is not a Geometry or a list of them"),
+        (lambda: kvhma.plan(LOCAL, [REMOTE, None]), "remote[1]", "remote[1]: NoneType is not a Geometry"),
+        (lambda: kvhma.Plan(SPANS, REMOTE, descriptor_bytes=1), "local", "local: list is not a Geometry"),
+        (lambda: kvhma.Plan(LOCAL.core, [[]], descriptor_bytes=1), "remote[0]", "remote[0]: list is not a Geometry"),
+        (lambda: kvhma.plan(LOCAL, REMOTE, descriptor_bytes="1"), "descriptor_bytes", "'1' of type str is not an int"),
+        (lambda: kvhma.validate(LOCAL, PLAN), "remote", "remote: Plan is not a Geometry"),
+        (lambda: kvhma.live_spans(SPANS, 40, []), "geometry", "geometry: list is not a Geometry"),
+        (lambda: PLAN.transfer(SPANS, 40, SPANS), "num_tokens", "of type list is not an integer"),
+        (lambda: PLAN.transfer(-1, SPANS, SPANS), "num_tokens", "num_tokens: -1 of type int is not in 0..2**64"),
+        (lambda: PLAN.transfer(40, LOCAL, SPANS), "local", "local: Geometry is not a list"),
+        (lambda: PLAN.transfer(40, SPANS, 40), "remote", "remote: int is not a list"),
+        (lambda: PLAN.ids(40, [1, 2, 3], SPANS), "local", "local: 1 of type int is not a Span(first, ids)"),
+        (lambda: PLAN.losses(40, SPANS, SPANS, 5), "failed", "failed: expected a uint64 array of shape (n, 3)"),
+        (lambda: PLAN.views("0"), "source", "source: '0' of type str is not an integer"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(call: Callable[[], object], field: str, text: str) -> None:
+    with pytest.raises(RequestError) as info:
+        call()
+    assert text in str(info.value)
+    assert (info.value.code, info.value.field) == ("type", field)
