@@ -95,7 +95,10 @@ def attributes(value: Any) -> Any:
     return [(name, attributes(getattr(value, name))) for name in names if name in vars(kind)]
 
 
-VALUES = (LOCAL.core, PLAN, MOVED, MOVED.reads[0], IDS, IDS.reads[0], LOST, LOST.layers[0], FINDING)
+VALUES = (
+    *(LOCAL, LOCAL.core, PLAN, kvhma.readers([PLAN]), SPANS[0], FINDING),
+    *(MOVED, MOVED.reads[0], IDS, IDS.reads[0], LOST, LOST.layers[0]),
+)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
