@@ -89,7 +89,6 @@ class CheckedGeometry:
         """For each layer the arguments of a `Layer`, with an index into the pages."""
     def __copy__(self) -> CheckedGeometry: ...
     def __deepcopy__(self, memo: object, /) -> CheckedGeometry: ...
-    def __getnewargs__(self) -> tuple[bytes]: ...
 
 @final
 class Finding:
@@ -142,7 +141,6 @@ class Finding:
     @property
     def text(self) -> str:
         """One printable sentence, the same whichever side is local."""
-    def __getnewargs__(self) -> tuple[str | None, ...]: ...
 
 @final
 class Read(Generic[_Item]):
@@ -179,7 +177,6 @@ class Read(Generic[_Item]):
         NIXL joins ids that follow each other in dense strided views on both sides. Where views are written out row by
         row (NIXL before 1.5), it may also join across views that touch.
         """
-    def __getnewargs__(self) -> tuple[int, NDArray[_Item], NDArray[_Item], int, int]: ...
 
 @final
 class Transfer(Generic[_Item]):
@@ -238,9 +235,6 @@ class Transfer(Generic[_Item]):
         A descriptor that goes on from one group's block to another's counts for the group of its first byte. Empty for
         ids, which are not counted by group.
         """
-    def __getnewargs__(
-        self,
-    ) -> tuple[list[Read[_Item]], NDArray[np.uint64], int, int, int, list[int], list[int], list[int]]: ...
 
 @final
 class Loss:
@@ -256,7 +250,6 @@ class Loss:
     @property
     def tokens(self) -> list[tuple[int, int]]:
         """Half-open ranges of absolute token positions, sorted; empty for state, which is lost as a whole."""
-    def __getnewargs__(self) -> tuple[int, str, list[tuple[int, int]]]: ...
 
 @final
 class Losses:
@@ -269,7 +262,6 @@ class Losses:
     @property
     def whole_prefix(self) -> int:
         """The most leading tokens for which every group has all it needs; never less than `cached`."""
-    def __getnewargs__(self) -> tuple[list[Loss], int]: ...
 
 @final
 class Plan:

@@ -319,11 +319,11 @@ class Geometry:
 
 def _layers(core: CheckedGeometry) -> tuple[Layer, ...]:
     pages = []
-    for rows in core.pages:
-        parts = []
-        for name, dtype, item_bytes, offset, axes in rows:
-            parts.append(Part(name, dtype, item_bytes, offset, tuple(Axis(*axis) for axis in axes)))
-        pages.append(Page(tuple(parts)))
+    for parts in core.pages:
+        made = []
+        for name, dtype, item_bytes, offset, axes in parts:
+            made.append(Part(name, dtype, item_bytes, offset, tuple(Axis(*arguments) for arguments in axes)))
+        pages.append(Page(tuple(made)))
     return tuple(
         Layer(name, group, region, offset, num_blocks, block_stride, pages[page], kernel_stride)
         for name, group, region, offset, num_blocks, block_stride, page, kernel_stride in core.layers
@@ -331,8 +331,8 @@ def _layers(core: CheckedGeometry) -> tuple[Layer, ...]:
 
 
 _VALUES: dict[str, Callable[[CheckedGeometry], object]] = {
-    "regions": lambda core: tuple(Region(*row) for row in core.regions),
-    "groups": lambda core: tuple(Group(*row) for row in core.groups),
+    "regions": lambda core: tuple(Region(*arguments) for arguments in core.regions),
+    "groups": lambda core: tuple(Group(*arguments) for arguments in core.groups),
     "layers": _layers,
 }
 """How the values of a geometry that was read are made."""

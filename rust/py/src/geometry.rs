@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Geometries: read from JSON or from Python values, and shown as rows of Python values.
+//! Geometries: read from JSON or from Python values, and shown as the arguments that Python makes its values of.
 use std::sync::Arc;
 
 use kvhma_core::{Axis, Form, Group, Layer, Part};
@@ -10,11 +10,11 @@ use crate::convert::type_name;
 use crate::error::{OrRaise, type_error};
 use crate::values::read_form;
 
-type RegionRow = (u64, u64, &'static str, u32);
-type GroupRow = (&'static str, u64, u64, Option<u64>, Option<u64>, u64, u64, u64);
-type AxisRow<'a> = (&'a str, u64, u64, u64, Option<u64>, bool, u64);
-type PartRow<'a> = (&'a str, &'a str, u64, u64, Vec<AxisRow<'a>>);
-type LayerRow<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u64>);
+type RegionArguments = (u64, u64, &'static str, u32);
+type GroupArguments = (&'static str, u64, u64, Option<u64>, Option<u64>, u64, u64, u64);
+type AxisArguments<'a> = (&'a str, u64, u64, u64, Option<u64>, bool, u64);
+type PartArguments<'a> = (&'a str, &'a str, u64, u64, Vec<AxisArguments<'a>>);
+type LayerArguments<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u64>);
 
 /// A geometry that passed its checks, read from JSON.
 #[pyclass(frozen, module = "kvhma._kvhma")]
@@ -96,7 +96,7 @@ impl CheckedGeometry {
 
     /// For each region the arguments of a `Region`.
     #[getter]
-    fn regions(&self) -> Vec<RegionRow> {
+    fn regions(&self) -> Vec<RegionArguments> {
         self.form
             .regions
             .iter()
@@ -106,24 +106,24 @@ impl CheckedGeometry {
 
     /// For each group the arguments of a `Group`.
     #[getter]
-    fn groups(&self) -> Vec<GroupRow> {
-        let row = |group: &Group| {
+    fn groups(&self) -> Vec<GroupArguments> {
+        let arguments = |group: &Group| {
             let Group { kind, block_size, ratio, window, chunk, speculative, cp_rank, cp_size } = *group;
             (kind.word(), block_size, ratio, window, chunk, speculative, cp_rank, cp_size)
         };
-        self.form.groups.iter().map(row).collect()
+        self.form.groups.iter().map(arguments).collect()
     }
 
     /// For each page its parts: the arguments of a `Part`, with those of each `Axis`.
     #[getter]
-    fn pages(&self) -> Vec<Vec<PartRow<'_>>> {
-        self.form.pages.iter().map(|page| page.parts.iter().map(part_row).collect()).collect()
+    fn pages(&self) -> Vec<Vec<PartArguments<'_>>> {
+        self.form.pages.iter().map(|page| page.parts.iter().map(part_arguments).collect()).collect()
     }
 
     /// For each layer the arguments of a `Layer`, with an index into the pages.
     #[getter]
-    fn layers(&self) -> Vec<LayerRow<'_>> {
-        self.form.layers.iter().map(layer_row).collect()
+    fn layers(&self) -> Vec<LayerArguments<'_>> {
+        self.form.layers.iter().map(layer_arguments).collect()
     }
 
     fn __getnewargs__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>,) {
@@ -150,17 +150,17 @@ impl CheckedGeometry {
     }
 }
 
-fn part_row(part: &Part) -> PartRow<'_> {
+fn part_arguments(part: &Part) -> PartArguments<'_> {
     let Part { name, dtype, item_bytes, offset, axes } = part;
-    (name, dtype, *item_bytes, *offset, axes.iter().map(axis_row).collect())
+    (name, dtype, *item_bytes, *offset, axes.iter().map(axis_arguments).collect())
 }
 
-fn axis_row(axis: &Axis) -> AxisRow<'_> {
+fn axis_arguments(axis: &Axis) -> AxisArguments<'_> {
     let Axis { name, extent, stride, start, length, may_repeat, spare } = axis;
     (name, *extent, *stride, *start, *length, *may_repeat, *spare)
 }
 
-fn layer_row(layer: &Layer) -> LayerRow<'_> {
+fn layer_arguments(layer: &Layer) -> LayerArguments<'_> {
     let Layer { name, group, region, offset, num_blocks, block_stride, page, kernel_stride } = layer;
     (name, *group, *region, *offset, *num_blocks, *block_stride, *page, *kernel_stride)
 }
