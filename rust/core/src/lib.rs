@@ -2,45 +2,45 @@
 //! What must move when a prefill engine hands a request's KV cache to a decode engine.
 //!
 //! Two [`Geometry`] values make a [`Plan`] once; a plan and a request's [`Span`]s make a [`Transfer`]: the fewest
-//! contiguous copies, sorted by local address, and the local ranges to zero. [`ids`] has the functions that need no
-//! geometry.
+//! contiguous copies, sorted by local address, and the local ranges to zero. [`lowlevel`] has functions that need no plan.
+//!
+//! ```text
+//! lowlevel   report        explain, losses
+//!       |      |
+//!       |   request        spans of one request -> transfer, ids
+//!       |      |
+//!       |   pairing        two geometries -> plan
+//!       |      |
+//!       |   form           what is written -> a checked geometry
+//!       |      |
+//!       |   bytes          what two pages have in common
+//!       |      |
+//!       +-- geometry       one worker's cache
+//!              |
+//!           error, finding
+//! ```
 #![forbid(unsafe_code)]
 
-mod alias;
-mod axis;
-mod by_group;
-mod check;
+mod bytes;
 mod digest;
-mod encode;
 mod error;
-mod explain;
 mod finding;
+pub mod form;
 mod geometry;
-pub mod ids;
-mod link;
-mod losses;
-mod pieces;
-mod plan;
-mod runs;
-mod segment;
-mod settle;
-mod source;
-mod span;
-mod table;
-mod transfer;
-mod validate;
-pub mod views;
+pub mod lowlevel;
+mod pairing;
+mod report;
+mod request;
 
+pub use bytes::rows::{Descriptor, View};
 pub use digest::TokenDigest;
-pub use encode::{IdTransfer, Ids};
 pub use error::{Error, Result};
 pub use finding::{Finding, Place, Severity};
-pub use geometry::{
-    Axis, Form, Geometry, Group, Kind, Layer, MAX_JSON_BYTES, Memory, Page, Part, Region, SCHEMA_VERSION,
-};
-pub use losses::{Loss, Losses};
-pub use plan::Plan;
-pub use runs::{Copies, Descriptor, Room};
-pub use span::Span;
-pub use transfer::{Read, Transfer};
-pub use validate::validate;
+pub use geometry::types::{Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region};
+pub use pairing::plan::Plan;
+pub use pairing::validate::validate;
+pub use report::losses::{Loss, Losses};
+pub use request::copies::{Allocate, Copies};
+pub use request::ids::{IdTransfer, Ids};
+pub use request::span::Span;
+pub use request::transfer::{Read, Transfer};

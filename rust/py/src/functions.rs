@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-use kvhma_core::ids;
-use kvhma_core::views::{self, View};
+use kvhma_core::View;
+use kvhma_core::lowlevel::{ids, views};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
 use pyo3::Borrowed;
 use pyo3::prelude::*;

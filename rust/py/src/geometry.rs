@@ -2,7 +2,7 @@
 //! Geometries: read from JSON or from Python values, and shown as the arguments that Python makes its values of.
 use std::sync::Arc;
 
-use kvhma_core::{Axis, Form, Group, Layer, Part};
+use kvhma_core::form::{Axis, Form, Group, Layer, Part};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

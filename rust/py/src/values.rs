@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use kvhma_core::{Axis, Error, Form, Group, Layer, Page, Part, Region, SCHEMA_VERSION};
+use kvhma_core::form::{Axis, Form, Group, Layer, Page, Part, SCHEMA_VERSION};
+use kvhma_core::{Error, Region};
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
 

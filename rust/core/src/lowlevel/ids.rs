@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Functions on block ids that need no geometry, each usable alone.
+//! Block ids: which are moved, and what they are as ids of kernel blocks and of views.
 use crate::error::{Error, Result};
-pub use crate::span::{first_entries, window_blocks};
+use crate::geometry::types::{Geometry, Group, Kind, state_slot};
 
 /// Keeps the blocks of each group that are moved.
 ///
@@ -24,14 +24,13 @@ pub fn clip_blocks(
         .zip(keep.iter().zip(speculative))
         .map(|(ids, (&keep, speculative))| {
             let live = &ids[ids.iter().take_while(|&&id| Some(id) == null).count()..];
-            if let Some(slots) = *speculative {
-                let slots = usize::try_from(slots).unwrap_or(usize::MAX);
-                let state = live.len().saturating_sub(slots.saturating_add(1));
-                return live.get(state).map(|&id| vec![id]).unwrap_or_default();
+            match *speculative {
+                Some(speculative) => state_slot(live.len(), speculative).map(|slot| live[slot]).into_iter().collect(),
+                None if keep == 0 => live.to_vec(),
+                None => {
+                    live[live.len() - usize::try_from(keep).map_or(live.len(), |keep| keep.min(live.len()))..].to_vec()
+                }
             }
-            let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-            let from = if keep == 0 { 0 } else { live.len().saturating_sub(keep) };
-            live[from..].to_vec()
         })
         .collect())
 }
@@ -65,6 +64,21 @@ pub fn descriptor_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usiz
     if counts.len() != groups_of.len() {
         return Err(Error::Count { what: "groups of views", got: groups_of.len(), expected: counts.len() });
     }
+    let total = check_ids(groups, counts, groups_of)?;
+    let mut out = Vec::with_capacity(total);
+    let mut start = 0i32;
+    for (&count, members) in counts.iter().zip(groups_of) {
+        for &group in members {
+            // Every id is below its view's count and all counts together fit int32.
+            out.extend(groups[group].iter().map(|&id| start.wrapping_add(id as i32)));
+        }
+        start = start.wrapping_add(count as i32);
+    }
+    Ok(out)
+}
+
+/// Fails if an id is outside of its view, or if there are too many entries. Counts the ids.
+fn check_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> Result<usize> {
     let bounds: Vec<(i64, i64)> = groups
         .iter()
         .map(|ids| ids.iter().fold((i64::MAX, i64::MIN), |(low, high), &id| (low.min(id), high.max(id))))
@@ -90,14 +104,64 @@ pub fn descriptor_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usiz
     if entries > i32::MAX as u64 {
         return Err(Error::Overflow { place: "views".into(), what: format!("{entries} entries"), bits: 31 });
     }
-    let mut out = Vec::with_capacity(total);
-    let mut start = 0i32;
-    for (&count, members) in counts.iter().zip(groups_of) {
-        for &group in members {
-            // Every id is below its view's count and all counts together fit int32.
-            out.extend(groups[group].iter().map(|&id| start.wrapping_add(id as i32)));
+    Ok(total)
+}
+
+/// How many trailing blocks of a sliding-window group vLLM 0.32 keeps: `ceil(window / block_size) + 1`.
+pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
+    for (field, value) in [("window", window), ("block_size", block_size)] {
+        if value == 0 {
+            let expected = "has to be at least 1".into();
+            return Err(Error::Value { place: String::new(), field, value: 0, expected });
         }
-        start = start.wrapping_add(count as i32);
     }
-    Ok(out)
+    window.div_ceil(block_size).checked_add(1).ok_or_else(|| Error::Overflow {
+        place: "window_blocks".into(),
+        what: format!("{window} / {block_size} + 1"),
+        bits: 64,
+    })
+}
+
+/// For each group, the first block table entry that a request of `num_tokens` tokens still needs and that is not among
+/// the `cached_blocks[group]` leading ones. Of a state group that is 0: which slot counts depends on the table's length.
+pub fn first_entries(geometry: &Geometry, num_tokens: u64, cached_blocks: &[u64]) -> Result<Vec<u64>> {
+    let groups = geometry.groups();
+    if cached_blocks.len() != groups.len() {
+        return Err(Error::Count { what: "cached", got: cached_blocks.len(), expected: groups.len() });
+    }
+    let first = |(group, &cached): (&Group, &u64)| match group.kind {
+        Kind::Ssm { .. } => 0,
+        _ => (group.first_needed_token(num_tokens) / group.tokens_per_turn()).max(cached),
+    };
+    Ok(groups.iter().zip(cached_blocks).map(first).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_blocks_and_the_state_stay() {
+        let groups = [vec![0, 0, 4, 5, 6], vec![0, 7, 8, 9], vec![3, 2]];
+        let clipped = clip_blocks(&groups, &[2, 0, 9], &[None, Some(1), None], Some(0));
+        assert_eq!(clipped, Ok(vec![vec![5, 6], vec![8], vec![3, 2]]));
+        assert_eq!(clip_blocks(&[vec![0, 0]], &[0], &[Some(0)], Some(0)), Ok(vec![vec![]]));
+        assert_eq!(clip_blocks(&[vec![1, 2]], &[u64::MAX], &[None], None), Ok(vec![vec![1, 2]]));
+        assert_eq!(clip_blocks(&[vec![1, 2]], &[0], &[Some(u64::MAX)], None), Ok(vec![vec![1]]));
+    }
+
+    #[test]
+    fn a_block_is_its_kernel_blocks() {
+        assert_eq!(expand_blocks(&[3, 0], 2), Ok(vec![6, 7, 0, 1]));
+        assert!(expand_blocks(&[1 << 30], 2).is_err());
+        assert!(expand_blocks(&[-1], 2).is_err());
+    }
+
+    #[test]
+    fn ids_of_a_view_begin_after_those_of_the_views_before() {
+        let groups = [vec![1, 0], vec![3]];
+        assert_eq!(descriptor_ids(&groups, &[4, 2], &[vec![0, 1], vec![0]]), Ok(vec![1, 0, 3, 5, 4]));
+        assert!(descriptor_ids(&groups, &[4, 3], &[vec![0], vec![1]]).is_err());
+        assert!(descriptor_ids(&groups, &[4], &[vec![2]]).is_err());
+    }
 }

@@ -1,25 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Contiguous copies: the fewest for a set of bytes, because neighbours on both sides are joined.
-use crate::by_group::ByGroup;
+use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
-use crate::geometry::Geometry;
+use crate::pairing::group_pair::{Geometries, StridePair};
+use crate::request::by_group::ByGroup;
 
-/// A row the transfer library takes: `(address, length, device)`.
-pub type Descriptor = [u64; 3];
+/// Regions of a copy on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct RegionPair {
+    local: u16,
+    remote: u16,
+}
+
+impl RegionPair {
+    pub(crate) fn of(strides: StridePair) -> Self {
+        Self { local: strides.local.region, remote: strides.remote.region }
+    }
+
+    /// Device ids of the regions, local and remote.
+    pub(crate) fn devices(self, geometries: &Geometries) -> (u64, u64) {
+        let Geometries { local, remote } = geometries;
+        (local.regions[usize::from(self.local)].device.into(), remote.regions[usize::from(self.remote)].device.into())
+    }
+}
 
 /// Bytes that are contiguous on both sides, and the regions they are in; a run never leaves them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct ByteRun {
     pub(crate) local: u64,
     pub(crate) remote: u64,
     pub(crate) len: u64,
-    pub(crate) regions: (u16, u16),
+    pub(crate) regions: RegionPair,
     /// Local group of the first byte.
     pub(crate) group: u16,
 }
 
-/// Allocates room for so many descriptors; a caller who hands them on may know better where.
-pub type Room = fn(usize) -> Vec<Descriptor>;
+/// Allocates for so many descriptors; a caller who hands them on may know better where.
+pub type Allocate = fn(usize) -> Vec<Descriptor>;
 
 /// Copies sorted by local address, as descriptors of both sides: row `i` of `remote` is read into row `i` of `local`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -31,12 +48,12 @@ pub struct Copies {
     /// Bytes of all copies.
     pub bytes: u64,
     /// Regions of the last copy.
-    last: (u16, u16),
+    last: RegionPair,
 }
 
 impl Copies {
-    pub(crate) fn new(room: Room, count: usize) -> Self {
-        Self { local: room(count), remote: room(count), bytes: 0, last: (0, 0) }
+    pub(crate) fn new(allocate: Allocate, count: usize) -> Self {
+        Self { local: allocate(count), remote: allocate(count), bytes: 0, last: RegionPair::default() }
     }
 
     /// Number of copies.
@@ -49,8 +66,8 @@ impl Copies {
         self.local.is_empty()
     }
 
-    /// Appends a copy behind all others and returns true, or lengthens the last one if it goes on on both sides.
-    pub(crate) fn push(&mut self, run: Run, devices: (u64, u64)) -> bool {
+    /// Appends a copy after all others and returns true, or lengthens the last one if it goes on on both sides.
+    pub(crate) fn push(&mut self, run: ByteRun, devices: (u64, u64)) -> bool {
         self.bytes += run.len;
         if let (Some(local), Some(remote)) = (self.local.last_mut(), self.remote.last_mut()) {
             let goes_on = local[0] + local[1] == run.local && remote[0] + remote[1] == run.remote;
@@ -71,7 +88,7 @@ impl Copies {
         &mut self,
         runs: impl Iterator<Item = (u64, u64, u64)> + Clone,
         bytes: u64,
-        regions: (u16, u16),
+        regions: RegionPair,
         devices: (u64, u64),
     ) {
         self.local.extend(runs.clone().map(|(local, _, len)| [local, len, devices.0]));
@@ -82,35 +99,28 @@ impl Copies {
 
     /// Sorts runs and joins neighbours. Fails if two runs write the same byte.
     pub(crate) fn from_runs(
-        mut runs: Vec<Run>,
-        local: &Geometry,
-        remote: &Geometry,
-        room: Room,
+        mut runs: Vec<ByteRun>,
+        geometries: &Geometries,
+        allocate: Allocate,
         by_group: &mut ByGroup,
     ) -> Result<Self> {
-        // Rows come out ascending one after the other: the stable sort finds those stretches and only merges them.
+        // Templates come out ascending one after the other: the stable sort finds those stretches and only merges them.
         runs.sort_by_key(|run| run.local);
         if let Some(pair) = runs.windows(2).find(|pair| pair[0].local + pair[0].len > pair[1].local) {
-            let end = |run: &Run| run.local + run.len;
+            let end = |run: &ByteRun| run.local + run.len;
             return Err(overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
         }
-        let mut copies = Self::new(room, runs.len());
+        let mut copies = Self::new(allocate, runs.len());
         for run in runs {
-            let new = copies.push(run, devices(run.regions, local, remote));
-            by_group.descriptors[usize::from(run.group)] += u64::from(new);
+            let is_new = copies.push(run, run.regions.devices(geometries));
+            by_group.descriptors[usize::from(run.group)] += u64::from(is_new);
         }
         Ok(copies)
     }
 }
 
-/// Device ids of a pair of regions.
-pub(crate) fn devices(regions: (u16, u16), local: &Geometry, remote: &Geometry) -> (u64, u64) {
-    let device = |geometry: &Geometry, region: u16| u64::from(geometry.regions[usize::from(region)].device);
-    (device(local, regions.0), device(remote, regions.1))
-}
-
 /// Fails if any two rows of sorted lists share a byte.
-pub(crate) fn apart<'a>(lists: impl Iterator<Item = &'a [Descriptor]>) -> Result<()> {
+pub(crate) fn refuse_overlap<'a>(lists: impl Iterator<Item = &'a [Descriptor]>) -> Result<()> {
     let mut all: Vec<(u64, u64)> = lists.flatten().map(|row| (row[0], row[0] + row[1])).collect();
     #[allow(clippy::stable_sort_primitive, reason = "it only merges lists that are sorted already")]
     all.sort();
@@ -122,4 +132,32 @@ pub(crate) fn apart<'a>(lists: impl Iterator<Item = &'a [Descriptor]>) -> Result
 
 fn overlap(first: (u64, u64), second: (u64, u64)) -> Error {
     Error::Overlap { first: first.0, first_end: first.1, second: second.0, second_end: second.1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(local: u64, remote: u64, len: u64, region: u16) -> ByteRun {
+        ByteRun { local, remote, len, regions: RegionPair { local: region, remote: 0 }, group: 0 }
+    }
+
+    #[test]
+    fn a_copy_goes_on_only_where_both_sides_and_the_region_do() {
+        let mut copies = Copies::new(Vec::with_capacity, 4);
+        let new: Vec<bool> = [run(0, 100, 8, 0), run(8, 108, 8, 0), run(16, 200, 8, 0), run(24, 208, 8, 1)]
+            .map(|run| copies.push(run, (3, 4)))
+            .into();
+        assert_eq!(new, [true, false, true, true]);
+        assert_eq!(copies.local, [[0, 16, 3], [16, 8, 3], [24, 8, 3]]);
+        assert_eq!(copies.remote, [[100, 16, 4], [200, 8, 4], [208, 8, 4]]);
+        assert_eq!(copies.bytes, 32);
+    }
+
+    #[test]
+    fn ranges_that_touch_do_not_overlap() {
+        let lists = |second: Descriptor| refuse_overlap([[[0, 8, 0], [20, 4, 0]].as_slice(), &[second]].into_iter());
+        assert_eq!(lists([8, 12, 0]), Ok(()));
+        assert_eq!(lists([8, 13, 0]), Err(overlap((8, 21), (20, 24))));
+    }
 }

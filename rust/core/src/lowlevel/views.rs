@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Views: regular cuts of regions, many descriptors in one row.
+use crate::bytes::rows::{Descriptor, View};
 use crate::error::{Error, Result};
-use crate::runs::Descriptor;
-
-/// A regular cut of a region: `(address, length, device, stride, count)`.
-pub type View = [u64; 5];
 
 /// Expands views to `(address, length, device)` rows, view after view. Fails if an address overflows.
 pub fn expand_views(views: &[View]) -> Result<Vec<Descriptor>> {
@@ -88,4 +85,30 @@ pub fn check_views(views: &[View]) -> Result<u64> {
         }
     }
     Ok(total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_of_a_view_are_a_stride_apart() {
+        let rows = expand_views(&[[100, 8, 1, 16, 2], [500, 4, 0, 4, 1]]);
+        assert_eq!(rows, Ok(vec![[100, 8, 1], [116, 8, 1], [500, 4, 0]]));
+    }
+
+    #[test]
+    fn the_last_entry_has_to_end_in_the_address_space() {
+        assert!(check_views(&[[u64::MAX - 24, 8, 0, 16, 2]]).is_ok());
+        assert!(check_views(&[[u64::MAX - 23, 8, 0, 16, 2]]).is_err());
+        assert!(check_views(&[[0, 0, 0, 16, 2]]).is_err());
+    }
+
+    #[test]
+    fn each_state_region_has_a_view_of_each_part() {
+        let views = state_views(&[1000, 2000], &[(0, 8), (8, 24)], &[32, 64], &[4, 5], &[0, 1]);
+        let expected = [[1000, 8, 0, 32, 4], [1008, 24, 0, 32, 4], [2000, 8, 1, 64, 5], [2008, 24, 1, 64, 5]];
+        assert_eq!(views, Ok(expected.to_vec()));
+        assert!(attention_views(&[0], &[8], &[8, 8], &[1], &[0]).is_err());
+    }
 }

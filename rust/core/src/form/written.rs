@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One worker's cache as data, read from its JSON form.
+//! A geometry as it is written: as JSON, or as the values of a caller. Nothing here is checked.
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -8,61 +8,13 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::ser::PrettyFormatter;
 
-use crate::check::check;
 use crate::error::{Error, Result};
+use crate::geometry::types::Region;
 
 /// Version of the JSON form.
 pub const SCHEMA_VERSION: u32 = 1;
 /// Longest JSON form that is read.
 pub const MAX_JSON_BYTES: usize = 16 << 20;
-
-/// Kind of memory, in the transfer library's words.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize, Serialize)]
-#[serde(try_from = "String", into = "&str")]
-pub enum Memory {
-    /// Host memory.
-    #[default]
-    Dram,
-    /// Device memory.
-    Vram,
-}
-
-impl From<Memory> for &'static str {
-    fn from(memory: Memory) -> Self {
-        match memory {
-            Memory::Dram => "DRAM",
-            Memory::Vram => "VRAM",
-        }
-    }
-}
-
-impl TryFrom<String> for Memory {
-    type Error = String;
-
-    fn try_from(word: String) -> std::result::Result<Self, String> {
-        match word.as_str() {
-            "DRAM" => Ok(Self::Dram),
-            "VRAM" => Ok(Self::Vram),
-            _ => Err(format!("unknown memory {word:?}, expected \"DRAM\" or \"VRAM\"")),
-        }
-    }
-}
-
-/// One contiguous registered range.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Region {
-    /// Address of the first byte.
-    pub base: u64,
-    /// Length.
-    pub bytes: u64,
-    /// Kind of memory.
-    #[serde(default)]
-    pub memory: Memory,
-    /// Device id.
-    #[serde(default)]
-    pub device: u32,
-}
 
 /// What the blocks of a group hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, Serialize)]
@@ -99,11 +51,6 @@ impl From<Kind> for &'static str {
 }
 
 impl Kind {
-    /// Whether blocks hold tokens by position.
-    pub fn is_attention(self) -> bool {
-        !matches!(self, Self::Ssm | Self::Opaque)
-    }
-
     /// The word of the JSON form.
     pub fn word(self) -> &'static str {
         match self {
@@ -134,7 +81,7 @@ pub struct Group {
     /// Tokens per chunk (`Chunked`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chunk: Option<u64>,
-    /// State slots behind the state-bearing one (`Ssm`).
+    /// State slots after the state-bearing one (`Ssm`).
     #[serde(default)]
     pub speculative: u64,
     /// Place among the context-parallel ranks.
@@ -143,27 +90,6 @@ pub struct Group {
     /// Context-parallel ranks.
     #[serde(default = "one")]
     pub cp_size: u64,
-}
-
-impl Group {
-    /// Tokens per kernel block.
-    pub fn kernel_tokens(&self) -> u64 {
-        self.block_size / self.ratio
-    }
-
-    /// First token that the token after `num_tokens` tokens still attends to.
-    pub fn need_start(&self, num_tokens: u64) -> u64 {
-        match self.kind {
-            Kind::Sliding => num_tokens.saturating_add(1).saturating_sub(self.window.unwrap_or(u64::MAX)),
-            Kind::Chunked => self.chunk.map_or(0, |chunk| num_tokens / chunk * chunk),
-            _ => 0,
-        }
-    }
-
-    /// First token of entry `index` of the block table; entry `index + 1` starts `cp_size` blocks later.
-    pub(crate) fn entry_start(&self, index: u64) -> u64 {
-        (index * self.cp_size + self.cp_rank) * self.block_size
-    }
 }
 
 /// One dimension of a part.
@@ -179,7 +105,7 @@ pub struct Axis {
     /// First global index on this rank.
     #[serde(default)]
     pub start: u64,
-    /// Indices on this rank.
+    /// Indices on this rank; all from `start` on if left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub length: Option<u64>,
     /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
@@ -189,21 +115,6 @@ pub struct Axis {
     /// Last indices whose items are written before they are read: they need not be moved.
     #[serde(default, skip_serializing_if = "is_default")]
     pub spare: u64,
-}
-
-impl Axis {
-    /// Name of the axis that positions act on.
-    pub const TOKENS: &'static str = "tokens";
-
-    /// Indices on this rank.
-    pub fn held(&self) -> u64 {
-        self.length.unwrap_or(self.extent.saturating_sub(self.start))
-    }
-
-    /// Whether this is the token axis.
-    pub fn is_tokens(&self) -> bool {
-        self.name == Self::TOKENS
-    }
 }
 
 /// A named piece of a page.
@@ -223,13 +134,6 @@ pub struct Part {
     pub axes: Vec<Axis>,
 }
 
-impl Part {
-    /// The token axis, if the part can be cut by tokens.
-    pub fn tokens(&self) -> Option<&Axis> {
-        self.axes.iter().find(|axis| axis.is_tokens())
-    }
-}
-
 /// The bytes of one layer in one kernel block.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -237,15 +141,6 @@ pub struct Page {
     /// What it holds; other bytes are padding.
     #[serde(deserialize_with = "objects")]
     pub parts: Vec<Part>,
-}
-
-impl Page {
-    /// One past the last byte of its parts. The check has proved that this does not overflow.
-    pub(crate) fn end(&self) -> u64 {
-        let far = |axis: &Axis| (axis.held() - 1) * axis.stride;
-        let ends = self.parts.iter().map(|part| part.offset + part.item_bytes + part.axes.iter().map(far).sum::<u64>());
-        ends.max().unwrap_or(0)
-    }
 }
 
 /// Where one layer's pages are.
@@ -266,7 +161,7 @@ pub struct Layer {
     pub block_stride: u64,
     /// Index into the pages.
     pub page: usize,
-    /// Bytes between kernel blocks; always there after the check.
+    /// Bytes between kernel blocks; `block_stride / ratio` if left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_stride: Option<u64>,
 }
@@ -372,62 +267,6 @@ fn one_u32() -> u32 {
 #[allow(clippy::unnecessary_wraps, reason = "the default of an optional field")]
 fn null_zero() -> Option<u64> {
     Some(0)
-}
-
-/// One worker's cache, checked: no address of it overflows or leaves its region.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Geometry {
-    pub(crate) tp_rank: u32,
-    pub(crate) tp_size: u32,
-    pub(crate) null_block: Option<u64>,
-    pub(crate) regions: Vec<Region>,
-    pub(crate) groups: Vec<Group>,
-    pub(crate) pages: Vec<Page>,
-    pub(crate) layers: Vec<Layer>,
-}
-
-impl Geometry {
-    /// Reads the JSON form and checks it. Safe on any input.
-    pub fn from_json(json: &[u8]) -> Result<Self> {
-        Self::new(Form::from_json(json)?)
-    }
-
-    /// Checks what was written.
-    pub fn new(form: Form) -> Result<Self> {
-        let Form { kvhma: _, tp_rank, tp_size, null_block, regions, groups, pages, layers } = form;
-        let mut geometry = Self { tp_rank, tp_size, null_block, regions, groups, pages, layers };
-        check(&mut geometry)?;
-        Ok(geometry)
-    }
-
-    /// Registered ranges.
-    pub fn regions(&self) -> &[Region] {
-        &self.regions
-    }
-
-    /// Groups in the order of the block tables.
-    pub fn groups(&self) -> &[Group] {
-        &self.groups
-    }
-
-    /// Every layer.
-    pub fn layers(&self) -> &[Layer] {
-        &self.layers
-    }
-
-    /// What a layer's pages hold.
-    pub fn page(&self, layer: &Layer) -> &Page {
-        &self.pages[layer.page]
-    }
-
-    /// Smallest number of blocks over the layers of each group: ids below it are in every layer.
-    pub(crate) fn blocks_by_group(&self) -> Vec<u64> {
-        let mut blocks = vec![i32::MAX as u64; self.groups.len()];
-        for layer in &self.layers {
-            blocks[layer.group] = blocks[layer.group].min(layer.num_blocks);
-        }
-        blocks
-    }
 }
 
 #[cfg(test)]

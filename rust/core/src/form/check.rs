@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Checks a geometry once, so that nothing after it can overflow, leave a region or be missing.
+use std::collections::HashSet;
+
+use crate::error::{Error, Result};
+use crate::form::check_page::check_page;
+use crate::form::limits::{
+    MAX_BLOCK_SIZE, MAX_CP_SIZE, MAX_GROUPS, MAX_LAYERS, MAX_PAGES, MAX_REGIONS, at_most, check_name, not_zero, wrong,
+};
+use crate::form::written;
+use crate::form::written::Form;
+use crate::geometry::types::{Geometry, Group, Kind, Layer, Page, Region};
+
+impl Geometry {
+    /// Reads the JSON form and checks it. Safe on any input.
+    pub fn from_json(json: &[u8]) -> Result<Self> {
+        Self::new(Form::from_json(json)?)
+    }
+
+    /// Checks what was written, and fills in what may be left out.
+    pub fn new(form: Form) -> Result<Self> {
+        check_lists(&form)?;
+        check_regions(&form.regions)?;
+        let Form { kvhma: _, tp_rank, tp_size, null_block, regions, groups, pages, layers } = form;
+        let groups = groups.iter().enumerate().map(|(index, group)| check_group(&format!("group {index}"), group));
+        let groups = groups.collect::<Result<Vec<_>>>()?;
+        let mut pieces = 0;
+        let pages = pages.into_iter().enumerate();
+        let pages = pages.map(|(index, page)| check_page(&format!("page {index}"), page, &mut pieces));
+        let pages = pages.collect::<Result<Vec<_>>>()?;
+        let num_blocks = vec![i32::MAX as u64; groups.len()];
+        let mut geometry =
+            Self { tp_rank, tp_size, null_block, regions, groups, pages, layers: Vec::new(), num_blocks };
+        let page_ends: Vec<u64> = geometry.pages.iter().map(Page::end).collect();
+        for (index, layer) in layers.into_iter().enumerate() {
+            let layer = check_layer(&geometry, index, layer, &page_ends)?;
+            let blocks = &mut geometry.num_blocks[layer.group];
+            *blocks = layer.num_blocks.min(*blocks);
+            geometry.layers.push(layer);
+        }
+        check_layer_names(&geometry.layers)?;
+        Ok(geometry)
+    }
+}
+
+fn check_lists(form: &Form) -> Result<()> {
+    let top = "geometry";
+    at_most(top, "regions", form.regions.len(), MAX_REGIONS)?;
+    at_most(top, "groups", form.groups.len(), MAX_GROUPS)?;
+    at_most(top, "pages", form.pages.len(), MAX_PAGES)?;
+    at_most(top, "layers", form.layers.len(), MAX_LAYERS)?;
+    not_zero(top, "tp_size", form.tp_size.into())?;
+    if form.tp_rank >= form.tp_size {
+        return Err(wrong(top, "tp_rank", form.tp_rank, format!("has to be below tp_size {}", form.tp_size)));
+    }
+    Ok(())
+}
+
+fn check_regions(regions: &[Region]) -> Result<()> {
+    for (index, region) in regions.iter().enumerate() {
+        let place = format!("region {index}");
+        not_zero(&place, "bytes", region.bytes)?;
+        if region.base.checked_add(region.bytes).is_none() {
+            let what = format!("base {:#x} + bytes {:#x}", region.base, region.bytes);
+            return Err(Error::Overflow { place, what, bits: 64 });
+        }
+    }
+    Ok(())
+}
+
+fn check_layer_names(layers: &[Layer]) -> Result<()> {
+    let mut names = HashSet::new();
+    match layers.iter().enumerate().find(|(_, layer)| !names.insert(layer.name.as_str())) {
+        Some((index, layer)) => {
+            Err(wrong(&format!("layer {index}"), "name", &layer.name, "is the name of another layer too"))
+        }
+        None => Ok(()),
+    }
+}
+
+fn check_group(place: &str, group: &written::Group) -> Result<Group> {
+    for (field, value) in [("block_size", group.block_size), ("ratio", group.ratio), ("cp_size", group.cp_size)] {
+        not_zero(place, field, value)?;
+    }
+    if group.block_size > MAX_BLOCK_SIZE {
+        return Err(wrong(place, "block_size", group.block_size, format!("has to be at most {MAX_BLOCK_SIZE}")));
+    }
+    if group.cp_size > MAX_CP_SIZE {
+        return Err(wrong(place, "cp_size", group.cp_size, format!("has to be at most {MAX_CP_SIZE}")));
+    }
+    if group.block_size % group.ratio != 0 {
+        return Err(wrong(place, "ratio", group.ratio, format!("has to divide block_size {}", group.block_size)));
+    }
+    if group.cp_rank >= group.cp_size {
+        return Err(wrong(place, "cp_rank", group.cp_rank, format!("has to be below cp_size {}", group.cp_size)));
+    }
+    let kind = check_kind(place, group)?;
+    if !kind.is_attention() && group.cp_size != 1 {
+        let expected = format!("has to be 1 in a {} group: it has no positions", kind.word());
+        return Err(wrong(place, "cp_size", group.cp_size, expected));
+    }
+    Ok(Group {
+        kind,
+        block_size: group.block_size,
+        kernel_blocks_per_block: group.ratio,
+        cp_rank: group.cp_rank,
+        cp_size: group.cp_size,
+    })
+}
+
+/// The kind with the numbers that it needs, after a check that no other is given.
+fn check_kind(place: &str, group: &written::Group) -> Result<Kind> {
+    let word = group.kind.word();
+    let of_kind = |field, value: Option<u64>, kind: written::Kind| match (group.kind == kind, value) {
+        (true, None) => Err(wrong(place, field, "missing", format!("a {} group needs it", kind.word()))),
+        (true, Some(value)) => not_zero(place, field, value).map(|()| value),
+        (false, None) => Ok(0),
+        (false, Some(value)) => {
+            Err(wrong(place, field, value, format!("only {} groups have it, this one is {word}", kind.word())))
+        }
+    };
+    let window = of_kind("window", group.window, written::Kind::Sliding)?;
+    let chunk = of_kind("chunk", group.chunk, written::Kind::Chunked)?;
+    if group.kind == written::Kind::Ssm {
+        if group.ratio != 1 {
+            return Err(wrong(place, "ratio", group.ratio, "has to be 1: state is never split into kernel blocks"));
+        }
+    } else if group.speculative != 0 {
+        return Err(wrong(place, "speculative", group.speculative, format!("has to be 0 in a {word} group")));
+    }
+    Ok(match group.kind {
+        written::Kind::Full => Kind::Full,
+        written::Kind::Sliding => Kind::Sliding { window },
+        written::Kind::Chunked => Kind::Chunked { chunk },
+        written::Kind::Mla => Kind::Mla,
+        written::Kind::Ssm => Kind::Ssm { num_speculative_blocks: group.speculative },
+        written::Kind::Opaque => Kind::Opaque,
+    })
+}
+
+fn check_layer(geometry: &Geometry, index: usize, layer: written::Layer, page_ends: &[u64]) -> Result<Layer> {
+    check_name(&format!("layer {index}"), "name", &layer.name)?;
+    let place = format!("layer {:?}", layer.name);
+    for (field, value, count) in [
+        ("group", layer.group, geometry.groups.len()),
+        ("page", layer.page, geometry.pages.len()),
+        ("region", layer.region, geometry.regions.len()),
+    ] {
+        if value >= count {
+            return Err(wrong(&place, field, value, format!("there are {count}")));
+        }
+    }
+    let group = &geometry.groups[layer.group];
+    not_zero(&place, "num_blocks", layer.num_blocks)?;
+    not_zero(&place, "block_stride", layer.block_stride)?;
+    let kernel_stride = kernel_stride(&place, &layer, group)?;
+    let written::Layer { name, group: group_index, region, offset, num_blocks, block_stride, page, .. } = layer;
+    let layer = Layer { name, group: group_index, page, region, offset, num_blocks, block_stride, kernel_stride };
+    check_tokens(&place, group, &geometry.pages[page])?;
+    check_extent(&place, geometry, &layer, page_ends[page])?;
+    Ok(layer)
+}
+
+/// Checks that the last page ends within the region, and that kernel block ids fit 31 bits.
+///
+/// ```text
+/// region   offset   block 0 .. block n-2   block n-1: kernel block 0 .. kernel block m-1
+/// |--------|--------(n - 1) x block_stride-|---------(m - 1) x kernel_stride-|--page--|
+/// ```
+fn check_extent(place: &str, geometry: &Geometry, layer: &Layer, page_end: u64) -> Result<()> {
+    let ratio = geometry.group(layer).kernel_blocks_per_block;
+    let kernel_blocks = layer.num_blocks.checked_mul(ratio).filter(|&blocks| blocks <= i32::MAX as u64);
+    if kernel_blocks.is_none() {
+        let what = format!("num_blocks {} x ratio {ratio}", layer.num_blocks);
+        return Err(Error::Overflow { place: place.to_owned(), what, bits: 31 });
+    }
+    let end = (layer.num_blocks - 1)
+        .checked_mul(layer.block_stride)
+        .and_then(|far| (ratio - 1).checked_mul(layer.kernel_stride)?.checked_add(far))
+        .and_then(|far| far.checked_add(page_end)?.checked_add(layer.offset));
+    let Some(end) = end else {
+        let Layer { offset, num_blocks, block_stride, .. } = layer;
+        let what = format!("offset {offset} + ({num_blocks} blocks - 1) x stride {block_stride} + page {page_end}");
+        return Err(Error::Overflow { place: place.to_owned(), what, bits: 64 });
+    };
+    let bytes = geometry.regions[layer.region].bytes;
+    if end > bytes {
+        let expected = format!("but the last page ends at byte {end} of region {}, which has {bytes}", layer.region);
+        return Err(wrong(place, "offset", layer.offset, expected));
+    }
+    Ok(())
+}
+
+fn kernel_stride(place: &str, layer: &written::Layer, group: &Group) -> Result<u64> {
+    let ratio = group.kernel_blocks_per_block;
+    match layer.kernel_stride {
+        Some(stride) => not_zero(place, "kernel_stride", stride).map(|()| stride),
+        None if layer.block_stride % ratio == 0 => Ok(layer.block_stride / ratio),
+        None => {
+            let expected = format!("has to be a multiple of ratio {ratio} when kernel_stride is left out");
+            Err(wrong(place, "block_stride", layer.block_stride, expected))
+        }
+    }
+}
+
+fn check_tokens(place: &str, group: &Group, page: &Page) -> Result<()> {
+    for part in &page.parts {
+        let Some(axis) = part.tokens() else { continue };
+        let place = format!("{place} part {:?} axis \"tokens\"", part.name);
+        if !group.kind.is_attention() {
+            let expected = format!("a {} group has no token axis", group.kind.word());
+            return Err(wrong(&place, "extent", axis.extent, expected));
+        }
+        let tokens = group.kernel_tokens();
+        if axis.extent != tokens {
+            let Group { block_size, kernel_blocks_per_block: ratio, .. } = group;
+            let expected = format!("has to be block_size {block_size} / ratio {ratio} = {tokens}");
+            return Err(wrong(&place, "extent", axis.extent, expected));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two kernel blocks of 8 bytes in a block of 24: 8 bytes after them are padding unless `kernel_stride` says else.
+    fn kernel_stride_of(stride: &str, block_stride: u64) -> Result<u64> {
+        let json = format!(
+            r#"{{"kvhma":1,"regions":[{{"base":0,"bytes":96}}],"groups":[{{"kind":"full","block_size":4,"ratio":2}}],
+            "pages":[{{"parts":[{{"name":"kv","dtype":"u8","item_bytes":4,"offset":0,"axes":[
+            {{"name":"tokens","extent":2,"stride":4}}]}}]}}],"layers":[{{"name":"a","group":0,"page":0,"region":0,
+            "offset":0,"num_blocks":4,"block_stride":{block_stride}{stride}}}]}}"#
+        );
+        Geometry::from_json(json.as_bytes()).map(|geometry| geometry.layers[0].kernel_stride)
+    }
+
+    #[test]
+    fn kernel_blocks_share_the_stride_of_their_block() {
+        assert_eq!(kernel_stride_of("", 24), Ok(12));
+        assert_eq!(kernel_stride_of(r#","kernel_stride":8"#, 24), Ok(8));
+        let error = kernel_stride_of("", 21).expect_err("two kernel blocks cannot share 21 bytes");
+        assert!(error.to_string().contains("block_stride is 21, has to be a multiple of ratio 2"), "{error}");
+    }
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How much of everything a geometry may have, and the checks that name a field.
+use std::fmt::Display;
+
+use crate::error::{Error, Result};
+
+pub(crate) const MAX_REGIONS: usize = 4096;
+pub(crate) const MAX_GROUPS: usize = 256;
+pub(crate) const MAX_PAGES: usize = 4096;
+pub(crate) const MAX_PARTS: usize = 64;
+pub(crate) const MAX_AXES: usize = 8;
+pub(crate) const MAX_LAYERS: usize = 16_384;
+/// Pieces of all pages: finer ones can neither be checked for overlap nor moved in reasonable time.
+pub(crate) const MAX_PIECES: u64 = 1 << 20;
+/// Positions are products of table index (below 2^31), `cp_size` and block size: these bounds keep them in 62 bits.
+pub(crate) const MAX_BLOCK_SIZE: u64 = 1 << 24;
+pub(crate) const MAX_CP_SIZE: u64 = 1 << 6;
+const MAX_NAME: usize = 256;
+
+pub(crate) fn wrong(place: &str, field: &'static str, value: impl Display, expected: impl Display) -> Error {
+    Error::Geometry { place: place.to_owned(), field, value: value.to_string(), expected: expected.to_string() }
+}
+
+pub(crate) fn at_most(place: &str, field: &'static str, count: usize, limit: usize) -> Result<()> {
+    if count > limit {
+        return Err(wrong(place, field, format!("a list of {count}"), format!("at most {limit} are allowed")));
+    }
+    Ok(())
+}
+
+pub(crate) fn not_zero(place: &str, field: &'static str, value: u64) -> Result<()> {
+    if value == 0 { Err(wrong(place, field, 0, "has to be at least 1")) } else { Ok(()) }
+}
+
+pub(crate) fn check_name(place: &str, field: &'static str, text: &str) -> Result<()> {
+    if text.is_empty() || text.len() > MAX_NAME {
+        let value = format!("{} bytes long", text.len());
+        return Err(wrong(place, field, value, format!("has to have 1 to {MAX_NAME} bytes")));
+    }
+    Ok(())
+}

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One worker's cache, checked, and which of its groups share memory.
+pub(crate) mod ranges;
+pub(crate) mod sharing;
+pub(crate) mod types;

@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One worker's cache, checked: nothing in it is missing, no address of it overflows or leaves its region.
+use serde::{Deserialize, Serialize};
+
+use crate::geometry::ranges::Interval;
+
+/// Kind of memory, in the transfer library's words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize, Serialize)]
+#[serde(try_from = "String", into = "&str")]
+pub enum Memory {
+    /// Host memory.
+    #[default]
+    Dram,
+    /// Device memory.
+    Vram,
+}
+
+impl From<Memory> for &'static str {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::Dram => "DRAM",
+            Memory::Vram => "VRAM",
+        }
+    }
+}
+
+impl TryFrom<String> for Memory {
+    type Error = String;
+
+    fn try_from(word: String) -> std::result::Result<Self, String> {
+        match word.as_str() {
+            "DRAM" => Ok(Self::Dram),
+            "VRAM" => Ok(Self::Vram),
+            _ => Err(format!("unknown memory {word:?}, expected \"DRAM\" or \"VRAM\"")),
+        }
+    }
+}
+
+/// One contiguous registered range.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Region {
+    /// Address of the first byte.
+    pub base: u64,
+    /// Length.
+    pub bytes: u64,
+    /// Kind of memory.
+    #[serde(default)]
+    pub memory: Memory,
+    /// Device id.
+    #[serde(default)]
+    pub device: u32,
+}
+
+/// What the blocks of a group hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Attention to every earlier token.
+    Full,
+    /// Attention to the last tokens.
+    Sliding {
+        /// Tokens a query sees, itself included.
+        window: u64,
+    },
+    /// Attention inside chunks.
+    Chunked {
+        /// Tokens per chunk.
+        chunk: u64,
+    },
+    /// Latent attention, to every earlier token.
+    Mla,
+    /// Recurrent state: the last one counts.
+    Ssm {
+        /// State slots after the state-bearing one.
+        num_speculative_blocks: u64,
+    },
+    /// State that only its owner understands.
+    Opaque,
+}
+
+impl Kind {
+    /// Whether blocks hold tokens by position.
+    pub fn is_attention(self) -> bool {
+        !matches!(self, Self::Ssm { .. } | Self::Opaque)
+    }
+
+    /// Whether what lies before the window or the chunk of a token is freed.
+    pub(crate) fn frees_early_tokens(self) -> bool {
+        matches!(self, Self::Sliding { .. } | Self::Chunked { .. })
+    }
+
+    /// The word of the JSON form.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Sliding { .. } => "sliding",
+            Self::Chunked { .. } => "chunked",
+            Self::Mla => "mla",
+            Self::Ssm { .. } => "ssm",
+            Self::Opaque => "opaque",
+        }
+    }
+}
+
+/// Id of a logical block: what the block manager allocates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct BlockId(pub(crate) u32);
+
+/// Id of a kernel block: what the attention kernel addresses. Below 2^31.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct KernelBlockId(pub(crate) u64);
+
+/// Layers that share one block table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// What the blocks hold.
+    pub kind: Kind,
+    /// Tokens per logical block.
+    pub block_size: u64,
+    /// Kernel blocks per logical block.
+    pub kernel_blocks_per_block: u64,
+    /// Place among the context-parallel ranks.
+    pub cp_rank: u64,
+    /// Context-parallel ranks.
+    pub cp_size: u64,
+}
+
+impl Group {
+    /// Tokens per kernel block.
+    pub fn kernel_tokens(&self) -> u64 {
+        self.block_size / self.kernel_blocks_per_block
+    }
+
+    /// First token that the token after `num_tokens` tokens still attends to.
+    ///
+    /// ```text
+    /// window 4, 9 tokens   0 1 2 3 4 5[6 7 8]9      the next token, 9, sees itself and three more
+    /// chunk 4, 9 tokens    0 1 2 3|4 5 6 7|[8]9     the next token, 9, sees its chunk, 8..12
+    /// ```
+    pub fn first_needed_token(&self, num_tokens: u64) -> u64 {
+        match self.kind {
+            Kind::Sliding { window } => num_tokens.saturating_add(1).saturating_sub(window),
+            Kind::Chunked { chunk } => num_tokens / chunk * chunk,
+            _ => 0,
+        }
+    }
+
+    /// Tokens after which it is this rank's turn again.
+    pub(crate) fn tokens_per_turn(&self) -> u64 {
+        self.block_size * self.cp_size
+    }
+
+    /// First token of entry `index` of the block table. Context-parallel ranks take turns by whole blocks:
+    ///
+    /// ```text
+    /// cp_size 2     block of the sequence   0   1   2   3   4
+    ///               entry of rank 0         0       1       2
+    ///               entry of rank 1             0       1
+    /// ```
+    pub(crate) fn entry_start(&self, index: u64) -> u64 {
+        index * self.tokens_per_turn() + self.cp_rank * self.block_size
+    }
+
+    /// A kernel block of a logical block.
+    pub(crate) fn kernel_block(&self, block: BlockId, index: u64) -> KernelBlockId {
+        KernelBlockId(u64::from(block.0) * self.kernel_blocks_per_block + index)
+    }
+
+    /// All kernel blocks of a logical block.
+    pub(crate) fn kernel_blocks(&self, block: BlockId) -> impl Iterator<Item = KernelBlockId> {
+        (0..self.kernel_blocks_per_block).map(move |index| self.kernel_block(block, index))
+    }
+}
+
+/// Which of the last `count` slots of a request carries its state: as many as it speculates follow it.
+///
+/// ```text
+/// num_speculative_blocks 2    slots   0   1  [2]  3   4
+/// ```
+pub(crate) fn state_slot(count: usize, num_speculative_blocks: u64) -> Option<usize> {
+    let last = count.checked_sub(1)?;
+    Some(last - last.min(usize::try_from(num_speculative_blocks).unwrap_or(last)))
+}
+
+/// One dimension of a part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Axis {
+    /// What meets what.
+    pub name: String,
+    /// Size over all ranks.
+    pub extent: u64,
+    /// Bytes from one index to the next.
+    pub stride: u64,
+    /// First global index on this rank.
+    pub start: u64,
+    /// Indices on this rank.
+    pub length: u64,
+    /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
+    /// counts ranks, and the true extent is a divisor of it.
+    pub may_repeat: bool,
+    /// Last indices whose items are written before they are read: they need not be moved.
+    pub spare: u64,
+}
+
+impl Axis {
+    /// Name of the axis that positions act on.
+    pub const TOKENS: &'static str = "tokens";
+
+    /// Whether this is the token axis.
+    pub fn is_tokens(&self) -> bool {
+        self.name == Self::TOKENS
+    }
+
+    /// Global indices on this rank.
+    pub(crate) fn shard(&self) -> Interval {
+        Interval { start: self.start, end: self.start + self.length }
+    }
+}
+
+/// A named piece of a page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Parts meet by name.
+    pub name: String,
+    /// Encoding of an item.
+    pub dtype: String,
+    /// Bytes of an item.
+    pub item_bytes: u64,
+    /// Bytes from the start of the page.
+    pub offset: u64,
+    /// Dimensions in any order.
+    pub axes: Vec<Axis>,
+}
+
+impl Part {
+    /// The token axis, if the part can be cut by tokens.
+    pub fn tokens(&self) -> Option<&Axis> {
+        self.axes.iter().find(|axis| axis.is_tokens())
+    }
+
+    /// The other axes, of which each rank holds a shard.
+    pub(crate) fn sharded_axes(&self) -> impl Iterator<Item = &Axis> {
+        self.axes.iter().filter(|axis| !axis.is_tokens())
+    }
+
+    /// What this rank holds of every axis but the tokens.
+    pub(crate) fn shard(&self) -> Vec<Interval> {
+        self.sharded_axes().map(Axis::shard).collect()
+    }
+
+    /// The same in the order of another part's axes; None if this part lacks one of them.
+    pub(crate) fn shard_in_order_of(&self, other: &Self) -> Option<Vec<Interval>> {
+        other.sharded_axes().map(|axis| self.axis(&axis.name).map(Axis::shard)).collect()
+    }
+
+    /// The axis of a name.
+    pub(crate) fn axis(&self, name: &str) -> Option<&Axis> {
+        self.axes.iter().find(|axis| axis.name == name)
+    }
+}
+
+/// The bytes of one layer in one kernel block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Page {
+    /// What it holds; other bytes are padding.
+    pub parts: Vec<Part>,
+}
+
+impl Page {
+    /// The part of a name.
+    pub(crate) fn part(&self, name: &str) -> Option<&Part> {
+        self.parts.iter().find(|part| part.name == name)
+    }
+
+    /// One past the last byte of its parts.
+    pub(crate) fn end(&self) -> u64 {
+        let last_index = |axis: &Axis| (axis.length - 1) * axis.stride;
+        let end = |part: &Part| part.offset + part.item_bytes + part.axes.iter().map(last_index).sum::<u64>();
+        self.parts.iter().map(end).max().unwrap_or(0)
+    }
+}
+
+/// Where one layer's pages are.
+///
+/// ```text
+/// region.base
+/// |-- offset --|-------- block 0 ---------|-------- block 1 ---------|
+///              | page | page |   padding  | page | page |   padding  |
+///              |<-kernel_stride            two kernel blocks per block
+///              |<----- block_stride ----->|
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layer {
+    /// Layers meet by name.
+    pub name: String,
+    /// Index into the groups.
+    pub group: usize,
+    /// Index into the pages.
+    pub page: usize,
+    /// Index into the regions.
+    pub region: usize,
+    /// Bytes from the region's base to the page of block 0.
+    pub offset: u64,
+    /// Logical blocks.
+    pub num_blocks: u64,
+    /// Bytes between logical blocks.
+    pub block_stride: u64,
+    /// Bytes between the kernel blocks of a logical block.
+    pub kernel_stride: u64,
+}
+
+/// One worker's cache, checked: no address of it overflows or leaves its region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Geometry {
+    pub(crate) tp_rank: u32,
+    pub(crate) tp_size: u32,
+    pub(crate) null_block: Option<u64>,
+    pub(crate) regions: Vec<Region>,
+    pub(crate) groups: Vec<Group>,
+    pub(crate) pages: Vec<Page>,
+    pub(crate) layers: Vec<Layer>,
+    /// Smallest number of blocks over the layers of each group: ids below it are in every layer.
+    pub(crate) num_blocks: Vec<u64>,
+}
+
+impl Geometry {
+    /// Registered ranges.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// Groups in the order of the block tables.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// Every layer.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// What a layer's pages hold.
+    pub fn page(&self, layer: &Layer) -> &Page {
+        &self.pages[layer.page]
+    }
+
+    /// Block table and kind of a layer.
+    pub(crate) fn group(&self, layer: &Layer) -> &Group {
+        &self.groups[layer.group]
+    }
+
+    /// Address of a layer's page of block 0.
+    pub(crate) fn first_page(&self, layer: &Layer) -> u64 {
+        self.regions[layer.region].base + layer.offset
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group(kind: Kind) -> Group {
+        Group { kind, block_size: 8, kernel_blocks_per_block: 2, cp_rank: 1, cp_size: 3 }
+    }
+
+    #[test]
+    fn the_next_token_sees_its_window_or_its_chunk() {
+        let first = |kind, num_tokens| group(kind).first_needed_token(num_tokens);
+        assert_eq!(first(Kind::Full, 9), 0);
+        assert_eq!(first(Kind::Sliding { window: 4 }, 9), 6);
+        assert_eq!(first(Kind::Sliding { window: 4 }, 2), 0);
+        assert_eq!(first(Kind::Chunked { chunk: 4 }, 9), 8);
+        assert_eq!(first(Kind::Chunked { chunk: 4 }, 7), 4);
+    }
+
+    #[test]
+    fn entries_are_the_blocks_of_this_ranks_turns() {
+        // Rank 1 of 3 with blocks of 8 tokens holds blocks 1, 4, 7 of the sequence.
+        assert_eq!([0, 1, 2].map(|index| group(Kind::Full).entry_start(index)), [8, 32, 56]);
+        assert_eq!(group(Kind::Full).kernel_block(BlockId(5), 1), KernelBlockId(11));
+    }
+
+    #[test]
+    fn speculative_slots_follow_the_state() {
+        assert_eq!(state_slot(5, 2), Some(2));
+        assert_eq!(state_slot(2, 2), Some(0));
+        assert_eq!(state_slot(1, u64::MAX), Some(0));
+        assert_eq!(state_slot(0, 0), None);
+    }
+}

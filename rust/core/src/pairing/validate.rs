@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What keeps two geometries from being paired, or is worth knowing; the same words in both directions.
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use crate::error::{Error, Result};
+use crate::finding::{Finding, Place, Severity};
+use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Page, Part};
+use crate::pairing::settle::settle;
+
+/// More than a person reads; a peer decides how many layers it names.
+const MAX_FINDINGS: usize = 1000;
+/// Part of a page whose bytes nobody describes; its dtype says all that has to be equal on both sides.
+const WHOLE: &str = "whole";
+/// Bytes of a value that are quoted.
+const MAX_VALUE: usize = 200;
+
+/// Compares two geometries. Never fails: whatever is wrong is a finding.
+pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
+    let settled = settle(&[local, remote]);
+    compare(settled[0].as_ref().unwrap_or(local), settled[1].as_ref().unwrap_or(remote))
+}
+
+/// Compares two geometries whose axes are settled.
+pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    // Both sides walk all names in one order, so that they find the same things in the same order.
+    let mut layers: BTreeMap<&str, (Option<&Layer>, Option<&Layer>)> = BTreeMap::new();
+    for layer in &local.layers {
+        layers.entry(&layer.name).or_default().0 = Some(layer);
+    }
+    for layer in &remote.layers {
+        layers.entry(&layer.name).or_default().1 = Some(layer);
+    }
+    let mut compared = HashSet::new();
+    let mut common = 0;
+    for (name, holders) in layers {
+        if findings.len() >= MAX_FINDINGS {
+            break;
+        }
+        match holders {
+            (Some(layer), Some(other)) => {
+                common += 1;
+                // Layers share pages and groups; what was said of one pair of them is not said again for every layer.
+                if compared.insert((layer.page, layer.group, other.page, other.group)) {
+                    let (local, remote) = (Content::of(local, layer), Content::of(remote, other));
+                    Comparison { local, remote, findings: &mut findings }.layers(&Place::layer(name));
+                }
+            }
+            (Some(_), None) => findings.push(one_sided(name, "present", "absent")),
+            (None, _) => findings.push(one_sided(name, "absent", "present")),
+        }
+    }
+    if common == 0 {
+        findings.push(no_common_layer(local, remote));
+    }
+    findings
+}
+
+/// Refuses the pair with its first error.
+pub(crate) fn refuse_errors(findings: &[Finding]) -> Result<()> {
+    match findings.iter().find(|finding| finding.severity == Severity::Error) {
+        Some(finding) => Err(Error::Unpairable(Box::new(finding.clone()))),
+        None => Ok(()),
+    }
+}
+
+fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
+    Finding {
+        code: "one-sided-layer",
+        severity: Severity::Warning,
+        place: Place::layer(name),
+        field: "name",
+        local: local.into(),
+        remote: remote.into(),
+        reason: "a layer that one side lacks is not moved; where D has it, it is zeroed and begins cold: drafts of such a \
+                 layer are accepted less often until it has computed its window itself",
+    }
+}
+
+fn no_common_layer(local: &Geometry, remote: &Geometry) -> Finding {
+    Finding {
+        code: "no-common-layer",
+        severity: Severity::Error,
+        place: Place::default(),
+        field: "layers",
+        local: format!("{} layers", local.layers.len()),
+        remote: format!("{} layers", remote.layers.len()),
+        reason: "no layer has the same name on both sides",
+    }
+}
+
+/// Size of an axis over all ranks, as far as the rank knows it.
+fn extent(axis: &Axis) -> String {
+    if axis.may_repeat { format!("a divisor of {}", axis.extent) } else { axis.extent.to_string() }
+}
+
+fn shortened(mut value: String) -> String {
+    if let Some((end, _)) = value.char_indices().nth(MAX_VALUE) {
+        value.truncate(end);
+        value.push('…');
+    }
+    value
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a String>) -> String {
+    format!("{:?}", names.collect::<BTreeSet<_>>())
+}
+
+/// What the blocks of a layer hold.
+struct Content<'a> {
+    group: &'a Group,
+    page: &'a Page,
+}
+
+impl<'a> Content<'a> {
+    fn of(geometry: &'a Geometry, layer: &Layer) -> Self {
+        Self { group: geometry.group(layer), page: geometry.page(layer) }
+    }
+}
+
+/// A layer of both sides, and what was found.
+struct Comparison<'a> {
+    local: Content<'a>,
+    remote: Content<'a>,
+    findings: &'a mut Vec<Finding>,
+}
+
+/// What is said of a difference, whatever the values are.
+#[derive(Clone, Copy)]
+struct Difference {
+    code: &'static str,
+    field: &'static str,
+    reason: &'static str,
+}
+
+impl Comparison<'_> {
+    fn add(&mut self, place: &Place, difference: Difference, local: String, remote: String) {
+        let Difference { code, field, reason } = difference;
+        let (local, remote) = (shortened(local), shortened(remote));
+        let severity = Severity::Error;
+        self.findings.push(Finding { code, severity, place: place.clone(), field, local, remote, reason });
+    }
+
+    fn layers(&mut self, place: &Place) {
+        let (kind, other) = (self.local.group.kind, self.remote.group.kind);
+        let both_attention = kind.is_attention() && other.is_attention();
+        if !both_attention && kind.word() != other.word() {
+            let reason = "attention, state and opaque content do not hold the same bytes";
+            let difference = Difference { code: "kind", field: "kind", reason };
+            self.add(place, difference, kind.word().into(), other.word().into());
+        } else if kind == Kind::Opaque && !self.same_opaque() {
+            self.opaque(place);
+        } else {
+            self.parts(place);
+        }
+    }
+
+    fn same_opaque(&self) -> bool {
+        let blocks = |group: &Group| (group.block_size, group.kernel_blocks_per_block);
+        self.local.page == self.remote.page && blocks(self.local.group) == blocks(self.remote.group)
+    }
+
+    fn opaque(&mut self, place: &Place) {
+        // The first part that differs is the one worth quoting.
+        let parts = self.local.page.parts.iter().zip(&self.remote.page.parts);
+        let same = parts.take_while(|(local, remote)| local == remote).count();
+        let describe = |Content { group, page }: &Content| {
+            let part = page.parts.get(same).map_or_else(|| "equal parts".to_owned(), |part| format!("{part:?}"));
+            let (tokens, ratio) = (group.block_size, group.kernel_blocks_per_block);
+            format!("blocks of {tokens} / {ratio}, {} parts: {part}", page.parts.len())
+        };
+        let (local, remote) = (describe(&self.local), describe(&self.remote));
+        let reason = "opaque pages are moved only between equal geometries";
+        self.add(place, Difference { code: "opaque", field: "page", reason }, local, remote);
+    }
+
+    fn parts(&mut self, place: &Place) {
+        let part_names = |page: &Page| names(page.parts.iter().map(|part| &part.name));
+        let (local, remote) = (part_names(self.local.page), part_names(self.remote.page));
+        if local != remote {
+            let difference = Difference { code: "parts", field: "parts", reason: "parts meet by name" };
+            return self.add(place, difference, local, remote);
+        }
+        let (local, remote) = (self.local.page, self.remote.page);
+        for part in &local.parts {
+            let Some(other) = remote.part(&part.name) else { continue };
+            self.part(&place.part(&part.name), part, other);
+        }
+    }
+
+    fn part(&mut self, place: &Place, local: &Part, remote: &Part) {
+        if local.dtype != remote.dtype && local.name == WHOLE {
+            let reason = "how these bytes are split is not known, so only engines with equal pages and ranks can pair";
+            let difference = Difference { code: "equal-engines", field: "content", reason };
+            return self.add(place, difference, local.dtype.clone(), remote.dtype.clone());
+        }
+        let reason = "bytes are moved, never converted";
+        if local.dtype != remote.dtype {
+            let difference = Difference { code: "dtype", field: "dtype", reason };
+            self.add(place, difference, local.dtype.clone(), remote.dtype.clone());
+        } else if local.item_bytes != remote.item_bytes {
+            let difference = Difference { code: "dtype", field: "item_bytes", reason };
+            self.add(place, difference, local.item_bytes.to_string(), remote.item_bytes.to_string());
+        }
+        self.axes(place, local, remote);
+    }
+
+    fn axes(&mut self, place: &Place, local: &Part, remote: &Part) {
+        let axis_names = |part: &Part| names(part.axes.iter().map(|axis| &axis.name));
+        let (local_names, remote_names) = (axis_names(local), axis_names(remote));
+        if local_names != remote_names {
+            let reason = "axes meet by name; content without a token axis cannot be cut by tokens";
+            let difference = Difference { code: "axes", field: "axes", reason };
+            return self.add(place, difference, local_names, remote_names);
+        }
+        for axis in local.sharded_axes() {
+            let Some(other) = remote.axis(&axis.name) else { continue };
+            // What is still open could not be settled.
+            if axis.extent != other.extent || axis.may_repeat != other.may_repeat {
+                let reason = "both sides have to mean the same whole";
+                let difference = Difference { code: "extent", field: "extent", reason };
+                self.add(&place.axis(&axis.name), difference, extent(axis), extent(other));
+            }
+        }
+        let (tokens, other_tokens) = (self.local.group.kernel_tokens(), self.remote.group.kernel_tokens());
+        if self.local.group.kind.is_attention() && local.tokens().is_none() && tokens != other_tokens {
+            let reason = "content without a token axis moves by whole kernel blocks, so these have to be equal";
+            let difference = Difference { code: "block-size", field: "kernel block", reason };
+            self.add(place, difference, tokens.to_string(), other_tokens.to_string());
+        }
+    }
+}

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which kernel block of one side meets which of the other.
+use crate::bytes::pieces::TokenCut;
+use crate::geometry::ranges::Interval;
+use crate::geometry::types::KernelBlockId;
+use crate::request::group_span::GroupSpan;
+
+/// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct PackedPair(u64);
+
+pub(crate) type Pairs = Vec<PackedPair>;
+
+impl PackedPair {
+    /// From a pair to that of the next blocks on both sides.
+    const NEXT: u64 = 1 << 32 | 1;
+
+    pub(crate) fn new(local: KernelBlockId, remote: KernelBlockId) -> Self {
+        Self(local.0 << 32 | remote.0)
+    }
+
+    pub(crate) fn local(self) -> KernelBlockId {
+        KernelBlockId(self.0 >> 32)
+    }
+
+    pub(crate) fn remote(self) -> KernelBlockId {
+        KernelBlockId(self.0 & 0xffff_ffff)
+    }
+
+    /// The pair so many blocks later on both sides.
+    pub(crate) fn plus(self, blocks: u64) -> Self {
+        Self(self.0 + blocks * Self::NEXT)
+    }
+}
+
+/// Block pairs that follow each other on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct BlockRun {
+    pub(crate) first: PackedPair,
+    pub(crate) count: u64,
+}
+
+/// A local and a remote kernel block, and the tokens that are in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockPair {
+    pub(crate) local: KernelBlockId,
+    pub(crate) remote: KernelBlockId,
+    pub(crate) cut: TokenCut,
+}
+
+/// Visits the kernel blocks that hold some tokens on both sides, in the order of the sequence.
+///
+/// ```text
+/// local kernel blocks of 4    |   7   |   3   |   9   |      pairs (7, 5), (3, 5), (3, 2), (9, 2)
+/// remote kernel blocks of 6   |     5     |     2     |      with 4, 2, 2 and 4 tokens
+/// ```
+pub(crate) fn visit_pairs(local: &GroupSpan, remote: &GroupSpan, tokens: Interval, mut visit: impl FnMut(BlockPair)) {
+    let mut token = tokens.start;
+    while token < tokens.end {
+        let (Some(local_entry), Some(remote_entry)) = (local.entry(token), remote.entry(token)) else {
+            token = local.next_held(token).max(remote.next_held(token));
+            continue;
+        };
+        let end = local.kernel_end(token).min(remote.kernel_end(token)).min(tokens.end);
+        let (local_block, local_token) = local.kernel_block(local_entry, token);
+        let (remote_block, remote_token) = remote.kernel_block(remote_entry, token);
+        let cut = TokenCut { local: local_token, remote: remote_token, count: end - token };
+        visit(BlockPair { local: local_block, remote: remote_block, cut });
+        token = end;
+    }
+}
+
+/// The same as [`visit_pairs`] for whole kernel blocks of equal size on ranks that hold every position, without a step
+/// for each block: appends pairs and returns where the last whole block ends, or None if this is another case.
+pub(crate) fn pair_whole_blocks(
+    local: &GroupSpan,
+    remote: &GroupSpan,
+    tokens: Interval,
+    pairs: &mut Pairs,
+) -> Option<u64> {
+    let size = local.group.kernel_tokens();
+    let is_plain = |side: &GroupSpan| side.group.kernel_tokens() == size && side.group.cp_size == 1;
+    if !is_plain(local) || !is_plain(remote) || tokens.start % size != 0 {
+        return None;
+    }
+    let (first, last) = (tokens.start / size, tokens.end / size);
+    let per_block = (local.group.kernel_blocks_per_block, remote.group.kernel_blocks_per_block);
+    if per_block == (1, 1) {
+        let entries =
+            |side: &GroupSpan| (first - side.span.first) as usize..(last.max(first) - side.span.first) as usize;
+        let (local_ids, remote_ids) = (&local.span.ids[entries(local)], &remote.span.ids[entries(remote)]);
+        let kernel = |id: u32| KernelBlockId(id.into());
+        pairs.extend(local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(kernel(l.0), kernel(r.0))));
+        return Some(last * size);
+    }
+    // Sorting the few runs here spares sorting the many pairs later.
+    let mut runs: Vec<BlockRun> = Vec::new();
+    let mut block = first;
+    while block < last {
+        let (local_index, remote_index) = (block % per_block.0, block % per_block.1);
+        let count = (per_block.0 - local_index).min(per_block.1 - remote_index).min(last - block);
+        let local_block = local.group.kernel_block(local.span.block(block / per_block.0), local_index);
+        let remote_block = remote.group.kernel_block(remote.span.block(block / per_block.1), remote_index);
+        runs.push(BlockRun { first: PackedPair::new(local_block, remote_block), count });
+        block += count;
+    }
+    runs.sort_unstable();
+    pairs.extend(runs.iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step))));
+    Some(last * size)
+}
+
+/// Whether the pairs are sorted, and no local block is in two of them.
+pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
+    // The numbers themselves: a derived order of the types around them is compared more slowly.
+    pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
+}
+
+/// Sorts by local id. Block lists are short and their ids small, so two or three counting passes do.
+pub(crate) fn sort(pairs: &mut Pairs) {
+    const BITS: u32 = 11;
+    if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
+        return;
+    }
+    if pairs.len() < 128 {
+        pairs.sort_unstable();
+        return;
+    }
+    let largest = pairs.iter().map(|pair| pair.local().0).max().unwrap_or(0);
+    let mut sorted = vec![PackedPair(0); pairs.len()];
+    let mut shift = 32;
+    while largest >> (shift - 32) > 0 {
+        let digit = |pair: PackedPair| (pair.0 >> shift) as usize & ((1 << BITS) - 1);
+        let mut starts = [0u32; 1 << BITS];
+        for &pair in pairs.iter() {
+            starts[digit(pair)] += 1;
+        }
+        let mut sum = 0;
+        for start in &mut starts {
+            sum += std::mem::replace(start, sum);
+        }
+        for &pair in pairs.iter() {
+            let slot = &mut starts[digit(pair)];
+            sorted[*slot as usize] = pair;
+            *slot += 1;
+        }
+        std::mem::swap(pairs, &mut sorted);
+        shift += BITS;
+    }
+}
+
+/// Runs of sorted pairs.
+pub(crate) fn runs(pairs: &[PackedPair]) -> Vec<BlockRun> {
+    let mut found: Vec<BlockRun> = Vec::new();
+    let Some((&first, rest)) = pairs.split_first() else { return found };
+    let (mut run, mut next) = (BlockRun { first, count: 1 }, first.plus(1));
+    for &pair in rest {
+        if pair == next {
+            run.count += 1;
+        } else {
+            found.push(run);
+            run = BlockRun { first: pair, count: 1 };
+        }
+        next = pair.plus(1);
+    }
+    found.push(run);
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::types::{BlockId, Group, Kind};
+    use crate::request::span::CheckedSpan;
+    use proptest::prelude::*;
+
+    fn packed(local: u64, remote: u64) -> PackedPair {
+        PackedPair::new(KernelBlockId(local), KernelBlockId(remote))
+    }
+
+    #[test]
+    fn blocks_of_4_and_6_tokens_meet() {
+        let group =
+            |block_size| Group { kind: Kind::Full, block_size, kernel_blocks_per_block: 1, cp_rank: 0, cp_size: 1 };
+        let span = |ids: &[u32]| CheckedSpan { first: 0, ids: ids.iter().copied().map(BlockId).collect() };
+        let (local_group, remote_group) = (group(4), group(6));
+        let (local_span, remote_span) = (span(&[7, 3, 9]), span(&[5, 2]));
+        let local = GroupSpan { side: "local", index: 0, group: &local_group, span: &local_span };
+        let remote = GroupSpan { side: "remote", index: 0, group: &remote_group, span: &remote_span };
+        let mut found = Vec::new();
+        visit_pairs(&local, &remote, Interval { start: 1, end: 11 }, |pair| {
+            found.push((pair.local.0, pair.remote.0, pair.cut.local, pair.cut.remote, pair.cut.count));
+        });
+        assert_eq!(found, [(7, 5, 1, 1, 3), (3, 5, 0, 4, 2), (3, 2, 2, 0, 2), (9, 2, 0, 2, 3)]);
+    }
+
+    proptest! {
+        #[test]
+        fn counting_passes_sort(ids in proptest::collection::hash_set(0u64..1 << 31, 0..600), bits in 0u32..31) {
+            let mut pairs: Pairs = ids.iter().map(|&id| packed(id >> bits, id & 0x7fff_ffff)).collect();
+            let mut expected = pairs.clone();
+            expected.sort_by_key(|pair| pair.local());
+            sort(&mut pairs);
+            let keys = |list: &Pairs| list.iter().map(|pair| pair.local()).collect::<Vec<_>>();
+            prop_assert_eq!(keys(&pairs), keys(&expected));
+            pairs.sort_unstable();
+            expected.sort_unstable();
+            prop_assert_eq!(pairs, expected);
+        }
+
+        #[test]
+        fn runs_say_the_same(starts in proptest::collection::vec((0u64..100, 0u64..100, 1u64..5), 0..20)) {
+            let pairs: Pairs = starts.iter().flat_map(|&(l, r, n)| (0..n).map(move |i| packed(l + i, r + i))).collect();
+            let back: Pairs =
+                runs(&pairs).iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step))).collect();
+            prop_assert_eq!(back, pairs);
+        }
+    }
+}

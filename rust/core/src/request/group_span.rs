@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Positions of a request's blocks in one group: which block holds which token.
+use crate::error::{Error, Result};
+use crate::geometry::ranges::Interval;
+use crate::geometry::types::{Group, KernelBlockId};
+use crate::request::span::CheckedSpan;
+
+/// A group of one side and a request's blocks in it.
+#[derive(Clone, Copy)]
+pub(crate) struct GroupSpan<'a> {
+    /// `local` or `remote`.
+    pub(crate) side: &'static str,
+    pub(crate) index: usize,
+    pub(crate) group: &'a Group,
+    pub(crate) span: &'a CheckedSpan,
+}
+
+impl GroupSpan<'_> {
+    /// First token of the first block's turn: all of this rank's positions from there on are in the span.
+    pub(crate) fn first_token(&self) -> u64 {
+        self.span.first * self.group.tokens_per_turn()
+    }
+
+    /// One past the last token that the span has room for on this rank.
+    pub(crate) fn end_token(&self) -> u64 {
+        match self.span.end() {
+            end if end == self.span.first => 0,
+            end => self.group.entry_start(end - 1) + self.group.block_size,
+        }
+    }
+
+    /// First token of the first block that the request still needs.
+    pub(crate) fn first_kept_token(&self, num_tokens: u64) -> u64 {
+        let block_size = self.group.block_size;
+        self.first_token().max(self.group.first_needed_token(num_tokens) / block_size * block_size)
+    }
+
+    /// First token from which on the span has all that this rank holds before `needed`: the end of the last block that
+    /// begins before `needed` and is not in the span.
+    ///
+    /// ```text
+    /// entries of the table      0     1     2     3     4
+    /// the span has              -     -     2     3     4        first 2, needed is in 3
+    ///                                     ^ returned              ^ needed
+    /// ```
+    pub(crate) fn end_of_missing(&self, needed: u64) -> u64 {
+        let Group { block_size, cp_size, cp_rank, .. } = *self.group;
+        let begun = (needed.div_ceil(block_size) + cp_size - 1 - cp_rank) / cp_size;
+        let last_missing =
+            if begun > self.span.end() { Some(begun - 1) } else { begun.min(self.span.first).checked_sub(1) };
+        // What this rank holds from `needed` on is required anyway.
+        last_missing.map_or(0, |entry| (self.group.entry_start(entry) + block_size).min(needed))
+    }
+
+    /// Block table entry that holds a token, if this rank does.
+    pub(crate) fn entry(&self, token: u64) -> Option<u64> {
+        let block = token / self.group.block_size;
+        (block % self.group.cp_size == self.group.cp_rank).then_some(block / self.group.cp_size)
+    }
+
+    pub(crate) fn holds(&self, token: u64) -> bool {
+        self.entry(token).is_some()
+    }
+
+    /// First token at or after `token` that this rank holds.
+    pub(crate) fn next_held(&self, token: u64) -> u64 {
+        if self.holds(token) {
+            return token;
+        }
+        let Group { block_size, cp_size, cp_rank, .. } = *self.group;
+        let block = token / block_size;
+        let turn = block / cp_size + u64::from(block % cp_size > cp_rank);
+        self.group.entry_start(turn)
+    }
+
+    /// Where the kernel block of a token ends.
+    pub(crate) fn kernel_end(&self, token: u64) -> u64 {
+        let tokens = self.group.kernel_tokens();
+        (token / tokens + 1) * tokens
+    }
+
+    /// Kernel block of a token, and the token's index in it. The entry is that of the token, and in the span.
+    ///
+    /// ```text
+    /// block_size 8, two kernel blocks per block:      token 13 = block 1, token 5 of it
+    ///   |0 1 2 3|4 5 6 7|8 ...|12 13 14 15|                    = kernel block 1 of that block, token 1 of it
+    /// ```
+    pub(crate) fn kernel_block(&self, entry: u64, token: u64) -> (KernelBlockId, u64) {
+        let in_block = token % self.group.block_size;
+        let tokens = self.group.kernel_tokens();
+        (self.group.kernel_block(self.span.block(entry), in_block / tokens), in_block % tokens)
+    }
+
+    /// Kernel blocks of the whole span.
+    pub(crate) fn kernel_blocks(&self) -> impl Iterator<Item = KernelBlockId> {
+        self.span.ids.iter().flat_map(|&id| self.group.kernel_blocks(id))
+    }
+
+    /// Fails unless the span holds every one of the tokens that is this rank's.
+    pub(crate) fn require(&self, needed: Interval) -> Result<()> {
+        let Interval { start: first, end } = needed;
+        let missing = |token| Error::MissingTokens { side: self.side, group: self.index, token, first, end };
+        let start = self.next_held(first);
+        if start >= end {
+            return Ok(());
+        }
+        if self.entry(start).is_none_or(|entry| entry < self.span.first) {
+            return Err(missing(start));
+        }
+        let after = self.next_held(self.group.entry_start(self.span.end()));
+        if after < end { Err(missing(after.max(start))) } else { Ok(()) }
+    }
+
+    /// Fails unless a remote span has every one of the tokens that both ranks hold.
+    pub(crate) fn require_common(&self, remote: &Self, needed: Interval) -> Result<()> {
+        if self.group.cp_size == 1 {
+            return remote.require(needed);
+        }
+        // Walk the local blocks: with context parallelism on both sides each rank only owes what both hold.
+        for entry in self.span.first..self.span.end() {
+            let start = self.group.entry_start(entry);
+            let block = Interval { start, end: start + self.group.block_size };
+            block.intersect(needed).map_or(Ok(()), |common| remote.require(common))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::types::{BlockId, Kind};
+
+    const fn group(cp_rank: u64, cp_size: u64) -> Group {
+        Group { kind: Kind::Full, block_size: 8, kernel_blocks_per_block: 2, cp_rank, cp_size }
+    }
+
+    fn span(first: u64, ids: &[u32]) -> CheckedSpan {
+        CheckedSpan { first, ids: ids.iter().copied().map(BlockId).collect() }
+    }
+
+    fn of<'a>(group: &'a Group, span: &'a CheckedSpan) -> GroupSpan<'a> {
+        GroupSpan { side: "local", index: 0, group, span }
+    }
+
+    #[test]
+    fn what_is_missing_ends_with_a_block() {
+        let (alone, second) = (group(0, 1), group(1, 2));
+        // Blocks 2, 3 and 4: tokens 16..40.
+        let three = span(2, &[5, 6, 7]);
+        assert_eq!(of(&alone, &three).end_of_missing(30), 16);
+        assert_eq!(of(&alone, &three).end_of_missing(12), 12);
+        assert_eq!(of(&alone, &three).end_of_missing(45), 45);
+        assert_eq!(of(&alone, &span(0, &[5, 6, 7])).end_of_missing(20), 0);
+        // Rank 1 of 2: entries 2, 3 and 4 are blocks 5, 7 and 9 of the sequence, entry 1 ends with token 31.
+        assert_eq!(of(&second, &three).end_of_missing(60), 32);
+        assert_eq!(of(&second, &three).end_of_missing(7), 0);
+    }
+
+    #[test]
+    fn tokens_are_found_in_kernel_blocks() {
+        let (alone, second) = (group(0, 1), group(1, 2));
+        let two = span(0, &[5, 9]);
+        assert_eq!(of(&alone, &two).kernel_block(1, 13), (KernelBlockId(19), 1));
+        assert_eq!((of(&second, &two).entry(13), of(&second, &two).entry(23)), (Some(0), None));
+        assert_eq!((of(&second, &two).next_held(3), of(&second, &two).next_held(16)), (8, 24));
+        assert_eq!(of(&second, &two).end_token(), 32);
+        assert_eq!(of(&alone, &two).kernel_blocks().map(|block| block.0).collect::<Vec<_>>(), [10, 11, 18, 19]);
+    }
+
+    #[test]
+    fn a_span_has_to_hold_what_is_needed() {
+        let alone = group(0, 1);
+        let two = span(1, &[5, 9]); // tokens 8..24
+        let first_missing = |start, end| match of(&alone, &two).require(Interval { start, end }) {
+            Err(Error::MissingTokens { token, .. }) => Some(token),
+            _ => None,
+        };
+        assert_eq!(first_missing(8, 24), None);
+        assert_eq!(first_missing(7, 24), Some(7));
+        assert_eq!(first_missing(8, 25), Some(24));
+    }
+}

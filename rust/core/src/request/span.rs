@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A request's blocks, checked against the caches that they are in.
+use crate::error::{Error, Result};
+use crate::geometry::types::{BlockId, Geometry};
+use crate::pairing::plan::Plan;
+
+/// A request's live blocks in one group.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Span {
+    /// Index of `ids[0]` in the request's block table.
+    pub first: u64,
+    /// Logical block ids in the order of the sequence.
+    pub ids: Vec<i64>,
+}
+
+/// Positions stay below this, so that sums of them fit.
+const MAX_POSITION: u64 = 1 << 62;
+/// More tokens than any sequence has; positions stay far below 2^63.
+const MAX_TOKENS: u64 = 1 << 40;
+
+/// A span whose ids are known to be blocks of the group.
+#[derive(Debug, Clone)]
+pub(crate) struct CheckedSpan {
+    pub(crate) first: u64,
+    pub(crate) ids: Vec<BlockId>,
+}
+
+impl CheckedSpan {
+    /// One past the last entry of the block table.
+    pub(crate) fn end(&self) -> u64 {
+        self.first + self.ids.len() as u64
+    }
+
+    /// The block of an entry of the table, which has to be in the span.
+    pub(crate) fn block(&self, entry: u64) -> BlockId {
+        self.ids[(entry - self.first) as usize]
+    }
+
+    pub(crate) fn has(&self, entry: u64) -> bool {
+        (self.first..self.end()).contains(&entry)
+    }
+}
+
+/// A request's numbers, each checked by itself.
+pub(crate) struct RequestSpans {
+    pub(crate) num_tokens: u64,
+    /// By local group.
+    pub(crate) local: Vec<CheckedSpan>,
+    /// By source and its groups.
+    pub(crate) remote: Vec<Vec<CheckedSpan>>,
+}
+
+impl RequestSpans {
+    pub(crate) fn new(plan: &Plan, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Self> {
+        if num_tokens == 0 || num_tokens > MAX_TOKENS {
+            let expected = format!("has to be 1 to {MAX_TOKENS}");
+            let (place, field) = (String::new(), "num_tokens");
+            return Err(Error::Value { place, field, value: num_tokens.into(), expected });
+        }
+        let sources = plan.sources.len();
+        if remote.len() != 1 && remote.len() != sources {
+            return Err(Error::Count { what: "remote spans by source", got: remote.len(), expected: sources });
+        }
+        let local = check_spans("local", &plan.local, local)?;
+        let of_source = |index: usize| &remote[if remote.len() == 1 { 0 } else { index }];
+        let sources = plan.sources.iter().enumerate();
+        let remote = sources.map(|(index, source)| check_spans("remote", &source.geometry, of_source(index)));
+        Ok(Self { num_tokens, local, remote: remote.collect::<Result<_>>()? })
+    }
+}
+
+/// Checks the spans of all groups of one side.
+fn check_spans(side: &'static str, geometry: &Geometry, spans: &[Span]) -> Result<Vec<CheckedSpan>> {
+    if spans.len() != geometry.groups.len() {
+        let what = if side == "local" { "local spans" } else { "remote spans" };
+        return Err(Error::Count { what, got: spans.len(), expected: geometry.groups.len() });
+    }
+    spans.iter().enumerate().map(|(group, span)| check_span(side, geometry, group, span)).collect()
+}
+
+fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span) -> Result<CheckedSpan> {
+    let max_first = MAX_POSITION / geometry.groups[group].tokens_per_turn() - i32::MAX as u64;
+    if span.first > max_first {
+        return Err(Error::Value {
+            place: format!("{side} group {group}"),
+            field: "first",
+            value: span.first.into(),
+            expected: format!("has to be at most {max_first}"),
+        });
+    }
+    let num_blocks = geometry.num_blocks[group];
+    if span.ids.len() as u64 > num_blocks {
+        let (place, field) = (format!("{side} group {group}"), "number of block ids");
+        let expected = format!("has to be at most the {num_blocks} blocks there are");
+        return Err(Error::Value { place, field, value: span.ids.len() as i128, expected });
+    }
+    let mut ids = Vec::with_capacity(span.ids.len());
+    for (index, &id) in span.ids.iter().enumerate() {
+        match u64::try_from(id) {
+            Ok(block) if block < num_blocks => {
+                if geometry.null_block == Some(block) {
+                    return Err(Error::NullBlock { side, group, index, id });
+                }
+                // Kernel blocks of a geometry are at most 2^31, so its logical blocks fit.
+                ids.push(BlockId(block as u32));
+            }
+            _ => return Err(Error::BlockRange { side, group, index, id, num_blocks }),
+        }
+    }
+    if let Some(id) = duplicate(&ids, num_blocks) {
+        return Err(Error::DuplicateBlock { side, group, id: id.0.into() });
+    }
+    Ok(CheckedSpan { first: span.first, ids })
+}
+
+/// An id that is listed twice.
+fn duplicate(ids: &[BlockId], num_blocks: u64) -> Option<BlockId> {
+    if ids.is_sorted_by(|a, b| a < b) || ids.is_sorted_by(|a, b| a > b) {
+        return None;
+    }
+    let words = num_blocks as usize / 64 + 1;
+    if words > 16 * ids.len() {
+        let mut sorted = ids.to_vec();
+        sorted.sort_unstable();
+        return sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
+    }
+    let mut seen = vec![0u64; words];
+    ids.iter().copied().find(|&id| {
+        let (word, bit) = (&mut seen[id.0 as usize / 64], 1 << (id.0 % 64));
+        let twice = *word & bit != 0;
+        *word |= bit;
+        twice
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids(ids: &[u32]) -> Vec<BlockId> {
+        ids.iter().copied().map(BlockId).collect()
+    }
+
+    #[test]
+    fn ids_that_rise_or_fall_are_not_twice_there() {
+        assert_eq!(duplicate(&ids(&[1, 2, 3]), 10), None);
+        assert_eq!(duplicate(&ids(&[3, 2, 1]), 10), None);
+        assert_eq!(duplicate(&ids(&[1, 2, 2]), 10), Some(BlockId(2)));
+    }
+
+    #[test]
+    fn few_ids_of_many_blocks_are_compared_as_all_others() {
+        for num_blocks in [64, 1 << 30] {
+            assert_eq!(duplicate(&ids(&[5, 63, 0, 7]), num_blocks), None);
+            assert_eq!(duplicate(&ids(&[5, 63, 0, 63]), num_blocks), Some(BlockId(63)));
+        }
+    }
+
+    #[test]
+    fn entries_are_counted_from_the_spans_first() {
+        let span = CheckedSpan { first: 3, ids: ids(&[8, 6]) };
+        assert_eq!((span.has(2), span.has(3), span.has(4), span.has(5)), (false, true, true, false));
+        assert_eq!((span.block(4), span.end()), (BlockId(6), 5));
+    }
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which tokens of each group a request moves: where they begin, and whether a partial last block is cut.
+use crate::error::Result;
+use crate::geometry::ranges::Interval;
+use crate::pairing::group_pair::GroupPair;
+use crate::pairing::plan::Plan;
+use crate::request::block_pairs::visit_pairs;
+use crate::request::group_span::GroupSpan;
+use crate::request::span::RequestSpans;
+
+/// Tokens of a group that a request moves and zeroes on the local side.
+///
+/// ```text
+/// local blocks   |          |          |          |          |
+///                ^ first_kept_token                            zeroed: first_kept_token..start
+///                     ^ start                   ^ end          moved:  start..end
+///                                               num_tokens <= end: the rest of the last block is zeroed
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TokenRange {
+    /// First token of the first local block that the request still needs.
+    pub(crate) first_kept_token: u64,
+    /// First token that is moved.
+    pub(crate) start: u64,
+    /// One past the last token that is moved.
+    pub(crate) end: u64,
+}
+
+impl TokenRange {
+    pub(crate) fn moved(self) -> Interval {
+        Interval { start: self.start, end: self.end }
+    }
+}
+
+/// Whether a partial last block may be cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TailPolicy {
+    /// Cut it where that is cheaper.
+    Cheapest,
+    /// Move it whole: views have whole blocks only.
+    Whole,
+}
+
+/// Where the tokens that are moved end, and the bytes of those that are not the request's.
+struct Tail {
+    end: u64,
+    excess_bytes: u64,
+}
+
+/// A group pair and a request's blocks on both sides.
+pub(crate) struct PairedSpans<'a> {
+    pub(crate) source: usize,
+    pub(crate) group_pair: &'a GroupPair,
+    pub(crate) local: GroupSpan<'a>,
+    pub(crate) remote: GroupSpan<'a>,
+}
+
+impl PairedSpans<'_> {
+    /// Whether both ranks hold a token.
+    fn both_hold(&self, token: u64) -> bool {
+        self.local.holds(token) && self.remote.holds(token)
+    }
+
+    /// Where the first of the two kernel blocks of a token ends.
+    fn kernel_end(&self, token: u64) -> u64 {
+        self.local.kernel_end(token).min(self.remote.kernel_end(token))
+    }
+
+    /// Where the last of the two kernel blocks of a token begins.
+    fn kernel_start(&self, token: u64) -> u64 {
+        let start = |side: &GroupSpan| side.kernel_end(token) - side.group.kernel_tokens();
+        start(&self.local).max(start(&self.remote))
+    }
+}
+
+impl Plan {
+    /// A local group and a request's blocks in it.
+    pub(crate) fn local_span<'a>(&'a self, spans: &'a RequestSpans, group: usize) -> GroupSpan<'a> {
+        GroupSpan { side: "local", index: group, group: &self.local.groups[group], span: &spans.local[group] }
+    }
+
+    pub(crate) fn paired_spans<'a>(
+        &'a self,
+        spans: &'a RequestSpans,
+        source: usize,
+        group_pair: &'a GroupPair,
+    ) -> PairedSpans<'a> {
+        let index = group_pair.remote_group;
+        let remote = GroupSpan {
+            side: "remote",
+            index,
+            group: &self.sources[source].geometry.groups[index],
+            span: &spans.remote[source][index],
+        };
+        PairedSpans { source, group_pair, local: self.local_span(spans, group_pair.local_group), remote }
+    }
+
+    /// Every group of a source that is read into a local group.
+    fn spans_into<'a>(&'a self, spans: &'a RequestSpans, group: usize) -> Vec<PairedSpans<'a>> {
+        let of_sources = self.sources.iter().enumerate();
+        of_sources
+            .flat_map(|(index, source)| source.table.group_pairs.iter().map(move |pair| (index, pair)))
+            .filter(|(_, pair)| pair.local_group == group)
+            .map(|(index, pair)| self.paired_spans(spans, index, pair))
+            .collect()
+    }
+
+    /// Which tokens of a local attention group are moved, and the bytes of those that are not the request's. All of its
+    /// sources have to agree, since what none of them moves is zeroed.
+    pub(crate) fn token_range(
+        &self,
+        spans: &RequestSpans,
+        group: usize,
+        policy: TailPolicy,
+    ) -> Result<(TokenRange, u64)> {
+        let local = self.local_span(spans, group);
+        let first_kept_token = local.first_kept_token(spans.num_tokens);
+        let Some(needed) = needed_range(&local, spans.num_tokens) else {
+            let nothing = spans.num_tokens.max(first_kept_token);
+            return Ok((TokenRange { first_kept_token, start: nothing, end: nothing }, 0));
+        };
+        local.require(needed)?;
+        let paired = self.spans_into(spans, group);
+        for pair in &paired {
+            local.require_common(&pair.remote, needed)?;
+        }
+        let start = start_over_sources(&paired, needed, first_kept_token);
+        let Tail { end, excess_bytes } = self.choose_tail(&paired, Interval { start, end: needed.end }, policy)?;
+        Ok((TokenRange { first_kept_token, start, end }, excess_bytes))
+    }
+
+    /// Moves the last kernel block whole where that is the policy, or costs less than the descriptors that it saves.
+    fn choose_tail(&self, paired: &[PairedSpans], exact: Interval, policy: TailPolicy) -> Result<Tail> {
+        let num_tokens = exact.end;
+        let cut = Tail { end: num_tokens, excess_bytes: 0 };
+        let last: Vec<&PairedSpans> = paired.iter().filter(|pair| pair.both_hold(num_tokens - 1)).collect();
+        let Some(end) = last.iter().map(|pair| pair.kernel_end(num_tokens - 1)).min().filter(|&end| end > num_tokens)
+        else {
+            return Ok(cut);
+        };
+        let bytes = last.iter().map(|pair| pair.group_pair.token_bytes.saturating_mul(end - num_tokens));
+        let whole = Tail { end, excess_bytes: bytes.fold(0, u64::saturating_add) };
+        if policy == TailPolicy::Whole {
+            return Ok(whole);
+        }
+        let (mut cut_pieces, mut whole_pieces) = (0, 0);
+        for pair in last {
+            cut_pieces += self.pieces_of_last_block(pair, exact)?;
+            whole_pieces += self.pieces_of_last_block(pair, Interval { end, ..exact })?;
+        }
+        let saved: u64 = u64::saturating_sub(cut_pieces, whole_pieces);
+        let is_cheaper = saved.saturating_mul(self.descriptor_bytes) > whole.excess_bytes;
+        Ok(if is_cheaper { whole } else { cut })
+    }
+
+    /// Pieces of the kernel block that holds the last of some tokens.
+    fn pieces_of_last_block(&self, pair: &PairedSpans, tokens: Interval) -> Result<u64> {
+        let start = pair.kernel_start(tokens.end - 1).max(tokens.start);
+        let mut cut = None;
+        // One kernel block of either side holds the last token, so there is one pair.
+        visit_pairs(&pair.local, &pair.remote, Interval { start, ..tokens }, |block_pair| cut = Some(block_pair.cut));
+        cut.map_or(Ok(0), |cut| pair.group_pair.pieces(&self.geometries(pair.source), cut))
+    }
+}
+
+/// Tokens that the next token attends to and that belong into the span's blocks; None if there are none.
+fn needed_range(local: &GroupSpan, num_tokens: u64) -> Option<Interval> {
+    let start = local.first_token().max(local.group.first_needed_token(num_tokens));
+    (start < num_tokens).then_some(Interval { start, end: num_tokens })
+}
+
+/// First token from which on all sources have everything, in blocks that the request still needs.
+fn start_over_sources(paired: &[PairedSpans], needed: Interval, first_kept_token: u64) -> u64 {
+    let starts = paired.iter().map(|pair| pair.remote.end_of_missing(needed.start));
+    starts.fold(first_kept_token, u64::max)
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One request: what is read from each source, and what is zeroed before.
+use crate::bytes::rows::Descriptor;
+use crate::error::Result;
+use crate::geometry::sharing::no_block_twice;
+use crate::pairing::plan::Plan;
+use crate::request::by_group::ByGroup;
+use crate::request::checked::CheckedRequest;
+use crate::request::copies::{Allocate, Copies, refuse_overlap};
+use crate::request::span::Span;
+use crate::request::token_ranges::TailPolicy;
+
+/// Reads from one source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Read {
+    /// Index of the source.
+    pub source: usize,
+    /// What is copied where.
+    pub copies: Copies,
+}
+
+/// What one request moves and zeroes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Transfer {
+    /// One entry for each source that something is read from.
+    pub reads: Vec<Read>,
+    /// Local ranges to zero before the reads are posted.
+    pub zero: Vec<Descriptor>,
+    /// Bytes of tokens after the request's that came along because a whole block was cheaper.
+    pub excess_bytes: u64,
+    /// For each local group, the first token from which on its blocks are filled up to the request's last token.
+    /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
+    pub first_tokens: Vec<u64>,
+    /// Bytes read into each local group.
+    pub bytes_by_group: Vec<u64>,
+    /// Descriptors of each local group; one that goes on from group to group counts for the group of its first byte.
+    pub descriptors_by_group: Vec<u64>,
+}
+
+impl Plan {
+    /// Computes what a request of `num_tokens` tokens moves.
+    ///
+    /// `local` has a span for each local group, of the blocks to fill. `remote` has, for each source, a span for
+    /// each of its groups; a single entry holds for all sources.
+    pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
+        self.transfer_in(Vec::with_capacity, num_tokens, local, remote)
+    }
+
+    /// The same, with descriptors where `allocate` puts them.
+    pub fn transfer_in(
+        &self,
+        allocate: Allocate,
+        num_tokens: u64,
+        local: &[Span],
+        remote: &[Vec<Span>],
+    ) -> Result<Transfer> {
+        let request = self.check(num_tokens, local, remote, TailPolicy::Cheapest)?;
+        let zero = self.zero(&request)?;
+        let (reads, by_group) = self.reads(&request, &zero, allocate)?;
+        let (excess_bytes, first_tokens) = (request.excess_bytes, request.first_tokens());
+        let ByGroup { bytes: bytes_by_group, descriptors: descriptors_by_group } = by_group;
+        Ok(Transfer { reads, zero, excess_bytes, first_tokens, bytes_by_group, descriptors_by_group })
+    }
+
+    /// The copies of every source, and their numbers. Fails if a byte is written twice, also by `zero`.
+    pub(crate) fn reads(
+        &self,
+        request: &CheckedRequest,
+        zero: &[Descriptor],
+        allocate: Allocate,
+    ) -> Result<(Vec<Read>, ByGroup)> {
+        let mut by_group = ByGroup::new(self.local.groups.len());
+        let mut reads: Vec<Read> = Vec::new();
+        for (index, source) in self.sources.iter().enumerate() {
+            let by_pair = self.block_pairs(request, index)?;
+            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate, &mut by_group)?;
+            if !copies.is_empty() {
+                reads.push(Read { source: index, copies });
+            }
+        }
+        if (reads.len() > 1 || !zero.is_empty()) && !self.is_each_block_once(request) {
+            refuse_overlap(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero]))?;
+        }
+        Ok((reads, by_group))
+    }
+
+    /// Whether a request's blocks alone prove that it writes no byte twice: a layer's items, tokens and blocks are
+    /// assigned once, so only two groups with a block in common could.
+    pub(crate) fn is_each_block_once(&self, request: &CheckedRequest) -> bool {
+        let blocks = request.spans.local.iter().map(|span| span.ids.as_slice());
+        self.shared_memory.as_ref().is_some_and(|memory| no_block_twice(memory, blocks))
+    }
+}
