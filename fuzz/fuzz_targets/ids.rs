@@ -3,8 +3,9 @@
 //! allocate are not asked for.
 #![no_main]
 use arbitrary::{Arbitrary, Unstructured};
-use kvhma_core::ids;
-use kvhma_core::views::{self, View, expand_views};
+use kvhma_core::View;
+use kvhma_core::lowlevel::ids;
+use kvhma_core::lowlevel::views::{self, expand_views};
 use kvhma_fuzz::case::number;
 use libfuzzer_sys::fuzz_target;
 

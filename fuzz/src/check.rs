@@ -2,8 +2,8 @@
 //! What has to hold for every geometry, plan and transfer there is.
 use std::sync::Arc;
 
-use kvhma_core::views::View;
-use kvhma_core::{Descriptor, Error, Geometry, IdTransfer, Plan, Severity, Span, Transfer, ids, validate};
+use kvhma_core::lowlevel::ids;
+use kvhma_core::{Descriptor, Error, Geometry, IdTransfer, Plan, Severity, Span, Transfer, View, validate};
 use serde_json::Value;
 
 use crate::case::Case;
@@ -17,8 +17,8 @@ pub fn addresses(geometry: &Geometry) {
         assert!(region.base.checked_add(region.bytes).is_some());
     }
     for layer in geometry.layers() {
-        assert!(layer.kernel_stride.is_some());
-        assert!(layer.num_blocks * geometry.groups()[layer.group].ratio <= i32::MAX as u64);
+        assert!(layer.kernel_stride > 0);
+        assert!(layer.num_blocks * geometry.groups()[layer.group].kernel_blocks_per_block <= i32::MAX as u64);
     }
 }
 
@@ -156,7 +156,9 @@ fn same_words(local: &Geometry, remote: &Geometry) {
 
 fn kernel_blocks(geometry: &Geometry, spans: &[Span]) -> u64 {
     let lists = geometry.groups().iter().zip(spans);
-    lists.map(|(group, span)| group.ratio.saturating_mul(span.ids.len() as u64)).fold(0, u64::saturating_add)
+    lists
+        .map(|(group, span)| group.kernel_blocks_per_block.saturating_mul(span.ids.len() as u64))
+        .fold(0, u64::saturating_add)
 }
 
 fn read(form: &Value) -> Option<Arc<Geometry>> {

@@ -6,7 +6,7 @@ use crate::geometry::types::{Geometry, Group, Kind, state_slot};
 /// Keeps the blocks of each group that are moved.
 ///
 /// `keep[g]` trailing blocks of an attention group stay, all for 0. A group with `speculative[g]` set is a state group:
-/// of its blocks the state-bearing one stays, which has that many speculative slots behind it. Blocks equal to `null`
+/// of its blocks the state-bearing one stays, which has that many speculative slots after it. Blocks equal to `null`
 /// at the front of any group are dropped first.
 pub fn clip_blocks(
     groups: &[Vec<i64>],

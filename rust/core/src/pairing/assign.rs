@@ -66,8 +66,8 @@ fn preference(local: &Geometry, remotes: &[&Geometry]) -> Vec<usize> {
     order.sort_by_key(|&index| {
         let remote = remotes[index];
         let size = u64::from(remote.tp_size);
-        let own = u64::from(local.tp_rank) * size / u64::from(local.tp_size);
-        (u64::from(remote.tp_rank) + size - own) % size
+        let nearest = u64::from(local.tp_rank) * size / u64::from(local.tp_size);
+        (u64::from(remote.tp_rank) + size - nearest) % size
     });
     order
 }
@@ -276,7 +276,7 @@ mod tests {
         // Rank 1 of 2 holds heads 4..8: those of ranks 2 and 3 of 4.
         let local = geometry(group(4, 0, 1), heads(8, 4, 4), (1, 2));
         assert_eq!(read(&local, &remotes), Ok(vec![(2, 4, 6), (3, 6, 8)]));
-        let error = read(&local, &remotes[..3]).expect_err("nobody holds heads 6 and 7").to_string();
+        let error = read(&local, &remotes[..3]).expect_err("no source holds heads 6 and 7").to_string();
         assert!(error.contains("heads 6..8"), "{error}");
     }
 

@@ -9,7 +9,7 @@ use crate::pairing::settle::settle;
 
 /// More than a person reads; a peer decides how many layers it names.
 const MAX_FINDINGS: usize = 1000;
-/// Part of a page whose bytes nobody describes; its dtype says all that has to be equal on both sides.
+/// Part of a page whose bytes are not described; its dtype says all that has to be equal on both sides.
 const WHOLE: &str = "whole";
 /// Bytes of a value that are quoted.
 const MAX_VALUE: usize = 200;

@@ -125,9 +125,9 @@ fn explain_blocks(local: &Group, remote: &Group, cuts: usize, text: &mut String)
     } else {
         let _ = write!(text, "; kernel blocks of {a} and {b} cut each other in {}", count(cuts, "way"));
     }
-    for (side, group) in [("this rank", local), ("the source", remote)] {
+    for (rank, group) in [("this rank", local), ("the source", remote)] {
         if group.cp_size > 1 {
-            let _ = write!(text, "; {side} holds every {}th block, from block {}", group.cp_size, group.cp_rank);
+            let _ = write!(text, "; {rank} holds every {}th block, from block {}", group.cp_size, group.cp_rank);
         }
     }
     text.push_str(".\n");

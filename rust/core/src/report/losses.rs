@@ -92,13 +92,15 @@ impl Plan {
         let failed = Failed::new(failed);
         let mut layers = Vec::new();
         for layer in &self.local.layers {
-            let side = self.local_span(&request.spans, layer.group);
+            let blocks = self.local_span(&request.spans, layer.group);
             let (is_hit, tokens) = match request.token_ranges[layer.group] {
                 Some(range) => {
-                    let tokens = self.lost_tokens(layer, &side, range, num_tokens, &failed);
+                    let tokens = self.lost_tokens(layer, &blocks, range, num_tokens, &failed);
                     (!tokens.is_empty(), tokens)
                 }
-                None => (side.kernel_blocks().any(|block| failed.touches_token(&self.local, layer, block, 0)), vec![]),
+                None => {
+                    (blocks.kernel_blocks().any(|block| failed.touches_token(&self.local, layer, block, 0)), vec![])
+                }
             };
             if is_hit {
                 layers.push(Loss { group: layer.group, layer: layer.name.clone(), tokens });
@@ -112,7 +114,7 @@ impl Plan {
     fn lost_tokens(
         &self,
         layer: &Layer,
-        side: &GroupSpan,
+        blocks: &GroupSpan,
         range: TokenRange,
         num_tokens: u64,
         failed: &Failed,
@@ -121,9 +123,9 @@ impl Plan {
         let mut moved = range.moved();
         moved.end = moved.end.min(num_tokens);
         let mut at = moved.start;
-        visit_pairs(side, side, moved, |pair| {
+        visit_pairs(blocks, blocks, moved, |pair| {
             // Pairs come in the order of the sequence; gaps are other ranks' positions.
-            at = side.next_held(at);
+            at = blocks.next_held(at);
             for offset in 0..pair.cut.count {
                 if failed.touches_token(&self.local, layer, pair.local, pair.cut.local + offset) {
                     push_token(&mut lost, at + offset);

@@ -79,7 +79,7 @@ pub(crate) fn pair_whole_blocks(
     pairs: &mut Pairs,
 ) -> Option<u64> {
     let size = local.group.kernel_tokens();
-    let is_plain = |side: &GroupSpan| side.group.kernel_tokens() == size && side.group.cp_size == 1;
+    let is_plain = |blocks: &GroupSpan| blocks.group.kernel_tokens() == size && blocks.group.cp_size == 1;
     if !is_plain(local) || !is_plain(remote) || tokens.start % size != 0 {
         return None;
     }
@@ -87,7 +87,7 @@ pub(crate) fn pair_whole_blocks(
     let per_block = (local.group.kernel_blocks_per_block, remote.group.kernel_blocks_per_block);
     if per_block == (1, 1) {
         let entries =
-            |side: &GroupSpan| (first - side.span.first) as usize..(last.max(first) - side.span.first) as usize;
+            |blocks: &GroupSpan| (first - blocks.span.first) as usize..(last.max(first) - blocks.span.first) as usize;
         let (local_ids, remote_ids) = (&local.span.ids[entries(local)], &remote.span.ids[entries(remote)]);
         let kernel = |id: u32| KernelBlockId(id.into());
         pairs.extend(local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(kernel(l.0), kernel(r.0))));

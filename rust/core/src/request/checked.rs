@@ -108,8 +108,8 @@ fn entry_pairs(paired: &PairedSpans) -> Result<PairsByCut> {
 }
 
 /// The block that carries a request's last state.
-pub(crate) fn state_block(side: &GroupSpan) -> Option<KernelBlockId> {
-    let Kind::Ssm { num_speculative_blocks } = side.group.kind else { return None };
-    let slot = state_slot(side.span.ids.len(), num_speculative_blocks)?;
-    Some(side.group.kernel_block(side.span.ids[slot], 0))
+pub(crate) fn state_block(blocks: &GroupSpan) -> Option<KernelBlockId> {
+    let Kind::Ssm { num_speculative_blocks } = blocks.group.kind else { return None };
+    let slot = state_slot(blocks.span.ids.len(), num_speculative_blocks)?;
+    Some(blocks.group.kernel_block(blocks.span.ids[slot], 0))
 }

@@ -104,7 +104,7 @@ impl Copies {
         allocate: Allocate,
         by_group: &mut ByGroup,
     ) -> Result<Self> {
-        // Templates come out ascending one after the other: the stable sort finds those stretches and only merges them.
+        // Templates come out ascending one after the other: the stable sort finds what is ascending and only merges it.
         runs.sort_by_key(|run| run.local);
         if let Some(pair) = runs.windows(2).find(|pair| pair[0].local + pair[0].len > pair[1].local) {
             let end = |run: &ByteRun| run.local + run.len;

@@ -68,7 +68,7 @@ impl PairedSpans<'_> {
 
     /// Where the last of the two kernel blocks of a token begins.
     fn kernel_start(&self, token: u64) -> u64 {
-        let start = |side: &GroupSpan| side.kernel_end(token) - side.group.kernel_tokens();
+        let start = |span: &GroupSpan| span.kernel_end(token) - span.group.kernel_tokens();
         start(&self.local).max(start(&self.remote))
     }
 }
@@ -157,7 +157,7 @@ impl Plan {
     fn pieces_of_last_block(&self, pair: &PairedSpans, tokens: Interval) -> Result<u64> {
         let start = pair.kernel_start(tokens.end - 1).max(tokens.start);
         let mut cut = None;
-        // One kernel block of either side holds the last token, so there is one pair.
+        // One kernel block of each rank holds the last token, so there is one pair.
         visit_pairs(&pair.local, &pair.remote, Interval { start, ..tokens }, |block_pair| cut = Some(block_pair.cut));
         cut.map_or(Ok(0), |cut| pair.group_pair.pieces(&self.geometries(pair.source), cut))
     }
