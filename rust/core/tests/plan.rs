@@ -65,12 +65,12 @@ fn brute(local: Shape, remote: Shape, bases: (u64, u64), tokens: u64, ids: (&[i6
     let mut bytes = BTreeMap::new();
     for layer in 0..local.layers {
         for t in 0..tokens {
-            let mine = (ids.0[(t / local.tokens) as usize] as u64, t % local.tokens);
-            let theirs = (ids.1[(t / remote.tokens) as usize] as u64, t % remote.tokens);
+            let to = (ids.0[(t / local.tokens) as usize] as u64, t % local.tokens);
+            let from = (ids.1[(t / remote.tokens) as usize] as u64, t % remote.tokens);
             for head in local.heads.2..local.heads.2 + local.heads.1 {
                 for item in 0..local.content {
-                    let to = local.address(bases.0, layer, mine.0, head, mine.1, item);
-                    bytes.insert(to, remote.address(bases.1, layer, theirs.0, head, theirs.1, item));
+                    let address = local.address(bases.0, layer, to.0, head, to.1, item);
+                    bytes.insert(address, remote.address(bases.1, layer, from.0, head, from.1, item));
                 }
             }
         }
@@ -85,30 +85,30 @@ fn shuffled(blocks: u64) -> impl Strategy<Value = Vec<i64>> {
 
 prop_compose! {
     fn pairs()(heads in 1u64..4, content in 1u64..4, layers in 1u64..3, blocks in 4u64..7, other in 4u64..7,
-               tokens in 1u64..5, their_tokens in 1u64..5, first in any::<bool>(), their_first in any::<bool>(),
+               tokens in 1u64..5, remote_tokens in 1u64..5, first in any::<bool>(), remote_first in any::<bool>(),
                padding in 0u64..3, start in 0u64..3, held in 1u64..4)
               (local in shuffled(blocks), remote in shuffled(other), length in 1u64..100,
                heads in Just(heads), content in Just(content), layers in Just(layers), sizes in Just((blocks, other)),
-               tokens in Just((tokens, their_tokens)), first in Just((first, their_first)), padding in Just(padding),
+               tokens in Just((tokens, remote_tokens)), first in Just((first, remote_first)), padding in Just(padding),
                start in Just(start.min(heads - 1)), held in Just(held))
               -> (Shape, Shape, u64, Vec<i64>, Vec<i64>) {
         let held = held.min(heads - start);
-        let mine = Shape { heads: (heads, held, start), tokens: tokens.0, content, heads_first: first.0, padding, layers, blocks: sizes.0 };
-        let theirs = Shape { heads: (heads, heads, 0), tokens: tokens.1, heads_first: first.1, padding: 0, blocks: sizes.1, ..mine };
-        let room = ((sizes.0 - 1) * tokens.0).min((sizes.1 - 1) * tokens.1);
-        (mine, theirs, 1 + length % room, local, remote)
+        let local_shape = Shape { heads: (heads, held, start), tokens: tokens.0, content, heads_first: first.0, padding, layers, blocks: sizes.0 };
+        let remote_shape = Shape { heads: (heads, heads, 0), tokens: tokens.1, heads_first: first.1, padding: 0, blocks: sizes.1, ..local_shape };
+        let most = ((sizes.0 - 1) * tokens.0).min((sizes.1 - 1) * tokens.1);
+        (local_shape, remote_shape, 1 + length % most, local, remote)
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn copies_are_right_and_the_fewest((mine, theirs, tokens, local, remote) in pairs()) {
+    fn copies_are_right_and_the_fewest((local_shape, remote_shape, tokens, local, remote) in pairs()) {
         let bases = (4096, 1 << 32);
-        let plan = Plan::new(Arc::new(mine.geometry(bases.0)), vec![Arc::new(theirs.geometry(bases.1))], 0).expect("pairs");
+        let plan = Plan::new(Arc::new(local_shape.geometry(bases.0)), vec![Arc::new(remote_shape.geometry(bases.1))], 0).expect("pairs");
         let spans = |ids: &Vec<i64>| vec![Span { first: 0, ids: ids.clone() }];
         let moved = plan.transfer(tokens, &spans(&local), &[spans(&remote)]).expect("fits");
-        let expected = brute(mine, theirs, bases, tokens, (&local, &remote));
+        let expected = brute(local_shape, remote_shape, bases, tokens, (&local, &remote));
         let copies = &moved.reads[0].copies;
         let mut got = BTreeMap::new();
         for (to, from) in copies.local.iter().zip(&copies.remote) {

@@ -151,8 +151,12 @@ fn explain_slice(geometries: &Geometries, layer: &LayerPair, slice: &PartSlice) 
         ranges.push(format!("{} {}..{} of {}: {why}", axis.name, wanted.start, wanted.end, axis.extent));
     }
     let what = if ranges.is_empty() { "whole".to_owned() } else { ranges.join("; ") };
-    let (here, there) = (axis_order(local, remote), axis_order(remote, local));
-    let order = if here == there { String::new() } else { format!("; stored as [{here}] here and [{there}] there") };
+    let (local_order, remote_order) = (axis_order(local, remote), axis_order(remote, local));
+    let order = if local_order == remote_order {
+        String::new()
+    } else {
+        format!("; stored as [{local_order}] here and [{remote_order}] there")
+    };
     format!("{} {what}{order}", local.name)
 }
 

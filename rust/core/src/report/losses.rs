@@ -2,6 +2,7 @@
 //! The way back: which tokens of which layers local bytes belong to, and what is whole without them.
 use crate::bytes::pieces::{Cutout, PageBases, Piece, TokenCut, part_pieces};
 use crate::error::Result;
+use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Geometry, KernelBlockId, Layer};
 use crate::pairing::plan::Plan;
 use crate::request::block_pairs::visit_pairs;
@@ -31,17 +32,18 @@ pub struct Losses {
 }
 
 /// Failed bytes: sorted ranges that do not touch.
-struct Failed(Vec<(u64, u64)>);
+struct Failed(Vec<Interval>);
 
 impl Failed {
     /// Joins ranges `(address, length)`.
     fn new(ranges: &[(u64, u64)]) -> Self {
-        let mut ranges: Vec<(u64, u64)> = ranges.iter().map(|&(at, len)| (at, at.saturating_add(len))).collect();
+        let interval = |&(start, length): &(u64, u64)| Interval { start, end: start.saturating_add(length) };
+        let mut ranges: Vec<Interval> = ranges.iter().map(interval).collect();
         ranges.sort_unstable();
         ranges.dedup_by(|next, last| {
-            let touches = next.0 <= last.1;
+            let touches = next.start <= last.end;
             if touches {
-                last.1 = last.1.max(next.1);
+                last.end = last.end.max(next.end);
             }
             touches
         });
@@ -50,8 +52,8 @@ impl Failed {
 
     /// Whether any byte of `start..end` failed.
     fn touches(&self, start: u64, end: u64) -> bool {
-        let begun = self.0.partition_point(|range| range.0 < end);
-        begun > 0 && self.0[begun - 1].1 > start
+        let begun = self.0.partition_point(|range| range.start < end);
+        begun > 0 && self.0[begun - 1].end > start
     }
 
     /// Whether any byte of a token of a layer's kernel block failed; tokens of a state are all of it.

@@ -46,10 +46,8 @@ impl Table {
     /// Block pairs of each set of fillers, sorted by local id. `by_pair` has those of each group pair.
     pub(crate) fn gather(&self, by_pair: &[PairsByCut]) -> Vec<Pairs> {
         let gather = |fillers: &Vec<PairCut>| {
-            let mut pairs = Pairs::new();
-            for &filler in fillers {
-                pairs.extend_from_slice(self.pairs_of(filler, by_pair));
-            }
+            let lists: Vec<&[PackedPair]> = fillers.iter().map(|&filler| self.pairs_of(filler, by_pair)).collect();
+            let mut pairs = lists.concat();
             sort(&mut pairs);
             pairs
         };
