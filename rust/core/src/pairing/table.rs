@@ -61,3 +61,40 @@ impl Table {
         self.group_pairs.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::geometry::types::Geometry;
+    use crate::pairing::plan::Plan;
+    use std::sync::Arc;
+
+    /// Two groups with a layer each: both in one region, or in two.
+    fn geometry(base: u64, regions: usize) -> Arc<Geometry> {
+        let region = |index: u64| format!(r#"{{"base":{},"bytes":80}}"#, base + 1000 * index);
+        let json = format!(
+            r#"{{"kvhma":1,"regions":[{},{}],"groups":[{{"kind":"full","block_size":4}},
+            {{"kind":"sliding","window":9,"block_size":4}}],"pages":[{{"parts":[{{"name":"kv","dtype":"u8",
+            "item_bytes":2,"offset":0,"axes":[{{"name":"tokens","extent":4,"stride":2}}]}}]}}],"layers":[
+            {{"name":"a","group":0,"page":0,"region":0,"offset":0,"num_blocks":10,"block_stride":8}},
+            {{"name":"b","group":1,"page":0,"region":{},"offset":0,"num_blocks":10,"block_stride":8}}]}}"#,
+            region(0),
+            region(1),
+            regions - 1
+        );
+        Arc::new(Geometry::from_json(json.as_bytes()).expect("a valid geometry"))
+    }
+
+    #[test]
+    fn layers_that_alias_share_a_template() {
+        let table = |local, remote| {
+            let plan = Plan::new(geometry(4096, local), vec![geometry(1 << 20, remote)], 0).expect("pairs");
+            let table = &plan.sources[0].table;
+            let fillers = |index: usize| table.fillers[table.entries[index].filled_by].len();
+            (0..table.entries.len()).map(fillers).collect::<Vec<_>>()
+        };
+        assert_eq!(table(1, 1), [2]);
+        // The same local bytes of two groups come from two regions, so they are never one copy.
+        assert_eq!(table(1, 2), [1, 1]);
+        assert_eq!(table(2, 2), [1, 1]);
+    }
+}

@@ -82,3 +82,85 @@ impl Plan {
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::bytes::rows::Descriptor;
+    use crate::geometry::types::Geometry;
+    use crate::pairing::plan::Plan;
+    use crate::request::span::Span;
+    use std::sync::Arc;
+
+    /// Layers of one group with blocks of 4 tokens of 1 byte and heads outside of tokens, 2 x 4 bytes; 10 blocks each.
+    fn geometry(base: u64, group: &str, layers: &[&str]) -> Arc<Geometry> {
+        let bytes = 80;
+        let region = |index: usize| format!(r#"{{"base":{},"bytes":{bytes}}}"#, base + 1000 * index as u64);
+        let layer = |(index, name): (usize, &&str)| {
+            format!(
+                r#"{{"name":"{name}","group":0,"page":0,"region":{index},"offset":0,"num_blocks":10,"block_stride":8}}"#
+            )
+        };
+        let json = format!(
+            r#"{{"kvhma":1,"null_block":null,"regions":[{}],"groups":[{group}],"pages":[{{"parts":[{{"name":"kv",
+            "dtype":"u8","item_bytes":1,"offset":0,"axes":[{{"name":"heads","extent":2,"stride":4}},
+            {{"name":"tokens","extent":4,"stride":1}}]}}]}}],"layers":[{}]}}"#,
+            (0..layers.len()).map(region).collect::<Vec<_>>().join(","),
+            layers.iter().enumerate().map(layer).collect::<Vec<_>>().join(",")
+        );
+        Arc::new(Geometry::from_json(json.as_bytes()).expect("a valid geometry"))
+    }
+
+    const FULL: &str = r#"{"kind":"full","block_size":4}"#;
+
+    /// Address from the local base and length of what is read and of what is zeroed, and the excess.
+    #[derive(Debug, PartialEq)]
+    struct Moved {
+        read: Vec<(u64, u64)>,
+        zero: Vec<(u64, u64)>,
+        excess_bytes: u64,
+    }
+
+    fn moved(
+        group: &str,
+        (local, remote): (&[&str], &[&str]),
+        descriptor_bytes: u64,
+        (num_tokens, span): (u64, Span),
+    ) -> Moved {
+        let (local, remote) = (geometry(4096, group, local), geometry(1 << 20, group, remote));
+        let plan = Plan::new(local, vec![remote], descriptor_bytes).expect("pairs");
+        let spans = [vec![span]];
+        let transfer = plan.transfer(num_tokens, &spans[0], &spans).expect("fits");
+        let ranges = |rows: &[Descriptor]| rows.iter().map(|row| (row[0] - 4096, row[1])).collect();
+        let (read, zero) = (ranges(&transfer.reads[0].copies.local), ranges(&transfer.zero));
+        Moved { read, zero, excess_bytes: transfer.excess_bytes }
+    }
+
+    #[test]
+    fn a_partial_block_is_cut_or_moved_whole_by_what_it_costs() {
+        // 6 tokens in blocks 3 and 5: two tokens of two heads of block 5, at bytes 40..42 and 44..46.
+        let span = Span { first: 0, ids: vec![3, 5] };
+        let layers: (&[&str], &[&str]) = (&["a"], &["a"]);
+        let cut = Moved { read: vec![(24, 8), (40, 2), (44, 2)], zero: vec![(42, 2), (46, 2)], excess_bytes: 0 };
+        assert_eq!(moved(FULL, layers, 4, (6, span.clone())), cut);
+        // Whole, it is one descriptor less and 2 x 2 bytes more: cheaper once a descriptor costs more than 4 bytes.
+        let whole = Moved { read: vec![(24, 8), (40, 8)], zero: vec![], excess_bytes: 4 };
+        assert_eq!(moved(FULL, layers, 5, (6, span)), whole);
+    }
+
+    #[test]
+    fn tokens_before_the_window_are_moved_as_far_as_they_are_there() {
+        // Of 11 tokens a window of 5 needs 7..11, in blocks 1 and 2 of the sequence. All of block 1 is there.
+        let group = r#"{"kind":"sliding","window":5,"block_size":4}"#;
+        let span = Span { first: 1, ids: vec![3, 5] };
+        let Moved { read, zero, .. } = moved(group, (&["a"], &["a"]), 0, (11, span));
+        assert_eq!(read, [(24, 8), (40, 3), (44, 3)]);
+        assert_eq!(zero, [(43, 1), (47, 1)]);
+    }
+
+    #[test]
+    fn a_layer_that_no_source_has_is_zeroed() {
+        let span = Span { first: 0, ids: vec![3] };
+        let Moved { read, zero, .. } = moved(FULL, (&["a", "b"], &["a"]), 0, (4, span));
+        assert_eq!((read, zero), (vec![(24, 8)], vec![(1024, 8)]));
+    }
+}
