@@ -52,7 +52,7 @@ from vllm.v1.kv_cache_interface import (
 
 import kvhma
 from counts import PAIRINGS, POOLS, Pairing, Pool, block_tables, pool_blocks, vllm_count
-from kvhma import Geometry, Span
+from kvhma import Geometry, Span, lowlevel
 from kvhma.baselines import Count, first_token, sequence_blocks
 from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models
@@ -418,7 +418,7 @@ def low_level(pair: Pair, asked: Request) -> Callable[[], tuple[Any, Any]]:
     worker, groups = pair.worker, pair.local.groups
     states = tuple(index for index, group in enumerate(groups) if group.kind == "ssm")
     others = tuple(index for index, group in enumerate(groups) if group.kind != "ssm")
-    keep = [kvhma.window_blocks(group.window, group.block_size) if group.window else 0 for group in groups]
+    keep = [lowlevel.window_blocks(group.window, group.block_size) if group.window else 0 for group in groups]
     speculative = [group.speculative if group.kind == "ssm" else None for group in groups]
     ratio = worker._physical_blocks_per_logical_kv_block
     counts, members = list(worker.region_num_blocks), [others] * worker.num_regions
@@ -430,11 +430,11 @@ def low_level(pair: Pair, asked: Request) -> Callable[[], tuple[Any, Any]]:
         members = [others if group < 0 else (group,) for group in worker.region_group_ids]
 
     def ids(tables: Tables) -> Any:
-        kept: list[Any] = kvhma.clip_blocks(tables, keep, speculative=speculative)
+        kept: list[Any] = lowlevel.clip_blocks(tables, keep, speculative=speculative)
         if ratio > 1:
             for index in others:
-                kept[index] = kvhma.expand_blocks(kept[index], ratio)
-        return kvhma.descriptor_ids(kept, counts, members)
+                kept[index] = lowlevel.expand_blocks(kept[index], ratio)
+        return lowlevel.descriptor_ids(kept, counts, members)
 
     return lambda: (ids(asked.unhashed), ids(asked.remote))
 
@@ -583,7 +583,7 @@ def check_request(pair: Pair, asked: Request) -> tuple[int, dict[str, int]]:
     ways = [from_tables(pair, asked)().reads[0], from_slices(pair, asked)().reads[0]]
     assert np.array_equal(ways[0].local, ways[1].local)
     assert np.array_equal(ways[0].remote, ways[1].remote)
-    mine, theirs = (kvhma.expand_views(views) for views in pair.plan.views(0))
+    mine, theirs = (lowlevel.expand_views(views) for views in pair.plan.views(0))
     chosen = copies_of([(mine, ways[0].local, theirs, ways[0].remote)])
     ours, others = difference(chosen, copies_of(whole))
     assert not ours, ours[:5]
@@ -609,7 +609,7 @@ def requests() -> None:
                     "low": low_level(pair, asked),
                     "functions": vllm_functions(pair, asked),
                     "path": vllm_path(pair, asked),
-                    "floor": partial(kvhma.expand_blocks, flat, 1),
+                    "floor": partial(lowlevel.expand_blocks, flat, 1),
                     "numpy": partial(np.asarray, flat, dtype=np.int32),
                     "arrays": partial(pair.plan.ids, tokens, *arrays),
                     "live": partial(kvhma.live_spans, pair.local, tokens, asked.local),
@@ -700,7 +700,7 @@ def cuts() -> None:
             return [plan.views(source) for source in range(len(remotes))]
 
         for (views, _), listed in zip(ours(), theirs(), strict=True):
-            assert np.array_equal(kvhma.expand_views(views), np.array(listed, dtype=np.uint64))
+            assert np.array_equal(lowlevel.expand_views(views), np.array(listed, dtype=np.uint64))
         times = {"ours": float("inf"), "theirs": float("inf")}
         for _ in range(3):
             # Calls of seconds and of microseconds: turns of one of these, and of many of those.

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import kvhma
+from kvhma import lowlevel
 from kvhma.baselines import Count, sequence_blocks, vllm_list, vllm_selection
 from kvhma.errors import LayoutError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group
@@ -236,7 +237,7 @@ def kept_blocks(geometry: Geometry, tables: Tables) -> list[int]:
     for group, table in zip(geometry.groups, tables, strict=True):
         live = sum(map(bool, table))
         if group.window is not None:
-            live = min(live, kvhma.window_blocks(group.window, group.block_size))
+            live = min(live, lowlevel.window_blocks(group.window, group.block_size))
         kept.append(live * group.ratio)
     return kept
 

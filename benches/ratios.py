@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import kvhma
-from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span
+from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlevel
 from kvhma._kvhma import CheckedGeometry
 from kvhma.models import models
 from kvhma.models.vllm_layout import layout
@@ -160,7 +160,7 @@ def ids() -> None:
         "kvhma, int32 arrays in": best(lambda: plan.ids(tokens, *arrays)),
         "numpy: the same (range and doubles checked, pairs sorted)": best(same),
         "numpy: ids only": best(bare),
-        "floor: kvhma reads 1,804 ints from lists": best(lambda: kvhma.expand_blocks(flat, 1)),
+        "floor: kvhma reads 1,804 ints from lists": best(lambda: lowlevel.expand_blocks(flat, 1)),
         "floor: numpy reads them": best(lambda: np.asarray(flat, dtype=np.int32)),
     }
     first = times["kvhma, lists in"]
@@ -223,7 +223,7 @@ def scattered() -> None:
 def lists() -> None:
     counts, regions = 20_000, 64
     bases = [(1 << 30) + index * (1 << 36) for index in range(regions)]
-    ours = best(lambda: kvhma.fa_descriptors(bases, [65536] * regions, [65536] * regions, [counts] * regions), 0.5)
+    ours = best(lambda: lowlevel.fa_descriptors(bases, [65536] * regions, [65536] * regions, [counts] * regions), 0.5)
 
     def numpy_list() -> Any:
         rows = np.empty((regions, counts, 3), dtype=np.uint64)
@@ -277,7 +277,7 @@ def orders() -> None:
             ("random on both sides", scattered, rng.sample(range(1, blocks), count)),
         ):
             counts = [blocks] * regions
-            given = [kvhma.descriptor_ids([ids], counts, [0] * regions) for ids in (ours, other)]
+            given = [lowlevel.descriptor_ids([ids], counts, [0] * regions) for ids in (ours, other)]
             planned = plan.ids(count * 16, [Span(0, ours)], [Span(0, other)]).reads[0]
 
             def move(local_ids: Any, remote_ids: Any) -> tuple[int, float]:

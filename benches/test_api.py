@@ -6,7 +6,7 @@ import random
 import pytest
 
 import kvhma
-from kvhma import Span, baselines
+from kvhma import Span, baselines, lowlevel
 from kvhma.models import model
 from kvhma.models.vllm_layout import layout
 
@@ -49,15 +49,15 @@ def test_geometry_from_json(benchmark, case):
 
 def test_clip_and_expand(benchmark):
     ids = list(range(1, 513))
-    benchmark(lambda: kvhma.expand_blocks(kvhma.clip_blocks([ids], [65])[0], 4))
+    benchmark(lambda: lowlevel.expand_blocks(lowlevel.clip_blocks([ids], [65])[0], 4))
 
 
 def test_descriptor_ids(benchmark):
     ids = list(range(1, 903))
-    assert len(benchmark(kvhma.descriptor_ids, [ids], [2000] * 10, [0] * 10)) == 9020
+    assert len(benchmark(lowlevel.descriptor_ids, [ids], [2000] * 10, [0] * 10)) == 9020
 
 
 def test_spans_of_arrays(benchmark, case):
     tokens, local, remote = case[2]
-    arrays = [[Span(span.first, kvhma.expand_blocks(span.ids, 1)) for span in side] for side in (local, remote)]
+    arrays = [[Span(span.first, lowlevel.expand_blocks(span.ids, 1)) for span in side] for side in (local, remote)]
     benchmark(case[1].ids, tokens, *arrays)

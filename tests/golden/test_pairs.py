@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 import kvhma
-from kvhma import Axis, BlockIdError, Geometry, Group, Layer, Page, Part, Region, Span, UnsupportedPairError
+from kvhma import Axis, BlockIdError, Geometry, Group, Layer, Page, Part, Region, Span, UnsupportedPairError, lowlevel
 from kvhma.models import model
 from kvhma.models.vllm_layout import layout
 from kvhma.oracle import Oracle
@@ -364,7 +364,7 @@ def unequal() -> Geometry:
 def test_every_pool_has_its_own_capacity():
     plan = kvhma.plan(unequal(), unequal())
     views, _ = plan.views(0)
-    assert kvhma.expand_views(views)[:, 0].tolist() == [100, 116, 1000, 1016, 1032]
+    assert lowlevel.expand_views(views)[:, 0].tolist() == [100, 116, 1000, 1016, 1032]
     good = [Span(0, [1]), Span(0, [2])]
     assert plan.ids(4, good, good).reads[0].local.tolist() == [1, 2 + 2]
     with pytest.raises(BlockIdError, match=r"group 0: block id 2 at index 0 is outside 0\.\.2"):
@@ -386,7 +386,7 @@ def test_padding_behind_the_blocks_moves_nothing():
 def test_windows_lie_in_one_block_and_cover_it():
     small = replace(model("granite-4.0-h-tiny"), layers=("mamba2", "full", "mamba2"))
     geometry = layout(small, num_blocks=3, kernel_block="flashinfer")
-    rows = kvhma.expand_views(kvhma.plan(geometry, geometry).views(0)[0])
+    rows = lowlevel.expand_views(kvhma.plan(geometry, geometry).views(0)[0])
     stride = geometry.layers[0].block_stride
     base = end = geometry.regions[0].base
     # State pages are padded, attention pages are not: together they use every byte of the one tensor.

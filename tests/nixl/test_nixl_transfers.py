@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvhma._kvhma import expand_views
 from kvhma.errors import HandshakeError, PeerLostError, RequestError
+from kvhma.lowlevel import expand_views
 from kvhma.nixl import Agent, Peer, encode_hello
 from support.fake_nixl import merge, runs_of_rows, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of

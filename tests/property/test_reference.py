@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvhma
+from kvhma import lowlevel
 from support import reference as _reference
 from support.generate import Case, generate
 from support.recipe import AXES, EQUAL_RANK, Recipe
@@ -99,21 +100,21 @@ IDS = st.lists(st.integers(1, 1 << 20), max_size=40, unique=True)
 
 @given(IDS, st.integers(0, 5), st.integers(1, 200), st.integers(1, 64))
 def test_static_windows(ids: list[int], nulls: int, window: int, block_size: int) -> None:
-    keep = kvhma.window_blocks(window, block_size)
+    keep = lowlevel.window_blocks(window, block_size)
     assert keep == _reference.cdiv(window, block_size) + 1
-    clipped = kvhma.clip_blocks([[0] * nulls + ids, ids], [keep, 0])
+    clipped = lowlevel.clip_blocks([[0] * nulls + ids, ids], [keep, 0])
     assert [list(found) for found in clipped] == [_reference.clip_window(ids, window, block_size), ids]
 
 
 @given(IDS, st.integers(0, 5), st.integers(0, 3))
 def test_state_slots(ids: list[int], nulls: int, speculative: int) -> None:
-    (clipped,) = kvhma.clip_blocks([[0] * nulls + ids], [0], speculative=[speculative])
+    (clipped,) = lowlevel.clip_blocks([[0] * nulls + ids], [0], speculative=[speculative])
     assert list(clipped) == _reference.clip_state(ids, speculative)
 
 
 @given(st.lists(st.integers(0, 1 << 20), max_size=40), st.integers(1, 300))
 def test_kernel_blocks(ids: list[int], ratio: int) -> None:
-    assert kvhma.expand_blocks(ids, ratio).tolist() == _reference.expand_blocks(ids, ratio)
+    assert lowlevel.expand_blocks(ids, ratio).tolist() == _reference.expand_blocks(ids, ratio)
 
 
 @given(SEEDS, recipes({axis: AXES[axis] for axis in ("blocks", "positions", "tokens")}))

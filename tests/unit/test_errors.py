@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvhma
-from kvhma import errors
+from kvhma import errors, lowlevel
 from kvhma._kvhma import digest_tokens
 from kvhma.errors import (
     AddressOverflowError,
@@ -191,7 +191,7 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
         {"code": "value", "place": "local group 0", "field": "first", "value": 2**62},
     ),
     (
-        lambda: kvhma.fa_views([0, 0], [16, 16], [16, 0], [1, 1]),
+        lambda: lowlevel.fa_views([0, 0], [16, 16], [16, 0], [1, 1]),
         RequestError,
         {"code": "value", "place": "view 1", "field": "stride", "value": 0},
     ),
@@ -221,12 +221,12 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
         {"code": "overlap", "place": "local", "field": "bytes"},
     ),
     (
-        lambda: kvhma.expand_blocks([1, "x"], 2),  # type: ignore[list-item]
+        lambda: lowlevel.expand_blocks([1, "x"], 2),  # type: ignore[list-item]
         RequestError,
         {"code": "type", "field": "block_ids", "value": "'x' of type str", "reason": "is not an integer of 64 bits"},
     ),
     (
-        lambda: kvhma.expand_views(np.zeros((2, 3), np.uint64)),
+        lambda: lowlevel.expand_views(np.zeros((2, 3), np.uint64)),
         RequestError,
         {"code": "type", "field": "views", "reason": "expected a uint64 array of shape (n, 5)"},
     ),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvhma._kvhma import expand_views
 from kvhma.errors import AddressOverflowError, RequestError
+from kvhma.lowlevel import expand_views
 from kvhma.nixl.arrays import check_ids, check_rows, count_entries
 
 TOP = 2**64 - 1

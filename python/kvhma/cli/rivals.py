@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvhma import window_blocks
 from kvhma.baselines import Count, plain, vllm_list, vllm_selection
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry
+from kvhma.lowlevel import window_blocks
 
 Tables = Sequence[Sequence[int]]
 Relay = Callable[[int], list[Geometry]]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._kvhma import expand_views
 from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
+from kvhma.lowlevel import expand_views
 from kvhma.nixl.arrays import check_ids, check_rows, count_entries, row_of
 from kvhma.nixl.handshake import WARM_UP, decode_hello, encode_hello
 from kvhma.nixl.in_flight import InFlight
