@@ -261,8 +261,8 @@ def orders() -> None:
     with Agent("reader") as reader, Agent("source") as source:
         reader.register(local)
         source.register(remote)
-        peer = reader.connect(source.hello(remote))
-        source.connect(reader.hello(local))
+        peer = reader.connect(source.handshake_payload(remote))
+        source.connect(reader.handshake_payload(local))
         plan = kvhma.plan(local, remote)
         mine, theirs = plan.views(0)
         prepared = reader.prepare_local(mine), reader.prepare_remote(peer, theirs)

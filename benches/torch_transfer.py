@@ -110,8 +110,8 @@ def prefill(pipe: Connection, shape: Shape) -> None:
     with Agent("P") as agent:
         for cache in by_layout.values():
             agent.register(cache.geometry)
-        # The metadata has all that is registered; a hello carries one geometry, the others go by the pipe.
-        pipe.send(agent.hello(by_layout["uniform"].geometry))
+        # The metadata has all that is registered; a payload carries one geometry, the others go by the pipe.
+        pipe.send(agent.handshake_payload(by_layout["uniform"].geometry))
         pipe.send({name: cache.geometry.to_json() for name, cache in by_layout.items()})
         pipe.recv()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz decode_hello: whatever the bytes, it raises HandshakeError and nothing else, and soon.
+"""Fuzz decode_handshake: whatever the bytes, it raises HandshakeError and nothing else, and soon.
 
 Usage: ``PYTHONPATH=tests python fuzz/handshake.py SECONDS``. With atheris installed it is guided by coverage and keeps
 what it finds in fuzz/corpus/handshake; without, the same mutations are drawn at random, and a failing message is named
@@ -27,7 +27,7 @@ except ImportError:
 
 with atheris.instrument_imports(include=["kvhma"]) if atheris else contextlib.nullcontext():
     from kvhma.errors import HandshakeError
-    from kvhma.nixl.handshake import decode_hello, encode_hello
+    from kvhma.nixl.handshake import decode_handshake, encode_handshake
     from support.generate import generate
     from support.recipe import draw
     from support.tiny import tiny_hybrid
@@ -72,14 +72,14 @@ def spoil_bytes(rng: random.Random, data: bytes) -> bytes:
     return bytes(spoiled)
 
 
-def mutate(rng: random.Random, hello: bytes, spoil: Callable[[random.Random, bytes], bytes]) -> bytes:
+def mutate(rng: random.Random, payload: bytes, spoil: Callable[[random.Random, bytes], bytes]) -> bytes:
     """Change one thing of a message. Its digest is mostly made right again: behind it is most of the code."""
-    if len(hello) < HEAD.size:
-        return spoil(rng, hello)
-    magic, version, *sizes, generation, _ = HEAD.unpack_from(hello)
+    if len(payload) < HEAD.size:
+        return spoil(rng, payload)
+    magic, version, *sizes, incarnation, _ = HEAD.unpack_from(payload)
     parts, at = [], HEAD.size
     for size in sizes:
-        parts.append(hello[at : at + size])
+        parts.append(payload[at : at + size])
         at += size
     kind = rng.randrange(12)
     if kind < 5:
@@ -96,39 +96,39 @@ def mutate(rng: random.Random, hello: bytes, spoil: Callable[[random.Random, byt
         sizes[rng.randrange(4)] = rng.choice([0, 1, 2**16 - 1])
         version = rng.choice([version, rng.randrange(2**16)])
     body = b"".join(parts)
-    head = HEAD.pack(magic, version, min(sizes[0], 2**16 - 1), *sizes[1:], generation, b"")[:-16]
-    hello = head + hashlib.blake2b(head + body, digest_size=16).digest() + body
-    return spoil(rng, hello) if kind == 11 else hello
+    head = HEAD.pack(magic, version, min(sizes[0], 2**16 - 1), *sizes[1:], incarnation, b"")[:-16]
+    payload = head + hashlib.blake2b(head + body, digest_size=16).digest() + body
+    return spoil(rng, payload) if kind == 11 else payload
 
 
 def decode(data: bytes) -> str:
     """Decode a message and what it says once more; return how that went."""
     start = time.process_time()
     try:
-        said = decode_hello(data)
+        said = decode_handshake(data)
     except HandshakeError as error:
         return type(error.__cause__).__name__ if error.__cause__ else "refused"
     finally:
         taken = time.process_time() - start
         assert taken < SECONDS_EACH, f"{taken:.1f} s for {len(data)} bytes"
-    rest = {"name": said.name, "generation": said.generation, "extra": said.extra}
-    again = encode_hello(said.metadata, said.geometry, **rest)
-    assert decode_hello(again) == said, "another hello after a round trip"
+    rest = {"name": said.name, "incarnation": said.incarnation, "extra": said.extra}
+    again = encode_handshake(said.metadata, said.geometry, **rest)
+    assert decode_handshake(again) == said, "another payload after a round trip"
     return "decoded"
 
 
 def seeds() -> list[bytes]:
     """Return good messages."""
     geometries = [tiny_hybrid(10), *(generate(seed, draw(seed)).local for seed in range(60))]
-    return [encode_hello(b"nixl", geometry, name="P-0", generation=7, extra=b"x") for geometry in geometries]
+    return [encode_handshake(b"nixl", geometry, name="P-0", incarnation=7, extra=b"x") for geometry in geometries]
 
 
 def guided(seconds: int) -> None:
     """Let coverage choose what is mutated further."""
     corpus = HERE / "corpus" / "handshake"
     corpus.mkdir(parents=True, exist_ok=True)
-    for index, hello in enumerate(seeds()):
-        (corpus / f"seed-{index}").write_bytes(hello)
+    for index, payload in enumerate(seeds()):
+        (corpus / f"seed-{index}").write_bytes(payload)
 
     def change(data: bytes, max_size: int, seed: int) -> bytes:
         return mutate(random.Random(seed), data, lambda _, part: atheris.Mutate(part, len(part) + 64))[:max_size]
@@ -148,13 +148,13 @@ def blind(seconds: int) -> None:
     while time.monotonic() < end:
         seed = seen.total()
         rng = random.Random(seed)
-        hello = rng.choice(good)
+        payload = rng.choice(good)
         for _ in range(rng.randint(1, 3)):
-            hello = mutate(rng, hello, spoil_bytes)
+            payload = mutate(rng, payload, spoil_bytes)
         try:
-            seen[decode(hello)] += 1
+            seen[decode(payload)] += 1
         except BaseException:
-            print(f"seed {seed}: {hello!r}", flush=True)
+            print(f"seed {seed}: {payload!r}", flush=True)
             raise
     print(f"{seen.total()} messages: {dict(seen)}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hello comes from the network: whatever it is, decoding raises HandshakeError and nothing else, and stays small."""
+"""A payload comes from the network: whatever it is, decoding raises HandshakeError only, and stays small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvhma.errors import GeometryError, HandshakeError
-from kvhma.nixl import MAX_HELLO_BYTES, decode_hello, encode_hello
+from kvhma.nixl import MAX_HANDSHAKE_BYTES, decode_handshake, encode_handshake
 from kvhma.nixl.handshake import MAX_EXTRA_BYTES, MAX_GEOMETRY_BYTES, MAX_METADATA_BYTES, MAX_NAME_BYTES
 from support.flat import flat_geometry
 
@@ -27,8 +27,8 @@ def geometry():
 
 
 @pytest.fixture(scope="module")
-def hello(geometry):
-    return encode_hello(b"nixl" * 50, geometry, name="P-0", generation=2**64 - 1, extra=b"\x00\xff")
+def payload(geometry):
+    return encode_handshake(b"nixl" * 50, geometry, name="P-0", incarnation=2**64 - 1, extra=b"\x00\xff")
 
 
 def forge(name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, magic=MAGIC, version=1, sizes=None, digest=None):
@@ -38,33 +38,33 @@ def forge(name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, magic=MAGIC
     return head + (digest or hashlib.blake2b(head + body, digest_size=16).digest()) + body
 
 
-def test_round_trip(geometry, hello):
-    for form in (hello, bytearray(hello), memoryview(hello)):
-        said = decode_hello(form)
-        assert (said.name, said.generation, said.metadata, said.extra) == (
+def test_round_trip(geometry, payload):
+    for form in (payload, bytearray(payload), memoryview(payload)):
+        said = decode_handshake(form)
+        assert (said.name, said.incarnation, said.metadata, said.extra) == (
             "P-0",
             2**64 - 1,
             b"nixl" * 50,
             b"\0\xff",
         )
         assert said.geometry == geometry
-    assert decode_hello(forge(geometry=geometry.to_json())).name == "P-0"
+    assert decode_handshake(forge(geometry=geometry.to_json())).name == "P-0"
 
 
-def test_cut_off_at_every_length(hello):
-    for length in range(len(hello)):
+def test_cut_off_at_every_length(payload):
+    for length in range(len(payload)):
         with pytest.raises(HandshakeError):
-            decode_hello(hello[:length])
+            decode_handshake(payload[:length])
     with pytest.raises(HandshakeError, match="its header says"):
-        decode_hello(hello + b"\0")
+        decode_handshake(payload + b"\0")
 
 
-def test_every_byte_matters(hello):
-    for at in range(len(hello)):
-        damaged = bytearray(hello)
+def test_every_byte_matters(payload):
+    for at in range(len(payload)):
+        damaged = bytearray(payload)
         damaged[at] ^= 1 << at % 8
         with pytest.raises(HandshakeError):
-            decode_hello(damaged)
+            decode_handshake(damaged)
 
 
 @pytest.mark.parametrize("start", [b"", MAGIC, MAGIC + b"\1\0"])
@@ -72,7 +72,7 @@ def test_random_bytes(start):
     for seed in range(2000):
         rng = random.Random(seed)
         with pytest.raises(HandshakeError):
-            decode_hello(start + rng.randbytes(rng.randrange(200)))
+            decode_handshake(start + rng.randbytes(rng.randrange(200)))
 
 
 def test_random_geometry_with_a_right_digest(geometry):
@@ -83,7 +83,7 @@ def test_random_geometry_with_a_right_digest(geometry):
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(raw))] = rng.randrange(256)
         try:
-            said = decode_hello(forge(geometry=bytes(damaged)))
+            said = decode_handshake(forge(geometry=bytes(damaged)))
         except HandshakeError:
             continue
         assert said.geometry.regions  # a changed digit can be another good geometry
@@ -108,7 +108,7 @@ def test_random_geometry_with_a_right_digest(geometry):
 )
 def test_a_geometry_that_is_none(text):
     with pytest.raises(HandshakeError, match="the geometry of 'P-0'"):
-        decode_hello(forge(geometry=text))
+        decode_handshake(forge(geometry=text))
 
 
 @pytest.mark.parametrize(
@@ -134,23 +134,23 @@ def test_a_geometry_that_contradicts_itself(geometry, path, value):
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(HandshakeError, match="the geometry of 'P-0'") as info:
-        decode_hello(forge(geometry=json.dumps(form).encode()))
+        decode_handshake(forge(geometry=json.dumps(form).encode()))
     assert isinstance(info.value.__cause__, (GeometryError, OverflowError))
 
 
 def test_versions():
     for version in (0, 2, 65535):
         with pytest.raises(HandshakeError, match=f"speaks version {version} .* this side version 1"):
-            decode_hello(forge(version=version))
+            decode_handshake(forge(version=version))
     # Even if the rest of the header is another one.
     with pytest.raises(HandshakeError, match="speaks version 2"):
-        decode_hello(MAGIC + b"\2\0")
+        decode_handshake(MAGIC + b"\2\0")
 
 
 @pytest.mark.parametrize("name", [b"", b"\xff", b"a\nb", b"a\x00", b"\x1b[31m", "‮".encode(), b"\xed\xa0\x80"], ids=repr)
 def test_names_that_do_not_belong_into_a_log(name):
     with pytest.raises(HandshakeError, match="name"):
-        decode_hello(forge(name=name))
+        decode_handshake(forge(name=name))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_names_that_do_not_belong_into_a_log(name):
 )
 def test_what_is_no_bytes(data):
     with pytest.raises(HandshakeError):
-        decode_hello(data)
+        decode_handshake(data)
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -167,20 +167,20 @@ def test_sizes_are_checked_before_anything_is_read(place):
     sizes = [3, 2, 2, 0]
     sizes[place] = bounds[place] + 1
     with pytest.raises(HandshakeError, match=f"of {sizes[place]} bytes, at most"):
-        decode_hello(forge(sizes=sizes))
+        decode_handshake(forge(sizes=sizes))
     sizes[place] = [2**16, 2**32, 2**32, 2**32][place] - 1
     with pytest.raises(HandshakeError):
-        decode_hello(forge(sizes=sizes))
+        decode_handshake(forge(sizes=sizes))
 
 
 def test_too_long_is_refused_without_a_look():
-    data = bytes(MAX_HELLO_BYTES + 1)
+    data = bytes(MAX_HANDSHAKE_BYTES + 1)
     tracemalloc.start()
     try:
         with pytest.raises(HandshakeError, match="at most"):
-            decode_hello(data)
+            decode_handshake(data)
         with pytest.raises(HandshakeError):
-            decode_hello(forge(sizes=[3, MAX_METADATA_BYTES, MAX_GEOMETRY_BYTES, 0]))
+            decode_handshake(forge(sizes=[3, MAX_METADATA_BYTES, MAX_GEOMETRY_BYTES, 0]))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -193,13 +193,13 @@ def test_encoding_keeps_to_the_bounds(geometry):
             "agent_metadata": b"",
             "geometry": geometry,
             "name": "P",
-            "generation": 0,
+            "incarnation": 0,
             "extra": b"",
             **changes,
         }
-        return encode_hello(fields.pop("agent_metadata"), fields.pop("geometry"), **fields)
+        return encode_handshake(fields.pop("agent_metadata"), fields.pop("geometry"), **fields)
 
-    assert decode_hello(encode(extra=bytes(MAX_EXTRA_BYTES))).extra == bytes(MAX_EXTRA_BYTES)
+    assert decode_handshake(encode(extra=bytes(MAX_EXTRA_BYTES))).extra == bytes(MAX_EXTRA_BYTES)
     for changes in (
         {"name": ""},
         {"name": "x" * (MAX_NAME_BYTES + 1)},
@@ -207,8 +207,8 @@ def test_encoding_keeps_to_the_bounds(geometry):
         {"name": "\ud800"},
         {"extra": bytes(MAX_EXTRA_BYTES + 1)},
         {"agent_metadata": bytes(MAX_METADATA_BYTES + 1)},
-        {"generation": -1},
-        {"generation": 2**64},
+        {"incarnation": -1},
+        {"incarnation": 2**64},
     ):
         with pytest.raises(HandshakeError):
             encode(**changes)

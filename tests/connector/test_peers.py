@@ -17,7 +17,7 @@ pytest.importorskip("zmq")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, decode_hello
+from kvhma.nixl import Agent, decode_handshake
 from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.scheduler.leases import LeaseTable
 from kvhma.vllm.settings import Settings
@@ -57,7 +57,7 @@ class World:
     def worker(self, name: str, rank: int, extra: bytes = EXTRA) -> bytes:
         """Start a prefill worker; return what it says of itself."""
         geometry = replace(self.geometry, layers=self.geometry.layers[rank : rank + 1])
-        return self.make_agent(name).hello(geometry, extra)
+        return self.make_agent(name).handshake_payload(geometry, extra)
 
     def prefill(self, *hellos: bytes, instance: int = 1) -> Incarnation:
         """Start to listen for an engine whose workers say this."""
@@ -115,7 +115,7 @@ def test_an_engine_with_two_addresses(world):
 def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
     hello = world.worker("P0", 0), world.worker("P1", 1)
     source = world.meet(world.prefill(*hello))
-    again = world.prefill(world.make_agent("P0").hello(world.geometry, EXTRA + b" "), instance=2)
+    again = world.prefill(world.make_agent("P0").handshake_payload(world.geometry, EXTRA + b" "), instance=2)
     with pytest.raises(TransferError, match=r"'P0', which is at 127\.0\.0\.1"):
         world.meet(again)
     assert source.gone is None
@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkey
     connect = world.agent.connect
 
     def but_one(hello, **more):
-        if decode_hello(hello).name == "P1":
+        if decode_handshake(hello).name == "P1":
             raise TransferError("not this one")
         return connect(hello, **more)
 
@@ -164,7 +164,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
     monkeypatch.setattr(ClientPool, "take", watched)
     life = world.prefill(b"no hello")
     for _ in range(2):
-        with pytest.raises(HandshakeError, match="a hello of 8 bytes is cut off"):
+        with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
             world.meet(life)
     gc.collect()
     assert len(clients) == 1, "one handshake for both"
@@ -274,7 +274,9 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
 
 def test_a_rank_that_nothing_is_read_from_takes_no_name(world):
     # A stage without a layer of ours: the planner has no use for it.
-    other = world.make_agent("P0").hello(Geometry(world.geometry.regions, world.geometry.groups, ()), EXTRA + b" ")
+    other = world.make_agent("P0").handshake_payload(
+        Geometry(world.geometry.regions, world.geometry.groups, ()), EXTRA + b" "
+    )
     source = world.meet(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
     assert set(source.hellos) == {"M0", "M1"}
     assert world.meet(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None

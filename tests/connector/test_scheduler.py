@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma import Geometry
-from kvhma.nixl import encode_hello
+from kvhma.nixl import encode_handshake
 from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import EngineFacts, KvhmaScheduler
 from kvhma.vllm.settings import Settings
@@ -39,7 +39,7 @@ def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_stat
         transfer_groups=tuple(range(len(geometry.groups))),
     )
     made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), facts)
-    hello = encode_hello(b"x", geometry, name="a", generation=1)
+    hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
     made.serve({(0, 0): WorkerHello(hello)})
     return made
 

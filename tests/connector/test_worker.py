@@ -42,7 +42,7 @@ class Prefill:
         self.agent = Agent(f"P{next(self.numbers)}")
         self.agent.register(self.geometry)
         self.ledger = LeaseTable(30.0)
-        hellos = {(0, 0): self.agent.hello(self.geometry, EXTRA)}
+        hellos = {(0, 0): self.agent.handshake_payload(self.geometry, EXTRA)}
         self.listener = Listener(address, engine_id="p", instance=self.instance, hellos=hellos, desk=self.ledger)
 
     def remote(self, name: str, blocks: list[int], hold: LeaseKey | None = None) -> PrefillParams:

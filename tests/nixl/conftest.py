@@ -21,7 +21,7 @@ SECONDS = 20.0
 
 
 class Worker:
-    """The P side. `hello` is what a peer connects to."""
+    """The P side. `payload` is what a peer connects to."""
 
     def __init__(self, name: str, pages: int, seed: int, environment: dict[str, str]) -> None:
         self.seed = seed
@@ -31,11 +31,11 @@ class Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
         )
-        self.hello = b""
+        self.payload = b""
 
     def greet(self) -> None:
         """Wait until it is ready."""
-        self.hello = bytes.fromhex(self._line())
+        self.payload = bytes.fromhex(self._line())
 
     def _line(self) -> str:
         assert self.process.stdout is not None

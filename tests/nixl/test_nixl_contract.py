@@ -87,7 +87,7 @@ def test_what_warms_up_is_a_notification(nixl):
     geometry = flat_geometry(array)
     with Agent("warm-P") as p, Agent("warm-D") as d:
         p.register(geometry)
-        d.connect(p.hello(geometry))
+        d.connect(p.handshake_payload(geometry))
         news: dict[str, list[bytes]] = {}
         deadline = time.monotonic() + 20
         while not news and time.monotonic() < deadline:

@@ -55,7 +55,7 @@ class World:
         while len(self.sources) <= at:
             worker = Worker(f"P{len(self.sources)}")
             self.sources.append(worker)
-            self.peers.append(self.d.agent.connect(worker.agent.hello(worker.geometry)))
+            self.peers.append(self.d.agent.connect(worker.agent.handshake_payload(worker.geometry)))
         return self.sources[at]
 
 

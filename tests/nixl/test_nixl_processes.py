@@ -80,7 +80,7 @@ def hang(reader, peer, worker, count):
 
 def test_bytes_and_notification(transport, start_worker, reader):
     worker = start_worker(**transport)
-    peer = reader.agent.connect(worker.hello, expect="P")
+    peer = reader.agent.connect(worker.payload, expect="P")
     assert worker.notifications(1, 0.2) == []  # the warm-up has been dropped
     transfer = reader.read(peer, ALL, b"r1")
     assert transfer.wait(SECONDS)
@@ -105,7 +105,7 @@ def test_prewarming_saves_the_first_peer_on_both_sides(transport, start_worker):
                 agent.prewarm_transport()
             pids = "self", worker.process.pid
             before = [reads(pid) for pid in pids]
-            peer = agent.connect(worker.hello)
+            peer = agent.connect(worker.payload)
             at_d, at_p = (reads(pid) - count for pid, count in zip(pids, before, strict=True))
             agent.disconnect(peer)
             return at_d, at_p
@@ -118,7 +118,7 @@ def test_prewarming_saves_the_first_peer_on_both_sides(transport, start_worker):
 
 def test_the_notification_leaves_only_by_a_poll(tcp, start_worker, reader):
     worker = start_worker(**tcp)
-    (transfer,) = hang(reader, reader.agent.connect(worker.hello), worker, 1)
+    (transfer,) = hang(reader, reader.agent.connect(worker.payload), worker, 1)
     worker.go_on()
     assert worker.notifications(1, 0.5) == []
     assert reader.has(worker, ALL)  # all has come, but nobody has looked
@@ -128,7 +128,7 @@ def test_the_notification_leaves_only_by_a_poll(tcp, start_worker, reader):
 
 def test_an_aborted_transfer_stays_until_it_has_landed(tcp, start_worker, reader):
     worker = start_worker(**tcp)
-    peer = reader.agent.connect(worker.hello)
+    peer = reader.agent.connect(worker.payload)
     (transfer,) = hang(reader, peer, worker, 1)
     assert transfer.abort()
     for _ in range(100):
@@ -148,7 +148,7 @@ def test_an_aborted_transfer_stays_until_it_has_landed(tcp, start_worker, reader
 
 def test_nothing_is_taken_down_under_a_transfer(tcp, start_worker, reader):
     worker = start_worker(**tcp)
-    peer = reader.agent.connect(worker.hello)
+    peer = reader.agent.connect(worker.payload)
     (transfer,) = hang(reader, peer, worker, 1)
     with pytest.raises(TransferError, match="1 transfers still in flight"):
         reader.agent.disconnect(peer, timeout=0.1)
@@ -163,7 +163,7 @@ def test_nothing_is_taken_down_under_a_transfer(tcp, start_worker, reader):
 
 def test_a_peer_that_died_before(transport, start_worker, reader):
     worker = start_worker(**transport)
-    peer = reader.agent.connect(worker.hello)
+    peer = reader.agent.connect(worker.payload)
     worker.kill()
     error = dies(lambda: reader.read(peer, [1, 2]).wait(SECONDS))
     assert type(error.__cause__).__name__ == "nixlRemoteDisconnectError"
@@ -172,7 +172,7 @@ def test_a_peer_that_died_before(transport, start_worker, reader):
 
 def test_a_peer_that_dies_during(transport, start_worker, reader):
     worker = start_worker(**transport)
-    peer = reader.agent.connect(worker.hello)
+    peer = reader.agent.connect(worker.payload)
     first, second, aborted = hang(reader, peer, worker, 3)
     aborted.abort()
     worker.kill()
@@ -190,7 +190,7 @@ def test_a_peer_that_dies_during(transport, start_worker, reader):
 
 def test_a_peer_that_died_after(start_worker, reader):
     worker = start_worker()
-    peer = reader.agent.connect(worker.hello)
+    peer = reader.agent.connect(worker.payload)
     transfer = reader.read(peer, ALL)
     assert transfer.wait(SECONDS)
     worker.kill()
@@ -213,8 +213,8 @@ def check_lost_and_back(reader, peer, start_worker, transport):
             call()
     assert time.monotonic() - start < 1
     second = start_worker(seed=2, **transport)
-    again = reader.agent.connect(second.hello)
-    assert again.generation != peer.generation
+    again = reader.agent.connect(second.payload)
+    assert again.incarnation != peer.incarnation
     reader.target[:] = 0
     assert reader.read(again, ALL, b"back").wait(SECONDS)
     assert reader.has(second, ALL)
@@ -223,10 +223,10 @@ def check_lost_and_back(reader, peer, start_worker, transport):
 
 def test_a_restart_nobody_noticed(start_worker, reader):
     first = start_worker()
-    old = reader.agent.connect(first.hello)
+    old = reader.agent.connect(first.payload)
     first.kill()
     second = start_worker(seed=2)
-    peer = reader.agent.connect(second.hello)
+    peer = reader.agent.connect(second.payload)
     assert reader.read(peer, ALL).wait(SECONDS)
     assert reader.has(second, ALL)
     with pytest.raises(PeerLostError):
@@ -235,7 +235,7 @@ def test_a_restart_nobody_noticed(start_worker, reader):
 
 def test_two_peers_fail_alone(tcp, start_worker, reader):
     p, q = start_worker("P", **tcp), start_worker("Q", seed=3, **tcp)
-    to_p, to_q = reader.agent.connect(p.hello), reader.agent.connect(q.hello)
+    to_p, to_q = reader.agent.connect(p.payload), reader.agent.connect(q.payload)
     (lost,), (kept,) = hang(reader, to_p, p, 1), hang(reader, to_q, q, 1)
     p.kill()
     with pytest.raises(PeerLostError):
@@ -246,13 +246,13 @@ def test_two_peers_fail_alone(tcp, start_worker, reader):
     assert to_q.gone is None
 
 
-def test_a_hello_of_a_dead_process(tcp, start_worker, reader):
+def test_a_payload_of_a_dead_process(tcp, start_worker, reader):
     worker = start_worker(**tcp)
     worker.kill()
     with pytest.raises(TransferError, match="cannot take on 'P'"):
-        reader.agent.connect(worker.hello)
+        reader.agent.connect(worker.payload)
     second = start_worker(seed=2, **tcp)
-    assert reader.read(reader.agent.connect(second.hello), ALL).wait(SECONDS)
+    assert reader.read(reader.agent.connect(second.payload), ALL).wait(SECONDS)
     assert reader.has(second, ALL)
 
 
@@ -263,18 +263,18 @@ def test_a_peer_that_hangs_does_not_hold_up_others(tcp, start_worker, reader):
 
     def connect_to_p():
         try:
-            reader.agent.connect(p.hello, timeout=1.5)
+            reader.agent.connect(p.payload, timeout=1.5)
         except TransferError as exc:
             errors.append(str(exc))
 
     thread = threading.Thread(target=connect_to_p)
     thread.start()
     time.sleep(0.2)
-    assert reader.read(reader.agent.connect(q.hello), ALL).wait(SECONDS)
+    assert reader.read(reader.agent.connect(q.payload), ALL).wait(SECONDS)
     assert reader.has(q, ALL)
     assert not errors
     thread.join(SECONDS)
     assert errors == ["peer 'P': no answer in 1.5 s"]
     p.go_on()
-    assert reader.read(reader.agent.connect(p.hello), ALL).wait(SECONDS)
+    assert reader.read(reader.agent.connect(p.payload), ALL).wait(SECONDS)
     assert reader.has(p, ALL)

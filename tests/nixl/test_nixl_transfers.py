@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvhma.errors import HandshakeError, PeerLostError, RequestError
 from kvhma.lowlevel import expand_views
-from kvhma.nixl import Agent, Peer, encode_hello
+from kvhma.nixl import Agent, Peer, encode_handshake
 from support.fake_nixl import merge, runs_of_rows, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of
 
@@ -47,7 +47,7 @@ def pair() -> Iterator[Pair]:
         peers = {}
         for agent in (d, d_expanding):
             agent.register(d_geometry)
-            peers[agent] = agent.connect(p.hello(p_geometry), expect="P")
+            peers[agent] = agent.connect(p.handshake_payload(p_geometry), expect="P")
         yield Pair(source, target, p, d, d_expanding, peers)
 
 
@@ -222,7 +222,7 @@ def test_a_list_of_an_earlier_connection_is_lost(pair):
     views = pair.views(pair.source, DENSE)
     local, old = d.prepare_local(pair.views(pair.target, DENSE)), d.prepare_remote(peer, views)
     d.disconnect(peer)
-    again = pair.peers[d] = d.connect(pair.p.hello(flat_geometry(pair.source)))
+    again = pair.peers[d] = d.connect(pair.p.handshake_payload(flat_geometry(pair.source)))
     one = np.array([1], np.int32)
     with pytest.raises(PeerLostError, match="connect again"):
         d.read_ids(local, one, old, one)
@@ -230,13 +230,13 @@ def test_a_list_of_an_earlier_connection_is_lost(pair):
     assert (pair.target[PAGE : 2 * PAGE] == pair.source[PAGE : 2 * PAGE]).all()
 
 
-def test_hellos_that_nixl_refuses(pair):
+def test_payloads_that_nixl_refuses(pair):
     geometry = flat_geometry(pair.source)
     metadata = pair.p._session.open().get_agent_metadata()
     stranger = b"nixlSerDes|Agent" + (1).to_bytes(8, "little") + b"Q|"
     for name, blob in (("Q", metadata), ("Q", b""), ("Q", b"nixlSerDes|"), ("Q", stranger), ("D", metadata)):
         with pytest.raises(HandshakeError):
-            pair.d.connect(encode_hello(blob, geometry, name=name, generation=1))
+            pair.d.connect(encode_handshake(blob, geometry, name=name, incarnation=1))
     assert pair.d.read(pair.peers[pair.d], rows_of(pair.target, [1]), rows_of(pair.source, [1])).wait(10)
 
 
@@ -244,11 +244,11 @@ def test_a_geometry_beyond_what_is_registered(pair):
     with Agent("S") as agent:
         agent.register(flat_geometry(pair.source[: 8 * PAGE]))
         metadata = agent._session.open().get_agent_metadata()
-        hello = encode_hello(metadata, flat_geometry(pair.source), name="S", generation=agent.generation)
+        payload = encode_handshake(metadata, flat_geometry(pair.source), name="S", incarnation=agent.incarnation)
         with pytest.raises(HandshakeError, match="'S' did not register Region"):
-            pair.d.connect(hello)
+            pair.d.connect(payload)
         # Nothing of the failed attempt is left.
-        peer = pair.d.connect(agent.hello(flat_geometry(pair.source[: 8 * PAGE])))
+        peer = pair.d.connect(agent.handshake_payload(flat_geometry(pair.source[: 8 * PAGE])))
         assert pair.d.read(peer, rows_of(pair.target, [1]), rows_of(pair.source, [1])).wait(10)
         pair.d.disconnect(peer)
 
@@ -277,11 +277,11 @@ def test_many_threads(pair):
     with Agent("passer-by") as other:
         geometry = flat_geometry(pair.source)
         other.register(geometry)
-        hello = other.hello(geometry)
+        payload = other.handshake_payload(geometry)
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            d.disconnect(d.connect(hello))
+            d.disconnect(d.connect(payload))
             d.poll()
             news += pair.p.notifications()
         for thread in threads:

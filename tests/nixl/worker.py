@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker in a process of its own: owns memory, says hello, and answers one JSON command per line until its end.
+"""A worker in a process of its own: owns memory, prints its handshake payload, then answers one JSON command per line.
 
-Started as ``python worker.py NAME PAGES SEED``; the first line it prints is its hello, in hexadecimal. With PREWARM in
-its environment it has prewarmed its transport before.
+Started as ``python worker.py NAME PAGES SEED``; the first line it prints is the payload in hexadecimal. With PREWARM
+in its environment it has prewarmed its transport before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         if "PREWARM" in os.environ:
             agent.prewarm_transport()
         agent.register(geometry)
-        print(agent.hello(geometry).hex(), file=answers, flush=True)
+        print(agent.handshake_payload(geometry).hex(), file=answers, flush=True)
         for line in sys.stdin:
             command = json.loads(line)
             if command["do"] == "notifications":

@@ -36,7 +36,7 @@ class Order:
     """What a rank of D is to fetch.
 
     Attributes:
-        hellos: of the ranks of P, in the order of the plan.
+        payloads: of the ranks of P, in the order of the plan.
         num_tokens: tokens that P computed.
         local: D's spans.
         remote: P's spans, for all sources or for each.
@@ -44,7 +44,7 @@ class Order:
         seed: that the sources were filled with.
     """
 
-    hellos: tuple[bytes, ...]
+    payloads: tuple[bytes, ...]
     num_tokens: int
     local: Sequence[kvhma.Span]
     remote: Sequence[kvhma.Span] | Sequence[Sequence[kvhma.Span]]
@@ -100,7 +100,7 @@ class _Rank:
         self.kept: list[Memory] = []
 
     def place(self, text: bytes) -> bytes:
-        """Give a geometry memory; return the hello with its real addresses."""
+        """Give a geometry memory; return the handshake payload with its real addresses."""
         if self.agent is None:
             self.agent = Agent(self.name)
             self.takes_strided = self.agent.strided
@@ -113,7 +113,7 @@ class _Rank:
         )
         self.geometry = replace(sketch, regions=regions)
         self.agent.register(self.geometry)
-        return self.agent.hello(self.geometry)
+        return self.agent.handshake_payload(self.geometry)
 
     def fill(self, spans: Sequence[kvhma.Span], seed: int) -> None:
         fill_source(self.memory, self.geometry, spans, seed=seed)
@@ -121,7 +121,7 @@ class _Rank:
     def fetch(self, order: Order) -> Fetched:
         """Read what an order asks for, in each encoding, and check every byte."""
         assert self.agent is not None
-        peers = [self.agent.connect(hello) for hello in order.hellos]
+        peers = [self.agent.connect(payload) for payload in order.payloads]
         remotes = [peer.geometry for peer in peers]
         plan = kvhma.plan(self.geometry, remotes, descriptor_bytes=order.descriptor_bytes)
         request = order.num_tokens, order.local, order.remote
@@ -289,13 +289,13 @@ class Ranks:
         self._awake |= {*p, *d}
         for rank, geometry in [*zip(p, prefill, strict=True), *zip(d, decode, strict=True)]:
             rank.tell("place", geometry.to_json())
-        hellos = tuple(_answers([*p, *d])[: len(p)])
+        payloads = tuple(_answers([*p, *d])[: len(p)])
         seed = more.get("seed", 0)
         for rank, spans in zip(p, prefill_spans, strict=True):
             rank.tell("fill", spans, seed)
         _answers(p)
         for rank, spans in zip(d, decode_spans, strict=True):
-            rank.tell("fetch", Order(hellos, num_tokens, spans, prefill_spans, **more))
+            rank.tell("fetch", Order(payloads, num_tokens, spans, prefill_spans, **more))
         return _answers(d)
 
     def forget(self) -> None:

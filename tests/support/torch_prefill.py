@@ -36,7 +36,7 @@ def serve(pipe: Connection) -> None:
             what, arguments = order
             if what == "allocate":
                 kept.append(_allocate(agent, *arguments))
-                pipe.send(agent.hello(kept[-1].geometry))
+                pipe.send(agent.handshake_payload(kept[-1].geometry))
             else:
                 pipe.send(_news(agent, *arguments))
 
@@ -65,7 +65,7 @@ class Prefill:
         self._pipe = pipe
 
     def allocate(self, form: Mapping[str, Any], spans: Sequence[kvhma.Span], seed: int) -> bytes:
-        """Allocate and fill a cache; return the hello."""
+        """Allocate and fill a cache; return the handshake payload."""
         return self._ask("allocate", form, spans, seed)
 
     def news(self, count: int) -> list[bytes]:

@@ -19,7 +19,7 @@ from kvhma.errors import (
     TransferError,
 )
 from kvhma.geometry import Geometry, Region
-from kvhma.nixl import WARM_UP, Agent, Telemetry, decode_hello, encode_hello
+from kvhma.nixl import WARM_UP, Agent, Telemetry, decode_handshake, encode_handshake
 from support.fake_nixl import ERRORS, FakeNet, FakeNixl, merge, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of, views_of
 
@@ -42,7 +42,7 @@ class World:
         self.d_geometry = flat_geometry(self.target)
         self.p.register(self.p_geometry)
         self.d.register(self.d_geometry)
-        self.peer = self.d.connect(self.p.hello(self.p_geometry))
+        self.peer = self.d.connect(self.p.handshake_payload(self.p_geometry))
         self.net.polls = polls
         self.d_nixl.calls.clear()
 
@@ -56,7 +56,7 @@ class World:
         self.p_nixl = FakeNixl("P", self.net)
         self.p = Agent("P", nixl=self.p_nixl)
         self.p.register(self.p_geometry)
-        return self.p.hello(self.p_geometry)
+        return self.p.handshake_payload(self.p_geometry)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_region_inside_another_is_covered(world):
     inner = flat_geometry(world.target[PAGE : 3 * PAGE])
     world.d.register(inner)
     assert "register_memory" not in world.d_nixl.calls
-    assert decode_hello(world.d.hello(inner)).geometry == inner
+    assert decode_handshake(world.d.handshake_payload(inner)).geometry == inner
     whole = np.zeros(8 * PAGE, np.uint8)
     world.d.register(flat_geometry(whole[PAGE : 3 * PAGE], whole))
     assert world.d_nixl.calls["register_memory"] == 1
@@ -118,9 +118,9 @@ def test_a_refused_registration_is_a_transfer_error(world):
     assert type(info.value.__cause__).__name__ == "nixlBackendError"
 
 
-def test_a_hello_needs_registered_memory(world):
+def test_a_payload_needs_registered_memory(world):
     with pytest.raises(RequestError, match="not registered"):
-        world.p.hello(flat_geometry(np.zeros(PAGE, np.uint8)))
+        world.p.handshake_payload(flat_geometry(np.zeros(PAGE, np.uint8)))
 
 
 # --- handshake --------------------------------------------------------------------------------------------------
@@ -129,33 +129,33 @@ def test_a_hello_needs_registered_memory(world):
 def test_connecting_warms_up_and_nobody_sees_it(world):
     assert world.p_nixl.inbox == [("D", WARM_UP)]
     assert world.p.notifications() == []
-    assert (world.peer.name, world.peer.generation) == ("P", world.p.generation)
+    assert (world.peer.name, world.peer.incarnation) == ("P", world.p.incarnation)
     assert world.peer.geometry == world.p_geometry
 
 
-def test_the_same_hello_is_the_same_peer(world):
-    hello = world.p.hello(world.p_geometry, b"clock")
-    peer = world.d.connect(hello)
+def test_the_same_payload_is_the_same_peer(world):
+    payload = world.p.handshake_payload(world.p_geometry, b"clock")
+    peer = world.d.connect(payload)
     assert peer is not world.peer
     assert peer.extra == b"clock"
-    assert world.d.connect(hello) is peer
+    assert world.d.connect(payload) is peer
     with pytest.raises(PeerLostError, match="disconnected"):
         world.read([1], [1])
 
 
 def test_an_unexpected_name(world):
     with pytest.raises(HandshakeError, match="from 'P', expected 'Q'"):
-        world.d.connect(world.p.hello(world.p_geometry), expect="Q")
-    with pytest.raises(HandshakeError, match="our own name"):
-        world.p.connect(world.p.hello(world.p_geometry))
+        world.d.connect(world.p.handshake_payload(world.p_geometry), expect="Q")
+    with pytest.raises(HandshakeError, match="this agent.s own name"):
+        world.p.connect(world.p.handshake_payload(world.p_geometry))
 
 
-def test_a_hello_with_the_metadata_of_another(world):
+def test_a_payload_with_the_metadata_of_another(world):
     FakeNixl("Q", world.net)
-    hello = encode_hello(world.p_nixl.get_agent_metadata(), world.p_geometry, name="Q", generation=1)
+    payload = encode_handshake(world.p_nixl.get_agent_metadata(), world.p_geometry, name="Q", incarnation=1)
     before = world.d_nixl.remotes["P"]
     with pytest.raises(HandshakeError, match="not that agent's"):
-        world.d.connect(hello)
+        world.d.connect(payload)
     assert world.d_nixl.remotes["P"] is before
     assert world.read([1], [1]).poll() == "done"
 
@@ -168,7 +168,7 @@ def test_the_name_nixl_finds_in_the_metadata_counts(world, monkeypatch):
     for known, name in (("P", "Q"), ("R", "Q")):
         metadata = world.net.agents[known].get_agent_metadata()
         with pytest.raises(HandshakeError, match=f"is of agent '{known}'"):
-            world.d.connect(encode_hello(metadata, world.p_geometry, name=name, generation=1))
+            world.d.connect(encode_handshake(metadata, world.p_geometry, name=name, incarnation=1))
     assert list(world.d_nixl.remotes) == ["P"]
 
 
@@ -177,7 +177,7 @@ def test_a_geometry_the_peer_did_not_register(world):
     FakeNixl("Q", world.net)
     metadata = world.net.agents["Q"].get_agent_metadata()
     with pytest.raises(HandshakeError, match="'Q' did not register Region"):
-        world.d.connect(encode_hello(metadata, other, name="Q", generation=1))
+        world.d.connect(encode_handshake(metadata, other, name="Q", incarnation=1))
     assert "Q" not in world.d_nixl.remotes
 
 
@@ -185,32 +185,32 @@ def test_a_geometry_the_peer_did_not_register(world):
 def test_metadata_nixl_refuses(world, name):
     world.net.fail["add_remote_agent"] = [ERRORS[name]("no")]
     with pytest.raises(KvhmaError, match="cannot take on") as info:
-        world.p.connect(world.d.hello(world.d_geometry))
+        world.p.connect(world.d.handshake_payload(world.d_geometry))
     assert isinstance(info.value, TransferError if name == "nixlBackendError" else HandshakeError)
-    assert world.p.connect(world.d.hello(world.d_geometry)).name == "D"
+    assert world.p.connect(world.d.handshake_payload(world.d_geometry)).name == "D"
 
 
 @pytest.mark.parametrize("method", ["transfer", "check_xfer_state", "initialize_xfer"])
 def test_a_peer_that_is_dead_by_the_time_of_the_warm_up(world, method):
     world.net.polls = 1
     world.net.fail[method] = [ERRORS["nixlRemoteDisconnectError"]("gone")]
-    hello = world.d.hello(world.d_geometry)
+    payload = world.d.handshake_payload(world.d_geometry)
     with pytest.raises(PeerLostError, match="'D'"):
-        world.p.connect(hello)
+        world.p.connect(payload)
     assert "D" not in world.p_nixl.remotes
-    assert world.p.connect(hello).gone is None
+    assert world.p.connect(payload).gone is None
 
 
 def test_a_peer_that_does_not_answer(world):
     world.net.polls = 10**9
-    hello = world.d.hello(world.d_geometry)
+    payload = world.d.handshake_payload(world.d_geometry)
     for _ in range(2):
         with pytest.raises(TransferError, match=r"'D': (no answer in|1 transfers still in flight after) 0.01 s"):
-            world.p.connect(hello, timeout=0.01)
+            world.p.connect(payload, timeout=0.01)
     (warm_up,) = world.p._in_flight.running()
     assert world.p_nixl.released_in_flight == 0
     warm_up._handle.left, world.net.polls = 1, 0
-    assert world.p.connect(hello, timeout=1).gone is None
+    assert world.p.connect(payload, timeout=1).gone is None
 
 
 def test_a_peer_with_device_memory_is_only_notified(world):
@@ -218,7 +218,7 @@ def test_a_peer_with_device_memory_is_only_notified(world):
     agent = Agent("G", nixl=device)
     geometry = _with_region(world.p_geometry, memory="VRAM", device=1)
     agent.register(geometry)
-    world.d.connect(agent.hello(geometry))
+    world.d.connect(agent.handshake_payload(geometry))
     assert "transfer" not in world.d_nixl.calls
     assert device.inbox == [("D", WARM_UP)]
 
@@ -403,8 +403,8 @@ def test_close_waits_and_then_gives_everything_back():
         lambda: world.read([1], [2]),
         lambda: world.d.prepare_local(views_of(world.target)),
         lambda: world.d.register(world.d_geometry),
-        lambda: world.d.hello(world.d_geometry),
-        lambda: world.d.connect(world.p.hello(world.p_geometry)),
+        lambda: world.d.handshake_payload(world.d_geometry),
+        lambda: world.d.connect(world.p.handshake_payload(world.p_geometry)),
         lambda: world.d.notify(world.peer, b"x"),
         world.d.notifications,
     ):
@@ -474,7 +474,7 @@ def test_a_dead_peer_is_lost_until_it_comes_back():
     assert world.d_nixl.calls["transfer"] == posts
 
     peer = world.d.connect(world.restart_p())
-    assert peer.generation != world.peer.generation
+    assert peer.incarnation != world.peer.incarnation
     with pytest.raises(PeerLostError):
         world.d.read_ids(local, int32(1), remote, int32(2))
     again = world.d.prepare_remote(peer, views)
@@ -505,7 +505,7 @@ def test_nixl_forgetting_a_peer_by_itself_is_a_lost_peer():
     world.d_nixl.remotes.pop("P")
     with pytest.raises(PeerLostError):
         transfer.wait(1)
-    world.d.connect(world.p.hello(world.p_geometry))
+    world.d.connect(world.p.handshake_payload(world.p_geometry))
 
 
 @pytest.mark.parametrize("method", ["transfer", "check_xfer_state"])
@@ -529,10 +529,10 @@ def test_an_error_state_without_an_exception(monkeypatch):
 def test_a_restarted_peer_replaces_itself_after_its_transfers_ended():
     world = World(polls=10**9)
     transfer = world.read([1], [2])
-    hello = world.restart_p()
+    payload = world.restart_p()
     world.net.polls = 0
     # The old incarnation is gone, which the poll inside connect finds out.
-    peer = world.d.connect(hello)
+    peer = world.d.connect(payload)
     assert transfer.finished
     assert peer is not world.peer
     assert world.peer.gone

@@ -124,7 +124,7 @@ def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
         with Agent("link-prefill", backends=(backend,)) as agent:
             geometry = _geometry(memory)
             agent.register(geometry)
-            pipe.send(agent.hello(geometry))
+            pipe.send(agent.handshake_payload(geometry))
             agent.connect(pipe.recv())
             while not pipe.poll(0.01):  # until D has read everything
                 agent.notifications()
@@ -142,7 +142,7 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: i
     try:
         with Agent("link-decode", backends=(backend,)) as agent:
             agent.register(_geometry(memory))
-            pipe.send(agent.hello(_geometry(memory)))
+            pipe.send(agent.handshake_payload(_geometry(memory)))
             peer = agent.connect(pipe.recv())
             base = peer.geometry.regions[0].base
             for size in sizes:

@@ -37,7 +37,7 @@ def prefill(pipe: Connection, scenario: Scenario, seed: int) -> None:
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("prefill") as agent:
         agent.register(geometry)
-        pipe.send(agent.hello(geometry))
+        pipe.send(agent.handshake_payload(geometry))
         agent.connect(pipe.recv())
         for index, request in enumerate(scenario.requests):
             _, spans = request.spans(geometry, geometry)
@@ -53,7 +53,7 @@ def decode(pipe: Connection, scenario: Scenario, seed: int, corrupt: bool) -> No
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("decode") as agent:
         agent.register(geometry)
-        pipe.send(agent.hello(geometry))
+        pipe.send(agent.handshake_payload(geometry))
         peer = agent.connect(pipe.recv())
         planned = plan(geometry, peer.geometry)
         for index, request in enumerate(scenario.requests):

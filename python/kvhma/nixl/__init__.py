@@ -6,20 +6,20 @@ missing.
 """
 
 from kvhma.nixl.agent import Agent
-from kvhma.nixl.handshake import MAX_HELLO_BYTES, WARM_UP, Hello, decode_hello, encode_hello
+from kvhma.nixl.handshake import MAX_HANDSHAKE_BYTES, WARM_UP, HandshakePayload, decode_handshake, encode_handshake
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.prepared import PreparedList
 from kvhma.nixl.transfer import Telemetry, TransferHandle
 
 __all__ = [
-    "MAX_HELLO_BYTES",
+    "MAX_HANDSHAKE_BYTES",
     "WARM_UP",
     "Agent",
-    "Hello",
+    "HandshakePayload",
     "Peer",
     "PreparedList",
     "Telemetry",
     "TransferHandle",
-    "decode_hello",
-    "encode_hello",
+    "decode_handshake",
+    "encode_handshake",
 ]

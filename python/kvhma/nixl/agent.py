@@ -16,7 +16,7 @@ from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
 from kvhma.lowlevel import expand_views
 from kvhma.nixl.arrays import check_ids, check_rows, count_entries, row_of
-from kvhma.nixl.handshake import WARM_UP, decode_hello, encode_hello
+from kvhma.nixl.handshake import WARM_UP, decode_handshake, encode_handshake
 from kvhma.nixl.in_flight import InFlight
 from kvhma.nixl.library import (
     LOCAL_SIDE,
@@ -51,7 +51,7 @@ class Agent:
 
     Attributes:
         name: name of the agent, unique among the peers of a peer.
-        generation: random number of this incarnation of the agent: a restarted one of the same name has another.
+        incarnation: random number; an agent that is started again under the same name has another one.
         strided: whether views go to NIXL as they are; False: written out, one row per entry.
     """
 
@@ -83,7 +83,7 @@ class Agent:
             TransferError: NIXL cannot start a backend.
         """
         self.name = name
-        self.generation = secrets.randbits(64)
+        self.incarnation = secrets.randbits(64)
         self._given = nixl is not None
         self._options: dict[str, Any] = {
             "backends": backends,
@@ -96,7 +96,7 @@ class Agent:
         self._memory = RegisteredMemory()
         self._prepared = PreparedLists(self._session)
         self._in_flight = InFlight(self._session)
-        # Registered at once, so that later hellos do not differ by it.
+        # Registered at once, so that later handshake payloads do not differ by it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
         self._memory.register(opened, self._scratch)
@@ -129,7 +129,7 @@ class Agent:
 
     # --- peers ---------------------------------------------------------------------------------------------
 
-    def hello(self, geometry: Geometry, extra: bytes = b"") -> bytes:
+    def handshake_payload(self, geometry: Geometry, extra: bytes = b"") -> bytes:
         """Return the message that lets a peer read these caches; `extra` is for the engine's own use, up to 64 KiB.
 
         Raises:
@@ -141,7 +141,7 @@ class Agent:
                 if not self._memory.covers(region):
                     raise RequestError(f"{region} is not registered")
             metadata = self._session.open().get_agent_metadata()
-        return encode_hello(metadata, geometry, name=self.name, generation=self.generation, extra=extra)
+        return encode_handshake(metadata, geometry, name=self.name, incarnation=self.incarnation, extra=extra)
 
     def prewarm_transport(self) -> None:
         """Connect to an agent of this process, let a second one connect to this agent, and disconnect both.
@@ -163,32 +163,32 @@ class Agent:
         ):
             for local, remote in ((self, owner), (reader, self)):
                 scratch = Geometry(regions=(remote._scratch,), groups=(), layers=())
-                local.disconnect(local.connect(remote.hello(scratch)))
+                local.disconnect(local.connect(remote.handshake_payload(scratch)))
 
-    def connect(self, hello: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
-        """Connect to the sender of a hello, and warm the connection up.
+    def connect(self, payload: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
+        """Connect to the sender of a handshake payload, and warm the connection up.
 
-        The same hello again returns the same peer. Another one under the same name replaces the peer, which
+        The same payload again returns the same peer. Another one under the same name replaces the peer, which
         is how to get on after it was lost: transfers from the old one end first, then its prepared lists are
         released.
 
         Args:
-            hello: what the peer's :meth:`hello` returned; any bytes are safe.
+            payload: what the peer's :meth:`handshake_payload` returned; any bytes are safe.
             expect: the only name that is accepted. Give it where it is known: else a peer can take another's
                 place.
             timeout: seconds to wait for transfers from a replaced peer, and again for the peer to answer.
 
         Raises:
-            HandshakeError: not a hello, or one that NIXL refuses or that contradicts itself.
+            HandshakeError: not a handshake payload, or one that NIXL refuses or that contradicts itself.
             PeerLostError: the peer is gone already.
             TransferError: nobody is at the peer's address, the peer does not answer, its memory cannot be read, or
                 transfers from the replaced peer did not end in time.
         """
-        said = decode_hello(hello)
+        said = decode_handshake(payload)
         if expect is not None and said.name != expect:
-            raise HandshakeError(f"the hello is from {said.name!r}, expected {expect!r}")
+            raise HandshakeError(f"the handshake payload is from {said.name!r}, expected {expect!r}")
         if said.name == self.name:
-            raise HandshakeError(f"the hello has our own name {said.name!r}")
+            raise HandshakeError(f"the handshake payload has this agent's own name {said.name!r}")
         while True:
             with self._session.setup:
                 nixl = self._session.open()
@@ -198,7 +198,7 @@ class Agent:
                     with self._session.lock:
                         self._session.peers[said.name] = peer
                     break
-                if known.gone is None and said == known.hello:
+                if known.gone is None and said == known.payload:
                     return known
             self.disconnect(known, timeout)
         self._warm_up(peer, timeout)

@@ -9,7 +9,7 @@ Layout, little-endian, no padding::
     12  u32   bytes of the agent's metadata
     16  u32   bytes of the geometry (the JSON form of docs/geometry.md)
     20  u32   bytes of extra
-    24  u64   generation
+    24  u64   incarnation
     32  16 s  BLAKE2b of all of the above and of what follows
     48        name, metadata, geometry, extra
 
@@ -44,31 +44,33 @@ _HEAD = struct.Struct("<8sHHIIIQ")
 _DIGEST_BYTES = 16
 _BODY = _HEAD.size + _DIGEST_BYTES
 
-MAX_HELLO_BYTES = _BODY + MAX_NAME_BYTES + MAX_METADATA_BYTES + MAX_GEOMETRY_BYTES + MAX_EXTRA_BYTES
-"""No hello is longer; a listener need not read further."""
+MAX_HANDSHAKE_BYTES = _BODY + MAX_NAME_BYTES + MAX_METADATA_BYTES + MAX_GEOMETRY_BYTES + MAX_EXTRA_BYTES
+"""No handshake payload is longer: a receiver need not read further."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class HandshakePayload:
     """What a worker says of itself.
 
     Attributes:
         name: name of its NIXL agent.
-        generation: random number of this incarnation of the agent, in 64 bits; a restarted agent has another one.
+        incarnation: random number of 64 bits; an agent that is started again under the same name has another one.
         metadata: NIXL's blob of the agent: how to reach it and which memory it registered.
         geometry: the worker's caches.
         extra: bytes of the engine's own, for example its clock and protocol version.
     """
 
     name: str
-    generation: int
+    incarnation: int
     metadata: bytes = field(repr=False)
     geometry: Geometry = field(repr=False)
     extra: bytes = field(default=b"", repr=False)
 
 
-def encode_hello(agent_metadata: bytes, geometry: Geometry, *, name: str, generation: int, extra: bytes = b"") -> bytes:
-    """Return the message for a :class:`Hello` of these fields.
+def encode_handshake(
+    agent_metadata: bytes, geometry: Geometry, *, name: str, incarnation: int, extra: bytes = b""
+) -> bytes:
+    """Return the message for a :class:`HandshakePayload` of these fields.
 
     Raises:
         HandshakeError: a field does not fit its bound.
@@ -78,15 +80,15 @@ def encode_hello(agent_metadata: bytes, geometry: Geometry, *, name: str, genera
     sizes = [len(part) for part in body]
     _check_sizes(sizes)
     _check_name(raw_name)
-    if not 0 <= generation < 1 << 64:
-        raise HandshakeError(f"generation {generation} does not fit 64 bits")
-    head = _HEAD.pack(_MAGIC, VERSION, *sizes, generation)
+    if not 0 <= incarnation < 1 << 64:
+        raise HandshakeError(f"incarnation {incarnation} does not fit 64 bits")
+    head = _HEAD.pack(_MAGIC, VERSION, *sizes, incarnation)
     joined = b"".join(body)
     return head + _digest(head, joined) + joined
 
 
-def decode_hello(data: bytes) -> Hello:
-    """Read a message of :func:`encode_hello`. Safe on any input.
+def decode_handshake(data: bytes) -> HandshakePayload:
+    """Read a message of :func:`encode_handshake`. Safe on any input.
 
     Nothing is copied or parsed before sizes, version and digest are right.
 
@@ -95,11 +97,11 @@ def decode_hello(data: bytes) -> Hello:
             not one; never anything else.
     """
     view = _as_bytes(data)
-    sizes, generation = _read_head(view)
+    sizes, incarnation = _read_head(view)
     if len(view) != _BODY + sum(sizes):
-        raise HandshakeError(f"a hello of {len(view)} bytes, its header says {_BODY + sum(sizes)}")
+        raise HandshakeError(f"a handshake payload of {len(view)} bytes, its header says {_BODY + sum(sizes)}")
     if _digest(view[: _HEAD.size], view[_BODY:]) != bytes(view[_HEAD.size : _BODY]):
-        raise HandshakeError("the hello is damaged: its digest differs")
+        raise HandshakeError("the handshake payload is damaged: its digest differs")
     ends = list(accumulate(sizes, initial=_BODY))
     raw_name, metadata, raw_geometry, extra = (bytes(view[start:end]) for start, end in pairwise(ends))
     name = _check_name(raw_name)
@@ -107,34 +109,34 @@ def decode_hello(data: bytes) -> Hello:
         geometry = Geometry.from_json(raw_geometry)
     except KvhmaError as exc:
         raise HandshakeError(f"the geometry of {name!r}: {exc}") from exc
-    return Hello(name, generation, metadata, geometry, extra)
+    return HandshakePayload(name, incarnation, metadata, geometry, extra)
 
 
 def _as_bytes(data: object) -> memoryview:
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise HandshakeError(f"a hello is bytes, not {type(data).__name__}")
+        raise HandshakeError(f"a handshake payload is bytes, not {type(data).__name__}")
     view = memoryview(data)
     if view.ndim != 1 or view.itemsize != 1 or not view.contiguous:
-        raise HandshakeError("a hello is one run of bytes")
+        raise HandshakeError("a handshake payload is one run of bytes")
     return view
 
 
 def _read_head(view: memoryview) -> tuple[list[int], int]:
-    """Return the sizes of the four parts of the body, none above its bound, and the generation."""
-    if len(view) > MAX_HELLO_BYTES:
-        raise HandshakeError(f"a hello of {len(view)} bytes, at most {MAX_HELLO_BYTES} are read")
+    """Return the sizes of the four parts of the body, none above its bound, and the incarnation."""
+    if len(view) > MAX_HANDSHAKE_BYTES:
+        raise HandshakeError(f"a handshake payload of {len(view)} bytes, at most {MAX_HANDSHAKE_BYTES} are read")
     if len(view) < _START.size:
-        raise HandshakeError(f"a hello of {len(view)} bytes is cut off")
+        raise HandshakeError(f"a handshake payload of {len(view)} bytes is cut off")
     magic, version = _START.unpack_from(view)
     if magic != _MAGIC:
-        raise HandshakeError("not a kvhma hello")
+        raise HandshakeError("not a kvhma handshake payload")
     if version != VERSION:  # before anything else of the header: another version may have another one
-        raise HandshakeError(f"the peer speaks version {version} of the hello, this side version {VERSION}")
+        raise HandshakeError(f"the peer speaks version {version} of the handshake, this side version {VERSION}")
     if len(view) < _BODY:
-        raise HandshakeError(f"a hello of {len(view)} bytes is cut off")
-    *sizes, generation = _HEAD.unpack_from(view)[2:]
+        raise HandshakeError(f"a handshake payload of {len(view)} bytes is cut off")
+    *sizes, incarnation = _HEAD.unpack_from(view)[2:]
     _check_sizes(sizes)
-    return sizes, generation
+    return sizes, incarnation
 
 
 def _digest(head: bytes | memoryview, body: bytes | memoryview) -> bytes:

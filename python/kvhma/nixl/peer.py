@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvhma.errors import HandshakeError, KvhmaError
 from kvhma.geometry import Geometry
 from kvhma.nixl.arrays import row_of
-from kvhma.nixl.handshake import Hello
+from kvhma.nixl.handshake import HandshakePayload
 from kvhma.nixl.library import NixlAgent, make_descriptors, translate
 
 
@@ -18,22 +18,22 @@ from kvhma.nixl.library import NixlAgent, make_descriptors, translate
 class Peer:
     """A connected agent whose memory can be read.
 
-    Valid until it is lost, disconnected, or replaced by another hello of the same name.
+    Valid until it is lost, disconnected, or replaced by another handshake payload of the same name.
 
     Attributes:
         name: name of its agent.
-        generation: random number of this incarnation of the agent; after a restart the same name has another one.
+        incarnation: random number; an agent that is started again under the same name has another one.
         geometry: its caches.
-        extra: bytes its engine put into the hello.
+        extra: bytes its engine put into the handshake payload.
         gone: why nothing can be read from it any more; None while it is connected.
-        hello: the message it was connected by.
+        payload: the message it was connected by.
     """
 
     name: str
-    generation: int
+    incarnation: int
     geometry: Geometry = field(repr=False)
     extra: bytes = field(repr=False)
-    hello: Hello = field(repr=False)
+    payload: HandshakePayload = field(repr=False)
     gone: str | None = None
 
 
@@ -48,13 +48,13 @@ def metadata_start(name: str) -> bytes:
     return b"nixlSerDes|Agent" + len(raw).to_bytes(8, "little") + raw + b"|"
 
 
-def add_peer(nixl: NixlAgent, hello: Hello, connected: Container[str], *, check_start: bool) -> Peer:
-    """Tell NIXL of the sender of a hello, and check that NIXL finds in its metadata what the hello says.
+def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[str], *, check_start: bool) -> Peer:
+    """Add the sender of a handshake payload to NIXL, and check that its NIXL metadata agrees with the payload.
 
     Args:
         nixl: who is told.
-        hello: what the sender said.
-        connected: names of the connected peers, none of which a bad hello may remove.
+        payload: what the sender says of itself.
+        connected: names of the connected peers, none of which a wrong payload may remove.
         check_start: whether the metadata has to start like :func:`metadata_start`.
 
     Raises:
@@ -62,17 +62,17 @@ def add_peer(nixl: NixlAgent, hello: Hello, connected: Container[str], *, check_
         PeerLostError: the peer is gone already.
         TransferError: NIXL failed otherwise.
     """
-    name = hello.name
+    name = payload.name
     # NIXL merges metadata into whichever agent it names, so a peer could add to what is known of another one.
-    if check_start and not hello.metadata.startswith(metadata_start(name)):
-        raise HandshakeError(f"the metadata in the hello of {name!r} is not that agent's")
+    if check_start and not payload.metadata.startswith(metadata_start(name)):
+        raise HandshakeError(f"the metadata in the handshake payload of {name!r} is not that agent's")
     try:
-        added = nixl.add_remote_agent(hello.metadata)
+        added = nixl.add_remote_agent(payload.metadata)
     except Exception as exc:
         raise translate(exc, f"NIXL cannot take on {name!r}", HandshakeError) from exc
     loaded = added.decode(errors="replace") if isinstance(added, bytes) else added
     try:
-        _check_loaded(nixl, hello, loaded)
+        _check_loaded(nixl, payload, loaded)
     except Exception as exc:
         if loaded not in connected:
             with contextlib.suppress(Exception):
@@ -80,12 +80,12 @@ def add_peer(nixl: NixlAgent, hello: Hello, connected: Container[str], *, check_
         if isinstance(exc, KvhmaError):
             raise
         raise translate(exc, f"cannot connect to {name!r}", HandshakeError) from exc
-    return Peer(name, hello.generation, hello.geometry, hello.extra, hello)
+    return Peer(name, payload.incarnation, payload.geometry, payload.extra, payload)
 
 
-def _check_loaded(nixl: NixlAgent, hello: Hello, loaded: str) -> None:
-    if loaded != hello.name:
-        raise HandshakeError(f"the metadata in the hello of {hello.name!r} is of agent {loaded!r}")
-    for region in hello.geometry.regions:
+def _check_loaded(nixl: NixlAgent, payload: HandshakePayload, loaded: str) -> None:
+    if loaded != payload.name:
+        raise HandshakeError(f"the metadata in the handshake payload of {payload.name!r} is of agent {loaded!r}")
+    for region in payload.geometry.regions:
         if not nixl.check_remote_metadata(loaded, make_descriptors(nixl, row_of(region), region.memory)):
-            raise HandshakeError(f"{hello.name!r} did not register {region}")
+            raise HandshakeError(f"{payload.name!r} did not register {region}")

@@ -175,7 +175,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         agent = self._agent(f"kvhma-{engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
         agent.register(geometry)
         identity = identity_of(config, self._settings)
-        self._hello = WorkerHello(agent.hello(geometry, encode_extra(identity, vllm=vllm.__version__)))
+        self._hello = WorkerHello(agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__)))
         self._worker = KvhmaWorker(self._settings, engine_id, identity, geometry, agent, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(

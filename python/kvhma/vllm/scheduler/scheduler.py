@@ -16,7 +16,7 @@ import kvhma
 from kvhma import _kvhma
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Geometry, Span
-from kvhma.nixl import decode_hello
+from kvhma.nixl import decode_handshake
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
 from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
@@ -160,7 +160,7 @@ class KvhmaScheduler:
         found = {rank: hello.data for rank, hello in hellos.items() if isinstance(hello, WorkerHello)}
         if not found:
             return
-        self._geometry = decode_hello(found[min(found)]).geometry
+        self._geometry = decode_handshake(found[min(found)]).geometry
         if self._listener is None:
             self._listener = Listener(
                 self._engine.address,

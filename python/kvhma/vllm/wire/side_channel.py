@@ -24,14 +24,14 @@ import msgspec
 import zmq
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.nixl import MAX_HELLO_BYTES
+from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
 
 PROTOCOL = 2
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
-MAX_ANSWER_BYTES = MAX_HELLO_BYTES + 4096
+MAX_ANSWER_BYTES = MAX_HANDSHAKE_BYTES + 4096
 MAX_CLAIMS = 4096
 """Requests in one message."""
 
@@ -107,7 +107,7 @@ class EngineInfo(msgspec.Struct, tag="roster", frozen=True):
 class RankHello(msgspec.Struct, tag="hello", frozen=True):
     """A worker's message of :mod:`kvhma.nixl.handshake`."""
 
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_HELLO_BYTES)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDSHAKE_BYTES)]
 
 
 class Leases(msgspec.Struct, tag="leases", frozen=True):

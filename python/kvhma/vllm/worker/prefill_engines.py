@@ -15,7 +15,7 @@ import kvhma
 from kvhma import _kvhma
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, Hello, Peer, decode_hello
+from kvhma.nixl import Agent, HandshakePayload, Peer, decode_handshake
 from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import Address, Incarnation
@@ -256,7 +256,7 @@ class PrefillEngines:
                             f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
                         )
 
-    def _agree(self, remote: Incarnation, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
+    def _agree(self, remote: Incarnation, client: Client) -> tuple[_kvhma.Plan, list[HandshakePayload], list[bytes]]:
         """Ask an engine who it is, and plan what we read from it; the plan, and what its workers say."""
         # An engine has as many ranks as it says: all of them together may take no longer than this.
         deadline = time.monotonic() + _ANSWERS * self._settings.handshake_timeout
@@ -267,7 +267,7 @@ class PrefillEngines:
             hellos.append(client.ask(AskHello(pp, tp), RankHello, deadline=deadline).data)
             if sum(map(len, hellos)) > _MOST_BYTES:
                 raise HandshakeError(f"the hellos of {remote.address} have more than {_MOST_BYTES} bytes")
-        said = [decode_hello(data) for data in hellos]
+        said = [decode_handshake(data) for data in hellos]
         models = [decode_extra(hello.extra).model for hello in said]
         try:
             for model in models:
