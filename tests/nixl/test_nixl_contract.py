@@ -15,7 +15,7 @@ import pytest
 
 from kvhma.errors import TransferError
 from kvhma.nixl import WARM_UP, Agent
-from kvhma.nixl.library import LOCAL_SIDE, PROGRESS_DELAY_US, open_nixl, takes_strided
+from kvhma.nixl.library import LOCAL_SIDE, PROGRESS_DELAY_US, AgentOptions, open_nixl, takes_strided
 from support.flat import flat_geometry, labelled, rows_of
 
 pytestmark = pytest.mark.nixl
@@ -24,7 +24,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def nixl():
-    return open_nixl("contract")
+    return open_nixl("contract", AgentOptions())
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_strided_rows_are_taken(nixl):
 
 def test_a_backend_without_a_plugin():
     with pytest.raises(TransferError, match=r"no plugin for \['NOPE'\]; it has"):
-        Agent("A", backends=("NOPE",))
+        Agent("A", AgentOptions(backends=("NOPE",)))
 
 
 def test_a_wrong_shape_is_answered_with_none(nixl):
@@ -58,7 +58,7 @@ def test_a_wrapping_row_is_accepted(nixl):
 
 
 def test_descriptors_behind_an_overlap_are_not_found(nixl):
-    other = open_nixl("overlap")
+    other = open_nixl("overlap", AgentOptions())
     array = labelled(8)
     for first, last in ((0, 8), (2, 3)):
         part = array[first * PAGE : last * PAGE]
@@ -73,7 +73,7 @@ def test_descriptors_behind_an_overlap_are_not_found(nixl):
 
 
 def test_a_name_cannot_change_its_metadata(nixl, errors):
-    first, second = (open_nixl("twice") for _ in range(2))
+    first, second = (open_nixl("twice", AgentOptions()) for _ in range(2))
     nixl.add_remote_agent(first.get_agent_metadata())
     with pytest.raises(errors.nixlNotAllowedError):
         nixl.add_remote_agent(second.get_agent_metadata())
@@ -117,7 +117,11 @@ def test_a_progress_thread_polls_without_a_pause_unless_it_is_delayed(delay):
     api = importlib.import_module("nixl._api")
     before = set(threads())
     plain = delay is None
-    agent = api.nixl_agent("idle", api.nixl_agent_config()) if plain else open_nixl("idle", progress_delay_us=delay)
+    agent = (
+        api.nixl_agent("idle", api.nixl_agent_config())
+        if plain
+        else open_nixl("idle", AgentOptions(progress_delay_us=delay))
+    )
     assert agent.backends
     time.sleep(0.1)
     new = set(threads()) - before
@@ -135,8 +139,8 @@ def test_the_number_of_threads_reaches_the_backend(nixl, delay):
     api = importlib.import_module("nixl._api")
     config = api.nixl_agent_config(num_threads=3, capture_telemetry=True)
     expected = threads_of(lambda: api.nixl_agent("three of NIXL's", config))
-    assert threads_of(lambda: open_nixl("three", num_threads=3, progress_delay_us=delay)) == expected
-    assert threads_of(lambda: open_nixl("none", progress_delay_us=delay)) < expected
+    assert threads_of(lambda: open_nixl("three", AgentOptions(num_threads=3, progress_delay_us=delay))) == expected
+    assert threads_of(lambda: open_nixl("none", AgentOptions(progress_delay_us=delay))) < expected
 
 
 def threads_of(make: Callable[[], object]) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvhma.errors import HandshakeError, PeerLostError, RequestError
 from kvhma.lowlevel import expand_views
-from kvhma.nixl import Agent, Peer, encode_handshake
+from kvhma.nixl import Agent, AgentOptions, Peer, encode_handshake
 from support.fake_nixl import merge, runs_of_rows, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of
 
@@ -42,7 +42,7 @@ class Pair:
 def pair() -> Iterator[Pair]:
     source, target = labelled(PAGES), np.zeros(PAGES * PAGE, np.uint8)
     p_geometry, d_geometry = flat_geometry(source), flat_geometry(target)
-    with Agent("P") as p, Agent("D") as d, Agent("D3", strided=False) as d_expanding:
+    with Agent("P") as p, Agent("D") as d, Agent("D3", AgentOptions(strided=False)) as d_expanding:
         p.register(p_geometry)
         peers = {}
         for agent in (d, d_expanding):

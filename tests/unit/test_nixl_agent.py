@@ -19,7 +19,7 @@ from kvhma.errors import (
     TransferError,
 )
 from kvhma.geometry import Geometry, Region
-from kvhma.nixl import WARM_UP, Agent, Telemetry, decode_handshake, encode_handshake
+from kvhma.nixl import WARM_UP, Agent, AgentOptions, Telemetry, decode_handshake, encode_handshake
 from support.fake_nixl import ERRORS, FakeNet, FakeNixl, merge, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of, views_of
 
@@ -37,7 +37,7 @@ class World:
         self.p_nixl = FakeNixl("P", self.net)
         self.d_nixl = FakeNixl("D", self.net, strided=strided, telemetry=telemetry)
         self.p = Agent("P", nixl=self.p_nixl)
-        self.d = Agent("D", nixl=self.d_nixl, strided=strided)
+        self.d = Agent("D", AgentOptions(strided=strided), nixl=self.d_nixl)
         self.p_geometry = flat_geometry(self.source)
         self.d_geometry = flat_geometry(self.target)
         self.p.register(self.p_geometry)
@@ -146,7 +146,7 @@ def test_the_same_payload_is_the_same_peer(world):
 def test_an_unexpected_name(world):
     with pytest.raises(HandshakeError, match="from 'P', expected 'Q'"):
         world.d.connect(world.p.handshake_payload(world.p_geometry), expect="Q")
-    with pytest.raises(HandshakeError, match="this agent.s own name"):
+    with pytest.raises(HandshakeError, match="this agent's own name"):
         world.p.connect(world.p.handshake_payload(world.p_geometry))
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from kvhma.errors import RequestError, TransferError
-from kvhma.nixl.library import PROGRESS_DELAY_US, open_nixl, takes_strided
+from kvhma.nixl.library import PROGRESS_DELAY_US, AgentOptions, open_nixl, takes_strided
 
 
 class Sync(Enum):
@@ -72,7 +72,7 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize(("options", "delay"), [({}, PROGRESS_DELAY_US), ({"progress_delay_us": 20}, 20)])
 def test_a_delay_is_set_before_there_is_a_backend(options, delay):
-    agent = open_nixl("A", **options)
+    agent = open_nixl("A", AgentOptions(**options))
     assert Api.made == [agent]
     below = agent.agent
     assert (below.name, below.config.pthrDelay) == ("A", delay)
@@ -81,7 +81,7 @@ def test_a_delay_is_set_before_there_is_a_backend(options, delay):
 
 
 def test_without_a_delay_the_agent_is_as_nixl_made_it():
-    agent = open_nixl("A", progress_delay_us=0)
+    agent = open_nixl("A", AgentOptions(progress_delay_us=0))
     assert agent.agent.config is None
     assert (agent.config.enable_prog_thread, agent.config.capture_telemetry) == (True, True)
     assert agent.config.sync_mode is Sync.NIXL_THREAD_SYNC_RW
@@ -91,34 +91,34 @@ def test_without_a_delay_the_agent_is_as_nixl_made_it():
 def test_a_nixl_whose_binding_has_no_delay(library):
     library.nixlAgentConfig = type("Config", (), {"__slots__": ("captureTelemetry", "syncMode", "useProgThread")})
     with pytest.raises(ImportError, match=r"pthrDelay.*progress_delay_us=0"):
-        open_nixl("A")
-    assert open_nixl("A", progress_delay_us=0).backends
+        open_nixl("A", AgentOptions())
+    assert open_nixl("A", AgentOptions(progress_delay_us=0)).backends
 
 
 def test_a_nixl_that_keeps_its_binding_elsewhere(monkeypatch):
     monkeypatch.setattr(Api, "__init__", lambda self, name, config: None)
     with pytest.raises(ImportError, match=r"'agent'.*progress_delay_us=0"):
-        open_nixl("A")
+        open_nixl("A", AgentOptions())
 
 
 @pytest.mark.parametrize("delay", [-1, 1_000_001])
 def test_a_delay_out_of_range(delay):
     with pytest.raises(RequestError, match=rf"progress_delay_us is {delay}, expected 0 to 1000000"):
-        open_nixl("A", progress_delay_us=delay)
+        open_nixl("A", AgentOptions(progress_delay_us=delay))
     assert not Api.made
 
 
 def test_threads_by_backend():
-    agent = open_nixl("A", backends=("UCX", "UCCL", "POSIX"), num_threads=4)
+    agent = open_nixl("A", AgentOptions(backends=("UCX", "UCCL", "POSIX"), num_threads=4))
     assert agent.options == {"UCX": {"num_threads": "4"}, "UCCL": {"num_cpus": "4"}, "POSIX": {}}
-    assert open_nixl("A", backends=("POSIX",)).options == {"POSIX": {}}
+    assert open_nixl("A", AgentOptions(backends=("POSIX",))).options == {"POSIX": {}}
     with pytest.raises(RequestError, match=r"num_threads is 4, but of the backends \['POSIX'\] none takes any"):
-        open_nixl("A", backends=("POSIX",), num_threads=4)
+        open_nixl("A", AgentOptions(backends=("POSIX",), num_threads=4))
 
 
 def test_a_backend_without_a_plugin():
     with pytest.raises(TransferError, match=r"no plugin for \['NOPE'\]; it has \['UCX'"):
-        open_nixl("A", backends=("UCX", "NOPE"))
+        open_nixl("A", AgentOptions(backends=("UCX", "NOPE")))
     assert not Api.made[0].backends
 
 
@@ -141,6 +141,6 @@ def test_strided_rows_by_version(monkeypatch, version, strided):
             return version
         raise importlib.metadata.PackageNotFoundError(name)
 
-    agent = open_nixl("A")
+    agent = open_nixl("A", AgentOptions())
     monkeypatch.setattr(importlib.metadata, "version", installed)
     assert takes_strided(agent) is strided

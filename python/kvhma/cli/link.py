@@ -117,11 +117,11 @@ def _room(nbytes: int) -> int:
 
 
 def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
-    from kvhma.nixl import Agent
+    from kvhma.nixl import Agent, AgentOptions
 
     memory = _pattern(_room(nbytes))
     try:
-        with Agent("link-prefill", backends=(backend,)) as agent:
+        with Agent("link-prefill", AgentOptions(backends=(backend,))) as agent:
             geometry = _geometry(memory)
             agent.register(geometry)
             pipe.send(agent.handshake_payload(geometry))
@@ -135,12 +135,12 @@ def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
 
 
 def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: int, backend: str) -> None:
-    from kvhma.nixl import Agent
+    from kvhma.nixl import Agent, AgentOptions
 
     expected = _pattern(_room(nbytes))
     memory = np.zeros(_room(nbytes), dtype=np.uint8)
     try:
-        with Agent("link-decode", backends=(backend,)) as agent:
+        with Agent("link-decode", AgentOptions(backends=(backend,))) as agent:
             agent.register(_geometry(memory))
             pipe.send(agent.handshake_payload(_geometry(memory)))
             peer = agent.connect(pipe.recv())

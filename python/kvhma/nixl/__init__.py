@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was planned, handed to NIXL: registration, handshake, prepared lists, transfers.
+"""Plans over NIXL: registration, handshake, prepared lists, transfers.
 
 Importing this package does not import NIXL; making an :class:`Agent` does, and says what to install if it is
 missing.
@@ -7,6 +7,7 @@ missing.
 
 from kvhma.nixl.agent import Agent
 from kvhma.nixl.handshake import MAX_HANDSHAKE_BYTES, WARM_UP, HandshakePayload, decode_handshake, encode_handshake
+from kvhma.nixl.library import AgentOptions
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.prepared import PreparedList
 from kvhma.nixl.transfer import Telemetry, TransferHandle
@@ -15,6 +16,7 @@ __all__ = [
     "MAX_HANDSHAKE_BYTES",
     "WARM_UP",
     "Agent",
+    "AgentOptions",
     "HandshakePayload",
     "Peer",
     "PreparedList",

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
-from kvhma.lowlevel import expand_views
-from kvhma.nixl.arrays import check_ids, check_rows, count_entries, row_of
+from kvhma.nixl.arrays import check_equal, check_ids, check_rows, row_of
 from kvhma.nixl.handshake import WARM_UP, decode_handshake, encode_handshake
 from kvhma.nixl.in_flight import InFlight
 from kvhma.nixl.library import (
-    LOCAL_SIDE,
-    PROGRESS_DELAY_US,
+    AgentOptions,
     NixlAgent,
     NixlHandle,
     make_descriptors,
@@ -29,11 +26,12 @@ from kvhma.nixl.library import (
     translate,
 )
 from kvhma.nixl.memory import RegisteredMemory
-from kvhma.nixl.peer import Peer, add_peer, metadata_start
+from kvhma.nixl.peer import Peer, add_peer, metadata_start, remove_peer
 from kvhma.nixl.prepared import PreparedList, PreparedLists
 from kvhma.nixl.session import Session
 from kvhma.nixl.transfer import TransferHandle
 
+_DEFAULTS = AgentOptions()
 _READ = "READ"
 _SCRATCH_BYTES = 4096
 
@@ -55,52 +53,34 @@ class Agent:
         strided: whether views go to NIXL as they are; False: written out, one row per entry.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        backends: Sequence[str] = ("UCX",),
-        num_threads: int = 0,
-        progress_delay_us: int = PROGRESS_DELAY_US,
-        strided: bool | None = None,
-        nixl: NixlAgent | None = None,
-    ) -> None:
+    def __init__(self, name: str, options: AgentOptions = _DEFAULTS, *, nixl: NixlAgent | None = None) -> None:
         """Make the agent.
 
         Args:
             name: unique name of the agent.
-            backends: NIXL's transports, in order of preference.
-            num_threads: transport threads, which share transfers of 1,024 descriptors or more. With 0 a transport
-                that copies inline does it in the calling thread.
-            progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it, from 0 to
-                1,000,000. 0 lets it poll without a pause, which takes a processor core.
-            strided: False to write views out even where NIXL takes them; None to go by NIXL's version.
+            options: transports, threads and the progress thread.
             nixl: what to use in place of a new ``nixl_agent``.
 
         Raises:
             ImportError: NIXL is not installed, or lacks something it needs.
-            RequestError: the delay is out of range, or no backend takes a number of threads.
+            RequestError: an option is out of range, or no backend takes a number of threads.
             TransferError: NIXL cannot start a backend.
         """
         self.name = name
         self.incarnation = secrets.randbits(64)
         self._given = nixl is not None
-        self._options: dict[str, Any] = {
-            "backends": backends,
-            "num_threads": num_threads,
-            "progress_delay_us": progress_delay_us,
-        }
-        opened = nixl or open_nixl(name, **self._options)
-        self.strided = takes_strided(opened) if strided is None else strided
+        self._options = options
+        opened = nixl or open_nixl(name, options)
+        self.strided = takes_strided(opened) if options.strided is None else options.strided
         self._session = Session(name, opened)
         self._memory = RegisteredMemory()
         self._prepared = PreparedLists(self._session)
         self._in_flight = InFlight(self._session)
-        # Registered at once, so that later handshake payloads do not differ by it.
+        # Registered at once, so that all handshake payloads of the agent have the same metadata for it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
         self._memory.register(opened, self._scratch)
-        # The form of the metadata is NIXL's own business: look into a peer's only if ours has the form we know.
+        # NIXL does not document the form of its metadata: a peer's is checked only if this agent's has the known form.
         self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
 
     def __enter__(self) -> Agent:
@@ -122,10 +102,7 @@ class Agent:
             TransferError: NIXL refused a region.
         """
         with self._session.setup:
-            # Larger ones first, so that a region inside another one is seen to be covered.
-            for region in sorted(geometry.regions, key=lambda r: (r.base, -r.bytes)):
-                if not self._memory.covers(region):
-                    self._memory.register(self._session.open(), region)
+            self._memory.register_all(self._session.open(), geometry)
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -137,9 +114,7 @@ class Agent:
             HandshakeError: a field is too long.
         """
         with self._session.setup:
-            for region in geometry.regions:
-                if not self._memory.covers(region):
-                    raise RequestError(f"{region} is not registered")
+            self._memory.check_covers(geometry)
             metadata = self._session.open().get_agent_metadata()
         return encode_handshake(metadata, geometry, name=self.name, incarnation=self.incarnation, extra=extra)
 
@@ -158,8 +133,8 @@ class Agent:
             raise RequestError(f"agent {self.name!r} was given its NIXL and cannot make others")
         # One agent for each direction: for the way back UCX would use the connection that the first one already has.
         with (
-            Agent(f"{self.name}-owner", **self._options) as owner,
-            Agent(f"{self.name}-reader", **self._options) as reader,
+            Agent(f"{self.name}-owner", self._options) as owner,
+            Agent(f"{self.name}-reader", self._options) as reader,
         ):
             for local, remote in ((self, owner), (reader, self)):
                 scratch = Geometry(regions=(remote._scratch,), groups=(), layers=())
@@ -239,14 +214,8 @@ class Agent:
             with self._session.lock:
                 nixl = self._session.forget(peer)
                 self._prepared.release_of(peer)
-            if nixl is None:
-                return
-            try:
-                nixl.remove_remote_agent(peer.name)
-            except Exception as exc:
-                # Newer versions of NIXL remove an agent by themselves once a transfer finds it disconnected.
-                if type(exc).__name__ != "nixlNotFoundError":
-                    raise translate(exc, f"cannot remove peer {peer.name!r}") from exc
+            if nixl is not None:
+                remove_peer(nixl, peer)
 
     def notify(self, peer: Peer, message: bytes) -> None:
         """Send a message that :meth:`notifications` of the peer returns.
@@ -265,22 +234,22 @@ class Agent:
         """Return the messages that came since the last call, each with the name its sender gives itself.
 
         Those of finished transfers are among them; those that only open a connection are not. The sender need
-        not be one of our peers, and what it sends is not to be trusted.
+        not be a peer of this agent, and what it sends is not to be trusted.
 
         Raises:
             TransferError: NIXL cannot read them.
         """
         nixl = self._session.open()
         try:
-            news = nixl.get_new_notifs()
+            received = nixl.get_new_notifs()
         except Exception as exc:
             raise translate(exc, "cannot read notifications") from exc
-        return [(name, message) for name, messages in news.items() for message in messages if message != WARM_UP]
+        return [(name, message) for name, messages in received.items() for message in messages if message != WARM_UP]
 
     # --- prepared lists ------------------------------------------------------------------------------------
 
     def prepare_local(self, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
-        """Let NIXL keep views of this agent's memory.
+        """Let NIXL keep views of this agent's memory; docs/nixl.md says when that is worth it.
 
         Args:
             views: C-contiguous uint64 of shape (n, 5), rows ``(addr, len, device, stride, count)``, n at
@@ -291,7 +260,7 @@ class Agent:
             RequestError: another form, or outside what is registered.
             AddressOverflowError: a view ends after 2**64.
         """
-        return self._prepare(None, views, memory)
+        return self._prepared.prepare(None, views, memory, strided=self.strided)
 
     def prepare_remote(self, peer: Peer, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
         """Let NIXL keep views of a peer's memory, as :meth:`prepare_local` does of this agent's.
@@ -301,22 +270,7 @@ class Agent:
             RequestError: another form, or outside what the peer registered.
             AddressOverflowError: a view ends after 2**64.
         """
-        return self._prepare(peer, views, memory)
-
-    def _prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
-        what = "local views" if peer is None else f"views of {peer.name!r}"
-        check_rows(views, what, columns=5)
-        if not len(views):
-            raise RequestError(f"{what}: no rows")
-        nixl = self._session.usable(peer)
-        name = LOCAL_SIDE if peer is None else peer.name
-        rows = views if self.strided else expand_views(views)
-        try:
-            handle = nixl.prep_xfer_dlist(name, rows, memory)
-        except Exception as exc:
-            failed = f"cannot prepare {what} within registered {memory}"
-            raise self._session.failure(exc, failed, peer, RequestError) from exc
-        return self._prepared.add(peer, count_entries(views), handle)
+        return self._prepared.prepare(peer, views, memory, strided=self.strided)
 
     # --- transfers -----------------------------------------------------------------------------------------
 
@@ -349,7 +303,7 @@ class Agent:
         """
         check_rows(local, "local descriptors")
         check_rows(remote, "remote descriptors")
-        _check_equal(len(local), len(remote), "descriptors")
+        check_equal(len(local), len(remote), "descriptors")
 
         def make(nixl: NixlAgent) -> NixlHandle:
             local_descriptors = make_descriptors(nixl, local, local_memory)
@@ -385,7 +339,7 @@ class Agent:
         """
         check_ids(local_ids, "local ids")
         check_ids(remote_ids, "remote ids")
-        _check_equal(len(local_ids), len(remote_ids), "ids")
+        check_equal(len(local_ids), len(remote_ids), "ids")
         peer = remote.peer
         if peer is None or local.peer is not None:
             raise RequestError("read_ids takes a list of prepare_local and one of prepare_remote, in this order")
@@ -435,8 +389,3 @@ class Agent:
                 with contextlib.suppress(Exception):  # one that died may be unknown to NIXL by now
                     nixl.remove_remote_agent(peer.name)
             self._memory.deregister_all(nixl)
-
-
-def _check_equal(local: int, remote: int, what: str) -> None:
-    if local != remote:
-        raise RequestError(f"{local} local and {remote} remote {what}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: D102 - the methods of the protocol are NIXL's
-"""The part of NIXL's Python API that kvhma uses, how it is opened, and which of our errors its exceptions are."""
+"""The part of NIXL's Python API that kvhma uses, how it is opened, its version, and its exceptions as kvhma's."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
 from kvhma.geometry import Memory
+from kvhma.versions import NIXL_STRIDED, series
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 """The agent name that makes a prepared list a local one."""
 
 PROGRESS_DELAY_US = 1000
-"""Microseconds that a progress thread without events sleeps, if nothing else is said: docs/nixl.md says why."""
+"""Default of :attr:`AgentOptions.progress_delay_us`; docs/nixl.md has the measurements."""
 
 MAX_PROGRESS_DELAY_US = 1_000_000
-"""The longest such sleep: a missed event may cost as much."""
+"""The longest delay: an event that the thread misses may cost as much."""
 
-_STRIDED_SINCE = (1, 5)
 _THREADS_OPTION = {
     "UCX": "num_threads",
     "LIBFABRIC": "num_threads",
@@ -33,7 +33,7 @@ _THREADS_OPTION = {
     "GDS_MT": "thread_count",
     "UCCL": "num_cpus",
 }
-"""What NIXL's backends call their number of threads; the rest have none to set."""
+"""What NIXL's backends call their number of threads; other backends have no such option."""
 
 _REFUSALS = frozenset(
     {"nixlInvalidParamError", "nixlMismatchError", "nixlNotAllowedError", "nixlNotFoundError"}
@@ -78,50 +78,66 @@ class NixlAgent(Protocol):
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
 
 
-def open_nixl(
-    name: str,
-    *,
-    backends: Sequence[str] = ("UCX",),
-    num_threads: int = 0,
-    progress_delay_us: int = PROGRESS_DELAY_US,
-) -> NixlAgent:
-    """Import NIXL and make an agent with a progress thread.
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """How an agent is made.
 
-    Args:
-        name: unique name of the agent.
+    Attributes:
         backends: NIXL's transports, in order of preference.
-        num_threads: transport threads besides the progress thread, of each backend that has such an option.
-        progress_delay_us: microseconds that the progress thread sleeps while no event wakes it, from 0 to 1,000,000.
-            0 lets it poll without a pause, as NIXL's own Python API does.
+        num_threads: transport threads of each backend that has such an option; they share transfers of 1,024
+            descriptors or more. With 0 a transport that copies inline does it in the calling thread.
+        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it, from 0 to
+            1,000,000. With 0 it polls without a pause, as with NIXL's own Python API, which takes a processor core.
+        strided: False to write views out even where NIXL takes strided rows; None to go by NIXL's version.
+    """
+
+    backends: Sequence[str] = ("UCX",)
+    num_threads: int = 0
+    progress_delay_us: int = PROGRESS_DELAY_US
+    strided: bool | None = None
+
+    def check(self) -> None:
+        """Check what NIXL would ignore or take too literally.
+
+        Raises:
+            RequestError: the delay is out of range, or no backend takes a number of threads.
+        """
+        if not 0 <= self.progress_delay_us <= MAX_PROGRESS_DELAY_US:
+            raise RequestError(f"progress_delay_us is {self.progress_delay_us}, expected 0 to {MAX_PROGRESS_DELAY_US}")
+        if self.num_threads and not _THREADS_OPTION.keys() & set(self.backends):
+            raise RequestError(
+                f"num_threads is {self.num_threads}, but of the backends {list(self.backends)} none takes any; use 0"
+            )
+
+
+def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
+    """Import NIXL and make an agent with a progress thread.
 
     Raises:
         ImportError: NIXL is not installed, or lacks something it needs.
-        RequestError: the delay is out of range, or no backend takes a number of threads.
+        RequestError: an option that :meth:`AgentOptions.check` refuses.
         TransferError: NIXL has no such backend, or cannot start it.
     """
-    if not 0 <= progress_delay_us <= MAX_PROGRESS_DELAY_US:
-        raise RequestError(f"progress_delay_us is {progress_delay_us}, expected 0 to {MAX_PROGRESS_DELAY_US}")
-    if num_threads and not _THREADS_OPTION.keys() & set(backends):
-        raise RequestError(f"num_threads is {num_threads}, but of the backends {list(backends)} none takes any; use 0")
+    options.check()
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as exc:
         raise ImportError(f"kvhma.nixl needs NIXL: pip install 'kvhma[nixl]' (importing it: {exc})") from exc
-    # NIXL's default is no locking at all. An engine posts from one thread, polls from another and shakes hands in a
-    # third. RW lets posts and polls of different transfers run side by side, which a post that copies inline (hundreds
-    # of milliseconds) needs; only registration, handshake and reading the notifications exclude the others.
+    # NIXL's default is no locking at all. An engine posts from one thread, polls from another and connects in a third.
+    # RW lets posts and polls of different transfers run side by side, which a post that copies inline (hundreds of
+    # milliseconds) needs; only registration, handshake and reading the notifications exclude the others.
     lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     try:
         # The owner of memory that peers read makes progress only in the progress thread.
         config = api.nixl_agent_config(enable_prog_thread=True, capture_telemetry=True, backends=[], sync_mode=lock)
         agent = api.nixl_agent(name, config)
-        if progress_delay_us:
-            _delay_progress(agent, lock, progress_delay_us)
-        _create_backends(agent, backends, num_threads)
+        if options.progress_delay_us:
+            _delay_progress(agent, lock, options.progress_delay_us)
+        _create_backends(agent, options)
     except ImportError:
         raise
     except Exception as exc:
-        raise translate(exc, f"cannot make NIXL agent {name!r} with backends {list(backends)}") from exc
+        raise translate(exc, f"cannot make NIXL agent {name!r} with backends {list(options.backends)}") from exc
     return cast(NixlAgent, agent)
 
 
@@ -145,17 +161,18 @@ def _delay_progress(agent: Any, lock: Any, delay_us: int) -> None:
         ) from exc
 
 
-def _create_backends(agent: Any, backends: Sequence[str], num_threads: int) -> None:
+def _create_backends(agent: Any, options: AgentOptions) -> None:
     # NIXL's constructor skips a backend it has no plugin for with a warning, and its first use fails.
-    if missing := [backend for backend in backends if backend not in agent.get_plugin_list()]:
-        raise TransferError(f"NIXL has no plugin for {missing}; it has {agent.get_plugin_list()}")
-    for backend in backends:
-        threads = _THREADS_OPTION.get(backend) if num_threads else None
-        agent.create_backend(backend, {threads: str(num_threads)} if threads else {})
+    plugins = agent.get_plugin_list()
+    if missing := [backend for backend in options.backends if backend not in plugins]:
+        raise TransferError(f"NIXL has no plugin for {missing}; it has {plugins}")
+    for backend in options.backends:
+        threads = _THREADS_OPTION.get(backend) if options.num_threads else None
+        agent.create_backend(backend, {threads: str(options.num_threads)} if threads else {})
 
 
 def takes_strided(nixl: NixlAgent) -> bool:
-    """Whether prepared lists can be made of strided rows: NIXL 1.5 and later.
+    """Whether prepared lists can be made of strided rows.
 
     An agent of a package without a version counts as older: rows that are written out suit every version.
     """
@@ -164,8 +181,7 @@ def takes_strided(nixl: NixlAgent) -> bool:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return False
-    major_minor = re.match(r"(\d+)\.(\d+)", version)
-    return major_minor is not None and tuple(map(int, major_minor.groups())) >= _STRIDED_SINCE
+    return series(version) >= series(NIXL_STRIDED)
 
 
 def make_descriptors(nixl: NixlAgent, rows: NDArray[np.uint64], memory: Memory) -> Any:
@@ -181,15 +197,15 @@ def make_descriptors(nixl: NixlAgent, rows: NDArray[np.uint64], memory: Memory) 
 
 
 def translate(exc: Exception, what: str, refused: type[KvhmaError] = TransferError) -> KvhmaError:
-    """Return our error for one of NIXL's.
+    """Return kvhma's error for one of NIXL's.
 
     NIXL's exceptions have no common base and carry only a status name, so they are told apart by their class
-    name and `what` has to say what was attempted.
+    name, and `what` has to say what was attempted.
 
     Args:
         exc: what NIXL raised.
         what: start of the message.
-        refused: class for "these arguments are no good": not found, invalid, mismatch, not allowed.
+        refused: class for arguments that NIXL refuses: not found, invalid, mismatch, not allowed.
     """
     if isinstance(exc, KvhmaError):
         return exc

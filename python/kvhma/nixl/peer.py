@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connected agent, and how NIXL is told of it."""
+"""A connected agent, and how NIXL adds and removes it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[st
     """Add the sender of a handshake payload to NIXL, and check that its NIXL metadata agrees with the payload.
 
     Args:
-        nixl: who is told.
+        nixl: the NIXL agent that adds it.
         payload: what the sender says of itself.
         connected: names of the connected peers, none of which a wrong payload may remove.
         check_start: whether the metadata has to start like :func:`metadata_start`.
@@ -81,6 +81,20 @@ def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[st
             raise
         raise translate(exc, f"cannot connect to {name!r}", HandshakeError) from exc
     return Peer(name, payload.incarnation, payload.geometry, payload.extra, payload)
+
+
+def remove_peer(nixl: NixlAgent, peer: Peer) -> None:
+    """Let NIXL forget a peer that has no transfers.
+
+    Raises:
+        TransferError: NIXL cannot remove it.
+    """
+    try:
+        nixl.remove_remote_agent(peer.name)
+    except Exception as exc:
+        # Newer versions of NIXL remove an agent by themselves once a transfer finds it disconnected.
+        if type(exc).__name__ != "nixlNotFoundError":
+            raise translate(exc, f"cannot remove peer {peer.name!r}") from exc
 
 
 def _check_loaded(nixl: NixlAgent, payload: HandshakePayload, loaded: str) -> None:

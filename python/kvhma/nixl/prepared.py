@@ -6,8 +6,14 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from kvhma.errors import KvhmaError
-from kvhma.nixl.library import NixlHandle
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.errors import KvhmaError, RequestError
+from kvhma.geometry import Memory
+from kvhma.lowlevel import expand_views
+from kvhma.nixl.arrays import check_rows, count_entries
+from kvhma.nixl.library import LOCAL_SIDE, NixlHandle
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.session import Session
 
@@ -45,13 +51,36 @@ class PreparedLists:
         self._session = session
         self._lists: set[PreparedList] = set()
 
-    def add(self, peer: Peer | None, count: int, handle: NixlHandle) -> PreparedList:
-        """Take over what NIXL made; if the peer has gone meanwhile, give it back.
+    def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory, *, strided: bool) -> PreparedList:
+        """Let NIXL keep a list of views.
+
+        Args:
+            peer: whose memory it is; None for the agent's own.
+            views: C-contiguous uint64 of shape (n, 5), rows ``(addr, len, device, stride, count)``, n at least 1.
+            memory: kind of the memory.
+            strided: whether NIXL takes the rows as they are; False: one row per entry.
 
         Raises:
             PeerLostError: the peer is gone.
-            TransferError: the agent is closed.
+            RequestError: another form, or outside what is registered.
+            AddressOverflowError: a view ends after 2**64.
         """
+        what = "local views" if peer is None else f"views of {peer.name!r}"
+        check_rows(views, what, columns=5)
+        if not len(views):
+            raise RequestError(f"{what}: no rows")
+        nixl = self._session.usable(peer)
+        name = LOCAL_SIDE if peer is None else peer.name
+        rows = views if strided else expand_views(views)
+        try:
+            handle = nixl.prep_xfer_dlist(name, rows, memory)
+        except Exception as exc:
+            failed = f"cannot prepare {what} within registered {memory}"
+            raise self._session.failure(exc, failed, peer, RequestError) from exc
+        return self._add(peer, count_entries(views), handle)
+
+    def _add(self, peer: Peer | None, count: int, handle: NixlHandle) -> PreparedList:
+        # The peer may have gone since NIXL was asked; nobody would release the list then.
         with self._session.lock:
             try:
                 self._session.usable(peer)

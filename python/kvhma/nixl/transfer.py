@@ -37,9 +37,10 @@ class Telemetry:
 
 
 class TransferHandle:
-    """A read of a peer's memory, as :meth:`Agent.read` and :meth:`Agent.read_ids` return it.
+    """A read of a peer's memory in flight, as :meth:`Agent.read` and :meth:`Agent.read_ids` return it.
 
-    It has to be polled until it ends: NIXL makes progress, and notifies the peer, inside the poll. Until it
+    :class:`kvhma.Transfer` says which bytes a request needs; this is NIXL's work on one source's part of them. It
+    has to be polled until it ends: NIXL makes progress, and notifies the peer, inside the poll. Until it
     ends the destination must neither be freed nor used for anything else. There is no way to stop it early,
     since NIXL lets a released transfer run on; :meth:`abort` only hands the polling over to
     :meth:`Agent.poll`.

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhma.errors import KvhmaError
-from kvhma.nixl import Agent
+from kvhma.nixl import Agent, AgentOptions
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
@@ -187,12 +187,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _agent(self, name: str) -> Agent:
-        agent = Agent(
-            name,
-            backends=self._settings.backends,
-            num_threads=self._settings.num_threads,
-            progress_delay_us=self._settings.progress_delay_us,
-        )
+        settings = self._settings
+        agent = Agent(name, AgentOptions(settings.backends, settings.num_threads, settings.progress_delay_us))
         try:
             agent.prewarm_transport()
         except KvhmaError as error:
