@@ -62,15 +62,15 @@ def attention(draw: Any) -> AttentionSpec:
         window=5 if kind == "sliding" else None,
         chunk=6 if kind == "chunked" else None,
         kv=kv,
-        view=draw(st.one_of(st.none(), st.permutations(letters).map("".join))),
+        dim_order=draw(st.one_of(st.none(), st.permutations(letters).map("".join))),
     )
 
 
 @st.composite
 def mla(draw: Any) -> MLASpec:
     kernel, ratio = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
-    view = draw(st.sampled_from([None, "BNC", "BHNC", "NBC"]))
-    return MLASpec(draw(st.integers(1, 5)), draw(st.sampled_from(DTYPES)), kernel * ratio, kernel, view)
+    dim_order = draw(st.sampled_from([None, "BNC", "BHNC", "NBC"]))
+    return MLASpec(draw(st.integers(1, 5)), draw(st.sampled_from(DTYPES)), kernel * ratio, kernel, dim_order)
 
 
 @st.composite

@@ -40,7 +40,7 @@ def test_gemma_2_2b(kinds, num_blocks, shape):
 
 
 def test_gpt_oss_20b_on_one_rank():
-    specs = model_specs(model("gpt-oss-20b"), kv="split", view="SBNHC")
+    specs = model_specs(model("gpt-oss-20b"), kv="split", dim_order="SBNHC")
     cache = allocate(specs, 136756, layout="BLNHC", device="meta")
     (buffer,) = cache.buffers
     assert buffer.kind == "default"
@@ -57,7 +57,7 @@ def test_gpt_oss_20b_on_one_rank():
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_gpt_oss_20b_on_one_of_two_ranks(tp_rank):
-    specs = model_specs(model("gpt-oss-20b"), tp_rank=tp_rank, tp_size=2, kv="split", view="BSNHC")
+    specs = model_specs(model("gpt-oss-20b"), tp_rank=tp_rank, tp_size=2, kv="split", dim_order="BSNHC")
     cache = allocate(specs, 66511, layout="BHLNC", device="meta", tp_rank=tp_rank, tp_size=2)
     (buffer,) = cache.buffers
     assert buffer.kind == "ordered"
@@ -76,7 +76,7 @@ def test_gpt_oss_20b_on_one_of_two_ranks(tp_rank):
 
 def test_a_state_beside_attention():
     """The shapes of granite-4.0-h-tiny, 400 tokens a block: the state's page is padded to that of attention."""
-    specs = model_specs(model("granite-4.0-h-tiny"), conv="SD", view="BNHC")
+    specs = model_specs(model("granite-4.0-h-tiny"), conv="SD", dim_order="BNHC")
     cache = allocate(specs, 18525, layout="BLNHC", device="meta")
     (buffer,) = cache.buffers
     assert buffer.tensor.shape == (18525, 4, 819200)

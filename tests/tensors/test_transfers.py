@@ -88,8 +88,8 @@ def copy_and_check(source, target, tokens, local, remote, moved):
 def test_views_show_the_same_values(pair):
     """What P writes through its views is what D reads through its own, whatever lies between."""
     tokens = 24
-    views = ["BHNC", "NBHC"]
-    source, target = (cache_of(ATTENTION, at, 24, view=view) for at, view in zip(pair, views, strict=True))
+    orders = ["BHNC", "NBHC"]
+    source, target = (cache_of(ATTENTION, at, 24, dim_order=dims) for at, dims in zip(pair, orders, strict=True))
     generator = torch.Generator().manual_seed(5)
     for view in source.views.values():
         view.view(torch.int16).random_(generator=generator)

@@ -17,7 +17,7 @@ from kvhma.torch.arrange import CachePlan, Groups, arrange
 from kvhma.torch.memory import make_buffers
 from kvhma.torch.placement import BufferKind
 from kvhma.torch.references import References, TensorReference, data_reference
-from kvhma.torch.views import View, make_view, over_layers, parts_of
+from kvhma.torch.views import View, cross_layer_view, make_view, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -126,7 +126,7 @@ def _allocate(plan: CachePlan, device: torch.device, rank: RankOptions) -> Cache
             dims=tuple(buffer.dims),
             page_bytes=buffer.page_class.page_bytes,
             layers=buffer.slots,
-            cross_layer=over_layers(tensor, buffer, specs, placements),
+            cross_layer=cross_layer_view(tensor, buffer, specs, placements),
         )
         for buffer, tensor in zip(plan.buffers, tensors, strict=True)
     )

@@ -42,7 +42,7 @@ class AllocatorOptions(TypedDict, total=False):
 
 
 def model_specs(
-    model: Model, *, kv: KVForm = "packed", view: str | None = None, **options: Unpack[AllocatorOptions]
+    model: Model, *, kv: KVForm = "packed", dim_order: str | None = None, **options: Unpack[AllocatorOptions]
 ) -> tuple[dict[str, Spec], ...]:
     """Return what every layer of one rank caches, by group, as :func:`allocate` takes it.
 
@@ -51,7 +51,7 @@ def model_specs(
     Args:
         model: the model.
         kv: how K and V lie; MLA has only ``"packed"``.
-        view: order of the dimensions of attention views; None for that of `kv`.
+        dim_order: order of the dimensions of attention views; None for that of `kv`.
         **options: see :class:`AllocatorOptions`.
 
     Raises:
@@ -67,19 +67,19 @@ def model_specs(
         padded = None if layer.block_stride == layer.page.nbytes * group.ratio else layer.block_stride
         cache = own[layer.name]
         if isinstance(cache, Attention):
-            spec: StateSpec | TokenSpec = _token_spec(cache, layer.page, group, kv, view)
+            spec: StateSpec | TokenSpec = _token_spec(cache, layer.page, group, kv, dim_order)
         else:
             spec = _state_spec(model, layer.page, group, options.get("conv", "DS"))
         groups[layer.group][layer.name] = replace(spec, page_bytes=padded)
     return tuple(groups)
 
 
-def _token_spec(cache: Attention, page: Page, group: Group, kv: KVForm, view: str | None) -> TokenSpec:
+def _token_spec(cache: Attention, page: Page, group: Group, kv: KVForm, dim_order: str | None) -> TokenSpec:
     if cache.dtype is None or cache.v_head_dim is not None:
         raise LayoutError(f"{cache.kind} attention, v_head_dim {cache.v_head_dim}: no spec of tensors is known for it")
     dtype = _dtype(cache.dtype)
     if cache.kind == "mla":
-        return MLASpec(cache.head_dim, dtype, group.block_size, group.kernel_block_size, view)
+        return MLASpec(cache.head_dim, dtype, group.block_size, group.kernel_block_size, dim_order)
     return AttentionSpec(
         heads=next(axis.shard for axis in page.parts[0].axes if axis.name == "heads"),
         head_dim=cache.head_dim,
@@ -90,7 +90,7 @@ def _token_spec(cache: Attention, page: Page, group: Group, kv: KVForm, view: st
         window=group.window,
         chunk=group.chunk,
         kv=kv,
-        view=view,
+        dim_order=dim_order,
     )
 
 

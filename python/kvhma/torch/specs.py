@@ -20,7 +20,7 @@ from kvhma.models.vllm_layout import ConvOrder
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked"]
 
-_VIEWS: Mapping[str, str] = {"packed": "BHNC", "split": "BSNHC", "apart": "SBNHC"}
+_DIM_ORDERS: Mapping[str, str] = {"packed": "BHNC", "split": "BSNHC", "apart": "SBNHC"}
 """Order of a view's dimensions where a spec names none."""
 
 
@@ -86,8 +86,8 @@ class AttentionSpec(_TokenBlocks):
         chunk: tokens of an attention chunk (``chunked`` only).
         kv: ``packed``: K and V of a token and head are one content; ``split``: K, then V in each page (where heads
             come before layers or blocks, in each head's bytes); ``apart``: K of all blocks, then V of all blocks.
-        view: the order in which the kernel wants the dimensions: B kernel blocks, S two for K and V (unless packed),
-            H heads, N tokens, C content. None for ``BHNC``, ``BSNHC`` or ``SBNHC``.
+        dim_order: the order in which the kernel wants the dimensions of its view: B kernel blocks, S two for K and V
+            (unless packed), H heads, N tokens, C content. None for ``BHNC``, ``BSNHC`` or ``SBNHC``.
         page_bytes: bytes of a logical block with the padding after it; None for no padding.
     """
 
@@ -100,7 +100,7 @@ class AttentionSpec(_TokenBlocks):
     window: int | None = None
     chunk: int | None = None
     kv: KVForm = "packed"
-    view: str | None = None
+    dim_order: str | None = None
     page_bytes: int | None = None
 
     @property
@@ -114,7 +114,7 @@ class AttentionSpec(_TokenBlocks):
     @property
     def dims(self) -> str:
         """Dimensions of the view."""
-        return _VIEWS[self.kv] if self.view is None else self.view
+        return _DIM_ORDERS[self.kv] if self.dim_order is None else self.dim_order
 
     def group(self) -> Group:
         """Return the group its layer can be in."""
@@ -122,10 +122,10 @@ class AttentionSpec(_TokenBlocks):
 
     def problem(self) -> str | None:
         """Return what is wrong with it, or None."""
-        if self.kv not in _VIEWS:
-            return f"kv {self.kv!r}: known are {', '.join(_VIEWS)}"
-        if sorted(self.dims) != sorted(_VIEWS[self.kv]):
-            return f"view {self.view!r}: must be an order of {_VIEWS[self.kv]}, with kv {self.kv!r}"
+        if self.kv not in _DIM_ORDERS:
+            return f"kv {self.kv!r}: known are {', '.join(_DIM_ORDERS)}"
+        if sorted(self.dims) != sorted(_DIM_ORDERS[self.kv]):
+            return f"dim_order {self.dim_order!r}: must be an order of {_DIM_ORDERS[self.kv]}, with kv {self.kv!r}"
         return self.heads.problem("heads") or _not_positive(head_dim=self.head_dim) or self.block_problem()
 
 
@@ -138,7 +138,7 @@ class MLASpec(_TokenBlocks):
         dtype: of the items.
         block_size: tokens of a logical block.
         kernel_block: tokens that the kernel addresses as one block; None for `block_size`.
-        view: order of the view's dimensions: ``BNC``, or with an H for a dimension of one head.
+        dim_order: order of the view's dimensions: ``BNC``, or with an H for a dimension of one head.
         page_bytes: bytes of a logical block with the padding after it; None for no padding.
     """
 
@@ -146,7 +146,7 @@ class MLASpec(_TokenBlocks):
     dtype: torch.dtype
     block_size: int
     kernel_block: int | None = None
-    view: str | None = None
+    dim_order: str | None = None
     page_bytes: int | None = None
 
     @property
@@ -162,7 +162,7 @@ class MLASpec(_TokenBlocks):
     @property
     def dims(self) -> str:
         """Dimensions of the view."""
-        return "BNC" if self.view is None else self.view
+        return "BNC" if self.dim_order is None else self.dim_order
 
     def group(self) -> Group:
         """Return the group its layer can be in."""
@@ -171,7 +171,7 @@ class MLASpec(_TokenBlocks):
     def problem(self) -> str | None:
         """Return what is wrong with it, or None."""
         if sorted(self.dims.replace("H", "", 1)) != sorted("BNC"):
-            return f"view {self.view!r}: must be an order of BNC or BHNC"
+            return f"dim_order {self.dim_order!r}: must be an order of BNC or BHNC"
         return _not_positive(width=self.width) or self.block_problem()
 
 

@@ -56,7 +56,7 @@ def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
     return (TensorPart("opaque", view, (BLOCKS, "bytes"), dtype=spec.encoding),)
 
 
-def over_layers(
+def cross_layer_view(
     buffer: torch.Tensor, plan: BufferPlan, specs: Mapping[str, Spec], placements: Mapping[str, LayerPlacement]
 ) -> torch.Tensor | None:
     """Return a buffer as one tensor over its layers, dimensions in the order of memory; None if they differ in form."""
