@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers share bytes: groups of layers become few buffers, in numbers only.
 
-A block id belongs to one group at a time, so the layers of different groups share memory: the j-th of each group has
-slot j. What may share a buffer is decided by the :class:`PageClass` of a layer.
+A block id belongs to one group at a time, so layers of different groups share memory: by default the j-th layers of
+all groups have slot j. Only layers of one :class:`PageClass` share a buffer::
+
+                group 0   group 1   group 2
+    slot 0      full.0    swa.0     mamba.0
+    slot 1      full.1    swa.1     mamba.1
+    slot 2                swa.2
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias, get_args
 
 from kvhma.errors import LayoutError
+from kvhma.geometry import Group
 from kvhma.models.stride_orders import Order
 from kvhma.torch.placement import BufferPlan, LayerPlacement, PageClass, page_class, place_layers, plan_buffer
 from kvhma.torch.specs import Spec, TokenSpec
@@ -57,13 +63,14 @@ def arrange(groups: Groups, num_blocks: int, order: Order, shared: Sequence[Sequ
     classes = {name: page_class(spec, order) for name, spec in specs.items()}
     slots = _slots(groups, classes, order) if shared is None else _given_slots(groups, classes, shared)
     buffers: list[BufferPlan] = []
+    for pages, of_class in slots.items():
+        # With blocks outermost all slots of a class are in one buffer, else each has its own.
+        by_buffer = [of_class] if pages.form == "blocks" else [[slot] for slot in of_class]
+        buffers += [plan_buffer(pages, of_buffer, specs, num_blocks, order) for of_buffer in by_buffer]
     placements: dict[str, LayerPlacement] = {}
-    for pages, members in slots.items():
-        for together in [members] if pages.form == "blocks" else [[slot] for slot in members]:
-            plan = plan_buffer(pages, together, specs, num_blocks, order)
-            for group in groups:
-                placements |= place_layers(plan, len(buffers), group)
-            buffers.append(plan)
+    for index, buffer in enumerate(buffers):
+        for group in groups:
+            placements |= place_layers(buffer, index, group)
     return CachePlan(groups, num_blocks, tuple(buffers), placements)
 
 
@@ -92,14 +99,15 @@ def _check_groups(groups: Groups, num_blocks: int, order: str) -> dict[str, Spec
 
 def _check_block_table(index: int, group: Mapping[str, Spec]) -> None:
     """Refuse layers that cannot share a block table."""
-    first, *others = group
-    for name in others:
-        one, other = group[first].group(), group[name].group()
-        for field in fields(one):
-            values = getattr(one, field.name), getattr(other, field.name)
-            if values[0] != values[1]:
+    first, *rest = group
+    expected = group[first].group()
+    for name in rest:
+        found = group[name].group()
+        for field in fields(Group):
+            old, new = getattr(expected, field.name), getattr(found, field.name)
+            if old != new:
                 raise LayoutError(
-                    f"group {index}: {field.name} of layer {first!r} is {values[0]}, of layer {name!r} {values[1]}; "
+                    f"group {index}: {field.name} of layer {first!r} is {old}, of layer {name!r} {new}; "
                     "layers of a group share block tables"
                 )
 
@@ -122,33 +130,45 @@ def _padding_problem(spec: Spec, order: str) -> str | None:
 
 
 Slots: TypeAlias = dict[PageClass, list[tuple[str, ...]]]
+"""For each class of pages its slots; of each slot the layers that share it, one of each group at most."""
 
 
 def _slots(groups: Groups, classes: Mapping[str, PageClass], order: str) -> Slots:
-    """Give the j-th layers of equal pages of all groups the same slot."""
-    first: dict[int, tuple[int, str]] = {}  # group and layer that used pages of a size first
+    """Give the j-th layers of each class of pages the same slot, over all groups."""
     slots: Slots = {}
-    for index, group in enumerate(groups):
-        used: dict[PageClass, int] = {}
+    for group in groups:
+        used: dict[PageClass, int] = {}  # slots of each class that layers of this group have
         for name in group:
             pages = classes[name]
-            members = slots.setdefault(pages, [])
-            if pages.form == "opaque":
-                members.append((name,))
+            of_class = slots.setdefault(pages, [])
+            if pages.form == "opaque":  # shares with no layer
+                of_class.append((name,))
                 continue
-            earlier, other = first.setdefault(pages.page_bytes, (index, name))
-            if earlier != index and classes[other] != pages:
-                raise LayoutError(
-                    f"layout {order!r}: layers {other!r} and {name!r} are to share memory, but {other!r} has "
-                    f"{classes[other]}, and {name!r} {pages}; a layout whose pages are contiguous would do, as BLHNC "
-                    "or LBHNC with kv 'packed'"
-                )
             slot = used.get(pages, 0)
             used[pages] = slot + 1
-            if slot == len(members):
-                members.append(())
-            members[slot] += (name,)
+            if slot == len(of_class):
+                of_class.append((name,))
+            else:
+                of_class[slot] += (name,)
+    _check_equal_pages(groups, classes, order)
     return slots
+
+
+def _check_equal_pages(groups: Groups, classes: Mapping[str, PageClass], order: str) -> None:
+    """Refuse layers of different groups whose pages have the same bytes and cannot lie over each other."""
+    first: dict[int, tuple[int, str]] = {}  # group and name of the first layer with pages of so many bytes
+    for index, group in enumerate(groups):
+        for name in group:
+            pages = classes[name]
+            if pages.form == "opaque":
+                continue
+            first_group, first_name = first.setdefault(pages.page_bytes, (index, name))
+            if first_group != index and classes[first_name] != pages:
+                raise LayoutError(
+                    f"layout {order!r}: layers {first_name!r} and {name!r} are to share memory, but {first_name!r} has "
+                    f"{classes[first_name]}, and {name!r} {pages}; a layout whose pages are contiguous would do, as "
+                    "BLHNC or LBHNC with kv 'packed'"
+                )
 
 
 def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Sequence[Sequence[str]]) -> Slots:
@@ -159,7 +179,7 @@ def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Seque
     for index, slot in enumerate(shared):
         if not slot:
             raise LayoutError(f"shared[{index}] has no layers")
-        in_slot: dict[int, str] = {}
+        by_group: dict[int, str] = {}
         for name in slot:
             if name not in group_of:
                 raise LayoutError(f"shared[{index}]: layer {name!r} is in no group")
@@ -167,11 +187,12 @@ def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Seque
                 raise LayoutError(f"shared[{index}]: layer {name!r} has a tensor already")
             seen.add(name)
             group = group_of[name]
-            other = in_slot.setdefault(group, name)
-            if other != name:
+            if group in by_group:
                 raise LayoutError(
-                    f"shared[{index}]: layers {other!r} and {name!r} of group {group} would write the same blocks"
+                    f"shared[{index}]: layers {by_group[group]!r} and {name!r} of group {group} would write the same "
+                    "blocks"
                 )
+            by_group[group] = name
             _check_slot(index, slot[0], name, classes)
         slots.setdefault(classes[slot[0]], []).append(tuple(slot))
     if missing := [name for name in group_of if name not in seen]:
@@ -180,11 +201,12 @@ def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Seque
 
 
 def _check_slot(index: int, first: str, name: str, classes: Mapping[str, PageClass]) -> None:
-    pages, other = classes[first], classes[name]
-    if pages.page_bytes != other.page_bytes:
+    """Refuse a layer that cannot lie over the first one of its slot."""
+    expected, pages = classes[first], classes[name]
+    if pages.page_bytes != expected.page_bytes:
         raise LayoutError(
-            f"shared[{index}]: a page of layer {first!r} has {pages.page_bytes} bytes, of layer {name!r} "
-            f"{other.page_bytes}; page_bytes pads the smaller one"
+            f"shared[{index}]: a page of layer {first!r} has {expected.page_bytes} bytes, of layer {name!r} "
+            f"{pages.page_bytes}; page_bytes pads the smaller one"
         )
-    if pages != other or (pages.form == "opaque" and first != name):
-        raise LayoutError(f"shared[{index}]: layer {first!r} has {pages}, layer {name!r} {other}")
+    if pages != expected or (pages.form == "opaque" and first != name):
+        raise LayoutError(f"shared[{index}]: layer {first!r} has {expected}, layer {name!r} {pages}")

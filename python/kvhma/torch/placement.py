@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers a buffer can hold, how it is shaped, and where in it the bytes of each layer are."""
+"""Which layers a buffer can hold, how it is shaped, and where in it the bytes of each layer are.
+
+How the slots s and the blocks b lie in memory, by the form of their pages::
+
+    blocks    | b0: s0 s1 s2 | b1: s0 s1 s2 | ...          one buffer, blocks outermost
+    pages     | b0 | b1 | b2 | ...                         a buffer for each slot, layers outermost
+    heads     | head 0: b0 b1 b2 ... | head 1: b0 b1 ...   a buffer for each slot, heads before blocks
+    apart     | K: b0 b1 b2 ... | V: b0 b1 b2 ...          a buffer for each slot, K and V outermost
+    opaque    | b0 | b1 | b2 | ...                         a buffer for each layer
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -20,9 +29,9 @@ class PageClass:
     """What the pages of layers that share bytes have in common.
 
     Attributes:
-        form: ``blocks``: the bytes of a block over all layers lie together; ``pages``: those of a layer; ``heads``: a
-            head's bytes of all blocks lie together; ``apart``: K of all blocks, then V; ``opaque``: only the owner
-            knows.
+        form: ``blocks``: the bytes of a block are contiguous over all layers; ``pages``: those of each layer are;
+            ``heads``: those of a head are, over all blocks; ``apart``: K of all blocks, then V; ``opaque``: only the
+            owner knows.
         page_bytes: bytes of a logical block of one layer, padding included.
         heads: heads outside of blocks; 1 where they are inside.
     """
@@ -43,7 +52,7 @@ class PageClass:
 
 
 def page_class(spec: Spec, order: str) -> PageClass:
-    """Return what layers must have in common with one of `spec` to share its bytes."""
+    """Return the class of a layer's pages: layers share bytes only with layers of the same class."""
     page = spec.padded_bytes
     if isinstance(spec, OpaqueSpec):
         return PageClass("opaque", page)
@@ -86,7 +95,7 @@ class BufferPlan:
 def plan_buffer(
     pages: PageClass, slots: Sequence[tuple[str, ...]], specs: Mapping[str, Spec], num_blocks: int, order: Order
 ) -> BufferPlan:
-    """Shape a buffer: the finest shape that is true of all its layers, else bytes of pages."""
+    """Shape a buffer: with heads as a dimension if all its layers have the same, else as bytes of pages."""
     kind: BufferKind
     if pages.form == "blocks":
         kind, dims = _shared_dims(pages.page_bytes, slots, specs, num_blocks, order)
@@ -103,17 +112,28 @@ def _shared_dims(
 ) -> tuple[BufferKind, dict[str, int]]:
     """Return kind and dimensions of a buffer whose blocks have the bytes of many layers."""
     members = [specs[name] for slot in slots for name in slot]
-    # A state has one kernel block. Heads are counted where they fill the page, else they are no dimension of it.
-    ratios = [spec.ratio if isinstance(spec, TokenSpec) else 1 for spec in members]
-    heads = [spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0 for spec in members]
-    same_ratio = ratios.count(ratios[0]) == len(ratios)
-    same_heads = heads.count(heads[0]) == len(heads)
-    ratio = ratios[0] if same_ratio else 1
-    dims = {"blocks": num_blocks * ratio, "layers": len(slots), "bytes": page // ratio}
-    if order == "BHLNC" and same_ratio and same_heads and heads[0]:
-        blocks, layers, nbytes = dims.values()
-        return "ordered", {"blocks": blocks, "heads": heads[0], "layers": layers, "bytes": nbytes // heads[0]}
-    return "default", dims
+    ratio = _common(_ratio(spec) for spec in members)
+    heads = _common(_full_heads(spec, page) for spec in members)
+    blocks, nbytes = num_blocks * (ratio or 1), page // (ratio or 1)
+    if order == "BHLNC" and ratio and heads:
+        return "ordered", {"blocks": blocks, "heads": heads, "layers": len(slots), "bytes": nbytes // heads}
+    return "default", {"blocks": blocks, "layers": len(slots), "bytes": nbytes}
+
+
+def _common(values: Iterable[int]) -> int | None:
+    """Return the value that all have; None if they differ."""
+    first, *rest = values
+    return first if all(value == first for value in rest) else None
+
+
+def _ratio(spec: Spec) -> int:
+    """Return the kernel blocks of a block; a state is one."""
+    return spec.ratio if isinstance(spec, TokenSpec) else 1
+
+
+def _full_heads(spec: Spec, page: int) -> int:
+    """Return how many heads fill a page; 0 if something else does, or padding."""
+    return spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +144,8 @@ class LayerPlacement:
         buffer: index of the buffer.
         offset: bytes from its start to block 0.
         strides: bytes from one index to the next: B logical blocks, K kernel blocks, and S, H, N, C as in a spec's
-            `sizes`; for state and opaque bytes B only.
+            `sizes`; for state and opaque bytes B only. The first byte of index (b, k, h, ...) is at
+            ``offset + b * B + k * K + h * H + ...``.
     """
 
     buffer: int
@@ -135,14 +156,6 @@ class LayerPlacement:
 def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> dict[str, LayerPlacement]:
     """Return where the layers that one group has in a buffer are.
 
-        | block 0                        | block 1
-        | slot 0 | slot 1 | ... slot n-1 | slot 0 | ...      n slots; alone in its buffer, a layer is slot 0 of 1
-        |<-page->|
-        |<--------- B = n * page ------->|
-
-    Kernel blocks lie as blocks of their size would: K = n * page / ratio. Buffers with heads or K and V outside of
-    blocks are one dense array, and where heads come before layers a block is that of :func:`_place_heads_first`.
-
     Args:
         plan: the buffer.
         buffer: its index.
@@ -151,22 +164,17 @@ def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> di
     Raises:
         LayoutError: heads before layers would leave a layer's items unaligned.
     """
-    page, slots, form = plan.page_class.page_bytes, len(plan.slots), plan.page_class.form
     found: dict[str, LayerPlacement] = {}
     heads_first: dict[tuple[int, int], dict[str, TokenSpec]] = {}
-    for slot, name in ((slot, name) for slot, names in enumerate(plan.slots) for name in names if name in group):
-        spec = group[name]
-        if not isinstance(spec, TokenSpec):
-            found[name] = LayerPlacement(buffer, slot * page, {"B": slots * page})
-        elif form == "blocks" and plan.order == "BHLNC":
-            heads_first.setdefault((spec.sizes["H"], spec.nbytes), {})[name] = spec
-        elif form in ("heads", "apart"):
-            axes = stride_axes(plan.order, spec.kv, kernel_blocks_in_page=False).replace("L", "")
-            found[name] = LayerPlacement(buffer, 0, _dense(spec, axes, {"B": plan.num_blocks, "K": spec.ratio}))
-        else:
-            kernel_page = page // spec.ratio
-            outer = {"K": slots * kernel_page, "B": slots * page}
-            found[name] = LayerPlacement(buffer, slot * kernel_page, _kernel_block(spec, plan.order) | outer)
+    for slot, names in enumerate(plan.slots):
+        for name in names:
+            spec = group.get(name)
+            if spec is None:
+                continue
+            if isinstance(spec, TokenSpec) and plan.page_class.form == "blocks" and plan.order == "BHLNC":
+                heads_first.setdefault((spec.sizes["H"], spec.nbytes), {})[name] = spec
+            else:
+                found[name] = _place_in_slot(plan, buffer, slot, spec)
     offset = 0
     for layers in heads_first.values():
         found |= _place_heads_first(plan, buffer, layers, offset)
@@ -174,37 +182,83 @@ def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> di
     return found
 
 
+def _place_in_slot(plan: BufferPlan, buffer: int, slot: int, spec: Spec) -> LayerPlacement:
+    """Return where a layer of a slot is.
+
+    Forms `blocks`, `pages` and `opaque`; a layer that is alone in its buffer is slot 0 of n = 1::
+
+        | block 0                        | block 1
+        | slot 0 | slot 1 | ... slot n-1 | slot 0 | ...
+        |<-page->|
+        |<--------- B = n * page ------->|
+
+    Kernel blocks lie as blocks of their size would, here two of them::
+
+        | block 0                                                             | block 1
+        | kernel block 0                   | kernel block 1                   |
+        | slot 0   | slot 1 | ... slot n-1 | slot 0 | slot 1 | ... slot n-1   | slot 0 | ...
+        |<-page/2->|
+        |<-------- K = n * page / 2 ------>|
+
+    Forms `heads` and `apart` are one dense array, here K and V of two heads, heads before blocks::
+
+        | K, head 0       | K, head 1       | V, head 0       | V, head 1       |
+        | b0 | b1 | b2 .. | b0 | b1 | b2 .. | b0 | b1 | b2 .. | b0 | b1 | b2 .. |
+        |<-B>|
+        |<------ H ------>|
+        |<--------------- S --------------->|
+    """
+    page, slots = plan.page_class.page_bytes, len(plan.slots)
+    if not isinstance(spec, TokenSpec):
+        return LayerPlacement(buffer, slot * page, {"B": slots * page})
+    if plan.page_class.form in ("heads", "apart"):
+        axes = stride_axes(plan.order, spec.kv, kernel_blocks_in_page=False).replace("L", "")
+        return LayerPlacement(buffer, 0, _dense(spec, axes, {"B": plan.num_blocks, "K": spec.ratio}))
+    kernel_page = page // spec.ratio
+    outer = {"K": slots * kernel_page, "B": slots * page}
+    return LayerPlacement(buffer, slot * kernel_page, _kernel_block(spec, plan.order) | outer)
+
+
 def _place_heads_first(
     plan: BufferPlan, buffer: int, layers: Mapping[str, TokenSpec], offset: int
 ) -> dict[str, LayerPlacement]:
-    """Interleave layers of equal pages by heads: the layers of *this* group, so that a short group has no gaps.
+    """Return where layers of equal pages are, with heads before layers.
 
-    kernel block: | offset | head 0 of each layer | head 1 of each layer | ...
-                           |<-unit->|<-unit->| ...|
-                           |<-- H = layers * unit ->|
+    Only the layers of one group are interleaved, so that a group with fewer layers has no gaps::
+
+        kernel block: | offset | head 0                 | head 1                 | ...
+                               | layer 0 | layer 1 | ...| layer 0 | layer 1 | ...|
+                               |<-unit-->|
+                               |<- H = layers * unit -->|
     """
+    block = len(plan.slots) * plan.page_class.page_bytes
     found = {}
     for index, (name, spec) in enumerate(layers.items()):
         if offset % spec.dtype.itemsize:
             raise LayoutError(
                 f"layout {plan.order!r}: layer {name!r} of {spec.dtype} would start at byte {offset} of a block, "
-                f"behind layers of another dtype; {spec.dtype.itemsize} bytes an item need a multiple"
+                f"after layers of another dtype; {spec.dtype.itemsize} bytes an item need a multiple"
             )
         unit = spec.nbytes // spec.ratio // spec.sizes["H"]
-        block = len(plan.slots) * plan.page_class.page_bytes
         outer = {"H": len(layers) * unit, "K": block // spec.ratio, "B": block}
         found[name] = LayerPlacement(buffer, offset + index * unit, _kernel_block(spec, plan.order) | outer)
     return found
 
 
 def _kernel_block(spec: TokenSpec, order: str) -> dict[str, int]:
-    """Return the strides of what is inside of a kernel block, were it dense."""
+    """Return the strides inside of a dense kernel block."""
     axes = stride_axes(order, spec.kv, kernel_blocks_in_page=False)
     return _dense(spec, "".join(axis for axis in axes if axis in spec.sizes), {})
 
 
 def _dense(spec: TokenSpec, axes: str, outer: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes from one index to the next for every axis of a dense array, `axes` from the outermost on."""
+    """Return bytes from one index to the next for every axis of a dense array.
+
+    ::
+
+        axes "BHC", 2 items C of 2 bytes, 3 heads:   | b0: h0 h0 h1 h1 h2 h2 | b1: h0 ...
+                                                           C = 2, H = 4, B = 12
+    """
     sizes, step = {**spec.sizes, **outer}, spec.dtype.itemsize
     strides: dict[str, int] = {}
     for axis in reversed(axes):
