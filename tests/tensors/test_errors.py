@@ -236,7 +236,7 @@ def test_out_of_memory_in_the_middle(monkeypatch):
     monkeypatch.setattr(torch, "zeros", third)
     with pytest.raises(AllocationError) as caught:
         allocate([{"a": FULL, "b": FULL, "c": FULL, "d": FULL}], 4, layout="LBHNC")
-    assert str(caught.value).endswith("need 32768 bytes, cpu had no room behind the first 16384: out of memory")
+    assert str(caught.value).endswith("need 32768 bytes, cpu had no room after the first 16384: out of memory")
     gc.collect()
     # Although the error is still held, and with it the frames it went through.
     assert len(made) == 2

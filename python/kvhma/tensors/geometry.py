@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry of views that an engine made: where their items are, read from storages, offsets and strides."""
+"""The geometry of views that an engine made, read from their storages, offsets and strides.
+
+A layer begins where its first part begins, and the offsets of its parts count from there::
+
+    region.base
+    |<- layer.offset ->|<- offset of v ->|
+    |                  | k of block 0    | v of block 0 | padding | k of block 1 ...
+                       |<-------------- block_stride ------------>|
+"""
 
 from __future__ import annotations
 
@@ -24,14 +32,14 @@ BLOCKS, KERNEL_BLOCKS = "blocks", "kernel_blocks"
 class TensorPart:
     """A view of one part of a layer, in all blocks.
 
-    K and V that lie apart are two parts, as are the parts of a convolution state: slice the tensor.
+    K and V of one tensor are two parts, as are the parts of a convolution state: slice the tensor.
 
     Attributes:
-        name: of the part: ``kv``, ``k``, ``v``, ``x``, ``B``, ``C``, ``q`` or ``ssm``.
-        tensor: the view. Of it only storage, offset, shape, strides and dtype are read.
-        axes: a name for each dimension. ``blocks`` has kernel blocks, those of a logical block side by side; or logical
-            blocks, if there is also a dimension ``kernel_blocks``. Dimensions of one name that follow each other are
-            one axis, the first the outermost.
+        name: name of the part: ``kv``, ``k``, ``v``, ``x``, ``B``, ``C``, ``q`` or ``ssm``.
+        tensor: the view. Only its storage, offset, shape, strides and dtype are read.
+        axes: a name for each dimension. ``blocks`` counts kernel blocks, those of a logical block one after the other;
+            or logical blocks, if there is also a dimension ``kernel_blocks``. Adjacent dimensions of one name are one
+            axis, the first the outermost.
         shards: the range of an axis that this rank holds; axes that are not in it are held whole.
         dtype: name of the items' encoding; None for that of the tensor's dtype.
     """
@@ -65,14 +73,14 @@ class RankOptions(TypedDict, total=False):
 
 
 class _Dim(NamedTuple):
-    """A dimension: its indices, and bytes from one to the next; None where there is only one index."""
+    """A dimension: its size, and bytes from one index to the next; None where there is only one index."""
 
     size: int
     stride: int | None
 
 
 class _Blocks(NamedTuple):
-    """How the pages of a layer are numbered; a stride is None where there is only one block."""
+    """The blocks of a layer and their strides in bytes; a stride is None where there is only one block."""
 
     num_blocks: int
     block_stride: int | None
@@ -141,6 +149,28 @@ def _check_layer(name: str, layer: LayerTensors, num_groups: int) -> None:
 
 
 def _layer(name: str, layer: LayerTensors, group: Group, locations: Mapping[str, Location]) -> Layer:
+    region, offset = _start(name, layer, locations)
+    found = []
+    for view in layer.parts:
+        at = _label(name, view)
+        found.append(_part(at, view, group.ratio, locations[at].offset - offset))
+    blocks, first = found[0]
+    for other, part in found:
+        if other != blocks:
+            raise GeometryError(
+                f"layer {name!r}: blocks of part {first.name!r} are {blocks}, of part {part.name!r} {other}"
+            )
+    page = Page(tuple(part for _, part in found))
+    # With a single block any stride will do.
+    block_stride = blocks.block_stride or (blocks.kernel_stride or page.nbytes) * group.ratio
+    # The stride that a geometry assumes anyway is not written.
+    assumed = blocks.kernel_stride is None or blocks.kernel_stride * group.ratio == block_stride
+    kernel_stride = None if assumed else blocks.kernel_stride
+    return Layer(name, layer.group, region, offset, blocks.num_blocks, block_stride, page, kernel_stride)
+
+
+def _start(name: str, layer: LayerTensors, locations: Mapping[str, Location]) -> Location:
+    """Return where the first byte of all parts is."""
     first = layer.parts[0]
     region, offset = locations[_label(name, first)]
     for part in layer.parts:
@@ -151,28 +181,13 @@ def _layer(name: str, layer: LayerTensors, group: Group, locations: Mapping[str,
                 f"{location.region}; a layer lies in one: register memory that has both, or make it two layers"
             )
         offset = min(offset, location.offset)
-    parts, numbered = [], []
-    for part in layer.parts:
-        at = _label(name, part)
-        dims = _dims(at, part)
-        numbered.append(_blocks(at, dims.pop(BLOCKS), dims.pop(KERNEL_BLOCKS, None), group.ratio))
-        parts.append(_part(at, part, dims, locations[at].offset - offset))
-    blocks = numbered[0]
-    for part, other in zip(layer.parts, numbered, strict=True):
-        if other != blocks:
-            raise GeometryError(
-                f"layer {name!r}: blocks of part {first.name!r} are {blocks}, of part {part.name!r} {other}"
-            )
-    page = Page(tuple(parts))
-    # With a single block any stride will do.
-    block_stride = blocks.block_stride or (blocks.kernel_stride or page.nbytes) * group.ratio
-    # The stride that a geometry assumes anyway is not written.
-    assumed = blocks.kernel_stride is None or blocks.kernel_stride * group.ratio == block_stride
-    kernel_stride = None if assumed else blocks.kernel_stride
-    return Layer(name, layer.group, region, offset, blocks.num_blocks, block_stride, page, kernel_stride)
+    return Location(region, offset)
 
 
-def _part(at: str, part: TensorPart, dims: Mapping[str, _Dim], offset: int) -> Part:
+def _part(at: str, part: TensorPart, ratio: int, offset: int) -> tuple[_Blocks, Part]:
+    """Return the blocks of a view, and the part that each of them holds."""
+    dims = _dims(at, part)
+    blocks = _blocks(at, dims.pop(BLOCKS), dims.pop(KERNEL_BLOCKS, None), ratio)
     item = part.tensor.element_size()
     axes = []
     for name, (size, stride) in dims.items():
@@ -183,7 +198,7 @@ def _part(at: str, part: TensorPart, dims: Mapping[str, _Dim], offset: int) -> P
             raise GeometryError(f"{at}: shard of {name!r} holds {shard.held}, the view has {size}")
         axes.append(Axis(name, shard.extent, item if stride is None else stride, shard.start, size))
     dtype = str(part.tensor.dtype).removeprefix("torch.") if part.dtype is None else part.dtype
-    return Part(part.name, dtype, item, offset, tuple(axes))
+    return blocks, Part(part.name, dtype, item, offset, tuple(axes))
 
 
 def _dims(at: str, part: TensorPart) -> dict[str, _Dim]:
@@ -210,6 +225,18 @@ def _dims(at: str, part: TensorPart) -> dict[str, _Dim]:
 
 
 def _blocks(at: str, blocks: _Dim, kernels: _Dim | None, ratio: int) -> _Blocks:
+    """Return the blocks of a part.
+
+    ::
+
+        one dimension, ratio 2       | kernel block 0 | kernel block 1 | kernel block 2 | ...
+                                     |<-blocks.stride>|
+                                     |<- 2 * blocks.stride: block ---->|
+
+        two dimensions, ratio 2      | b0 k0 | b1 k0 | b2 k0 ... | b0 k1 | b1 k1 ...
+                                     |<----->| blocks.stride
+                                     |<---- kernels.stride ----->|
+    """
     if kernels is not None:
         if kernels.size != ratio:
             raise GeometryError(f"{at}: {kernels.size} {KERNEL_BLOCKS!r}, the group's ratio is {ratio}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which range of memory a tensor lies in: the one rule from a tensor's storage to a region."""
+"""From a tensor's storage to a region of memory: the one place with this rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvhma.geometry import Memory, Region
 
 _MEMORIES: dict[str, Memory] = {"cpu": "DRAM", "meta": "DRAM", "cuda": "VRAM", "xpu": "VRAM"}
 _META_BASE, _META_ALIGN = 1 << 20, 4096
-"""Storages without memory are numbered as if they followed each other from here on."""
+"""Storages on the meta device get addresses as if they followed each other from here on."""
 
 
 class Location(NamedTuple):
@@ -29,9 +29,9 @@ def locate(
     """Return the regions that tensors lie in, and where in them each one is.
 
     Args:
-        tensors: each under the words that errors name it by.
-        registered: ranges that are registered as they are; None for the storages, each once, in order of use and
-            joined where they overlap.
+        tensors: each by the name that errors give it.
+        registered: regions to find the tensors in; None for their storages, each once, in order of use, those that
+            overlap joined.
 
     Raises:
         GeometryError: a device whose memory has no kind, or a tensor that is not inside of one registered range.
@@ -60,17 +60,30 @@ def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
 
 
 def _join(storages: Iterable[Region]) -> tuple[Region, ...]:
-    """Return each range once, those that overlap as one, in the order of the first storage of each."""
-    joined: list[tuple[int, Region]] = []
+    """Return each storage once, those that overlap as one region, in the order of the first storage of each.
+
+    ::
+
+        storages   [ second use  )            [ third use )
+                           [ first use  )
+        joined     [ region 0           )     [ region 1  )      those that only touch stay two
+    """
+    joined: list[tuple[int, Region]] = []  # with the first use of each
     in_order = enumerate(dict.fromkeys(storages))
-    for use, one in sorted(in_order, key=lambda item: (item[1].memory, item[1].device, item[1].base)):
-        first, last = joined[-1] if joined else (use, one)
-        if joined and (last.memory, last.device) == (one.memory, one.device) and one.base < last.base + last.bytes:
-            nbytes = max(last.bytes, one.base + one.bytes - last.base)
-            joined[-1] = (min(first, use), Region(last.base, nbytes, last.memory, last.device))
+    for use, storage in sorted(in_order, key=lambda item: (item[1].memory, item[1].device, item[1].base)):
+        if joined and _overlaps(joined[-1][1], storage):
+            first_use, last = joined[-1]
+            nbytes = max(last.bytes, storage.base + storage.bytes - last.base)
+            joined[-1] = (min(first_use, use), Region(last.base, nbytes, last.memory, last.device))
         else:
-            joined.append((use, one))
+            joined.append((use, storage))
     return tuple(region for _, region in sorted(joined, key=lambda item: item[0]))
+
+
+def _overlaps(region: Region, storage: Region) -> bool:
+    """Whether a storage that begins no earlier than a region has bytes of it."""
+    same = (region.memory, region.device) == (storage.memory, storage.device)
+    return same and storage.base < region.base + region.bytes
 
 
 def _find(name: str, tensor: torch.Tensor, storage: Region, regions: Sequence[Region]) -> Location:

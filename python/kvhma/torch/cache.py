@@ -29,8 +29,8 @@ class Buffer:
 
     Attributes:
         kind: ``ordered``: heads before layers, so that a slice of heads is contiguous over layers; ``default``: a
-            page for each layer in each block; ``isolated``: one slot, because blocks are not outermost of all or
-            because only the owner knows what a block holds.
+            page for each layer in each block; ``isolated``: one slot, because blocks are not outermost or because
+            only the owner knows what a block holds.
         tensor: all of it, int8, contiguous.
         dims: names of its dimensions.
         page_bytes: bytes of one layer in a logical block, padding included.
@@ -55,7 +55,7 @@ class Cache:
     Attributes:
         buffers: the allocations.
         views: for each layer its view: attention and opaque layers have a tensor, state has a tuple of convolution
-            and state proper, those it has.
+            and SSM state, those it has.
         geometry: the cache as a plan needs it. Each buffer is a region; regions are in the order of the layers.
         references: buffers and layers' bytes in a few numbers.
     """
@@ -82,7 +82,7 @@ def allocate(
         num_blocks: logical blocks, the null block included.
         layout: stride order of layers, blocks, heads, tokens and content, outermost first. With B outermost all layers
             of equal pages have one buffer; with L outermost each slot has its own.
-        device: where to; on ``meta`` nothing is allocated and addresses are made up.
+        device: torch device; on ``meta`` nothing is allocated and addresses are made up.
         shared: for each tensor of an engine the layers that share it, instead of the j-th of all groups.
         **rank: ``tp_rank``, ``tp_size`` and ``null_block``, as for :class:`kvhma.Geometry`.
 
@@ -93,10 +93,10 @@ def allocate(
         AllocationError: there is not enough memory for all buffers. Nothing stays allocated.
     """
     plan = arrange([dict(group) for group in specs], num_blocks, layout, shared)
-    where = _device(device)
+    target = _device(device)
     # Once without memory, so that what a geometry refuses is refused before anything is allocated.
     _allocate(plan, torch.device("meta"), rank)
-    return _allocate(plan, where, rank)
+    return _allocate(plan, target, rank)
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -138,8 +138,17 @@ def _references(plan: CachePlan, geometry: Geometry) -> References:
     for buffer in plan.buffers:
         # Regions are in the order in which layers use them, which need not be that of the buffers.
         region = geometry.regions[geometry.layer_by_name[buffer.slots[0][0]].region]
-        of_buffer = (buffer.kind, buffer.page_class.page_bytes, buffer.slots)
-        tensors.append(TensorReference(region.base, region.bytes, region.memory, region.device, *of_buffer))
+        tensors.append(
+            TensorReference(
+                base=region.base,
+                nbytes=region.bytes,
+                memory=region.memory,
+                device=region.device,
+                kind=buffer.kind,
+                page_bytes=buffer.page_class.page_bytes,
+                layers=buffer.slots,
+            )
+        )
     data = (
         tuple(data_reference(name, spec, plan.placements[name], plan.num_blocks) for name, spec in group.items())
         for group in plan.groups

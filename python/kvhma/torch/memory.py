@@ -24,7 +24,7 @@ def make_buffers(plans: Sequence[BufferPlan], device: torch.device) -> list[torc
     total = sum(plan.nbytes for plan in plans)
     free = _MAX_BYTES if device.type == "meta" else _available(device)
     if total > min(free, _MAX_BYTES):
-        raise AllocationError(f"{_words(plans)} need {total} bytes, {device} has {free} left")
+        raise AllocationError(f"{_name(plans)} need {total} bytes, {device} has {free} left")
     buffers = []
     try:
         for plan in plans:
@@ -34,12 +34,13 @@ def make_buffers(plans: Sequence[BufferPlan], device: torch.device) -> list[torc
         buffers.clear()
         reason = str(error).splitlines()[0]
         raise AllocationError(
-            f"{_words(plans)} need {total} bytes, {device} had no room behind the first {done}: {reason}"
+            f"{_name(plans)} need {total} bytes, {device} had no room after the first {done}: {reason}"
         ) from None
     return buffers
 
 
-def _words(plans: Sequence[BufferPlan]) -> str:
+def _name(plans: Sequence[BufferPlan]) -> str:
+    """Return what errors call the buffers."""
     names = [name for plan in plans for slot in plan.slots for name in slot]
     layers = f"layer {names[0]!r}" if len(names) == 1 else f"{len(names)} layers {names[0]!r} to {names[-1]!r}"
     return f"{len(plans)} buffers of {layers}"

@@ -84,7 +84,14 @@ class References:
 
 
 def data_reference(name: str, spec: Spec, placement: LayerPlacement, num_blocks: int) -> DataReference:
-    """Return where one layer's bytes are."""
+    """Return where one layer's bytes are.
+
+    A block of state has one segment for the convolution and one for the heads::
+
+        start                    start + conv_bytes
+        | convolution            | head 0      | head 1      | ... | padding
+                                 |<-head_bytes>|
+    """
     buffer, start, strides = placement.buffer, placement.offset, placement.strides
     if isinstance(spec, TokenSpec):
         return DataReference(name, buffer, num_blocks * spec.ratio, strides["K"], _token_segments(spec, placement))
@@ -98,13 +105,21 @@ def data_reference(name: str, spec: Spec, placement: LayerPlacement, num_blocks:
 
 
 def _token_segments(spec: TokenSpec, placement: LayerPlacement) -> tuple[Segment, ...]:
-    """Return the bytes of a kernel block: one segment, or one for K and one for V where those do not touch."""
+    """Return the bytes of a kernel block: one segment, or one for K and one for V where those do not touch.
+
+    ::
+
+        BHLNC, split    | K of head 0, V of head 0 | K of head 1, V of head 1 | ...   one segment of heads
+        LBHNC, split    | K of head 0 | K of head 1 .. | V of head 0 | ..             two segments of heads
+        LBNHC, split    | K of all heads | V of all heads |                           one segment, no single heads
+        LBNHC, apart    | K of all heads |    ...    | V of all heads |               two segments, no single heads
+    """
     sizes, strides, whole = spec.sizes, placement.strides, spec.nbytes // spec.ratio
     k_to_v = strides.get("S", 0)
     if sizes["H"] > 1 and strides["H"] >= strides["N"]:
         heads, head_stride, together = sizes["H"], strides["H"], k_to_v < strides["H"]
     else:
-        # No head can be read out of these tokens. They are dense, but V may lie far from K.
+        # No head is contiguous by itself, or there is only one. The tokens are dense, but V may lie far from K.
         heads, head_stride, together = 1, None, 2 * k_to_v in (0, whole)
     starts = [placement.offset] if together else [placement.offset, placement.offset + k_to_v]
     return tuple(Segment(start, whole // len(starts), heads, head_stride) for start in starts)

@@ -190,13 +190,13 @@ class ConvPart:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Recurrent state of one layer: convolution, then the state proper, without a gap.
+    """State of one recurrent layer: convolution state, then SSM state, without a gap.
 
     Attributes:
         conv: parts of the convolution state in memory order; empty for none.
         conv_rows: rows of it: the taps less one, and one for every draft token.
         conv_dtype: its dtype.
-        ssm_heads: heads of the state proper; None for none.
+        ssm_heads: heads of the SSM state; None for none.
         ssm_shape: shape of one head, e.g. ``(head_dim, d_state)``.
         ssm_dtype: its dtype.
         conv_order: ``DS``: channels, then rows; ``SD``: rows, then channels.
@@ -232,7 +232,7 @@ class StateSpec:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of the state proper."""
+        """Bytes of one head of the SSM state."""
         item: int = self.ssm_dtype.itemsize
         return math.prod(self.ssm_shape) * item
 
@@ -303,7 +303,7 @@ class OpaqueSpec:
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of a block: nobody knows of padding in it."""
+        """Bytes of a block: padding, if any, is part of them."""
         return self.nbytes
 
     def group(self) -> Group:

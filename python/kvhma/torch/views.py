@@ -14,13 +14,19 @@ from kvhma.torch.placement import BufferPlan, LayerPlacement
 from kvhma.torch.specs import AttentionSpec, Spec, StateSpec, TokenSpec
 
 View: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""Of an attention or opaque layer a tensor; of state a tuple: convolution, state proper, those it has."""
+"""Of an attention or opaque layer a tensor; of state a tuple: convolution, SSM state, those it has."""
 
 _AXES = {"B": BLOCKS, "H": "heads", "N": "tokens", "C": "content"}
 
 
 def make_view(buffer: torch.Tensor, spec: Spec, placement: LayerPlacement, num_blocks: int) -> View:
     """Return a layer's view of its buffer. No byte is copied.
+
+    A block of state::
+
+        offset           offset + conv_bytes
+        | convolution    | head 0 | head 1 | ...  | padding | next block
+        |<----------------------- B ----------------------->|
 
     Returns:
         Attention: the dimensions of the spec's view, of its dtype, B counting kernel blocks. State: convolution
@@ -46,7 +52,7 @@ def make_view(buffer: torch.Tensor, spec: Spec, placement: LayerPlacement, num_b
 
 
 def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
-    """Name the dimensions of a layer's view."""
+    """Return the parts of a layer's view, their dimensions named."""
     if isinstance(view, tuple):
         assert isinstance(spec, StateSpec)  # noqa: S101 - make_view has made it
         return _state_parts(spec, view)
@@ -59,7 +65,18 @@ def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
 def cross_layer_view(
     buffer: torch.Tensor, plan: BufferPlan, specs: Mapping[str, Spec], placements: Mapping[str, LayerPlacement]
 ) -> torch.Tensor | None:
-    """Return a buffer as one tensor over its layers, dimensions in the order of memory; None if they differ in form."""
+    """Return a buffer as one tensor over its layers, dimensions in the order of memory.
+
+    ::
+
+        first layer's offset
+        |       one slot's layer to the next: stride of L
+        |<----->|
+        | slot 0 | slot 1 | slot 2 | ...
+
+    Returns:
+        None where layers differ in form, or are not evenly spaced.
+    """
     names = [slot[0] for slot in plan.slots]
     first, start = specs[names[0]], placements[names[0]]
     if not isinstance(first, TokenSpec):
@@ -75,8 +92,8 @@ def cross_layer_view(
     sizes = {**first.sizes, "B": plan.num_blocks * first.ratio, "L": len(names)}
     strides = {**start.strides, "B": start.strides["K"], "L": step}
     axes = list(first.dims) if len(names) == 1 and plan.order[0] == "L" else ["L", *first.dims]
-    # Where strides are equal one dimension has one index, and the order says where it is; S is not in the order, it is
-    # outside of what it ties with.
+    # Dimensions of equal stride, of which one has a single index, are in the stride order; S is not in it (-1) and is
+    # the outer one.
     axes.sort(key=lambda axis: (-strides[axis], plan.order.find(axis)))
     return _strided(buffer, first.dtype, [(sizes[axis], strides[axis]) for axis in axes], start.offset)
 
@@ -98,7 +115,7 @@ def _strided(buffer: torch.Tensor, dtype: torch.dtype, dims: Sequence[tuple[int,
 
 
 def _dense(shape: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return size and stride of the dimensions of a dense array."""
+    """Return size and stride of the dimensions of a dense array: (2, 3) of 4 bytes gives [(2, 12), (3, 4)]."""
     return [(size, math.prod(shape[at + 1 :]) * dtype.itemsize) for at, size in enumerate(shape)]
 
 
@@ -106,22 +123,23 @@ def _token_parts(spec: TokenSpec, view: torch.Tensor) -> tuple[TensorPart, ...]:
     axes = tuple(_AXES[letter] for letter in spec.dims if letter != "S")
     shards = {"heads": spec.heads} if isinstance(spec, AttentionSpec) else {}
     if "H" in spec.dims and not shards:
-        # The one head of a latent is no axis: other engines' latents have none.
+        # A latent has no axis of heads, whether or not the kernel wants a dimension of one head.
         view, axes = view.select(spec.dims.index("H"), 0), tuple(axis for axis in axes if axis != "heads")
     if spec.kv == "packed":
         return (TensorPart("kv", view, axes, shards),)
-    at = spec.dims.index("S")
-    return tuple(TensorPart(name, view.select(at, index), axes, shards) for index, name in enumerate("kv"))
+    k_or_v = spec.dims.index("S")
+    return tuple(TensorPart(name, view.select(k_or_v, index), axes, shards) for index, name in enumerate("kv"))
 
 
 def _state_parts(spec: StateSpec, view: tuple[torch.Tensor, ...]) -> tuple[TensorPart, ...]:
     parts, start = [], 0
     if spec.conv:
-        at = 1 if spec.conv_order == "DS" else 2
-        axes = (BLOCKS, "channels", "rows") if at == 1 else (BLOCKS, "rows", "channels")
+        # channels of a block:  | x          | B     | C     |
+        #                       0            start of B, then of C
+        axes = (BLOCKS, "channels", "rows") if spec.conv_order == "DS" else (BLOCKS, "rows", "channels")
         for part in spec.conv:
-            piece = view[0].narrow(at, start, part.channels.held)
-            parts.append(TensorPart(part.name, piece, axes, {"channels": part.channels}))
+            channels = view[0].narrow(axes.index("channels"), start, part.channels.held)
+            parts.append(TensorPart(part.name, channels, axes, {"channels": part.channels}))
             start += part.channels.held
     if spec.ssm_heads is not None:
         # Dimensions of one name are one axis; a head of a single item has none.
