@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import platform
 import random
 import sys
@@ -22,13 +23,17 @@ from typing import Any
 import numpy as np
 
 import kvhma
+from counts import POOLS, block_tables, pool_blocks
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlevel
 from kvhma._kvhma import CheckedGeometry
-from kvhma.models import models
+from kvhma.models import model, models
 from kvhma.models.vllm_layout import layout
 from kvhma.vllm.scheduler.prompt import prompt_digest
 
 REPEATS = 7
+NORESERVE = 0x4000
+"""``MAP_NORESERVE`` of Linux, which Python has no name for: the caches are larger than the memory."""
+MAPPED: list[mmap.mmap] = []
 
 
 def best(call: Callable[[], Any], seconds: float = 0.25) -> float:
@@ -310,6 +315,69 @@ def orders() -> None:
     )
 
 
+def prepared() -> None:
+    """Time a request from its spans to the handle that is posted: as descriptors, and as ids in prepared lists."""
+    try:
+        from kvhma.nixl import Agent
+    except ImportError:
+        return
+    rows = []
+    with Agent("reader") as reader, Agent("source") as source:
+        for name, tokens, order in (
+            ("gemma-3-27b", 8_192, "LBHNC"),
+            ("gpt-oss-120b", 131_072, "LBHNC"),
+            ("gpt-oss-120b", 131_072, "BLHNC"),
+            ("NVIDIA-Nemotron-3-Nano-30B-A3B", 131_072, "LBHNC"),
+        ):
+            local, remote = (mapped(name, tokens, order) for _ in range(2))
+            reader.register(local)
+            source.register(remote)
+            peer = reader.connect(source.handshake_payload(remote))
+            plan = kvhma.plan(local, remote)
+            start = time.perf_counter()
+            lists = [reader.prepare_local(plan.views(0)[0]), reader.prepare_remote(peer, plan.views(0)[1])]
+            once = (time.perf_counter() - start) * 1e6
+            for pool in POOLS:
+                tables = [block_tables(geometry, tokens, pool, seed) for seed, geometry in enumerate((local, remote))]
+                spans = [kvhma.live_spans(local, tokens, table) for table in tables]
+                times = made(reader, plan, (tokens, *spans), lists)
+                count = plan.transfer(tokens, *spans).descriptors
+                what = (f"{name}, {tokens:,} tokens, {order}, {pool}", f"{count:,}")
+                rows.append((*what, *(f"{taken:,.0f} µs" for taken in times), f"{once:,.0f} µs"))
+    table(
+        "Descriptors or prepared lists: from spans to the handle that NIXL posts",
+        ("request", "descriptors", "`transfer`", "+ NIXL", "`ids`", "+ NIXL", "lists, once a pair"),
+        rows,
+        "Spans are Python lists. Nothing is posted: posting takes as long either way, and moving the bytes is not in it.",
+    )
+
+
+def mapped(name: str, tokens: int, order: Any) -> Geometry:
+    """Return a cache in memory that is mapped and never touched."""
+    one = model(name)
+    blocks = pool_blocks(one, tokens)
+    size = sum(region.bytes + 4096 for region in layout(one, num_blocks=blocks, order=order).regions)
+    memory = mmap.mmap(-1, size + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    MAPPED.append(memory)
+    base = np.frombuffer(memory, np.uint8).ctypes.data
+    return layout(one, num_blocks=blocks, order=order, base=base, region_align=4096)
+
+
+def made(reader: Any, plan: kvhma.Plan, request: tuple[Any, ...], lists: list[Any]) -> list[float]:
+    """Return microseconds of kvhma and of NIXL, for descriptors and for ids."""
+    nixl, peer = reader._session.open(), lists[1].peer
+    (read,), (ids,) = plan.transfer(*request).reads, plan.ids(*request).reads
+
+    def descriptors() -> None:
+        both = [nixl.get_xfer_descs(rows, "DRAM") for rows in (read.local, read.remote)]
+        nixl.initialize_xfer("READ", *both, peer.name, b"").release()
+
+    def chosen() -> None:
+        nixl.make_prepped_xfer("READ", lists[0]._handle, ids.local, lists[1]._handle, ids.remote, b"").release()
+
+    return [best(call) for call in (lambda: plan.transfer(*request), descriptors, lambda: plan.ids(*request), chosen)]
+
+
 def digest_row(what: str, ids: list[int]) -> tuple[str, ...]:
     nothing = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
     asked: Any = SimpleNamespace(_all_token_ids=ids, **nothing)
@@ -380,7 +448,7 @@ def main() -> None:
     print(
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, kvhma {kvhma.__version__}\n"
     )
-    for section in (views, ids, scattered, lists, orders, digests, geometries):
+    for section in (views, ids, scattered, lists, orders, prepared, digests, geometries):
         print(f"{section.__name__} ...", file=sys.stderr)
         section()
 
