@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The owner of a NIXL agent: registration, peers, prepared lists and everything in flight."""
+"""A NIXL agent with its registered memory, peers, prepared lists and transfers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _SCRATCH_BYTES = 4096
 class Agent:
     """One NIXL agent and everything made with it.
 
-    It may be used from several threads at once. Calls that make a transfer return after the transport took
-    it, which for one that copies inline is after the copy: call them from a thread that can wait, no lock is
-    held meanwhile.
+    It may be used from several threads at once. A call that starts a transfer returns once the transport has taken
+    it. A transport that copies inline has copied it by then, so call from a thread that can wait; no lock is held
+    meanwhile.
 
     The agent keeps every transfer until it has ended, whether or not the caller does, because NIXL would
     release a forgotten one while it still writes. The memory itself is the caller's: registered memory must
@@ -121,9 +121,9 @@ class Agent:
     def prewarm_transport(self) -> None:
         """Connect to an agent of this process, let a second one connect to this agent, and disconnect both.
 
-        A transport works out how to talk to a peer once for each kind of connection, on the side that connects and on
-        the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After this,
-        first peers find that done. It takes a quarter of a second.
+        A transport works out how to reach a peer once for each kind of connection, on the side that connects and on
+        the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After this
+        call the first peers need not wait for it. The call takes a quarter of a second.
 
         Raises:
             RequestError: the agent was made with ``nixl``.
@@ -143,37 +143,35 @@ class Agent:
     def connect(self, payload: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
         """Connect to the sender of a handshake payload, and warm the connection up.
 
-        The same payload again returns the same peer. Another one under the same name replaces the peer, which
-        is how to get on after it was lost: transfers from the old one end first, then its prepared lists are
-        released.
+        The same payload again returns the same peer. Another payload of the same name replaces the peer, as after a
+        restart: transfers from the old one end first, then its prepared lists are released.
 
         Args:
             payload: what the peer's :meth:`handshake_payload` returned; any bytes are safe.
-            expect: the only name that is accepted. Give it where it is known: else a peer can take another's
-                place.
+            expect: the only name that is accepted. Give it where it is known, else one peer can replace another.
             timeout: seconds to wait for transfers from a replaced peer, and again for the peer to answer.
 
         Raises:
             HandshakeError: not a handshake payload, or one that NIXL refuses or that contradicts itself.
             PeerLostError: the peer is gone already.
-            TransferError: nobody is at the peer's address, the peer does not answer, its memory cannot be read, or
-                transfers from the replaced peer did not end in time.
+            TransferError: nothing listens at the peer's address, the peer does not answer, its memory cannot be read,
+                or transfers from the replaced peer did not end in time.
         """
-        said = decode_handshake(payload)
-        if expect is not None and said.name != expect:
-            raise HandshakeError(f"the handshake payload is from {said.name!r}, expected {expect!r}")
-        if said.name == self.name:
-            raise HandshakeError(f"the handshake payload has this agent's own name {said.name!r}")
+        remote = decode_handshake(payload)
+        if expect is not None and remote.name != expect:
+            raise HandshakeError(f"the handshake payload is from {remote.name!r}, expected {expect!r}")
+        if remote.name == self.name:
+            raise HandshakeError(f"the handshake payload has this agent's own name {remote.name!r}")
         while True:
             with self._session.setup:
                 nixl = self._session.open()
-                known = self._session.peers.get(said.name)
+                known = self._session.peers.get(remote.name)
                 if known is None:
-                    peer = add_peer(nixl, said, self._session.peers, check_start=self._knows_metadata)
+                    peer = add_peer(nixl, remote, self._session.peers, check_start=self._knows_metadata)
                     with self._session.lock:
-                        self._session.peers[said.name] = peer
+                        self._session.peers[remote.name] = peer
                     break
-                if known.gone is None and said == known.payload:
+                if known.gone is None and remote == known.payload:
                     return known
             self.disconnect(known, timeout)
         self._warm_up(peer, timeout)
@@ -207,8 +205,8 @@ class Agent:
             if self._session.peers.get(peer.name) is not peer:
                 return
             peer.gone = peer.gone or "disconnected"
-        # NIXL would remove it under its transfers, answer "not found" for them from then on, and let them land later
-        # all the same.
+        # NIXL would remove a peer that has transfers: from then on it answers "not found" for them, and they write all
+        # the same.
         self._in_flight.drain(timeout, f"peer {peer.name!r}", peer)
         with self._session.setup:
             with self._session.lock:
@@ -290,7 +288,7 @@ class Agent:
             peer: whose memory is read.
             local: C-contiguous uint64 of shape (n, 3), rows ``(addr, len, device)``; n may be 0.
             remote: the same for the peer, with equal lengths row by row.
-            notif: message the peer gets once all is read, by the poll that finds it done; empty for none.
+            notif: message to the peer, sent by the poll that finds the read done; empty for none.
             local_memory: kind of the local memory.
             remote_memory: kind of the peer's memory.
 
@@ -330,7 +328,7 @@ class Agent:
             local_ids: C-contiguous int32 of shape (n,); n may be 0.
             remote: a list of :meth:`prepare_remote`.
             remote_ids: the same for the peer.
-            notif: message the peer gets once all is read, by the poll that finds it done; empty for none.
+            notif: message to the peer, sent by the poll that finds the read done; empty for none.
 
         Raises:
             RequestError: the ids have another form, do not fit the lists or each other. Nothing was started.
@@ -354,7 +352,7 @@ class Agent:
 
     def _start(self, peer: Peer, count: int, notif: bytes, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
         if not count:
-            # NIXL has no empty transfers, but the peer still waits for the message that lets it free its blocks.
+            # NIXL has no empty transfers, and the peer waits for the message before it frees its blocks.
             if notif:
                 self.notify(peer, notif)
             self._session.usable(peer)

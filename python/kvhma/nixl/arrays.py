@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays that NIXL gets: checks for what it does not check itself.
+"""The arrays that go to NIXL: checks for what NIXL does not check itself.
 
 NIXL copies whatever has the right number of bytes, wraps int64 ids silently, answers some wrong shapes with
 None and lets ``addr + len`` wrap around 2**64 past its range check.

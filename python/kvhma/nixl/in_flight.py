@@ -16,9 +16,9 @@ _DRAIN_SLEEP = 5e-4
 
 
 class InFlight:
-    """The transfers of one agent from their post to their end, and the aborted ones until they are asked for.
+    """The transfers of one agent from their post to their end, and ended ones that were aborted until they are polled.
 
-    NIXL would release a transfer that nothing refers to while it still writes; so this object refers to them.
+    NIXL would release a transfer that nothing refers to while it still writes, so this object keeps them.
     """
 
     def __init__(self, session: Session) -> None:
@@ -88,7 +88,7 @@ class InFlight:
         try:
             raw = nixl.get_xfer_telemetry(handle)
         except Exception:
-            # NIXL's environment can turn off what we asked for; that is no reason to fail, nor to ask again.
+            # NIXL's environment can turn telemetry off; the transfer is good without it, and the next ones have none.
             self._telemetry = False
             return None
         return Telemetry(raw.descCount, raw.totalBytes, raw.startTime, raw.postDuration, raw.xferDuration)

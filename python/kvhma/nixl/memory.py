@@ -28,8 +28,8 @@ class RegisteredMemory:
 
             registered   [=========)         [=====)
             region           [--)                        inside of one: True
-                                     [---)               touches none: False
-                               [--------)                RequestError
+                                     [---)               overlaps none: False
+                               [--------)                overlaps one in part: RequestError
 
         Raises:
             RequestError: only a part of it is. NIXL would register the rest, and then not find descriptors after the
@@ -82,7 +82,7 @@ class RegisteredMemory:
         insort(ranges, (region.base, region.base + region.bytes))
 
     def deregister_all(self, nixl: NixlAgent) -> None:
-        """Give everything back; what NIXL cannot deregister goes with its agent."""
+        """Deregister everything; what NIXL cannot deregister ends with its agent."""
         for registration in self.registrations:
             with contextlib.suppress(Exception):
                 nixl.deregister_memory(registration)

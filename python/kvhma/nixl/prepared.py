@@ -39,7 +39,7 @@ class PreparedList:
     _owner: PreparedLists = field(repr=False)
 
     def release(self) -> None:
-        """Give it back to NIXL. Transfers made from it are not affected; a second call does nothing."""
+        """Release it. Transfers made from it are not affected; a second call does nothing."""
         self._owner.release(self)
 
 
@@ -80,7 +80,7 @@ class PreparedLists:
         return self._add(peer, count_entries(views), handle)
 
     def _add(self, peer: Peer | None, count: int, handle: NixlHandle) -> PreparedList:
-        # The peer may have gone since NIXL was asked; nobody would release the list then.
+        # If the peer was lost while NIXL prepared the list, nothing else would release it.
         with self._session.lock:
             try:
                 self._session.usable(peer)
@@ -96,7 +96,7 @@ class PreparedLists:
         return prepared._handle if prepared._owner is self else None
 
     def release(self, prepared: PreparedList) -> None:
-        """Give one back to NIXL."""
+        """Release one."""
         with self._session.lock:
             handle, prepared._handle = prepared._handle, None
             self._lists.discard(prepared)
@@ -105,13 +105,13 @@ class PreparedLists:
                     handle.release()
 
     def release_of(self, peer: Peer) -> None:
-        """Give back those of a peer."""
+        """Release those of a peer."""
         with self._session.lock:
             for prepared in [prepared for prepared in self._lists if prepared.peer is peer]:
                 self.release(prepared)
 
     def release_all(self) -> None:
-        """Give back every one."""
+        """Release all."""
         with self._session.lock:
             for prepared in list(self._lists):
                 self.release(prepared)

@@ -13,12 +13,12 @@ from kvhma.nixl.peer import Peer
 class Session:
     """An open NIXL agent and the peers it is connected to.
 
-    There are two locks, to be taken in this order, with a transfer's own between them:
+    There are two locks. `setup` is taken before a transfer's own lock, `lock` after it:
 
-    * `setup` makes registration, adding and removing peers one after the other. It is held while NIXL connects or pins
-      memory, never while we wait for a peer.
-    * `lock` guards the tables of the agent, and is held while a transfer is made, so that no list or peer it is made
-      from goes meanwhile; never over a post, a poll or a wait.
+    * `setup` lets one thread at a time register memory, add a peer or remove one. It is held while NIXL connects or
+      pins memory, never while a thread waits for a peer.
+    * `lock` guards the tables of the agent. It is held while a transfer is made, so that its lists and its peer stay;
+      never over a post, a poll or a wait.
 
     Attributes:
         name: name of the agent.
@@ -60,25 +60,25 @@ class Session:
     def failure(
         self, exc: Exception, what: str, peer: Peer | None, refused: type[KvhmaError] = TransferError
     ) -> KvhmaError:
-        """Return our error for one of NIXL's, as :func:`translate` does; a peer that it says is lost is gone."""
+        """Return kvhma's error for one of NIXL's, as :func:`translate` does, and note if the peer is lost."""
         error = translate(exc, what, refused)
         if peer is not None:
             self.note_loss(peer, error)
         return error
 
     def note_loss(self, peer: Peer, error: KvhmaError | None) -> None:
-        """Let a peer be gone if an error says that it is lost."""
+        """Note why a peer can no longer be read, if an error says that it is lost."""
         if isinstance(error, PeerLostError):
             with self.lock:
                 peer.gone = peer.gone or str(error)
 
     def begin_closing(self) -> None:
-        """Let nothing new begin."""
+        """Refuse everything new."""
         with self.lock:
             self._closing = True
 
     def forget(self, peer: Peer) -> NixlAgent | None:
-        """Take a peer out; return NIXL, or None if the peer was out already."""
+        """Drop a peer; return NIXL, or None if the peer was dropped already."""
         with self.lock:
             if self._nixl is None or self.peers.get(peer.name) is not peer:
                 return None
@@ -86,7 +86,7 @@ class Session:
             return self._nixl
 
     def close(self) -> tuple[NixlAgent | None, list[Peer]]:
-        """Let go of NIXL and of all peers; return both, or None and no peers if the agent was closed before."""
+        """Drop NIXL and all peers; return both, or None and no peers if the agent was closed before."""
         with self.lock:
             nixl, self._nixl = self._nixl, None
             peers = list(self.peers.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer, from its post to the point where its memory may be used again."""
+"""One transfer, from its post until its memory may be used again."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TransferHandle:
         return self._finished
 
     def poll(self) -> Literal["running", "done"]:
-        """Make progress and say how it stands.
+        """Make progress and return the state.
 
         Raises:
             PeerLostError: the peer is gone.
@@ -131,7 +131,7 @@ class TransferHandle:
         return True
 
     def abort(self) -> bool:
-        """Lose interest in the outcome.
+        """Give up the outcome.
 
         The transfer goes on, and its destination stays in use until :meth:`Agent.poll` returns this object.
 
@@ -158,7 +158,7 @@ class TransferHandle:
             raise self._error
 
     def drive(self) -> bool:
-        """Make progress unless another thread is at it; return whether the transfer has ended."""
+        """Make progress unless another thread does; return whether the transfer has ended."""
         if self._lock.acquire(blocking=False):
             try:
                 self._step()
