@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-import kvhma
+from kvhma._kvhma import __version__
 from kvhma.errors import HandshakeError, UnsupportedPairError
 from kvhma.vllm.wire.side_channel import Text, printable
 
@@ -49,7 +49,7 @@ class EngineExtra(msgspec.Struct, frozen=True):
 
 def encode_extra(identity: ModelIdentity, *, vllm: str) -> bytes:
     """Return the bytes that a hello carries; `vllm` is its version."""
-    return msgspec.json.encode(EngineExtra(identity, vllm, kvhma.__version__))
+    return msgspec.json.encode(EngineExtra(identity, vllm, __version__))
 
 
 def decode_extra(data: bytes) -> EngineExtra:

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-import kvhma
 from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
@@ -50,7 +49,7 @@ def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], 
 @mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)
 def only_the_window(patch: pytest.MonkeyPatch) -> None:
     never_marked(patch)
-    finish, right = KvhmaScheduler.finish, kvhma.live_spans
+    finish, right = KvhmaScheduler.finish, scheduler_module.live_spans
     tokens: list[int] = []
 
     def wrong(geometry: Any, num_tokens: Any, tables: Any, cached: Any = None) -> list[Span]:
@@ -60,7 +59,7 @@ def only_the_window(patch: pytest.MonkeyPatch) -> None:
         tokens.append(min(request.num_computed_tokens, request.num_prompt_tokens))
         return finish(self, request, tables)
 
-    patch.setattr(kvhma, "live_spans", wrong)
+    patch.setattr(scheduler_module, "live_spans", wrong)
     patch.setattr(KvhmaScheduler, "finish", finished)
 
 
@@ -132,7 +131,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
 def one_hit(patch: pytest.MonkeyPatch) -> None:
-    load, right = KvhmaScheduler._load, kvhma.live_spans
+    load, right = KvhmaScheduler._load, scheduler_module.live_spans
 
     def wrong(self: KvhmaScheduler, request_id: str, pull: Any, blocks: Any, external: int) -> Load:
         cached = pull.num_tokens - external
@@ -141,7 +140,7 @@ def one_hit(patch: pytest.MonkeyPatch) -> None:
             hits = [0 if group.kind == "ssm" else cached // group.block_size for group in geometry.groups]
             return right(geometry, num_tokens, tables, hits)
 
-        with mock.patch.object(kvhma, "live_spans", spans):
+        with mock.patch.object(scheduler_module, "live_spans", spans):
             return load(self, request_id, pull, blocks, external)
 
     patch.setattr(KvhmaScheduler, "_load", wrong)
@@ -169,7 +168,7 @@ def chunk_cut(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P's blocks are taken for the ones behind them", "full", "full+sliding")
 def one_further(patch: pytest.MonkeyPatch) -> None:
-    right = kvhma.live_spans
+    right = scheduler_module.live_spans
 
     def wrong(geometry: Any, num_tokens: Any, tables: Any, hits: Any = None) -> list[Span]:
         spans = right(geometry, num_tokens, tables, hits)
@@ -180,7 +179,7 @@ def one_further(patch: pytest.MonkeyPatch) -> None:
             for group, span in zip(geometry.groups, spans, strict=True)
         ]
 
-    patch.setattr(kvhma, "live_spans", wrong)
+    patch.setattr(scheduler_module, "live_spans", wrong)
 
 
 @mutant("P computes the last token as well", "full+state", "sliding+state")

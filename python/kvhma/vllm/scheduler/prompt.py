@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvhma import _kvhma
+from kvhma._kvhma import digest_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -42,7 +42,7 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
         _embeddings(request, num_tokens),
     ]
     # A slice of vLLM's read-only view would be one more pass over all tokens.
-    return _kvhma.digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
+    return digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
 
 
 def _adapter(lora: Any, with_path: bool) -> list[str] | None:

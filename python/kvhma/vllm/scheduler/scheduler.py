@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import kvhma
-from kvhma import _kvhma
+from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_handshake
+from kvhma.planning import live_spans
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
 from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
@@ -275,8 +275,8 @@ class KvhmaScheduler:
     ) -> list[Span] | None:
         """Return all blocks that are still held; None if a window or a chunk behind `tokens` begins before them."""
         try:
-            spans = kvhma.live_spans(geometry, None, self._transfer_tables(tables))
-            needed = _kvhma.first_entries(geometry.core, tokens, [0] * len(spans))
+            spans = live_spans(geometry, None, self._transfer_tables(tables))
+            needed = first_entries(geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed on", request_id)
             return None
@@ -347,7 +347,7 @@ class KvhmaScheduler:
             self._staged[request_id] = request.num_preemptions
             if self._geometry is not None and self.manager is not None:
                 tables = self._transfer_tables(self.manager.get_block_ids(request_id))
-                staged.append(tuple(kvhma.live_spans(self._geometry, None, tables)))
+                staged.append(tuple(live_spans(self._geometry, None, tables)))
         return staged
 
     # --- D -------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class KvhmaScheduler:
         # Each group has a hit of its own: the one that vLLM names is that of full attention.
         groups = zip(self._engine.transfer_groups, self._geometry.groups, strict=True)
         hits = [0 if group.kind == "ssm" else hit_blocks(blocks.blocks[index]) for index, group in groups]
-        spans = kvhma.live_spans(self._geometry, pull.num_tokens, tables, hits)
+        spans = live_spans(self._geometry, pull.num_tokens, tables, hits)
         return Load(request_id, pull.remote, pull.reader, pull.num_tokens, cached, tuple(spans))
 
     def results(self, output: KVConnectorOutput) -> None:

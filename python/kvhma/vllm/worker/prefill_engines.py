@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import kvhma
-from kvhma import _kvhma
+from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, HandshakePayload, Peer, decode_handshake
+from kvhma.planning import plan as make_plan
 from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import Address, Incarnation
@@ -60,7 +60,7 @@ class PrefillEngine:
 
     address: Address
     instance: int
-    plan: _kvhma.Plan
+    plan: Plan
     peers: list[Peer | None]
     lines: ClientPool
     hellos: dict[str, bytes]
@@ -256,7 +256,7 @@ class PrefillEngines:
                             f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
                         )
 
-    def _agree(self, remote: Incarnation, client: Client) -> tuple[_kvhma.Plan, list[HandshakePayload], list[bytes]]:
+    def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[HandshakePayload], list[bytes]]:
         """Ask an engine who it is, and plan what we read from it; the plan, and what its workers say."""
         # An engine has as many ranks as it says: all of them together may take no longer than this.
         deadline = time.monotonic() + _ANSWERS * self._settings.handshake_timeout
@@ -272,7 +272,7 @@ class PrefillEngines:
         try:
             for model in models:
                 check_same_model(self._identity, model)
-            plan = kvhma.plan(
+            plan = make_plan(
                 self._geometry,
                 [hello.geometry for hello in said],
                 descriptor_bytes=self._settings.descriptor_bytes,

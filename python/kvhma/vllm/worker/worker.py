@@ -17,7 +17,7 @@ from functools import partial
 
 import zmq
 
-from kvhma import _kvhma
+from kvhma._kvhma import Plan, Transfer
 from kvhma.errors import (
     HandshakeError,
     HandshakeTimeoutError,
@@ -78,7 +78,7 @@ class ActiveLoad:
     ordered: float
     source: PrefillEngine
     lease: Lease
-    planned: _kvhma.Transfer | None = None
+    planned: Transfer | None = None
     transfers: list[TransferHandle] = field(default_factory=list)
     posted: float = 0.0
     post_seconds: float = 0.0
@@ -273,7 +273,7 @@ class KvhmaWorker:
         moving.posted = time.monotonic()
         moving.post_seconds = moving.posted - started
 
-    def _count_groups(self, load: Load, plan: _kvhma.Plan) -> None:
+    def _count_groups(self, load: Load, plan: Plan) -> None:
         # The plan joins neighbours of all groups, so what one of them costs is planned by itself.
         nothing = [Span(first + len(ids) + _BEHIND, []) for first, ids in load.spans]
         rows = []
@@ -364,7 +364,7 @@ class KvhmaWorker:
                 self._told.first_tokens[moving.load.request_id] = tokens
             self._report(moving.load.request_id)
 
-    def _numbers(self, moving: ActiveLoad, planned: _kvhma.Transfer, ended: float) -> dict[str, float]:
+    def _numbers(self, moving: ActiveLoad, planned: Transfer, ended: float) -> dict[str, float]:
         load = moving.load
         windows = [
             max(0, span.first * group.block_size - load.cached)
