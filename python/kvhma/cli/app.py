@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from kvhma import __version__
+from kvhma._kvhma import __version__
 from kvhma.cli.bench import bench
 from kvhma.cli.check import check
 from kvhma.cli.demo import demo

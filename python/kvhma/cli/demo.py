@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvhma import baselines
+from kvhma.baselines import Count, plain, vllm_selection
 from kvhma.cli.pair import process, receive
 from kvhma.cli.scenario import MAX_TOKENS, Request, Scenario, geometry_of, scenario
 from kvhma.cli.show import output_options
@@ -102,7 +102,7 @@ def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
     ends = [len(table) for table in request.remote]
     local = zip(request.local, request.cached, ends, strict=True)
     tables = ([table[cached:end] for table, cached, end in local], request.remote)
-    selected = baselines.vllm_selection(geometry, geometry, *tables)
+    selected = vllm_selection(geometry, geometry, *tables)
     plain = _plain(plan, request)
     return {
         "name": request.name,
@@ -113,12 +113,12 @@ def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _plain(plan: Scenario, request: Request) -> baselines.Count:
+def _plain(plan: Scenario, request: Request) -> Count:
     """Count the hand-off of a connector without groups: its own ids, all blocks of all layers."""
     geometry = geometry_of(plan.model, 1 << 16)
     size = max(group.block_size for group in geometry.groups if group.kind != "ssm")
     ids = list(range(1, -(-request.num_tokens // size) + 1))
-    return baselines.plain(geometry, geometry, ids, ids)
+    return plain(geometry, geometry, ids, ids)
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> Table:

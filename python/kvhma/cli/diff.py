@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-import kvhma
+from kvhma._kvhma import validate
 from kvhma.cli.arguments import model_or_geometry
 from kvhma.cli.remedies import remedy
 from kvhma.cli.show import output_options, plural, print_json, printable
@@ -99,8 +99,7 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
 
 def _findings(left: Geometry, right: Geometry) -> list[dict[str, str]]:
     return [
-        {"severity": found.severity, "text": found.text, "fix": remedy(found, left)}
-        for found in kvhma.validate(left, right)
+        {"severity": found.severity, "text": found.text, "fix": remedy(found, left)} for found in validate(left, right)
     ]
 
 

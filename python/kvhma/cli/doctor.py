@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-import kvhma
+from kvhma._kvhma import __version__
 from kvhma.cli import link
 from kvhma.cli.pair import process, receive
 from kvhma.cli.show import duration, output_options, print_json, printable
@@ -77,7 +77,7 @@ def doctor(as_json: bool, quiet: bool) -> None:
 
 def look() -> Iterator[Row]:
     """Look at one thing after the other."""
-    yield Row("kvhma", "ok", f"{kvhma.__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
+    yield Row("kvhma", "ok", f"{__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
     nixl = _nixl()
     yield nixl
     if nixl.state == "ok":

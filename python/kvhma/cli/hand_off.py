@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-import kvhma
+from kvhma._kvhma import Plan
 from kvhma.baselines import Count, sequence_blocks
 from kvhma.cli.rivals import Relay, plain_counts, vllm_counts
 from kvhma.cli.sides import Side, named
@@ -17,6 +17,7 @@ from kvhma.errors import KvhmaError, RequestError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.models import Model
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, live_spans
+from kvhma.planning import plan as make_plan
 
 MAX_TOKENS = 1 << 22
 """Of one request: more than any model takes, and block tables of it still take only seconds."""
@@ -62,13 +63,13 @@ class HandOff:
         mine = live_spans(local, self.tokens, self.local, self.held)
         return mine, live_spans(self.p[0], self.tokens, self.remote)
 
-    def plan(self, local: Geometry, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES) -> kvhma.Plan:
+    def plan(self, local: Geometry, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES) -> Plan:
         """Pair a rank of D with all of P.
 
         Raises:
             UnsupportedPairError: they cannot be paired.
         """
-        return kvhma.plan(local, self.p, descriptor_bytes=descriptor_bytes)
+        return make_plan(local, self.p, descriptor_bytes=descriptor_bytes)
 
 
 @dataclass(frozen=True, slots=True)

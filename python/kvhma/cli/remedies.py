@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import kvhma
+from kvhma._kvhma import Finding, validate
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry
+from kvhma.planning import plan
 
 _BY_CODE = {
     "kind": "serve the same model on both sides, both with the hybrid KV cache manager on",
@@ -62,7 +63,7 @@ def refusals(local: Geometry, remotes: Sequence[Geometry]) -> list[Refusal]:
     A pair without findings can still be refused: when no source holds a part of what D needs.
     """
     try:
-        kvhma.plan(local, remotes)
+        plan(local, remotes)
     except UnsupportedPairError as error:
         return _differences(local, remotes, error.code) or [_refusal(local, error, str(error), 1)]
     return []
@@ -71,16 +72,16 @@ def refusals(local: Geometry, remotes: Sequence[Geometry]) -> list[Refusal]:
 def _differences(local: Geometry, remotes: Sequence[Geometry], code: str) -> list[Refusal]:
     # That a pipeline stage has none of D's layers is wrong only if it is so of all, which the plan is then refused for.
     fine = {"no-common-layer"} - {code}
-    found: dict[tuple[str, ...], list[kvhma.Finding]] = {}
+    found: dict[tuple[str, ...], list[Finding]] = {}
     for remote in remotes:
-        for finding in kvhma.validate(local, remote):
+        for finding in validate(local, remote):
             if finding.severity == "error" and finding.code not in fine:
                 key = (finding.code, finding.field, remedy(finding, local), finding.local, finding.remote)
                 found.setdefault(key, []).append(finding)
     return [_refusal(local, same[0], same[0].text, len(same)) for same in found.values()]
 
 
-def _refusal(local: Geometry, wrong: kvhma.Finding | UnsupportedPairError, text: str, times: int) -> Refusal:
+def _refusal(local: Geometry, wrong: Finding | UnsupportedPairError, text: str, times: int) -> Refusal:
     return Refusal(
         wrong.code,
         wrong.place,
@@ -94,7 +95,7 @@ def _refusal(local: Geometry, wrong: kvhma.Finding | UnsupportedPairError, text:
     )
 
 
-def remedy(wrong: kvhma.Finding | UnsupportedPairError, local: Geometry) -> str:
+def remedy(wrong: Finding | UnsupportedPairError, local: Geometry) -> str:
     """Return what would make a difference from the geometry `local` go away."""
     if wrong.code == "dtype" and wrong.layer is not None:
         if local.groups[local.layer_by_name[wrong.layer].group].kind != "ssm":

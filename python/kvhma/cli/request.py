@@ -11,10 +11,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-import kvhma
+from kvhma._kvhma import Transfer
 from kvhma.cli.arguments import geometry
 from kvhma.cli.show import print_json, printable
 from kvhma.errors import RequestError
+from kvhma.geometry import Span
+from kvhma.planning import plan
 
 _MAX_ROWS = 40
 
@@ -35,7 +37,7 @@ def run(
     ours = geometry(local)
     theirs = [geometry(path) for path in remote]
     num_tokens, ours_spans, theirs_spans = _read_request(request)
-    planned = kvhma.plan(ours, theirs, descriptor_bytes=descriptor_bytes)
+    planned = plan(ours, theirs, descriptor_bytes=descriptor_bytes)
     transfer = planned.transfer(num_tokens, ours_spans, theirs_spans)
     warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
     form = {**_form(transfer), "findings": warnings}
@@ -45,10 +47,10 @@ def run(
     _print(form, quiet)
 
 
-def _read_request(path: Path) -> tuple[Any, list[kvhma.Span], list[kvhma.Span]]:
+def _read_request(path: Path) -> tuple[Any, list[Span], list[Span]]:
     try:
         form = json.loads(path.read_bytes())
-        sides = [[kvhma.Span(span["first"], span["ids"]) for span in form[side]] for side in ("local", "remote")]
+        sides = [[Span(span["first"], span["ids"]) for span in form[side]] for side in ("local", "remote")]
         return form["num_tokens"], sides[0], sides[1]
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON: {error}") from error
@@ -58,7 +60,7 @@ def _read_request(path: Path) -> tuple[Any, list[kvhma.Span], list[kvhma.Span]]:
         raise RequestError(f"{path}: a request is an object with lists of spans: {error}") from error
 
 
-def _form(transfer: kvhma.Transfer) -> dict[str, Any]:
+def _form(transfer: Transfer) -> dict[str, Any]:
     return {
         "bytes": transfer.bytes,
         "descriptors": transfer.descriptors,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma import baselines
+from kvhma.baselines import sequence_blocks
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model
@@ -132,7 +132,7 @@ def _default_tokens(model: Model, block: int) -> int:
 def _num_blocks(probe: Geometry, tokens: int) -> int:
     """Blocks for a prompt, and some more for its ids to be scattered in."""
     groups = len(probe.groups)
-    return (sum(map(len, baselines.sequence_blocks(probe, tokens))) + groups) * 5 // 4 + 2
+    return (sum(map(len, sequence_blocks(probe, tokens))) + groups) * 5 // 4 + 2
 
 
 def _cache_bytes(probe: Geometry, tokens: int) -> int:
@@ -142,10 +142,7 @@ def _cache_bytes(probe: Geometry, tokens: int) -> int:
 
 def _tables(geometry: Geometry, tokens: int, rng: random.Random, pool: int, extra: int = 0) -> list[list[int]]:
     """Block tables with ids that no two groups share, in the order a used pool hands them out: runs and jumps."""
-    live = [
-        [block != geometry.null_block for block in table.tolist()]
-        for table in baselines.sequence_blocks(geometry, tokens)
-    ]
+    live = [[block != geometry.null_block for block in table.tolist()] for table in sequence_blocks(geometry, tokens)]
     for group, table in zip(geometry.groups, live, strict=True):
         if group.kind == "full":
             table.extend([True] * extra)  # a block allocated for the tokens to come

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import kvhma
 from kvhma.cli.hand_off import HandOff
 from kvhma.cli.pages import LEFT, RIGHT, SPAN, Side, color, draw_pages
 from kvhma.cli.show import plural, size
 from kvhma.cli.svg import Drawing
+from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 
 WIDTH = 1200
@@ -49,7 +49,7 @@ def scene(one: HandOff, rank: int, source: int | None, descriptor_bytes: int) ->
     chosen = source if source is not None else next(iter(reads), None)
     if chosen is None or chosen not in reads:
         has = ", ".join(map(str, reads)) or "none"
-        raise kvhma.RequestError(f"--source {chosen}: rank {rank} of D reads nothing from it; it reads from {has}")
+        raise RequestError(f"--source {chosen}: rank {rank} of D reads nothing from it; it reads from {has}")
     read = reads[chosen]
     rows = zip(read.local.tolist(), read.remote.tolist(), strict=True)
     pairs = [(ours[0], other[0], ours[1]) for ours, other in rows]
