@@ -156,6 +156,8 @@ class Read(Generic[_Item]):
         remote: NDArray[_Item],
         bytes: int,  # noqa: A002
         descriptors: int,
+        bytes_by_group: Sequence[int],
+        descriptors_by_group: Sequence[int],
     ) -> Read[_Item]: ...
     def __class_getitem__(cls, key: object) -> GenericAlias: ...
     @property
@@ -177,6 +179,12 @@ class Read(Generic[_Item]):
         NIXL joins ids that follow each other in dense strided views on both sides. Where views are written out row by
         row (NIXL before 1.5), it may also join across views that touch.
         """
+    @property
+    def bytes_by_group(self) -> list[int]:
+        """Bytes read into each local group, in the order of the local geometry's groups. Empty for ids."""
+    @property
+    def descriptors_by_group(self) -> list[int]:
+        """Descriptors of each local group, in the same order. Empty for ids."""
 
 @final
 class Transfer(Generic[_Item]):

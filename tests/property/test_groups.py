@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,13 +17,13 @@ from support.recipe import AXES, EQUAL_RANK, draw
 from support.where import addresses, places
 
 
-def numbers(geometry: Geometry, spans: list[Span], transfer: kvhma.Transfer) -> tuple[list[int], list[int]]:
+def numbers(geometry: Geometry, spans: list[Span], reads: Sequence[kvhma.Read]) -> tuple[list[int], list[int]]:
     """Count bytes and descriptors by the group whose block they are written into."""
     group_of_layer = {layer.name: layer.group for layer in geometry.layers}
     group_of = {address: group_of_layer[place.content.layer] for address, place in places(geometry, spans).items()}
     moved: Counter[int] = Counter()
     began: Counter[int] = Counter()
-    for read in transfer.reads:
+    for read in reads:
         moved.update(group_of[address] for address in addresses(read.local))
         began.update(group_of[start] for start in read.local[:, 0].tolist())
     groups = range(len(geometry.groups))
@@ -35,10 +36,13 @@ def test_of_generated_engines(seed: int, axes: dict[str, tuple[str, ...]], descr
     case = generate(seed, draw(seed, axes), max_tokens=64)
     plan = kvhma.plan(case.local, case.remotes, descriptor_bytes=descriptor_bytes)
     transfer = plan.transfer(case.num_tokens, case.local_spans, case.remote_spans)
-    expected = numbers(case.local, list(case.local_spans), transfer)
+    expected = numbers(case.local, list(case.local_spans), transfer.reads)
     assert (transfer.bytes_by_group, transfer.descriptors_by_group) == expected
     assert sum(transfer.bytes_by_group) == transfer.bytes
     assert sum(transfer.descriptors_by_group) == transfer.descriptors
+    for read in transfer.reads:
+        of_read = numbers(case.local, list(case.local_spans), [read])
+        assert (read.bytes_by_group, read.descriptors_by_group) == of_read
 
 
 def shared(base: int, *, layers: int, heads_first: bool) -> Geometry:
@@ -74,7 +78,7 @@ def test_of_groups_in_one_region(
             descriptor_bytes=0,
         )
         transfer = plan.transfer(num_tokens, spans[0], [spans[1]])
-        expected = numbers(shared(1 << 20, layers=layers, heads_first=heads_first), spans[0], transfer)
+        expected = numbers(shared(1 << 20, layers=layers, heads_first=heads_first), spans[0], transfer.reads)
         assert (transfer.bytes_by_group, transfer.descriptors_by_group) == expected
 
 

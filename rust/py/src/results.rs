@@ -92,12 +92,19 @@ pub(crate) struct Read {
     bytes: u64,
     /// Descriptors: of rows the fewest for these bytes, of ids those that are left after NIXL has joined neighbours.
     descriptors: u64,
+    /// Bytes read into each local group, in the order of the local geometry's groups. Empty for ids.
+    bytes_by_group: Vec<u64>,
+    /// Descriptors of each local group, in the same order. Empty for ids.
+    descriptors_by_group: Vec<u64>,
 }
 
 #[pymethods]
 impl Read {
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
-        attributes(slf, &["source", "local", "remote", "bytes", "descriptors"])
+        attributes(
+            slf,
+            &["source", "local", "remote", "bytes", "descriptors", "bytes_by_group", "descriptors_by_group"],
+        )
     }
 
     fn __repr__(&self) -> String {
@@ -107,16 +114,18 @@ impl Read {
 
 impl Read {
     pub(crate) fn of_rows(py: Python<'_>, read: kvhma_core::Read) -> PyResult<Self> {
-        let kvhma_core::Read { source, copies } = read;
+        let kvhma_core::Read { source, copies, bytes_by_group, descriptors_by_group } = read;
         let (bytes, descriptors) = (copies.bytes, copies.len() as u64);
         let (local, remote) = (rows(py, copies.local)?.into_any(), rows(py, copies.remote)?.into_any());
-        Ok(Self { source, local: local.unbind(), remote: remote.unbind(), bytes, descriptors })
+        let (local, remote) = (local.unbind(), remote.unbind());
+        Ok(Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group })
     }
 
     pub(crate) fn of_ids(py: Python<'_>, read: kvhma_core::Ids) -> Self {
         let kvhma_core::Ids { source, local, remote, bytes, merged: descriptors } = read;
         let (local, remote) = (column(py, local).into_any().unbind(), column(py, remote).into_any().unbind());
-        Self { source, local, remote, bytes, descriptors }
+        let (bytes_by_group, descriptors_by_group) = (Vec::new(), Vec::new());
+        Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group }
     }
 }
 

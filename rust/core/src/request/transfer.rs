@@ -17,6 +17,10 @@ pub struct Read {
     pub source: usize,
     /// What is copied where.
     pub copies: Copies,
+    /// Bytes read into each local group.
+    pub bytes_by_group: Vec<u64>,
+    /// Descriptors of each local group; one that goes on from group to group counts for the group of its first byte.
+    pub descriptors_by_group: Vec<u64>,
 }
 
 /// What one request moves and zeroes.
@@ -31,9 +35,9 @@ pub struct Transfer {
     /// For each local group, the first token from which on its blocks are filled up to the request's last token.
     /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
     pub first_tokens: Vec<u64>,
-    /// Bytes read into each local group.
+    /// Bytes read into each local group from all sources.
     pub bytes_by_group: Vec<u64>,
-    /// Descriptors of each local group; one that goes on from group to group counts for the group of its first byte.
+    /// Descriptors of each local group for all sources.
     pub descriptors_by_group: Vec<u64>,
 }
 
@@ -73,9 +77,12 @@ impl Plan {
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
             let by_pair = self.block_pairs(request, index)?;
-            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate, &mut by_group)?;
+            let mut of_source = ByGroup::new(self.local.groups.len());
+            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate, &mut of_source)?;
+            by_group.add(&of_source);
             if !copies.is_empty() {
-                reads.push(Read { source: index, copies });
+                let ByGroup { bytes, descriptors } = of_source;
+                reads.push(Read { source: index, copies, bytes_by_group: bytes, descriptors_by_group: descriptors });
             }
         }
         if (reads.len() > 1 || !zero.is_empty()) && !self.is_each_block_once(request) {
