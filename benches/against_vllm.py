@@ -51,14 +51,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvhma
-from counts import PAIRINGS, POOLS, Pairing, Pool, block_tables, pool_blocks, vllm_count
-from kvhma import Geometry, Span, lowlevel
-from kvhma.baselines import Count, first_token, sequence_blocks
+from counts import PAIRINGS, POOLS, Pairing, pool_blocks, vllm_count
+from kvhma import Geometry, Span
+from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, first_needed_token, sequence_blocks
+from kvhma.cli.compare.selection import Count
 from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models
 from kvhma.models.vllm_layout import cache_groups, conv_split, hybrid_block_size, layout
 
-Tables: TypeAlias = list[list[int]]
 Copies: TypeAlias = NDArray[np.int64]
 """Rows of local address, remote address, length."""
 
@@ -315,11 +315,11 @@ class Request:
     """Block tables as the two managers keep them: blocks that are dropped are the null block at the front."""
 
     tokens: int
-    local: Tables
-    remote: Tables
+    local: BlockTables
+    remote: BlockTables
 
     @cached_property
-    def unhashed(self) -> Tables:
+    def unhashed(self) -> BlockTables:
         """What D's manager hands to the connector: the blocks to fill, without null blocks."""
         return [[block for block in table if block] for table in self.local]
 
@@ -390,7 +390,7 @@ def from_tables(pair: Pair, asked: Request) -> Callable[[], kvhma.Transfer[np.in
     return call
 
 
-def sliced(geometry: Geometry, tokens: int, tables: Tables) -> list[Span]:
+def sliced(geometry: Geometry, tokens: int, tables: BlockTables) -> list[Span]:
     """Return the spans of `live_spans` by slicing, as vLLM's clip does: no integer of a list is looked at."""
     spans = []
     for group, blocks in zip(geometry.groups, tables, strict=True):
@@ -398,7 +398,7 @@ def sliced(geometry: Geometry, tokens: int, tables: Tables) -> list[Span]:
             first, last = 0, len(blocks) - group.speculative
             spans.append(Span(first, blocks[last - 1 : last]))
         else:
-            first = first_token(group, tokens) // group.block_size
+            first = first_needed_token(group, tokens) // group.block_size
             spans.append(Span(first, blocks[first:]))
     return spans
 
@@ -429,8 +429,8 @@ def low_level(pair: Pair, asked: Request) -> Callable[[], tuple[Any, Any]]:
     else:
         members = [others if group < 0 else (group,) for group in worker.region_group_ids]
 
-    def ids(tables: Tables) -> Any:
-        kept: list[Any] = lowlevel.clip_blocks(tables, keep, speculative=speculative)
+    def ids(tables: BlockTables) -> Any:
+        kept: list[Any] = kvhma.clip_blocks(tables, keep, speculative=speculative)
         if ratio > 1:
             for index in others:
                 kept[index] = lowlevel.expand_blocks(kept[index], ratio)
@@ -765,7 +765,7 @@ def plans() -> None:
     )
 
 
-# Is the baseline that benches/COUNTS.md uses vLLM's selection?
+# Is the selection that benches/COUNTS.md counts vLLM's selection?
 
 
 def posted(reads: Iterable[Read]) -> Count:
@@ -796,7 +796,7 @@ CHECKED = (128, 1_000, 5_000)
 
 
 def both_counts(pairing: Pairing, one: Model, tokens: int, pool: Pool) -> tuple[Count | str, Count | str]:
-    """Return what the baseline says and what vLLM does; the text of the refusal if it is one."""
+    """Return what is counted and what vLLM does; the text of the refusal if it is one."""
     blocks = pool_blocks(one, tokens)
     sides = pairing.d.ranks(one, blocks, 1 << 40), pairing.p.ranks(one, blocks, 1 << 56)
     tables = [block_tables(side[0], tokens, pool, seed) for seed, side in enumerate(sides)]
@@ -811,7 +811,7 @@ def both_counts(pairing: Pairing, one: Model, tokens: int, pool: Pool) -> tuple[
         return counted, str(error) or type(error).__name__
 
 
-def baseline() -> None:
+def compared_counts() -> None:
     rows, differences = [], []
     for pairing in PAIRINGS:
         found = [
@@ -828,7 +828,7 @@ def baseline() -> None:
                 differences.append((pairing.name, name, f"{tokens:,}", pool, describe(counted), describe(real)))
         rows.append((pairing.name, same, refused, len(found) - same - refused))
     table(
-        "Is the baseline of COUNTS.md what vLLM chooses?",
+        "Is the selection that COUNTS.md counts what vLLM chooses?",
         ("pairing", "equal descriptors and bytes", "refused by both", "different"),
         rows,
         "Every model, both pools, "
@@ -837,7 +837,7 @@ def baseline() -> None:
         "vLLM's own handshake (`add_remote_agent`) and read (`start_load_kv`), over all ranks of D.",
     )
     if differences:
-        head = ("pairing", "model", "tokens", "pool", "baseline", "vLLM")
+        head = ("pairing", "model", "tokens", "pool", "counted", "vLLM")
         table("Where it is not", head, differences)
 
 
@@ -857,7 +857,7 @@ def main() -> None:
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, vLLM {vllm.__version__}, "
         f"kvhma {kvhma.__version__}\n"
     )
-    for section in (requests, cuts, plans, baseline):
+    for section in (requests, cuts, plans, compared_counts):
         if len(sys.argv) > 1 and section.__name__ not in sys.argv[1:]:
             continue
         print(f"{section.__name__} ...", file=sys.stderr)

@@ -7,7 +7,6 @@ No clock is read and every random number is seeded, so the output is the same on
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,16 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import kvhma
-from kvhma import lowlevel
-from kvhma.baselines import Count, sequence_blocks, vllm_list, vllm_selection
+from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables
+from kvhma.cli.compare.engines import Engines, count_vllm, kernel_block_size, total
+from kvhma.cli.compare.selection import Count
 from kvhma.errors import LayoutError, UnsupportedPairError
-from kvhma.geometry import Geometry, Group
+from kvhma.geometry import Geometry
 from kvhma.models import Model, models
 from kvhma.models.vllm_layout import cache_groups, hybrid_block_size, layout, summary
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
-Pool: TypeAlias = Literal["fresh", "used"]
 Reason: TypeAlias = Literal["", "heads", "absent", "strided", "unexplained"]
-Tables: TypeAlias = list[list[int]]
 
 PROMPTS = (128, 1_000, 5_000, 32_000)
 POOLS: tuple[Pool, ...] = ("fresh", "used")
@@ -159,7 +157,7 @@ class Row:
             return ""
         assert self.vllm is not None
         one = models()[self.model]
-        d, p = (kernel_tokens(side.ranks(one, 2, 1 << 20)[0]) for side in (self.pairing.d, self.pairing.p))
+        d, p = (kernel_block_size(side.ranks(one, 2, 1 << 20)[0]) for side in (self.pairing.d, self.pairing.p))
         if d != p and self.pairing.d.options.get("order") != "LBNHC" and one.kv_heads > self.pairing.d.tp:
             return "heads"
         if self.pool == "fresh" and ours.descriptors - self.vllm.descriptors <= summary(one).padded_slots:
@@ -167,130 +165,22 @@ class Row:
         return "strided" if d != p and ours is self.ids else "unexplained"
 
 
-def attention(geometry: Geometry) -> Group:
-    return next(group for group in geometry.groups if group.kind != "ssm")
-
-
-def kernel_tokens(geometry: Geometry) -> int:
-    group = attention(geometry)
-    return group.kernel_block_size
-
-
-def block_tables(geometry: Geometry, tokens: int, pool: Pool, seed: int) -> Tables:
-    """Return the block tables of an engine: ascending ids, or what a pool looks like after many requests.
-
-    A used pool is cut into stretches of 1 to 8 blocks, half of them descending as freed lists come back, in random
-    order.
-    """
-    fresh = [table.tolist() for table in sequence_blocks(geometry, tokens)]
-    if pool == "fresh":
-        return fresh
-    rng, free = random.Random(seed), list(range(geometry.layers[0].num_blocks - 1, 0, -1))
-    stretches = []
-    while free:
-        stretch = [free.pop() for _ in range(min(rng.choice((1, 1, 1, 2, 3, 5, 8)), len(free)))]
-        stretches.append(stretch if rng.random() < 0.5 else stretch[::-1])
-    rng.shuffle(stretches)
-    ids = [0, *(block for stretch in stretches for block in stretch)]
-    return [[ids[block] for block in table] for table in fresh]
-
-
-def vllm_sources(one: Model, rank: int, d: int, p: int) -> tuple[list[int], list[int]]:
-    """Return the P ranks that a D rank of vLLM reads attention from, and those it reads state from."""
-    if "mla" in one.layers or d >= p:
-        first = [rank * p // d]
-        return first, first
-    ranks = range(rank * (p // d), (rank + 1) * (p // d))
-    heads: dict[int, int] = {}
-    for source in ranks:
-        heads.setdefault(source * one.kv_heads // p, source)
-    return list(heads.values()), list(ranks)
-
-
-def check_vllm_takes(one: Model, sides: Sequence[list[Geometry]], tables: Sequence[Tables]) -> None:
-    """Refuse what vLLM refuses and the baseline, which sees one rank of each side, cannot know of.
-
-    Raises:
-        UnsupportedPairError: the text says why.
-    """
-    locals_, remotes = sides
-    d, p = kernel_tokens(locals_[0]), kernel_tokens(remotes[0])
-    mixed = one.state is not None or "mla" in one.layers
-    if d % p:
-        raise UnsupportedPairError(f"D's kernel block {d} is no multiple of P's {p}")
-    if len(remotes) > len(locals_):
-        if d != p and len(vllm_sources(one, 0, len(locals_), len(remotes))[0]) > 1:
-            raise UnsupportedPairError("kernel blocks of different size where heads come from several ranks")
-        if not mixed and len(remotes) > one.kv_heads:
-            raise UnsupportedPairError("repeated heads where D has fewer ranks")
-    if d == p and one.state is None:
-        for mine, theirs in zip(kept_blocks(locals_[0], tables[0]), kept_blocks(remotes[0], tables[1]), strict=True):
-            if mine > theirs:
-                raise UnsupportedPairError(
-                    f"D has {mine} kernel blocks where P has {theirs}: an assertion of the worker"
-                )
-
-
-def kept_blocks(geometry: Geometry, tables: Tables) -> list[int]:
-    """Count the kernel blocks of each attention group that vLLM's clip leaves."""
-    kept = []
-    for group, table in zip(geometry.groups, tables, strict=True):
-        live = sum(map(bool, table))
-        if group.window is not None:
-            live = min(live, lowlevel.window_blocks(group.window, group.block_size))
-        kept.append(live * group.ratio)
-    return kept
-
-
-def vllm_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], tables: Sequence[Tables]) -> Count:
+def vllm_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], tables: Sequence[BlockTables]) -> Count:
     """Count what vLLM posts for a request.
 
     Raises:
         UnsupportedPairError: vLLM refuses the pair or the request.
     """
-    check_vllm_takes(one, sides, tables)
     locals_, remotes = sides
-    if (kernel := kernel_tokens(remotes[0])) != kernel_tokens(locals_[0]):
-        # vLLM reads P's blocks side by side into D's longer ones, as if D had P's kernel blocks, and moves the tokens
-        # to their places on the device afterwards.
-        blocks, base = locals_[0].layers[0].num_blocks, locals_[0].regions[0].base
-        locals_ = pairing.d.ranks(one, blocks, base, kernel_block=kernel)
-    descriptors = total = 0
-    for rank, local in enumerate(locals_):
-        heads, states = vllm_sources(one, rank, len(locals_), len(remotes))
-        for source in sorted({*heads, *states}):
-            chosen = [
-                [
-                    table if source in (states if group.kind == "ssm" else heads) else []
-                    for table, group in zip(side, local.groups, strict=True)
-                ]
-                for side in tables
-            ]
-            found = vllm_selection(local, remotes[source], *chosen)
-            descriptors += found.posted
-            total += found.bytes - counted_twice(local, remotes[source], len(states))
-    return Count(descriptors, total)
-
-
-def counted_twice(local: Geometry, remote: Geometry, sources: int) -> int:
-    """Return the bytes that the baseline counts too much for a source where P's ranks repeat B and C.
-
-    vLLM cuts every part of D's state into as many equal pieces as there are sources, also B and C, which all of them
-    hold whole; the baseline takes the smaller of the two sides' parts.
-    """
-    rows = zip(vllm_list(local), vllm_list(remote), strict=True)
-    states = [(mine, other) for mine, other in rows if local.groups[mine.groups[0]].kind == "ssm"]
-    return sum(
-        len(mine.groups) * (min(mine.length, other.length) - mine.length // sources)
-        for mine, other in states
-        if sources > 1
-    )
+    blocks, base = locals_[0].layers[0].num_blocks, locals_[0].regions[0].base
+    engines = Engines(locals_, remotes, lambda kernel: pairing.d.ranks(one, blocks, base, kernel_block=kernel))
+    return total(count_vllm(engines, *tables))
 
 
 def kvhma_count(
     sides: Sequence[list[Geometry]],
     tokens: int,
-    tables: Sequence[Tables],
+    tables: Sequence[BlockTables],
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES,
     *,
     ids: bool = False,
@@ -357,7 +247,7 @@ def report(found: Sequence[Row]) -> None:
     print(
         "Made by `make counts`. No times: the same on every machine. Descriptors are what is left after NIXL's own "
         "merging, bytes are what moves; both are summed over all ranks of D and their sources. vLLM's selection is "
-        "`kvhma.baselines.vllm_selection`; `make bench-vllm` compares it with vLLM's own functions.\n\n"
+        "`kvhma.cli.compare.selection.select_vllm`; `make bench-vllm` compares it with vLLM's own functions.\n\n"
         "*fresh*: block ids ascend, group after group, on both sides. *used*: seeded stretches of 1 to 8 blocks, up "
         "and down, with jumps. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), "
         "unless the heading says otherwise. *refused*: by vLLM's handshake, or by an assertion while it reads. Where "

@@ -6,7 +6,8 @@ import random
 import pytest
 
 import kvhma
-from kvhma import Span, baselines, lowlevel
+from kvhma import Span
+from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.models import model
 from kvhma.models.vllm_layout import layout
 
@@ -25,7 +26,7 @@ def case(request):
     spans = []
     for side in sides:
         ids = iter(rng.sample(range(1, blocks), blocks - 1))
-        tables = baselines.sequence_blocks(side, tokens)
+        tables = sequence_blocks(side, tokens)
         tables = [[next(ids) if block else 0 for block in table.tolist()] for table in tables]
         spans.append(kvhma.live_spans(side, tokens, tables))
     return sides, kvhma.plan(*sides), (tokens, *spans)

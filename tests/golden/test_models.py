@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvhma.baselines import needed, plain, sequence_blocks, vllm_list, vllm_selection
+from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.compare.selection import select_all, select_vllm
+from kvhma.cli.compare.views import vllm_views
 from kvhma.geometry import Geometry, Layer
 from kvhma.models import Model, State, model, models
 from kvhma.models.stride_orders import Order
 from kvhma.models.vllm_layout import cache_groups, conv_split, hybrid_block_size, layout, state_bytes, summary
+from support.needed import needed
 
 MIB = 2**20
 
@@ -154,7 +157,7 @@ def test_one_request(name: str, index: int) -> None:
     num_tokens = TOKENS[index]
     one = geometry_for(name, num_tokens)
     blocks = sequence_blocks(one, num_tokens)
-    chosen, least = vllm_selection(one, one, blocks, blocks), needed(one, num_tokens)
+    chosen, least = select_vllm(one, one, blocks, blocks), needed(one, num_tokens)
     descriptors, mib, least_descriptors, least_mib = REQUESTS[name][index]
     assert (chosen.descriptors, least.descriptors) == (descriptors, least_descriptors)
     assert chosen.bytes / MIB == pytest.approx(mib, abs=0.0501)
@@ -169,8 +172,8 @@ def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int
     """
     one = geometry_for(name, 32000)
     live, every = (sequence_blocks(one, 32000, live_only=live_only) for live_only in (True, False))
-    assert vllm_selection(one, one, live, live).descriptors == exact
-    assert vllm_selection(one, one, every, every).descriptors == static
+    assert select_vllm(one, one, live, live).descriptors == exact
+    assert select_vllm(one, one, every, every).descriptors == static
 
 
 def test_gemma_4b_4284_to_1650_descriptors() -> None:
@@ -179,13 +182,13 @@ def test_gemma_4b_4284_to_1650_descriptors() -> None:
     assert len(one.regions) == 5
     blocks = sequence_blocks(one, 63 * 64, live_only=False)
     assert {len(table) for table in blocks} == {63}
-    assert plain(one, one, blocks[-1], blocks[-1]).descriptors == 4284
-    chosen = vllm_selection(one, one, blocks, blocks)
+    assert select_all(one, one, blocks[-1], blocks[-1]).descriptors == 4284
+    chosen = select_vllm(one, one, blocks, blocks)
     assert chosen.descriptors == 1650
     assert chosen.posted == 1650  # half pages never touch, so nothing merges
     packed = layout(model("gemma-3-4b"), num_blocks=7 * 63 + 1, block_size=64)
     # Six windows and the full group, each a run; the last window's run touches the full group's.
-    assert vllm_selection(packed, packed, blocks, blocks).posted == 5 * (7 - 1)
+    assert select_vllm(packed, packed, blocks, blocks).posted == 5 * (7 - 1)
 
 
 def test_gemma_1b_window_of_512() -> None:
@@ -193,8 +196,8 @@ def test_gemma_1b_window_of_512() -> None:
     gemma = Model("gemma-3-1b", (("sliding",) * 5 + ("full",)) * 4 + ("sliding",) * 2, 1, 256, window=512)
     one = layout(gemma, num_blocks=1000)
     tables = sequence_blocks(one, 1401, live_only=False)
-    rows = vllm_list(one)
-    chosen = vllm_selection(one, one, tables, tables)
+    rows = vllm_views(one)
+    chosen = select_vllm(one, one, tables, tables)
     full = sum(group.kind == "full" for group in one.groups)
     assert len(one.groups) > 2
     assert chosen.descriptors == sum(
@@ -226,7 +229,7 @@ def test_nemotron_nano_fp8_in_two_views() -> None:
 def test_nemotron_nano_fp8_prepared_list() -> None:
     """The same, packed: kernel blocks of every region, then four entries per state and logical block."""
     one = layout(model("NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv"), num_blocks=2990, kernel_block="flashinfer")
-    assert [row.count for row in vllm_list(one)] == [780390] * 6 + [2990] * 24
+    assert [row.count for row in vllm_views(one)] == [780390] * 6 + [2990] * 24
 
 
 def test_granite_tiny_shapes() -> None:
@@ -358,7 +361,7 @@ def test_tiny_nemotron_h_as_dumped_from_an_engine() -> None:
     assert sorted({layer.offset for layer in one.layers}) == [0, 536862720]
     offsets = [(part.offset, part.nbytes) for part in layer_of(one, "ssm").page.parts]
     assert offsets == [(0, 1536), (1536, 192), (1728, 192), (1920, 32768)]
-    rows = vllm_list(one)
+    rows = vllm_views(one)
     assert [row.count for row in rows] == [13107] * 10
     assert sum(row.count for row in rows[:2]) == 26214
     assert sum(row.count for row in rows) == 131070
@@ -368,7 +371,7 @@ def test_tiny_nemotron_h_moves_20_descriptors() -> None:
     """302592 bytes for two attention blocks: 2*2*40960 and, with an absent layer's, 2*2*34688."""
     one = layout(TINY_NEMOTRON_H, num_blocks=13107, block_size=32, one_storage=True)
     tables = sequence_blocks(one, 170)
-    chosen = vllm_selection(one, one, tables, tables)
+    chosen = select_vllm(one, one, tables, tables)
     assert (chosen.descriptors, chosen.bytes) == (20, 302592)
     assert needed(one, 170).bytes == 2 * 2 * 40960 + 3 * 34688
 
@@ -426,7 +429,7 @@ def test_regions_of_the_stride_orders() -> None:
     found = {}
     orders: tuple[Order, ...] = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
     for order in orders:
-        rows = vllm_list(layout(llama, num_blocks=341, block_size=32, order=order, one_storage=True))
+        rows = vllm_views(layout(llama, num_blocks=341, block_size=32, order=order, one_storage=True))
         found[order] = {(len(rows), row.length, row.block_stride) for row in rows}
     assert found == {
         "LBHNC": {(3, 8192, 8192)},

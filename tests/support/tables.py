@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 
 import kvhma
-from kvhma.baselines import first_token
+from support.reference import first_needed_token
 
 
 def draw_tables(geometry: kvhma.Geometry, num_tokens: int, rng: random.Random, *, ahead: int = 0) -> list[list[int]]:
@@ -37,5 +37,5 @@ def _alive(group: kvhma.Group, num_tokens: int, ahead: int) -> Sequence[bool]:
     if group.kind == "ssm":
         return [True] * (1 + group.speculative)
     unit = group.block_size * group.cp_size
-    dead = first_token(group, num_tokens) // unit
+    dead = first_needed_token(group, num_tokens) // unit
     return [False] * dead + [True] * (-(-num_tokens // unit) - dead + ahead)

@@ -13,8 +13,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import kvhma
-from kvhma.baselines import sequence_blocks
-from kvhma.cli.hand_off import block_tables
+from kvhma.cli.compare.block_tables import block_tables, sequence_blocks
 from kvhma.models import model
 from kvhma.models.stride_orders import Order
 from kvhma.models.vllm_layout import layout

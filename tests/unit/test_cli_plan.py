@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import kvhma
-from kvhma.baselines import sequence_blocks, vllm_selection
+from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.compare.selection import select_vllm
 from kvhma.models import model, models
 from kvhma.models.vllm_layout import layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
@@ -97,11 +98,11 @@ def test_the_same_by_name_file_and_directory(config: Path) -> None:
 
 
 def test_vllm_beside_it() -> None:
-    """At equal engines the figures are those of the baselines, for one rank."""
+    """At equal engines the figures are those of vLLM's selection for one rank."""
     form = cli("plan", NANO, "--tokens", 5000, "--json").form
     one = layout(model(NANO), num_blocks=64, kernel_block="flashinfer")
     tables = sequence_blocks(one, 5000)
-    chosen = vllm_selection(one, one, tables, tables)
+    chosen = select_vllm(one, one, tables, tables)
     assert (form["vllm"]["bytes"], form["vllm"]["descriptors"]) == (chosen.bytes, chosen.posted)
     assert form["bytes"] < form["vllm"]["bytes"] < form["no_hma"]["bytes"]
 
@@ -368,7 +369,7 @@ def test_vllm_cuts_repeated_groups_in_equal_pieces(tmp_path: Path) -> None:
     assert found["bytes"] == found["vllm"]["bytes"] == 3 * state
 
 
-def test_a_pool_has_room_for_every_rival() -> None:
+def test_a_pool_has_room_for_every_connector() -> None:
     """A model of windows alone keeps few blocks, a connector without groups all of them."""
     form = cli("plan", "gpt-oss-20b", "--tokens", 50_000, "--pool", "used", "--json").form
     assert form["no_hma"]["bytes"] == 24 * 50_000 * 2048

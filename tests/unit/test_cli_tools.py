@@ -16,8 +16,8 @@ import pytest
 from kvhma.cli import doctor
 from kvhma.cli.cost import DEFAULT_LINK, Link, link_file, load_link, save_link
 from kvhma.cli.doctor import Row
+from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.link import Point, blocks_of, fit
-from kvhma.cli.sides import Side
 from kvhma.errors import TransferError
 from kvhma.models.config import known_model_types
 from support.cli_configs import NEMOTRON_3_NANO
@@ -320,7 +320,7 @@ def test_documented_output(tmp_path: Path) -> None:
 def test_documented_names() -> None:
     """Keys, architectures and fields of the documents are all there."""
     text = DOCS.read_text()
-    for key in Side.__slots__:
+    for key in EngineOptions.__slots__:
         assert f"\n| `{key}` |" in text
     listed = text.partition("also inside a `text_config`:\n")[2].partition(".\n")[0]
     assert {name.strip() for name in listed.split(",")} == set(known_model_types())

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from kvhma.cli.compare.block_tables import block_tables
 from kvhma.models import Model, model
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +113,7 @@ def test_no_layer_absent_no_descriptor_more(tokens):
 def descriptors_more(one: Model, tokens: int) -> int:
     equal, blocks = counts.PAIRINGS[0], counts.pool_blocks(one, tokens)
     sides = equal.d.ranks(one, blocks, 1 << 40), equal.p.ranks(one, blocks, 1 << 56)
-    tables = [counts.block_tables(side[0], tokens, "fresh", 0) for side in sides]
+    tables = [block_tables(side[0], tokens, "fresh", 0) for side in sides]
     ours = counts.kvhma_count(sides, tokens, tables)
     return ours.descriptors - counts.vllm_count(one, equal, sides, tables).descriptors
 

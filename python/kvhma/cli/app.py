@@ -16,9 +16,9 @@ from kvhma.cli.demo import demo
 from kvhma.cli.diff import diff
 from kvhma.cli.doctor import doctor
 from kvhma.cli.explain import explain
+from kvhma.cli.format import printable
 from kvhma.cli.map import map_
 from kvhma.cli.plan import plan
-from kvhma.cli.show import printable
 from kvhma.errors import KvhmaError
 
 _EPILOG = "Exit codes: 0 done, 1 something was found or a check failed, 2 the input is wrong."

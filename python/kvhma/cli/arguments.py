@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from kvhma.cli.hand_off import MAX_TOKENS, HandOff, Pool, of_geometries, of_model
-from kvhma.cli.sides import Side, dtype, parse_side
+from kvhma.cli.compare.block_tables import Pool
+from kvhma.cli.compare.engines import Engines
+from kvhma.cli.engine_options import EngineOptions, dtype, parse_engine
+from kvhma.cli.hand_off import MAX_TOKENS, HandOff, RequestOptions, of_geometries, of_model
 from kvhma.errors import GeometryError, KvhmaError, RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, models
@@ -22,7 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
-_SIDE_HELP = "keys: tp, block, kernel (tokens, flashinfer, logical), kv, ssm (dtypes), layout, conv (DS, SD), spec."
+_DEFAULT_ENGINE = EngineOptions()
+_ENGINE_HELP = "keys: tp, block, kernel (tokens, flashinfer, logical), kv, ssm (dtypes), layout, conv (DS, SD), spec."
 
 
 def model_argument(command: F) -> F:
@@ -46,20 +50,20 @@ def _dtype_option(ctx: click.Context, param: click.Parameter, value: str | None)
 
 
 def hand_off_options(command: F) -> F:
-    """Add MODEL and the options that say what is handed over; the command gets them as ``**given``."""
+    """Add MODEL and the options that say what is handed over; the command makes :class:`Arguments` of them."""
     options = (
         click.option(
             "--prefill",
             metavar="KEY=VALUE,…",
             default="tp=1",
-            callback=parse_side,
-            help=f"The prefill engine; {_SIDE_HELP}",
+            callback=parse_engine,
+            help=f"The prefill engine; {_ENGINE_HELP}",
         ),
         click.option(
             "--decode",
             metavar="KEY=VALUE,…",
             default="tp=1",
-            callback=parse_side,
+            callback=parse_engine,
             help="The decode engine; the same keys.",
         ),
         click.option(
@@ -93,44 +97,47 @@ def hand_off_options(command: F) -> F:
     return model_argument(command)
 
 
-def hand_off(
-    model: str | None,
-    prefill: Side,
-    decode: Side,
-    tokens: int,
-    cached: int,
-    kv_dtype: str | None,
-    ssm_dtype: str | None,
-    pool: Pool,
-    seed: int,
-    local: Path | None,
-    remote: tuple[Path, ...],
-) -> HandOff:
-    """Make the hand-off that the arguments ask for.
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Values of MODEL and of the options that :func:`hand_off_options` adds, but for ``--descriptor-bytes``."""
 
-    Raises:
-        click.UsageError: arguments that do not go together.
-        KvhmaError: a file, model or request that is wrong.
-    """
-    if local or remote:
-        if model or not local or not remote:
-            raise click.UsageError("give MODEL, or --local and --remote")
-        _only_defaults(prefill, decode, kv_dtype, ssm_dtype)
-        return of_geometries(
-            local.stem, [geometry(local)], [geometry(file) for file in remote], tokens, cached, pool, seed
-        )
-    if model is None:
-        raise click.UsageError("Missing argument 'MODEL': a config.json or its directory, a name, or a geometry")
-    found = model_or_geometry(model, kv_dtype, ssm_dtype)
-    if isinstance(found, Geometry):
-        _only_defaults(prefill, decode, kv_dtype, ssm_dtype)
-        return of_geometries(Path(model).stem, [found], [found], tokens, cached, pool, seed)
-    return of_model(found, prefill, decode, tokens, cached, pool, seed)
+    model: str | None = None
+    prefill: EngineOptions = _DEFAULT_ENGINE
+    decode: EngineOptions = _DEFAULT_ENGINE
+    tokens: int = 8192
+    cached: int = 0
+    kv_dtype: str | None = None
+    ssm_dtype: str | None = None
+    pool: Pool = "fresh"
+    seed: int = 0
+    local: Path | None = None
+    remote: tuple[Path, ...] = ()
 
+    def hand_off(self) -> HandOff:
+        """Make the hand-off that the arguments ask for.
 
-def _only_defaults(prefill: Side, decode: Side, *dtypes: str | None) -> None:
-    if (prefill, decode) != (Side(), Side()) or any(dtypes):
-        raise click.UsageError("a geometry says all of an engine: --prefill, --decode and dtypes are for models")
+        Raises:
+            click.UsageError: arguments that do not go together.
+            KvhmaError: a file, model or request that is wrong.
+        """
+        request = RequestOptions(self.tokens, self.cached, self.pool, self.seed)
+        if self.local or self.remote:
+            if self.model or not self.local or not self.remote:
+                raise click.UsageError("give MODEL, or --local and --remote")
+            self._check_defaults()
+            engines = Engines([geometry(self.local)], [geometry(file) for file in self.remote])
+            return of_geometries(self.local.stem, engines, request)
+        if self.model is None:
+            raise click.UsageError("Missing argument 'MODEL': a config.json or its directory, a name, or a geometry")
+        found = model_or_geometry(self.model, self.kv_dtype, self.ssm_dtype)
+        if isinstance(found, Geometry):
+            self._check_defaults()
+            return of_geometries(Path(self.model).stem, Engines([found], [found]), request)
+        return of_model(found, self.prefill, self.decode, request)
+
+    def _check_defaults(self) -> None:
+        if (self.prefill, self.decode) != (_DEFAULT_ENGINE, _DEFAULT_ENGINE) or self.kv_dtype or self.ssm_dtype:
+            raise click.UsageError("a geometry says all of an engine: --prefill, --decode and dtypes are for models")
 
 
 def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | None = None) -> Model | Geometry:
@@ -153,7 +160,7 @@ def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | N
         raise RequestError(f"MODEL {text!a}: no such file or directory, and not of the table: {', '.join(models())}")
     found = models()[name]
     try:
-        return Side(kv=kv_dtype, ssm=ssm_dtype).model(found)
+        return EngineOptions(kv=kv_dtype, ssm=ssm_dtype).model(found)
     except KvhmaError as error:
         raise RequestError(f"MODEL {text!a}: {error}") from error
 

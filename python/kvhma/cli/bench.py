@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvhma.cli import link as pair
-from kvhma.cli.arguments import hand_off
+from kvhma.cli import link as loop_back
+from kvhma.cli.arguments import Arguments
 from kvhma.cli.cost import Link, link_file, save_link
-from kvhma.cli.show import duration, output_options, plural, print_json, printable, size
-from kvhma.cli.sides import Side, parse_side
+from kvhma.cli.engine_options import EngineOptions, parse_engine
+from kvhma.cli.format import duration, output_options, plural, print_json, printable, size
 from kvhma.cli.svg import Drawing
 from kvhma.errors import RequestError
 
@@ -36,35 +37,39 @@ def bench() -> None:
 
 @bench.command()
 @click.argument("model", default="NVIDIA-Nemotron-3-Nano-30B-A3B")
-@click.option("--prefill", default="tp=1", callback=parse_side, help="As for `kvhma plan`.")
-@click.option("--decode", default="tp=1", callback=parse_side, help="As for `kvhma plan`.")
+@click.option("--prefill", default="tp=1", callback=parse_engine, help="As for `kvhma plan`.")
+@click.option("--decode", default="tp=1", callback=parse_engine, help="As for `kvhma plan`.")
 @click.option(
     "--tokens", type=click.IntRange(1, 1 << 20), multiple=True, default=(1000, 8000, 32000), show_default=True
 )
 @output_options
-def maths(model: str, prefill: Side, decode: Side, tokens: tuple[int, ...], as_json: bool, quiet: bool) -> None:
+def maths(
+    model: str, prefill: EngineOptions, decode: EngineOptions, tokens: tuple[int, ...], as_json: bool, quiet: bool
+) -> None:
     """Time planning a pair once, and the descriptors and ids of a request, on a used block pool."""
     rows = []
     with _progress(quiet or as_json) as progress:
         task = progress.add_task("measuring", total=3 * len(tokens))
         for count in tokens:
-            one = hand_off(model, prefill, decode, count, 0, None, None, "used", 0, None, ())
-            planned = one.plan(one.d[0])
-            mine, theirs = one.spans(one.d[0])
-            row: dict[str, Any] = {"tokens": count, "descriptors": planned.transfer(count, mine, theirs).descriptors}
+            hand_off = Arguments(model, prefill, decode, count, pool="used").hand_off()
+            local = hand_off.decode[0]
+            plan = hand_off.plan(local)
+            request = (count, *hand_off.spans(local))
+            row: dict[str, Any] = {"tokens": count, "descriptors": plan.transfer(*request).descriptors}
             calls: dict[str, Callable[[], object]] = {
-                "plan": lambda one=one: one.plan(one.d[0]),  # type: ignore[misc]
-                "transfer": lambda p=planned, n=count, a=mine, b=theirs: p.transfer(n, a, b),  # type: ignore[misc]
-                "ids": lambda p=planned, n=count, a=mine, b=theirs: p.ids(n, a, b),  # type: ignore[misc]
+                "plan": partial(hand_off.plan, local),
+                "transfer": partial(plan.transfer, *request),
+                "ids": partial(plan.ids, *request),
             }
             for name, call in calls.items():
                 row[name] = _best(call)
                 progress.advance(task)
             rows.append(row)
     if as_json:
-        print_json({"kvhma_bench_maths": 1, "model": one.name, "rows": rows})
+        print_json({"kvhma_bench_maths": 1, "model": hand_off.name, "rows": rows})
         return
-    table = _table(f"{printable(one.name)}: best of {_SECONDS} s", "tokens", "descriptors", "plan", "transfer", "ids")
+    title = f"{printable(hand_off.name)}: best of {_SECONDS} s"
+    table = _table(title, "tokens", "descriptors", "plan", "transfer", "ids")
     for row in rows:
         times = (duration(row[name]) for name in ("plan", "transfer", "ids"))
         table.add_row(f"{row['tokens']:,}", f"{row['descriptors']:,}", *times)
@@ -115,22 +120,22 @@ def link_(
     points = []
     with _progress(quiet or as_json) as progress:
         task = progress.add_task("reading", total=2 * len(blocks))
-        for point in pair.measure(blocks, descriptors, repeats, backend):
+        for point in loop_back.measure(blocks, descriptors, repeats, backend):
             points.append(point)
             progress.advance(task)
-    constants = pair.fit(points, f"measured, {backend}, two processes of one machine")
-    place = None if no_save else save or link_file()
-    if place is not None:
-        save_link(constants, place)
+    constants = loop_back.fit(points, f"measured, {backend}, two processes of one machine")
+    saved = None if no_save else save or link_file()
+    if saved is not None:
+        save_link(constants, saved)
     if output is not None:
         _write(output, points, constants)
     if as_json:
         rows = [{**asdict(point), "bytes": point.bytes} for point in points]
-        print_json({"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": place and str(place)})
+        print_json({"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": saved and str(saved)})
         return
     _print(points, constants)
-    if place is not None and not quiet:
-        click.echo(f"kept for `kvhma plan` in {click.format_filename(place)}")
+    if saved is not None and not quiet:
+        click.echo(f"kept for `kvhma plan` in {click.format_filename(saved)}")
 
 
 bench.add_command(link_)
@@ -139,8 +144,10 @@ bench.add_command(link_)
 def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     match = re.fullmatch(r"(\d{1,12})\s*(B|KiB|MiB)?", text, re.ASCII)
     nbytes = int(match[1]) * {"KiB": 1 << 10, "MiB": 1 << 20}.get(match[2], 1) if match else 0
-    if not 8 <= nbytes <= pair.BUDGET:
-        raise click.BadParameter(f"{text!a}: must be 8 bytes to {size(pair.BUDGET)}, as 65536 or 64KiB", ctx, param)
+    if not 8 <= nbytes <= loop_back.BUDGET:
+        raise click.BadParameter(
+            f"{text!a}: must be 8 bytes to {size(loop_back.BUDGET)}, as 65536 or 64KiB", ctx, param
+        )
     return nbytes
 
 
@@ -165,7 +172,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _print(points: list[pair.Point], constants: Link) -> None:
+def _print(points: list[loop_back.Point], constants: Link) -> None:
     fastest = max(point.bytes / point.seconds for point in points)
     table = _table("two processes, best of the repeats", "blocks", "in", "time", "GB/s", "", "model")
     table.columns[4].justify = "left"
@@ -188,7 +195,7 @@ def _print(points: list[pair.Point], constants: Link) -> None:
     )
 
 
-def _write(output: Path, points: list[pair.Point], constants: Link) -> None:
+def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None:
     """Draw speed by block size: measured as boxes, what the model says as a line."""
     page = Drawing(760, "kvhma bench link", "Bytes per second by block size, blocks apart and in one run")
     page.text(20, 34, "Reads between two processes", "big")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvhma.cli.show import output_options, print_json, printable, watched
+from kvhma.cli.format import output_options, print_json, printable, watched
 from kvhma.errors import RequestError
 from kvhma.oracle.cases import check as check_case
 from kvhma.oracle.cases import load

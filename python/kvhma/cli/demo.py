@@ -13,10 +13,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvhma.baselines import Count, plain, vllm_selection
-from kvhma.cli.pair import process, receive
+from kvhma.cli.compare.selection import Count, select_all, select_vllm
+from kvhma.cli.format import output_options
 from kvhma.cli.scenario import MAX_TOKENS, Request, Scenario, geometry_of, scenario
-from kvhma.cli.show import output_options
+from kvhma.cli.subprocess import process, receive
 from kvhma.cli.workers import Outcome, decode, prefill
 from kvhma.models import model as find_model
 from kvhma.models import models
@@ -60,7 +60,7 @@ def demo(
         return
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError("the demo needs nixl: pip install 'kvhma[nixl]'")
-    # Progress goes beside what is asked for: away from JSON, nowhere if nobody wants it.
+    # Progress goes beside what is asked for: away from JSON, nowhere with --quiet.
     console = Console(stderr=as_json)
     progress = Console(stderr=as_json, quiet=quiet)
     results: dict[str, list[dict[str, Any]]] = {}
@@ -102,23 +102,23 @@ def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
     ends = [len(table) for table in request.remote]
     local = zip(request.local, request.cached, ends, strict=True)
     tables = ([table[cached:end] for table, cached, end in local], request.remote)
-    selected = vllm_selection(geometry, geometry, *tables)
-    plain = _plain(plan, request)
+    selected = select_vllm(geometry, geometry, *tables)
+    full = _count_all(plan, request)
     return {
         "name": request.name,
         **asdict(outcome),
         "verified": outcome.wrong is None,
-        "plain": {"descriptors": plain.descriptors, "bytes": plain.bytes},
+        "plain": {"descriptors": full.descriptors, "bytes": full.bytes},
         "vllm": {"descriptors": selected.posted, "bytes": selected.bytes},
     }
 
 
-def _plain(plan: Scenario, request: Request) -> Count:
+def _count_all(plan: Scenario, request: Request) -> Count:
     """Count the hand-off of a connector without groups: its own ids, all blocks of all layers."""
     geometry = geometry_of(plan.model, 1 << 16)
     size = max(group.block_size for group in geometry.groups if group.kind != "ssm")
     ids = list(range(1, -(-request.num_tokens // size) + 1))
-    return plain(geometry, geometry, ids, ids)
+    return select_all(geometry, geometry, ids, ids)
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> Table:

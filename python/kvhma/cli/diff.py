@@ -14,8 +14,8 @@ from rich.table import Table
 
 from kvhma._kvhma import validate
 from kvhma.cli.arguments import model_or_geometry
+from kvhma.cli.format import output_options, plural, print_json, printable
 from kvhma.cli.remedies import remedy
-from kvhma.cli.show import output_options, plural, print_json, printable
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model

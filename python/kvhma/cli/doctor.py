@@ -21,8 +21,8 @@ from rich.progress import Progress
 
 from kvhma._kvhma import __version__
 from kvhma.cli import link
-from kvhma.cli.pair import process, receive
-from kvhma.cli.show import duration, output_options, print_json, printable
+from kvhma.cli.format import duration, output_options, print_json, printable
+from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
 from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, series
 

@@ -9,11 +9,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvhma.cli.arguments import hand_off, hand_off_options
-from kvhma.cli.facts import engine_form, groups_form, notes
+from kvhma.cli.arguments import Arguments, hand_off_options
+from kvhma.cli.format import output_options, plural, print_json, printable, size, watched, working
 from kvhma.cli.hand_off import HandOff, count
 from kvhma.cli.remedies import Refusal, refusals
-from kvhma.cli.show import output_options, plural, print_json, printable, size, watched, working
+from kvhma.cli.summary import engine_form, groups_form, notes
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 
@@ -38,83 +38,90 @@ def explain(rank: int | None, all_ranks: bool, descriptor_bytes: int, as_json: b
     Takes what `kvhma plan` takes. A pair that cannot be paired is explained too: every difference with its field,
     both values and what would fix it; the exit code is then 1.
     """
-    one = hand_off(**given)
-    if rank is not None and rank >= len(one.d):
-        raise RequestError(f"--rank {rank}: the decode engine has {plural(len(one.d), 'rank')}")
+    hand_off = Arguments(**given).hand_off()
+    if rank is not None and rank >= len(hand_off.decode):
+        raise RequestError(f"--rank {rank}: the decode engine has {plural(len(hand_off.decode), 'rank')}")
     with working("comparing", quiet or as_json):
-        wrong = refusals(one.d[0], one.p)
-    chosen = list(range(len(one.d))) if all_ranks else [rank or 0]
-    said = engines(one)
+        wrong = refusals(hand_off.decode[0], hand_off.prefill)
+    chosen = list(range(len(hand_off.decode))) if all_ranks else [rank or 0]
+    sentences = engines(hand_off)
     texts: list[str] = []
     if not wrong:
-        said += _request(one, descriptor_bytes, quiet or as_json)
-        texts = [one.plan(one.d[index], descriptor_bytes).explain() for index in chosen]
+        sentences += _request(hand_off, descriptor_bytes, quiet or as_json)
+        texts = [hand_off.plan(hand_off.decode[index], descriptor_bytes).explain() for index in chosen]
     if as_json:
         rows = [{"rank": index, "text": text} for index, text in zip(chosen, texts, strict=False)]
-        print_json({"kvhma_explain": 1, "sentences": said, "ranks": rows, "refusals": [asdict(row) for row in wrong]})
+        print_json(
+            {"kvhma_explain": 1, "sentences": sentences, "ranks": rows, "refusals": [asdict(row) for row in wrong]}
+        )
     else:
-        _print(Console(), [] if quiet else said, texts, wrong)
-        if texts and len(chosen) < len(one.d) and not quiet:
-            click.echo(f"\nThis was rank {chosen[0]} of {len(one.d)}; --rank N shows another, --all-ranks all.")
+        _print(Console(), [] if quiet else sentences, texts, wrong)
+        if texts and len(chosen) < len(hand_off.decode) and not quiet:
+            click.echo(
+                f"\nThis was rank {chosen[0]} of {len(hand_off.decode)}; --rank N shows another, --all-ranks all."
+            )
     raise SystemExit(1 if wrong else 0)
 
 
-def engines(one: HandOff) -> list[str]:
+def engines(hand_off: HandOff) -> list[str]:
     """Say what the allocator makes of both engines."""
-    said = [f"{one.name}, {one.tokens:,} tokens" + (f", of which D has {one.cached:,}." if one.cached else ".")]
-    for name, side in (("Prefill (P)", one.p[0]), ("Decode (D)", one.d[0])):
-        said.append(f"{name}: {_engine(side)}")
-    kinds = dict.fromkeys(group.kind for group in one.d[0].groups)
-    said.append(f"Of the kinds here: {'; '.join(_KINDS[kind] for kind in kinds)}.")
-    return said
+    sentences = [
+        f"{hand_off.name}, {hand_off.tokens:,} tokens"
+        + (f", of which D has {hand_off.cached:,}." if hand_off.cached else ".")
+    ]
+    for name, geometry in (("Prefill (P)", hand_off.prefill[0]), ("Decode (D)", hand_off.decode[0])):
+        sentences.append(f"{name}: {_engine(geometry)}")
+    kinds = dict.fromkeys(group.kind for group in hand_off.decode[0].groups)
+    sentences.append(f"Of the kinds here: {'; '.join(_KINDS[kind] for kind in kinds)}.")
+    return sentences
 
 
-def _engine(side: Geometry) -> str:
-    facts = engine_form(side)
+def _engine(geometry: Geometry) -> str:
+    sizes = engine_form(geometry)
     layers: dict[str, list[str]] = {}
-    for group in facts["groups"]:
+    for group in sizes["groups"]:
         layers.setdefault(group["kind"], []).append(str(group["layers"]))
     groups = "; ".join(f"{len(counts)} {kind} with {', '.join(counts)} layers" for kind, counts in layers.items())
-    shared = len(side.groups) > 1
-    text = f"{plural(side.tp_size, 'rank')}, each with {plural(len(side.groups), 'group')} ({groups}) over "
-    text += plural(facts["regions"], "tensor") + (" that all groups share. " if shared else ". ")
-    text += f"A block is {facts['block_size']:,} tokens"
-    state, token = facts["state_bytes"], facts["kv_bytes_per_token"]
+    shared = len(geometry.groups) > 1
+    text = f"{plural(geometry.tp_size, 'rank')}, each with {plural(len(geometry.groups), 'group')} ({groups}) over "
+    text += plural(sizes["regions"], "tensor") + (" that all groups share. " if shared else ". ")
+    text += f"A block is {sizes['block_size']:,} tokens"
+    state, token = sizes["state_bytes"], sizes["kv_bytes_per_token"]
     if state and token:
         text += (
             f": a state of {size(state)} has to fit the page of a block, and a token takes {size(token)}"
             f" of it, so at least {-(-state // token):,}, rounded up"
         )
-    if facts["ratio"] > 1:
-        text += f"; the attention kernel sees {facts['ratio']} blocks of {facts['kernel_block']} in it"
+    if sizes["ratio"] > 1:
+        text += f"; the attention kernel sees {sizes['ratio']} blocks of {sizes['kernel_block']} in it"
     return text + "."
 
 
-def _request(one: HandOff, descriptor_bytes: int, quiet: bool) -> list[str]:
-    counted = count(one, descriptor_bytes, lambda ranks: watched("planning", ranks, quiet))
+def _request(hand_off: HandOff, descriptor_bytes: int, quiet: bool) -> list[str]:
+    counted = count(hand_off, descriptor_bytes, lambda ranks: watched("planning", ranks, quiet))
     total = counted.total
-    said = [
-        f"{plural(len(counted.pairs), 'pair')} of ranks move {size(total.bytes)} in {plural(total.descriptors, 'run')}."
+    sentences = [
+        f"{plural(len(counted.reads), 'pair')} of ranks move {size(total.bytes)} in {plural(total.descriptors, 'run')}."
     ]
-    for row in groups_form(one, counted):
+    for row in groups_form(hand_off, counted):
         blocks = f"{plural(row['prefill_blocks'], 'block')} of P into {plural(row['decode_blocks'], 'block')} of D"
         where = f"{blocks} in each of {plural(row['layers'], 'layer')}; {size(row['bytes'])} over all ranks"
-        said.append(f"Group {row['group']} ({row['kind']}): {row['what']}, {where}.")
-    for name, rival in (("vLLM 0.32", counted.vllm), ("A connector without groups", counted.plain)):
-        if rival.refused is not None:
-            said.append(f"{name} refuses this pair: {rival.refused}.")
+        sentences.append(f"Group {row['group']} ({row['kind']}): {row['what']}, {where}.")
+    for name, other in (("vLLM 0.32", counted.vllm), ("A connector without groups", counted.no_groups)):
+        if other.refused is not None:
+            sentences.append(f"{name} refuses this pair: {other.refused}.")
             continue
-        nbytes = sum(rank.bytes for rank in rival.ranks)
-        runs = sum(rank.descriptors for rank in rival.ranks)
-        said.append(f"{name} would move {size(nbytes)} in {plural(runs, 'descriptor')}.")
-    return [*said, *(f"Note: {note}." for note in notes(one, counted))]
+        nbytes = sum(rank.bytes for rank in other.ranks)
+        runs = sum(rank.descriptors for rank in other.ranks)
+        sentences.append(f"{name} would move {size(nbytes)} in {plural(runs, 'descriptor')}.")
+    return [*sentences, *(f"Note: {note}." for note in notes(hand_off, counted))]
 
 
-def _print(console: Console, said: list[str], texts: list[str], wrong: list[Refusal]) -> None:
+def _print(console: Console, sentences: list[str], texts: list[str], wrong: list[Refusal]) -> None:
     def line(text: str, style: str = "") -> None:
         console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
-    for sentence in said:
+    for sentence in sentences:
         line(sentence)
     for text in texts:
         line(f"\n{text.strip()}")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.cli.cost import Link
-from kvhma.cli.pair import process, receive
+from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
@@ -30,7 +30,7 @@ class Point:
     Attributes:
         block: bytes of a block.
         blocks: blocks that were read.
-        descriptors: copies they were read in: one a block where they are apart, one in all where they touch.
+        descriptors: copies they were read in: one a block where they are spaced, one in all where they touch.
         seconds: time of the read, from making it until all bytes have come: the best of the repeats.
         median: the median of the repeats.
     """
@@ -147,8 +147,8 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: i
             base = peer.geometry.regions[0].base
             for size in sizes:
                 count = blocks_of(size, most)
-                for apart in (True, False):
-                    rows = _rows(size, count, apart)
+                for spaced in (True, False):
+                    rows = _rows(size, count, spaced)
                     local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in (memory.ctypes.data, base))
                     times = []
                     for _ in range(repeats + 1):
@@ -168,9 +168,9 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: i
         return
 
 
-def _rows(size: int, count: int, apart: bool) -> NDArray[np.uint64]:
+def _rows(size: int, count: int, spaced: bool) -> NDArray[np.uint64]:
     """Return offset, length and device of what is read: blocks with gaps of their own size, or one run."""
-    if not apart:
+    if not spaced:
         return np.array([[0, size * count, 0]], dtype=np.uint64)
     rows = np.zeros((count, 3), dtype=np.uint64)
     rows[:, 0] = np.arange(count, dtype=np.uint64) * np.uint64(2 * size)

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from kvhma.cli.arguments import hand_off, hand_off_options
+from kvhma.cli.arguments import Arguments, hand_off_options
+from kvhma.cli.format import output_options, print_json, working
 from kvhma.cli.scene import draw, scene
-from kvhma.cli.show import output_options, print_json, working
 from kvhma.errors import RequestError
 
 _SUFFIXES = (".svg", ".html")
@@ -40,12 +40,12 @@ def map_(
     """
     if output.suffix not in _SUFFIXES:
         raise RequestError(f"--output {output}: its name must end in {' or '.join(_SUFFIXES)}")
-    one = hand_off(**given)
-    if rank >= len(one.d):
-        raise RequestError(f"--rank {rank}: the decode engine has ranks 0 to {len(one.d) - 1}")
+    hand_off = Arguments(**given).hand_off()
+    if rank >= len(hand_off.decode):
+        raise RequestError(f"--rank {rank}: the decode engine has ranks 0 to {len(hand_off.decode) - 1}")
     with working("drawing", quiet or as_json):
-        what = scene(one, rank, source, descriptor_bytes)
-        page, height = draw(what, tensors)
+        drawn = scene(hand_off, rank, source, descriptor_bytes)
+        page, height = draw(drawn, tensors)
     text = page.svg(height) if output.suffix == ".svg" else page.html(height)
     try:
         output.write_text(text, encoding="utf-8")
@@ -53,6 +53,6 @@ def map_(
         raise RequestError(f"--output {output}: {error.strerror or error}") from error
     if as_json:
         form = {"kvhma_map": 1, "file": str(output), "bytes": len(text.encode()), "decode_rank": rank}
-        print_json({**form, "prefill_rank": what.p.geometry.tp_rank, "runs": len(what.pairs)})
+        print_json({**form, "prefill_rank": drawn.remote.geometry.tp_rank, "runs": len(drawn.runs)})
     elif not quiet:
-        click.echo(f"{click.format_filename(output)}: {what.title}; {what.lines[0]}")
+        click.echo(f"{click.format_filename(output)}: {drawn.title}; {drawn.lines[0]}")

@@ -6,10 +6,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
+from kvhma.cli.compare.views import contiguous_pieces
 from kvhma.cli.svg import COLORS, Drawing
-from kvhma.geometry import Axis, Geometry, Layer, Part
+from kvhma.geometry import Geometry, Layer, Part
 
 LEFT, RIGHT = 150, 1180
 """Where drawings begin and end; left of them are names."""
@@ -18,7 +18,7 @@ _MAX_PIECES = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class DrawnRank:
     """One rank, and what of it the request uses.
 
     Attributes:
@@ -41,21 +41,21 @@ def color(group: int) -> str:
     return f"c{group % COLORS}"
 
 
-def draw_pages(page: Drawing, y: float, side: Side) -> float:
+def draw_pages(page: Drawing, y: float, rank: DrawnRank) -> float:
     """Draw one block of the first tensor as each group sees it."""
-    geometry = side.geometry
-    page.text(20, y, f"{side.name}: one block of a tensor, as each group uses it", "head")
+    geometry = rank.geometry
+    page.text(20, y, f"{rank.name}: one block of a tensor, as each group uses it", "head")
     longest = max(layer.block_stride for layer in geometry.layers)
     y += 12
     for index, group in enumerate(geometry.groups):
-        layer = next((one for one in geometry.layers if one.group == index), None)
+        layer = next((layer for layer in geometry.layers if layer.group == index), None)
         if layer is None:
             continue
         scale = SPAN / longest
         page.text(20, y + 16, f"group {index} {group.kind}", "")
         page.rect(LEFT, y, layer.block_stride * scale, 22, "pad", _padding(layer, group.ratio))
         page.rect(LEFT, y, layer.page.nbytes * group.ratio * scale, 22, "paper")
-        start = _first_block(side, layer, index)
+        start = _first_block(rank, layer, index)
         for shade, (part, offset, length, what) in enumerate(_pieces(geometry, layer)):
             tone = f"t{part % 4}" if len(layer.page.parts) > 1 else f"t{shade % 2}"
             hover = f"{layer.name}\n{what}\nblock bytes {offset:,} to {offset + length:,}"
@@ -64,7 +64,7 @@ def draw_pages(page: Drawing, y: float, side: Side) -> float:
                 page.text(LEFT + (offset + length / 2) * scale, y + 15, name, "small mid")
         if start is not None:
             address, block = start
-            for first, last in _covered(side.runs, address, layer.block_stride, scale):
+            for first, last in _covered(rank.runs, address, layer.block_stride, scale):
                 hover = f"read of block {block}: {address + first:#x} to {address + last:#x}, {last - first:,} bytes"
                 page.rect(LEFT + first * scale, y + 24, (last - first) * scale, 4, "read", hover)
         y += 36
@@ -82,21 +82,25 @@ def _padding(layer: Layer, ratio: int) -> str:
     )
 
 
-def _first_block(side: Side, layer: Layer, group: int) -> tuple[int, int] | None:
+def _first_block(rank: DrawnRank, layer: Layer, group: int) -> tuple[int, int] | None:
     """Return address and id of the first block of a layer that takes part."""
-    block = next((block for block in side.tables[group] if block in side.used[group]), None)
+    block = next((block for block in rank.tables[group] if block in rank.used[group]), None)
     if block is None:
         return None
-    return side.geometry.regions[layer.region].base + layer.offset + block * layer.block_stride, block
+    return rank.geometry.regions[layer.region].base + layer.offset + block * layer.block_stride, block
 
 
 def _pieces(geometry: Geometry, layer: Layer) -> Iterator[tuple[int, int, int, str]]:
     """Yield index of the part, offset in the block, length and name of every contiguous piece of a block."""
     ratio = geometry.groups[layer.group].ratio
     step = geometry.kernel_stride(layer)
-    segments = [(at, offset, length) for at, part in enumerate(layer.page.parts) for offset, length in _segments(part)]
-    inside = all(offset + length <= layer.block_stride for _, offset, length in segments)
-    if not inside or len(segments) * ratio > _MAX_PIECES:
+    pieces = [
+        (index, offset, length)
+        for index, part in enumerate(layer.page.parts)
+        for offset, length in contiguous_pieces(part, limit=_MAX_PIECES)
+    ]
+    inside = all(offset + length <= layer.block_stride for _, offset, length in pieces)
+    if not inside or len(pieces) * ratio > _MAX_PIECES:
         # Too fine to draw, or with other blocks in between: what there is, one part after the other.
         at = 0
         for index, part in enumerate(layer.page.parts):
@@ -105,34 +109,16 @@ def _pieces(geometry: Geometry, layer: Layer) -> Iterator[tuple[int, int, int, s
         return
     for kernel in range(ratio):
         name = f"kernel block {kernel} of {ratio}: " if ratio > 1 else ""
-        for at, offset, length in segments:
+        for at, offset, length in pieces:
             yield at, kernel * step + offset, length, name + _axes(layer.page.parts[at])
 
 
 def _axes(part: Part) -> str:
     axes = " × ".join(
-        f"{a.name} {a.start}..{a.start + (a.length or 0)} of {a.extent}{' or fewer' if a.may_repeat else ''}"
+        f"{a.name} {a.start}..{a.start + a.shard.held} of {a.extent}{' or fewer' if a.may_repeat else ''}"
         for a in part.axes
     )
     return f"{part.name}: {axes}, {part.dtype}, {part.nbytes:,} bytes"
-
-
-def _segments(part: Part) -> list[tuple[int, int]]:
-    """Return offset and length of the contiguous pieces of a part; one piece if they would be too many."""
-    length = part.item_bytes
-    outer: list[Axis] = []
-    for axis in sorted(part.axes, key=lambda axis: axis.stride):
-        if not outer and axis.stride == length:
-            length *= axis.length or 0
-        elif axis.length != 1:
-            outer.append(axis)
-    count = part.nbytes // length
-    if count > _MAX_PIECES:
-        return [(part.offset, part.nbytes)]
-    steps = product(*(range(axis.length or 0) for axis in outer))
-    return sorted(
-        (part.offset + sum(i * axis.stride for i, axis in zip(at, outer, strict=True)), length) for at in steps
-    )
 
 
 def _covered(runs: list[tuple[int, int]], start: int, length: int, scale: float) -> list[tuple[int, int]]:

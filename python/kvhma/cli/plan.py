@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhma.cli import request as exact
-from kvhma.cli.arguments import FILE, hand_off, hand_off_options
+from kvhma.cli.arguments import FILE, Arguments, hand_off_options
 from kvhma.cli.cost import Link, load_link
-from kvhma.cli.facts import engine_form, groups_form, notes
-from kvhma.cli.hand_off import Counted, HandOff, Rival, count
-from kvhma.cli.show import duration, output_options, plural, print_json, printable, ranges, size, watched
+from kvhma.cli.format import duration, output_options, plural, print_json, printable, ranges, size, watched
+from kvhma.cli.hand_off import Counted, HandOff, OtherCount, count
+from kvhma.cli.summary import engine_form, groups_form, notes
 
 _MAX_PAIRS = 16
 
@@ -45,74 +45,74 @@ def plan(
     if request is not None:
         exact.run(given["local"], given["remote"], request, descriptor_bytes, as_json, quiet)
         return
-    one = hand_off(**given)
+    hand_off = Arguments(**given).hand_off()
     constants = load_link(link)
-    counted = count(one, descriptor_bytes, lambda ranks: watched("planning", ranks, quiet or as_json))
+    counted = count(hand_off, descriptor_bytes, lambda ranks: watched("planning", ranks, quiet or as_json))
     if as_json:
-        print_json(form(one, counted, constants))
+        print_json(form(hand_off, counted, constants))
         return
     console = Console()
     if not quiet:
-        _print_engines(console, one)
-        _print_groups(console, one, counted)
+        _print_engines(console, hand_off)
+        _print_groups(console, hand_off, counted)
         _print_pairs(console, counted, constants)
-    _print_totals(console, one, counted, constants)
+    _print_totals(console, hand_off, counted, constants)
     if not quiet:
-        for note in notes(one, counted):
+        for note in notes(hand_off, counted):
             console.print(f"[yellow]note[/]: {printable(note)}", highlight=False, soft_wrap=True)
 
 
-def form(one: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
+def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
     """Return everything as JSON has it; docs/cli.md names the fields."""
     return {
         "kvhma_plan": 1,
-        "model": one.name,
-        "tokens": one.tokens,
-        "cached": one.cached,
-        "prefill": engine_form(one.p[0]),
-        "decode": engine_form(one.d[0]),
-        "groups": groups_form(one, counted),
+        "model": hand_off.name,
+        "tokens": hand_off.tokens,
+        "cached": hand_off.cached,
+        "prefill": engine_form(hand_off.prefill[0]),
+        "decode": engine_form(hand_off.decode[0]),
+        "groups": groups_form(hand_off, counted),
         "pairs": [
             {
-                "decode_rank": one.d[pair.d].tp_rank,
-                "prefill_rank": one.p[pair.p].tp_rank,
-                "bytes": pair.total.bytes,
-                "descriptors": pair.total.descriptors,
-                "seconds": link.seconds(pair.total.descriptors, pair.total.bytes),
-                "groups": [{"bytes": group.bytes, "descriptors": group.descriptors} for group in pair.groups],
+                "decode_rank": hand_off.decode[read.decode_index].tp_rank,
+                "prefill_rank": hand_off.prefill[read.prefill_index].tp_rank,
+                "bytes": read.total.bytes,
+                "descriptors": read.total.descriptors,
+                "seconds": link.seconds(read.total.descriptors, read.total.bytes),
+                "groups": [{"bytes": group.bytes, "descriptors": group.descriptors} for group in read.groups],
             }
-            for pair in counted.pairs
+            for read in counted.reads
         ],
         "bytes": counted.total.bytes,
         "descriptors": counted.total.descriptors,
         "excess_bytes": counted.excess,
         "zeroed_bytes": counted.zeroed,
-        "seconds": slowest(one, counted, link),
-        "vllm": rival_form(counted.vllm, link),
-        "no_hma": rival_form(counted.plain, link),
+        "seconds": slowest(hand_off, counted, link),
+        "vllm": other_form(counted.vllm, link),
+        "no_hma": other_form(counted.no_groups, link),
         "link": {
             "seconds_per_descriptor": link.seconds_per_descriptor,
             "bytes_per_second": link.bytes_per_second,
             "source": link.source,
         },
-        "notes": notes(one, counted),
+        "notes": notes(hand_off, counted),
     }
 
 
-def slowest(one: HandOff, counted: Counted, link: Link) -> float:
+def slowest(hand_off: HandOff, counted: Counted, link: Link) -> float:
     """Return the predicted seconds: ranks of D read at the same time, each from its sources one after the other."""
-    ranks = (counted.of_rank(index) for index in range(len(one.d)))
+    ranks = (counted.of_rank(index) for index in range(len(hand_off.decode)))
     return max(link.seconds(total.descriptors, total.bytes) for total in ranks)
 
 
-def rival_form(rival: Rival, link: Link) -> dict[str, Any]:
-    """Return bytes, descriptors and seconds of a rival, or its refusal."""
-    if rival.refused is not None:
-        return {"refused": rival.refused}
+def other_form(other: OtherCount, link: Link) -> dict[str, Any]:
+    """Return bytes, descriptors and seconds of another connector, or its refusal."""
+    if other.refused is not None:
+        return {"refused": other.refused}
     return {
-        "bytes": sum(rank.bytes for rank in rival.ranks),
-        "descriptors": sum(rank.descriptors for rank in rival.ranks),
-        "seconds": max(link.seconds(rank.descriptors, rank.bytes) for rank in rival.ranks),
+        "bytes": sum(rank.bytes for rank in other.ranks),
+        "descriptors": sum(rank.descriptors for rank in other.ranks),
+        "seconds": max(link.seconds(rank.descriptors, rank.bytes) for rank in other.ranks),
     }
 
 
@@ -123,29 +123,29 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def _print_engines(console: Console, one: HandOff) -> None:
-    title = f"{printable(one.name)}: {one.tokens:,} tokens"
-    if one.cached:
-        title += f", {one.cached:,} of them cached on D"
+def _print_engines(console: Console, hand_off: HandOff) -> None:
+    title = f"{printable(hand_off.name)}: {hand_off.tokens:,} tokens"
+    if hand_off.cached:
+        title += f", {hand_off.cached:,} of them cached on D"
     table = _table(title, "engine", "TP", "tensors", "block", "kernel block", "state/layer", "KV/token/layer")
-    for name, side in (("prefill", one.p), ("decode", one.d)):
-        facts = engine_form(side[0])
-        kernel = f"{facts['kernel_block']} × {facts['ratio']}" if facts["ratio"] else "–"
+    for name, ranks in (("prefill", hand_off.prefill), ("decode", hand_off.decode)):
+        sizes = engine_form(ranks[0])
+        kernel = f"{sizes['kernel_block']} × {sizes['ratio']}" if sizes["ratio"] else "–"
         table.add_row(
             name,
-            f"{facts['tp']}",
-            f"{facts['regions']}",
-            f"{facts['block_size']:,}",
+            f"{sizes['tp']}",
+            f"{sizes['regions']}",
+            f"{sizes['block_size']:,}",
             kernel,
-            size(facts["state_bytes"]) if facts["state_bytes"] else "–",
-            size(facts["kv_bytes_per_token"]) if facts["kv_bytes_per_token"] else "–",
+            size(sizes["state_bytes"]) if sizes["state_bytes"] else "–",
+            size(sizes["kv_bytes_per_token"]) if sizes["kv_bytes_per_token"] else "–",
         )
     console.print(table, "")
 
 
-def _print_groups(console: Console, one: HandOff, counted: Counted) -> None:
+def _print_groups(console: Console, hand_off: HandOff, counted: Counted) -> None:
     table = _table("what is read", "group", "what of it", "layers", "P blocks", "D blocks", "bytes", "runs", left=2)
-    for row in groups_form(one, counted):
+    for row in groups_form(hand_off, counted):
         table.add_row(
             f"{row['group']} {row['kind']}",
             row["what"],
@@ -159,40 +159,40 @@ def _print_groups(console: Console, one: HandOff, counted: Counted) -> None:
 
 
 def _print_pairs(console: Console, counted: Counted, link: Link) -> None:
-    groups = len(counted.pairs[0].groups) if counted.pairs else 0
+    groups = len(counted.reads[0].groups) if counted.reads else 0
     table = _table("pairs of ranks", "D rank", "P rank", "groups", "bytes", "runs", "predicted", left=3)
-    for pair in counted.pairs[:_MAX_PAIRS]:
-        moved = [index for index in range(groups) if pair.groups[index].bytes]
+    for read in counted.reads[:_MAX_PAIRS]:
+        moved = [index for index in range(groups) if read.groups[index].bytes]
         table.add_row(
-            f"{pair.d}",
-            f"{pair.p}",
+            f"{read.decode_index}",
+            f"{read.prefill_index}",
             ranges(moved),
-            size(pair.total.bytes),
-            f"{pair.total.descriptors:,}",
-            duration(link.seconds(pair.total.descriptors, pair.total.bytes)),
+            size(read.total.bytes),
+            f"{read.total.descriptors:,}",
+            duration(link.seconds(read.total.descriptors, read.total.bytes)),
         )
-    if (more := len(counted.pairs) - _MAX_PAIRS) > 0:
+    if (more := len(counted.reads) - _MAX_PAIRS) > 0:
         table.caption = f"and {plural(more, 'pair')} more; --json prints all"
     console.print(table, "")
 
 
-def _print_totals(console: Console, one: HandOff, counted: Counted, link: Link) -> None:
+def _print_totals(console: Console, hand_off: HandOff, counted: Counted, link: Link) -> None:
     table = _table("all ranks", "", "bytes", "descriptors", "predicted", "")
     total = counted.total
     table.add_row(
         "kvhma",
         size(total.bytes),
         f"{total.descriptors:,}",
-        duration(slowest(one, counted, link)),
+        duration(slowest(hand_off, counted, link)),
         "",
     )
-    for name, rival in (("vLLM 0.32", counted.vllm), ("no HMA", counted.plain)):
-        facts = rival_form(rival, link)
-        if "refused" in facts:
-            table.add_row(name, "–", "–", "–", f"refused: {printable(facts['refused'])}")
+    for name, other in (("vLLM 0.32", counted.vllm), ("no HMA", counted.no_groups)):
+        sizes = other_form(other, link)
+        if "refused" in sizes:
+            table.add_row(name, "–", "–", "–", f"refused: {printable(sizes['refused'])}")
             continue
-        more = f"{facts['bytes'] / total.bytes:.2f} × bytes" if total.bytes else ""
-        table.add_row(name, size(facts["bytes"]), f"{facts['descriptors']:,}", duration(facts["seconds"]), more)
+        more = f"{sizes['bytes'] / total.bytes:.2f} × bytes" if total.bytes else ""
+        table.add_row(name, size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), more)
     table.columns[-1].justify = "left"
     console.print(table)
     console.print(f"[dim]predicted with {printable(link.source)}[/]", highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvhma._kvhma import Transfer
 from kvhma.cli.arguments import geometry
-from kvhma.cli.show import print_json, printable
+from kvhma.cli.format import print_json, printable
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
 from kvhma.planning import plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.baselines import sequence_blocks
+from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model

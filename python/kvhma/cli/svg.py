@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from kvhma.cli.show import printable
+from kvhma.cli.format import printable
 
 _STYLE = """
 svg { background: var(--paper); font: 12px system-ui, sans-serif; --paper: #ffffff; --ink: #1c1f24; --soft: #6b7280;
@@ -51,7 +51,7 @@ class Drawing:
         box = {"x": _number(x), "y": _number(y), "width": _number(max(width, 0.6)), "height": _number(height)}
         self._add("rect", hover, {**box, "class": style})
 
-    def link(self, top: tuple[float, float, float], bottom: tuple[float, float, float], style: str, hover: str) -> None:
+    def band(self, top: tuple[float, float, float], bottom: tuple[float, float, float], style: str, hover: str) -> None:
         """Draw the band from one stretch to another; each is left end, right end, height."""
         (a, b, y), (c, d, z) = top, bottom
         points = ((a, y), (max(b, a + 0.6), y), (max(d, c + 0.6), z), (c, z))

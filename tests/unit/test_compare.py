@@ -10,21 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhma.baselines import (
-    Count,
-    Row,
-    first_token,
-    needed,
-    plain,
-    row_ids,
-    sequence_blocks,
-    vllm_list,
-    vllm_selection,
-)
+from kvhma.cli.compare.block_tables import first_needed_token, sequence_blocks
+from kvhma.cli.compare.selection import Count, select_all, select_vllm
+from kvhma.cli.compare.views import View, view_ids, vllm_views
 from kvhma.errors import AddressOverflowError, BlockIdError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import Model, State
 from kvhma.models.vllm_layout import layout
+from support.needed import needed
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 40, 4, 4, 8, 4, 1, "bfloat16", "float32")
@@ -63,7 +56,7 @@ def geometry(users: Sequence[Sequence[int]], kinds: Sequence[str], *, blocks: in
 
 
 def ids_of(one: Geometry, *tables: Sequence[int]) -> list[int]:
-    found: list[int] = row_ids(vllm_list(one), [np.array(table, np.int64) for table in tables]).tolist()
+    found: list[int] = view_ids(vllm_views(one), [np.array(table, np.int64) for table in tables]).tolist()
     return found
 
 
@@ -107,14 +100,14 @@ def test_latent_and_state_list() -> None:
         align=12,
         kernel_block=4,
     )
-    rows = vllm_list(one)
+    rows = vllm_views(one)
     assert [row.count for row in rows] == [12, 12] + [4] * 8
     assert {row.length for row in rows[:2]} == {one.layers[0].block_stride // 3}
 
 
 def test_mamba1_has_two_rows_per_region() -> None:
     one = layout(Model("mamba1", ("mamba1", "full"), 4, 8, state=MAMBA1), num_blocks=4)
-    assert [row.length for row in vllm_list(one)] == [one.layers[1].page.nbytes, 16 * 3 * 2, 16 * 4 * 4]
+    assert [row.length for row in vllm_views(one)] == [one.layers[1].page.nbytes, 16 * 3 * 2, 16 * 4 * 4]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +124,8 @@ def test_mamba1_has_two_rows_per_region() -> None:
 def test_state_block_before_the_speculative_ones(speculative: int, blocks: list[int], sent: int | None) -> None:
     one = layout(HYBRID, num_blocks=12, speculative=speculative)
     tables = [[], blocks, []] if one.groups[0].kind == "full" else [blocks, [], []]
-    chosen = vllm_selection(one, one, tables, tables)
-    entries = sum(row.count for row in vllm_list(one)[:2])
+    chosen = select_vllm(one, one, tables, tables)
+    entries = sum(row.count for row in vllm_views(one)[:2])
     expected = [] if sent is None else [entries + 12 * row + sent for row in range(8)]
     assert chosen.local_ids.tolist() == expected
     assert chosen.local_ids.dtype == chosen.remote_ids.dtype == np.int32
@@ -143,14 +136,14 @@ def test_window_of_24_needs_three_blocks_of_16_at_most() -> None:
     one = layout(SLIDING, num_blocks=40)
     for dead in (0, 3):
         sliding, full = [*[0] * dead, *range(10 + dead, 20)], list(range(20, 30))
-        chosen = vllm_selection(one, one, [sliding, full], [sliding, full])
+        chosen = select_vllm(one, one, [sliding, full], [sliding, full])
         assert chosen.local_ids.tolist() == [i + 40 * row for row in range(2) for i in [17, 18, 19, *full]]
 
 
 def test_sides_meet_at_the_end() -> None:
     """D holds the first two blocks already and asks for the last three of five."""
     one = layout(FULL, num_blocks=40)
-    chosen = vllm_selection(one, one, [[20, 21, 22]], [[1, 2, 3, 4, 5]])
+    chosen = select_vllm(one, one, [[20, 21, 22]], [[1, 2, 3, 4, 5]])
     assert chosen.remote_ids.tolist() == [3, 4, 5, 43, 44, 45]
     assert (chosen.descriptors, chosen.posted, chosen.bytes) == (6, 2, 6 * 16 * 4 * 8 * 2 * 2)
 
@@ -161,7 +154,7 @@ def test_sides_meet_at_the_start_if_their_ratios_differ(here: int, there: int) -
     d, p = (layout(FULL, num_blocks=9, block_size=16 * ratio, kernel_block=16) for ratio in (here, there))
     counts = {6: [0, 1], 10: [0]}
     p, d = (replace(one, null_block=None) for one in (p, d))
-    chosen = vllm_selection(d, p, [counts[here]], [counts[there]])
+    chosen = select_vllm(d, p, [counts[here]], [counts[there]])
     assert chosen.local_ids[:10].tolist() == chosen.remote_ids[:10].tolist() == list(range(10))
     assert chosen.descriptors == 20
 
@@ -180,7 +173,7 @@ def test_sides_meet_at_the_start_if_their_ratios_differ(here: int, there: int) -
 )
 def test_merging_in_dense_rows(local: Sequence[int], remote: Sequence[int], posted: int) -> None:
     one = layout(FULL, num_blocks=200)
-    chosen = vllm_selection(one, one, [list(local)], [list(remote)])
+    chosen = select_vllm(one, one, [list(local)], [list(remote)])
     assert chosen.descriptors == 2 * len(local)
     assert chosen.posted == 2 * posted
 
@@ -207,7 +200,7 @@ def test_merging_in_dense_rows(local: Sequence[int], remote: Sequence[int], post
 )
 def test_merging_depends_on_the_order(options: dict[str, Any], per_block: int, posted: int) -> None:
     one = layout(FULL, num_blocks=65, **options)
-    chosen = vllm_selection(one, one, [range(1, 65)], [range(1, 65)])
+    chosen = select_vllm(one, one, [range(1, 65)], [range(1, 65)])
     assert (chosen.descriptors, chosen.posted) == (64 * per_block, posted)
     assert chosen.bytes == 64 * 2 * one.layers[0].page.nbytes * one.groups[0].ratio
 
@@ -217,7 +210,7 @@ def test_a_dense_side_does_not_merge_with_a_strided_one() -> None:
     d, p = layout(FULL, num_blocks=65, tp_rank=1, tp_size=2), layout(FULL, num_blocks=65)
     ids = [list(range(1, 65))]
     for local, remote in ((d, p), (p, d)):
-        chosen = vllm_selection(local, remote, ids, ids)
+        chosen = select_vllm(local, remote, ids, ids)
         assert (chosen.descriptors, chosen.posted) == (128, 128)
         assert chosen.bytes == 128 * d.layers[0].page.nbytes
 
@@ -225,8 +218,8 @@ def test_a_dense_side_does_not_merge_with_a_strided_one() -> None:
 def test_ranks_without_a_common_head_exchange_nothing() -> None:
     d, p = (layout(HYBRID, num_blocks=9, tp_rank=rank, tp_size=2) for rank in range(2))
     tables = [[1], [2], [3]]
-    assert vllm_selection(d, p, tables, tables).descriptors == 0
-    assert vllm_selection(d, d, tables, tables).descriptors > 0
+    assert select_vllm(d, p, tables, tables).descriptors == 0
+    assert select_vllm(d, d, tables, tables).descriptors > 0
 
 
 def test_repeated_heads_meet_where_state_does_not() -> None:
@@ -234,7 +227,7 @@ def test_repeated_heads_meet_where_state_does_not() -> None:
     model = replace(HYBRID, kv_heads=1)
     d, p = (layout(model, num_blocks=9, tp_rank=rank, tp_size=4) for rank in range(2))
     tables = [[1], [2], [3]]
-    assert vllm_selection(d, p, tables, tables).descriptors == 2
+    assert select_vllm(d, p, tables, tables).descriptors == 2
 
 
 def test_state_never_merges_and_absent_layers_move() -> None:
@@ -242,7 +235,7 @@ def test_state_never_merges_and_absent_layers_move() -> None:
     model = replace(HYBRID, layers=("mamba2", "mamba2", "mamba2", "full", "mamba2", "mamba2", "full"))
     one = layout(model, num_blocks=9)
     tables = [[1], [2], [3], [4]]
-    chosen = vllm_selection(one, one, tables, tables)
+    chosen = select_vllm(one, one, tables, tables)
     assert (chosen.descriptors, chosen.posted) == (3 * 2 * 4 + 2, 3 * 2 * 4 + 2)
     state = one.layers[0].page.nbytes
     page = one.layers[0].block_stride
@@ -250,10 +243,10 @@ def test_state_never_merges_and_absent_layers_move() -> None:
     assert needed(one, 1) == Count(5 * 2 + 2, 5 * state + 2 * page)
 
 
-def test_plain_takes_every_layer_for_full_attention() -> None:
+def test_select_all_takes_every_layer_for_full_attention() -> None:
     one = layout(HYBRID, num_blocks=40, kernel_block="flashinfer")
     ratio = one.groups[2].ratio
-    chosen = plain(one, one, [5, 6, 7], [1, 2, 3])
+    chosen = select_all(one, one, [5, 6, 7], [1, 2, 3])
     assert chosen.descriptors == 6 * 3 * ratio
     assert chosen.posted == 6
     assert chosen.bytes == 6 * 3 * one.layers[0].block_stride
@@ -267,18 +260,18 @@ def test_plain_takes_every_layer_for_full_attention() -> None:
         ({"order": "BHLNC"}, 8, 1),
     ],
 )
-def test_plain_in_other_forms(options: dict[str, Any], descriptors: int, posted: int) -> None:
+def test_select_all_in_other_forms(options: dict[str, Any], descriptors: int, posted: int) -> None:
     one = layout(SLIDING, num_blocks=40, **options)
-    chosen = plain(one, one, list(range(1, 9)), list(range(1, 9)))
+    chosen = select_all(one, one, list(range(1, 9)), list(range(1, 9)))
     assert (chosen.descriptors, chosen.posted) == (descriptors, posted)
     assert chosen.bytes == 4 * 8 * one.layers[0].page.nbytes
 
 
-def test_plain_without_attention() -> None:
+def test_select_all_without_attention() -> None:
     one = layout(Model("only state", ("mamba2",) * 3, 1, 8, state=MAMBA2), num_blocks=9)
-    chosen = plain(one, one, [1, 2], [1, 2])
+    chosen = select_all(one, one, [1, 2], [1, 2])
     assert (chosen.descriptors, chosen.posted, chosen.bytes) == (6, 3, 6 * one.layers[0].page.nbytes)
-    assert vllm_selection(one, one, [[1]], [[1]]).descriptors == 3 * 4
+    assert select_vllm(one, one, [[1]], [[1]]).descriptors == 3 * 4
 
 
 def test_needed_counts_live_kernel_blocks() -> None:
@@ -302,8 +295,8 @@ def test_needed_counts_live_kernel_blocks() -> None:
         (Group("chunked", 16, chunk=32), 100, 96),
     ],
 )
-def test_first_token(group: Group, tokens: int, first: int) -> None:
-    assert first_token(group, tokens) == first
+def test_first_needed_token(group: Group, tokens: int, first: int) -> None:
+    assert first_needed_token(group, tokens) == first
 
 
 def test_sequence_blocks() -> None:
@@ -341,32 +334,32 @@ def test_sequence_blocks() -> None:
 )
 def test_pairs_that_vllm_refuses(local: Geometry, remote: Geometry, text: str) -> None:
     with pytest.raises(UnsupportedPairError, match=text):
-        vllm_selection(local, remote, [[1]] * len(local.groups), [[1]] * len(remote.groups))
+        select_vllm(local, remote, [[1]] * len(local.groups), [[1]] * len(remote.groups))
 
 
 @pytest.mark.parametrize(("change", "text"), [({"kind": "opaque"}, "opaque"), ({"cp_size": 2}, "cp_size 2")])
-def test_groups_that_the_baselines_do_not_know(change: dict[str, Any], text: str) -> None:
+def test_groups_that_no_list_is_made_of(change: dict[str, Any], text: str) -> None:
     page = Page((Part("bytes", "int8", 1, 0, (Axis("bytes", 256, 1),)),))
     group = Group(**{"kind": "full", "block_size": 4, **change})
     one = Geometry((Region(4096, 1024),), (group,), (Layer("0", 0, 0, 0, 4, 256, page),))
     with pytest.raises(UnsupportedPairError, match=text):
         needed(one, 1)
     with pytest.raises(UnsupportedPairError, match=text):
-        vllm_list(one)
+        vllm_views(one)
 
 
 def test_bad_requests() -> None:
     one = layout(FULL, num_blocks=4)
     with pytest.raises(RequestError, match="local_blocks has 2 lists for 1 groups"):
-        vllm_selection(one, one, [[1], [2]], [[1]])
+        select_vllm(one, one, [[1], [2]], [[1]])
     with pytest.raises(RequestError, match="float64"):
-        plain(one, one, [1.5], [1])  # type: ignore[list-item]
+        select_all(one, one, [1.5], [1])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="2 dimensions"):
-        plain(one, one, np.ones((1, 1), np.int64), [1])
+        select_all(one, one, np.ones((1, 1), np.int64), [1])
     with pytest.raises(BlockIdError, match=r"4\.\.4"):
-        vllm_selection(one, one, [[1]], [[4]])
+        select_vllm(one, one, [[1]], [[4]])
     with pytest.raises(BlockIdError, match="-1"):
-        plain(one, one, [-1], [1])
+        select_all(one, one, [-1], [1])
     for call in (needed, sequence_blocks):
         with pytest.raises(RequestError, match="num_tokens -1"):
             call(one, -1)
@@ -375,14 +368,14 @@ def test_bad_requests() -> None:
 def test_list_too_long_for_int32_ids() -> None:
     one = layout(replace(FULL, layers=("full",)), num_blocks=2**31 - 1)
     big = layout(FULL, num_blocks=2**30 + 1)
-    assert vllm_selection(one, one, [[2**31 - 2]], [[1]]).local_ids.tolist() == [2**31 - 2]
+    assert select_vllm(one, one, [[2**31 - 2]], [[1]]).local_ids.tolist() == [2**31 - 2]
     with pytest.raises(AddressOverflowError, match="int32"):
-        vllm_selection(big, big, [[1]], [[1]])
+        select_vllm(big, big, [[1]], [[1]])
 
 
-def test_row_offsets() -> None:
-    row = Row(0, 8, 8, 100, 10, 4, (0,))
-    assert row.offsets(np.array([0, 1, 3, 4, 7])).tolist() == [0, 10, 30, 100, 130]
+def test_view_offsets() -> None:
+    view = View(0, 8, 8, 100, 10, 4, (0,))
+    assert view.offsets(np.array([0, 1, 3, 4, 7])).tolist() == [0, 10, 30, 100, 130]
 
 
 @pytest.mark.nixl
@@ -404,7 +397,7 @@ def test_nixl_posts_as_many(one: Model, options: dict[str, Any], local_options: 
     """NIXL's own counts of descriptors and bytes, for scattered and for contiguous blocks."""
     library = pytest.importorskip("kvhma.nixl.library")
     rng = np.random.default_rng(7)
-    agent = library.open_nixl("baselines")
+    agent = library.open_nixl("compare")
     memory, sides = [], []
     for extra in (local_options, {}):
         size = sum(region.bytes + 4096 for region in layout(one, num_blocks=99, **options, **extra).regions)
@@ -419,8 +412,8 @@ def test_nixl_posts_as_many(one: Model, options: dict[str, Any], local_options: 
         pool = np.sort(rng.choice(np.arange(1, 99), sum(counts), replace=False))
         pool[:12] = np.arange(1, 13)
         tables.append(np.split(pool, np.cumsum(counts)[:-1]))
-    chosen = vllm_selection(sides[0], sides[1], tables[0], tables[1])
-    lists = [vllm_list(side) for side in sides]
+    chosen = select_vllm(sides[0], sides[1], tables[0], tables[1])
+    lists = [vllm_views(side) for side in sides]
     prepared = []
     for name, rows, others in ((library.LOCAL_SIDE, *lists), (agent.name, *reversed(lists))):
         found = []

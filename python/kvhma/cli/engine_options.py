@@ -27,7 +27,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class EngineOptions:
     """One engine.
 
     Attributes:
@@ -50,26 +50,26 @@ class Side:
     conv: str = "DS"
     spec: int = 0
 
-    def model(self, one: Model) -> Model:
+    def model(self, model: Model) -> Model:
         """Return the model as this engine caches it: its dtypes, and room for a row of convolution for each draft."""
         if self.kv:
-            one = replace(one, dtype=self.kv)
-        if one.state is not None:
+            model = replace(model, dtype=self.kv)
+        if model.state is not None:
             # vLLM keeps none for Mamba1.
-            drafts = 0 if one.state.kind == "mamba1" else self.spec
-            state = replace(one.state, draft_rows=drafts, ssm_dtype=self.ssm or one.state.ssm_dtype)
-            one = replace(one, state=state)
-        return one
+            drafts = 0 if model.state.kind == "mamba1" else self.spec
+            state = replace(model.state, draft_rows=drafts, ssm_dtype=self.ssm or model.state.ssm_dtype)
+            model = replace(model, state=state)
+        return model
 
-    def rank(self, one: Model, tp_rank: int, num_blocks: int, base: int, kernel: int | None = None) -> Geometry:
-        """Lay one rank out; `kernel` is a kernel block in place of the side's own.
+    def rank(self, model: Model, tp_rank: int, num_blocks: int, base: int, kernel: int | None = None) -> Geometry:
+        """Lay one rank out; `kernel` is a kernel block in place of the engine's own.
 
         Raises:
             KvhmaError: the model cannot be laid out so.
         """
         asked = kernel or (None if self.kernel == "logical" else self.kernel)
         return layout(
-            self.model(one),
+            self.model(model),
             num_blocks=num_blocks,
             tp_rank=tp_rank,
             tp_size=self.tp,
@@ -81,17 +81,17 @@ class Side:
             base=base,
         )
 
-    def ranks(self, one: Model, num_blocks: int, base: int, step: int, kernel: int | None = None) -> list[Geometry]:
+    def ranks(self, model: Model, num_blocks: int, base: int, step: int, kernel: int | None = None) -> list[Geometry]:
         """Lay all ranks out, `step` bytes apart. Errors as for `rank`."""
-        return [self.rank(one, rank, num_blocks, base + rank * step, kernel) for rank in range(self.tp)]
+        return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.tp)]
 
     def __str__(self) -> str:
-        default = Side()
+        default = EngineOptions()
         told = ((name, getattr(self, name)) for name in self.__slots__)
         return ",".join(f"{name}={value}" for name, value in told if value != getattr(default, name) or name == "tp")
 
 
-def parse_side(ctx: click.Context, param: click.Parameter, text: str) -> Side:
+def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> EngineOptions:
     """Parse an option's value; what is wrong is named with its value.
 
     Raises:
@@ -108,7 +108,7 @@ def parse_side(ctx: click.Context, param: click.Parameter, text: str) -> Side:
             given[key] = _KEYS[key](value)
         except ValueError as error:
             raise click.BadParameter(f"{key}={value}: {error}", ctx, param) from error
-    return Side(**given)
+    return EngineOptions(**given)
 
 
 def within(low: int, high: int) -> Callable[[str], int]:
@@ -160,6 +160,6 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def named(side: str, error: KvhmaError) -> LayoutError:
+def named(option: str, error: KvhmaError) -> LayoutError:
     """Return the error with the option that it is about in front."""
-    return LayoutError(f"--{side}: {error}")
+    return LayoutError(f"--{option}: {error}")

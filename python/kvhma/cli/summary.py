@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvhma.baselines import first_token
-from kvhma.cli.hand_off import Counted, HandOff, main_group
-from kvhma.cli.rivals import kernel_tokens
-from kvhma.cli.show import plural
+from kvhma.cli.compare.block_tables import first_needed_token, main_group
+from kvhma.cli.compare.engines import kernel_block_size
+from kvhma.cli.format import plural
+from kvhma.cli.hand_off import Counted, HandOff
 from kvhma.geometry import Geometry, Group
 
 
@@ -20,7 +20,9 @@ def engine_form(geometry: Geometry) -> dict[str, Any]:
     kernel = group.kernel_block_size
     return {
         "tp": geometry.tp_size,
-        "groups": [{"kind": one.kind, "layers": _layers(geometry, index)} for index, one in enumerate(geometry.groups)],
+        "groups": [
+            {"kind": group.kind, "layers": _layers(geometry, index)} for index, group in enumerate(geometry.groups)
+        ],
         "regions": len(geometry.regions),
         "block_size": group.block_size,
         "kernel_block": kernel,
@@ -30,23 +32,23 @@ def engine_form(geometry: Geometry) -> dict[str, Any]:
     }
 
 
-def groups_form(one: HandOff, counted: Counted) -> list[dict[str, Any]]:
+def groups_form(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     """Return one row for each group of D: what of it is read, and how much over all ranks."""
-    local, theirs = one.spans(one.d[0])
-    layers = {layer.name: layer.group for layer in one.p[0].layers}
+    local_spans, remote_spans = hand_off.spans(hand_off.decode[0])
+    layers = {layer.name: layer.group for layer in hand_off.prefill[0].layers}
     rows = []
-    for index, group in enumerate(one.d[0].groups):
-        partners = {layers.get(layer.name) for layer in one.d[0].layers if layer.group == index} - {None}
+    for index, group in enumerate(hand_off.decode[0].groups):
+        partners = {layers.get(layer.name) for layer in hand_off.decode[0].layers if layer.group == index} - {None}
         rows.append(
             {
                 "group": index,
                 "kind": group.kind,
-                "layers": _layers(one.d[0], index),
-                "what": _what(group, one.tokens, one.held[index]),
-                "decode_blocks": len(local[index].ids),
-                "prefill_blocks": sum(len(theirs[partner].ids) for partner in partners if partner is not None),
-                "bytes": sum(pair.groups[index].bytes for pair in counted.pairs),
-                "descriptors": sum(pair.groups[index].descriptors for pair in counted.pairs),
+                "layers": _layers(hand_off.decode[0], index),
+                "what": _what(group, hand_off.tokens, hand_off.cached_blocks[index]),
+                "decode_blocks": len(local_spans[index].ids),
+                "prefill_blocks": sum(len(remote_spans[partner].ids) for partner in partners if partner is not None),
+                "bytes": sum(read.groups[index].bytes for read in counted.reads),
+                "descriptors": sum(read.groups[index].descriptors for read in counted.reads),
             }
         )
     return rows
@@ -56,45 +58,45 @@ def _layers(geometry: Geometry, group: int) -> int:
     return sum(layer.group == group for layer in geometry.layers)
 
 
-def _what(group: Group, tokens: int, held: int) -> str:
+def _what(group: Group, tokens: int, cached_blocks: int) -> str:
     if group.kind == "ssm":
         return "the last state"
     if group.kind == "opaque":
         return "every block"
-    window = first_token(group, tokens)
-    first = max(window, held * group.block_size)
+    window = first_needed_token(group, tokens)
+    first = max(window, cached_blocks * group.block_size)
     if first >= tokens:
         return "nothing"
     why = {"sliding": f" (window {group.window})", "chunked": f" (chunk {group.chunk})"}.get(group.kind, "")
     return f"tokens {first:,} to {tokens - 1:,}{why}"
 
 
-def notes(one: HandOff, counted: Counted) -> list[str]:
+def notes(hand_off: HandOff, counted: Counted) -> list[str]:
     """Return what a reader of the numbers should know."""
     found = list(counted.findings)
-    if one.cached:
-        for index, group in enumerate(one.d[0].groups):
-            whole = one.held[index] * group.block_size * group.cp_size
-            if group.kind != "ssm" and whole != one.cached:
-                blocks = plural(one.held[index], "whole block")
+    if hand_off.cached:
+        for index, group in enumerate(hand_off.decode[0].groups):
+            whole = hand_off.cached_blocks[index] * group.block_size * group.cp_size
+            if group.kind != "ssm" and whole != hand_off.cached:
+                blocks = plural(hand_off.cached_blocks[index], "whole block")
                 found.append(
-                    f"--cached {one.cached:,} is {blocks} of {group.block_size:,} tokens in group {index}: "
+                    f"--cached {hand_off.cached:,} is {blocks} of {group.block_size:,} tokens in group {index}: "
                     f"{whole:,} tokens are not read"
                 )
                 break
     if counted.excess:
-        found.append(f"{counted.excess:,} bytes behind the last token come along: a whole last block is fewer copies")
+        found.append(f"{counted.excess:,} bytes after the last token come along: a whole last block is fewer copies")
     if counted.zeroed:
         found.append(f"{counted.zeroed:,} bytes of D's blocks are zeroed before the read: no token of the request")
-    idle = sorted(set(range(len(one.p))) - {pair.p for pair in counted.pairs})
+    idle = sorted(set(range(len(hand_off.prefill))) - {read.prefill_index for read in counted.reads})
     if idle:
         ranks = ", ".join(map(str, idle))
         found.append(f"nothing is read from P rank {ranks}: another rank holds the same, or D needs none of it")
-    if one.cached and counted.vllm.refused is None and _ratios(one.d[0]) != _ratios(one.p[0]):
+    if hand_off.cached and counted.vllm.refused is None and _ratios(hand_off.decode[0]) != _ratios(hand_off.prefill[0]):
         found.append("vLLM 0.32 allows no prefix hit between engines of different block ratio; its count assumes one")
-    kernels = [kernel_tokens(side[0]) for side in (one.d, one.p)]
-    theirs = sum(rank.descriptors for rank in counted.vllm.ranks)
-    if kernels[0] != kernels[1] and 0 < theirs < counted.total.descriptors:
+    kernels = [kernel_block_size(ranks[0]) for ranks in (hand_off.decode, hand_off.prefill)]
+    descriptors = sum(rank.descriptors for rank in counted.vllm.ranks)
+    if kernels[0] != kernels[1] and 0 < descriptors < counted.total.descriptors:
         found.append(
             f"kernel blocks of {kernels[0]} tokens on D and {kernels[1]} on P: where heads lie outside of tokens, each "
             "head of a block is a copy of its own; equal kernel blocks, or layout=LBNHC, need fewer. vLLM reads whole "

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables of one request, as vLLM's manager leaves them in a fresh pool or in a used one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.errors import RequestError
+from kvhma.geometry import Geometry, Group
+
+Pool: TypeAlias = Literal["fresh", "used"]
+BlockTables: TypeAlias = list[list[int]]
+
+_STRETCHES = (1, 1, 1, 2, 3, 5, 8)
+
+
+def first_needed_token(group: Group, num_tokens: int) -> int:
+    """Return the first token that attention still needs after `num_tokens`; 0 for all but windows and chunks.
+
+    Raises:
+        RequestError: a negative number of tokens.
+    """
+    if num_tokens < 0:
+        raise RequestError(f"num_tokens {num_tokens}: must not be negative")
+    if group.kind == "sliding" and group.window is not None:
+        return max(0, num_tokens - group.window + 1)
+    if group.kind == "chunked" and group.chunk is not None:
+        return num_tokens // group.chunk * group.chunk
+    return 0
+
+
+def sequence_blocks(
+    geometry: Geometry, num_tokens: int, *, first_id: int = 1, live_only: bool = True
+) -> tuple[NDArray[np.int64], ...]:
+    """Return the block tables of a sequence in a fresh pool: ids count up through all groups.
+
+    Args:
+        geometry: gives groups and block sizes.
+        num_tokens: tokens of the sequence.
+        first_id: first block id.
+        live_only: mark blocks before the window or chunk with the null block, as a manager does once the
+            tokens are computed; else they keep an id.
+
+    Returns:
+        Per group the logical blocks, int64, shape ``(n,)``; for state, one block and the speculative slots.
+
+    Raises:
+        RequestError: a negative number of tokens.
+    """
+    tables = []
+    for group in geometry.groups:
+        dropped = first_needed_token(group, num_tokens) // group.block_size if live_only else 0
+        count = 1 + group.speculative if group.kind == "ssm" else -(-num_tokens // group.block_size)
+        ids = np.arange(first_id, first_id + count - dropped, dtype=np.int64)
+        first_id += len(ids)
+        if geometry.null_block is not None:
+            ids = np.concatenate((np.full(dropped, geometry.null_block, np.int64), ids))
+        tables.append(ids)
+    return tuple(tables)
+
+
+def block_tables(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> BlockTables:
+    """Return the block tables of an engine.
+
+    Args:
+        geometry: a rank of it.
+        num_tokens: tokens of the request.
+        pool: ``"fresh"``: ids count up; ``"used"``: see :func:`pool_ids`.
+        seed: another seed, another used pool.
+
+    Raises:
+        RequestError: the pool has not enough blocks.
+    """
+    tables = [table.tolist() for table in sequence_blocks(geometry, num_tokens)]
+    blocks = min(layer.num_blocks for layer in geometry.layers)
+    most = max((max(table, default=0) for table in tables), default=0)
+    if most >= blocks:
+        raise RequestError(
+            f"--tokens {num_tokens} takes {most} blocks; the geometry has {blocks - 1} beside the null block"
+        )
+    ids = pool_ids(blocks, pool, seed)
+    return [[ids[block] for block in table] for table in tables]
+
+
+def full_table(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> list[int]:
+    """Return blocks for every token of the sequence; ids past the end of the pool if it has not enough."""
+    count = -(-num_tokens // main_group(geometry).block_size)
+    blocks = min(layer.num_blocks for layer in geometry.layers)
+    return list(pool_ids(blocks, pool, seed)[1 : count + 1]) if count < blocks else list(range(1, count + 1))
+
+
+def main_group(geometry: Geometry) -> Group:
+    """Return the first group of attention, or of what there is."""
+    return next((group for group in geometry.groups if group.kind != "ssm"), geometry.groups[0])
+
+
+def pool_ids(num_blocks: int, pool: Pool, seed: int) -> Sequence[int]:
+    """Return the ids of a pool in the order in which it hands them out, the null block first.
+
+    A used pool is cut into stretches of 1 to 8 blocks, half of them descending as freed lists come back, in random
+    order.
+    """
+    if pool == "fresh":
+        return range(num_blocks)
+    rng, free = random.Random(seed), list(range(num_blocks - 1, 0, -1))  # noqa: S311 - block ids, not secrets
+    stretches = []
+    while free:
+        stretch = [free.pop() for _ in range(min(rng.choice(_STRETCHES), len(free)))]
+        stretches.append(stretch if rng.random() < 0.5 else stretch[::-1])
+    rng.shuffle(stretches)
+    return [0, *(block for stretch in stretches for block in stretch)]

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other connectors select when one D rank reads from one P rank.
+
+* :func:`select_vllm`: the choice of vLLM 0.32's NIXL connector between engines of the same build.
+* :func:`select_all`: no notion of a hybrid cache. Every layer keeps, and sends, every block of the sequence.
+
+A selection is counted three ways: descriptors asked for, bytes, and descriptors left after NIXL's own
+merging. NIXL joins neighbours of a prepared list only if both sides' ids go up by one together and both sides
+are dense there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma import window_blocks
+from kvhma.cli.compare.block_tables import main_group
+from kvhma.cli.compare.views import (
+    Ids,
+    View,
+    full_attention_views,
+    joined,
+    page_pieces,
+    sending_order,
+    view_ids,
+    vllm_views,
+)
+from kvhma.errors import AddressOverflowError, RequestError, UnsupportedPairError
+from kvhma.geometry import Axis, Geometry, Group, Page, Part
+from kvhma.types import IdsLike
+
+_MAX_ENTRIES = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How much moves.
+
+    Attributes:
+        descriptors: contiguous pieces asked for, on each side.
+        bytes: their length together.
+    """
+
+    descriptors: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection(Count):
+    """What a connector hands to NIXL.
+
+    Attributes:
+        posted: descriptors left after NIXL's merging.
+        local_ids: descriptor ids in the local prepared list, int32, shape ``(descriptors,)``.
+        remote_ids: their partners in the remote list, same dtype and shape.
+    """
+
+    posted: int
+    local_ids: NDArray[np.int32]
+    remote_ids: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One side of a selection.
+
+    Attributes:
+        geometry: the rank.
+        groups: groups as the connector sees them.
+        views: its prepared list.
+    """
+
+    geometry: Geometry
+    groups: Sequence[Group]
+    views: Sequence[View]
+
+
+def select_vllm(
+    local: Geometry, remote: Geometry, local_blocks: Sequence[IdsLike], remote_blocks: Sequence[IdsLike]
+) -> Selection:
+    """Select as vLLM 0.32's NIXL connector does when one D rank reads from one of its P ranks.
+
+    Sliding groups keep the last ``ceil(window / block) + 1`` blocks, chunked groups all they are given, state
+    groups the one block before the speculative slots. Blocks are expanded to kernel blocks whole. The two
+    sides are paired from the end of their lists, or, if their kernel blocks per block differ, from the start:
+    there vLLM allows no prefix hits. With different TP an entry is the smaller of the two pages, as vLLM splits
+    the larger.
+
+    Args:
+        local: geometry of the D rank.
+        remote: geometry of the P rank.
+        local_blocks: per group, the logical blocks of D to fill, in the order of the sequence. Null blocks
+            are dropped: that is how a manager marks blocks before the window.
+        remote_blocks: the same of P.
+
+    Raises:
+        UnsupportedPairError: a pair that vLLM 0.32 refuses; the text has both values.
+        RequestError: the wrong number of groups, or ids that are not integers.
+        BlockIdError: an id is out of range.
+    """
+    for name, geometry, blocks in (("local", local, local_blocks), ("remote", remote, remote_blocks)):
+        if len(blocks) != len(geometry.groups):
+            raise RequestError(f"{name}_blocks has {len(blocks)} lists for {len(geometry.groups)} groups")
+    ranks = [_Rank(geometry, geometry.groups, vllm_views(geometry)) for geometry in (local, remote)]
+    _check_pair(*ranks)
+    pairs = []
+    for index, (local_group, remote_group) in enumerate(zip(local.groups, remote.groups, strict=True)):
+        kept = [
+            _clipped(local_group, _live(local, local_blocks[index])),
+            _clipped(remote_group, _live(remote, remote_blocks[index])),
+        ]
+        if not _share_heads(local, remote, state=local_group.kind == "ssm"):
+            kept = [ids[:0] for ids in kept]
+        pairs.append(_paired(local_group, remote_group, *kept))
+    return _selection(ranks, pairs)
+
+
+def select_all(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_blocks: IdsLike) -> Selection:
+    """Select as a connector that takes every layer for full attention with memory of its own.
+
+    All blocks of the sequence move for every layer, as whole pages with their padding; so does a state, as if
+    it had grown with the sequence.
+
+    Args:
+        local: geometry of the D rank; it gives layers and pages, its sharing of memory is ignored.
+        remote: geometry of the P rank.
+        local_blocks: the logical blocks of the whole sequence on D.
+        remote_blocks: the same on P.
+
+    Raises:
+        UnsupportedPairError: layers or pages differ in a way that vLLM 0.32 refuses too.
+        RequestError: ids that are not integers.
+        BlockIdError: an id is out of range.
+    """
+    ranks = [_Rank(geometry, [_single_group(geometry)], full_attention_views(geometry)) for geometry in (local, remote)]
+    _check_pair(*ranks)
+    live = _live(local, local_blocks), _live(remote, remote_blocks)
+    return _selection(ranks, [_paired(ranks[0].groups[0], ranks[1].groups[0], *live)])
+
+
+def _single_group(geometry: Geometry) -> Group:
+    """Return the group that all layers would be in."""
+    group = main_group(geometry)
+    return Group("full", group.block_size, ratio=group.ratio)
+
+
+def _live(geometry: Geometry, ids: IdsLike) -> Ids:
+    """Return ids as int64 without null blocks."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RequestError(f"block ids have dtype {array.dtype} and {array.ndim} dimensions; need 1 of integers")
+    array = array.astype(np.int64)
+    return array if geometry.null_block is None else array[array != geometry.null_block]
+
+
+def _clipped(group: Group, ids: Ids) -> Ids:
+    """Return what is left of a group's blocks after the connector's static clip."""
+    if group.kind == "ssm":
+        state_slot = max(len(ids) - 1 - group.speculative, 0)
+        return ids[state_slot : state_slot + 1]
+    if group.kind == "sliding" and group.window is not None:
+        return ids[-window_blocks(group.window, group.block_size) :]
+    return ids
+
+
+def _paired(local: Group, remote: Group, local_ids: Ids, remote_ids: Ids) -> tuple[Ids, Ids]:
+    """Return equally many kernel blocks of both sides.
+
+    same ratio, from the end       other ratio, kernel blocks from the start
+    local        7 8 9             local    |0 1 2|3 4 5|
+    remote   1 2 3 4 5             remote   |0 1|2 3|
+    pairs        3 4 5             pairs     0 1 2 3
+    """
+    if local.ratio == remote.ratio:
+        count = min(len(local_ids), len(remote_ids))
+        local_ids, remote_ids = local_ids[len(local_ids) - count :], remote_ids[len(remote_ids) - count :]
+        return _kernel_blocks(local_ids, local.ratio), _kernel_blocks(remote_ids, remote.ratio)
+    local_ids, remote_ids = _kernel_blocks(local_ids, local.ratio), _kernel_blocks(remote_ids, remote.ratio)
+    count = min(len(local_ids), len(remote_ids))
+    return local_ids[:count], remote_ids[:count]
+
+
+def _kernel_blocks(ids: Ids, ratio: int) -> Ids:
+    return (ids[:, None] * ratio + np.arange(ratio, dtype=np.int64)).reshape(-1)
+
+
+def _selection(ranks: Sequence[_Rank], pairs: Sequence[tuple[Ids, Ids]]) -> Selection:
+    """Count what is asked for: `pairs` has the kernel blocks of both sides, by group."""
+    local, remote = (rank.views for rank in ranks)
+    local_tables, remote_tables = ([pair[side] for pair in pairs] for side in (0, 1))
+    total = posted = 0
+    for index, groups in sending_order(local):
+        length = min(local[index].length, remote[index].length)
+        local_ids, remote_ids = joined(local_tables, groups), joined(remote_tables, groups)
+        total += length * len(local_ids)
+        merged = _is_joined(local[index], local_ids, length) & _is_joined(remote[index], remote_ids, length)
+        posted += len(local_ids) - int(np.count_nonzero(merged))
+    for views in (local, remote):
+        if (entries := sum(view.count for view in views)) > _MAX_ENTRIES:
+            raise AddressOverflowError(f"prepared list of {entries} entries; ids are int32")
+    found = [
+        view_ids(views, tables).astype(np.int32) for views, tables in ((local, local_tables), (remote, remote_tables))
+    ]
+    return Selection(len(found[0]), total, posted, found[0], found[1])
+
+
+def _is_joined(view: View, ids: Ids, length: int) -> NDArray[np.bool_]:
+    """Return for each entry but the first whether this side lets NIXL join it to the one before.
+
+    A run in NIXL's list has one stride, so entries that touch are in a dense run, and only those are. It never joins
+    over two views, and never downwards.
+    """
+    joins: NDArray[np.bool_] = (np.diff(ids) == 1) & (np.diff(view.offsets(ids)) == length)
+    return joins
+
+
+def _check_pair(local: _Rank, remote: _Rank) -> None:
+    """Refuse what vLLM 0.32 refuses in the handshake, as far as it changes the selection."""
+    groups = [[group for group in rank.geometry.groups if group.kind != "ssm"] for rank in (local, remote)]
+    _check_equal("group kinds", *([group.kind for group in rank.geometry.groups] for rank in (local, remote)))
+    _check_equal("kernel block tokens", *([group.kernel_block_size for group in side] for side in groups))
+    _check_equal("regions and their groups", *([view.groups for view in rank.views] for rank in (local, remote)))
+    pages = [_first_page(rank.geometry, state=False) for rank in (local, remote)]
+    if pages[0] is None or pages[1] is None or pages[0] == pages[1]:
+        return
+    orders = [_axis_order(page.parts[0]) for page in pages if page]
+    _check_equal("axes of a page", *orders)
+    whole = all(len(page_pieces(page)) == len(page.parts) for page in pages if page)
+    if pages[0].nbytes != pages[1].nbytes and not (orders[0][0] == "heads" and whole):
+        raise UnsupportedPairError(f"axes of a page: {orders[0]}; heads can only be split in a contiguous page")
+
+
+def _check_equal(field: str, local: object, remote: object) -> None:
+    if local != remote:
+        raise UnsupportedPairError(f"{field}: {local} on D, {remote} on P")
+
+
+def _first_page(geometry: Geometry, *, state: bool) -> Page | None:
+    """Return the page of the first layer with state, or of the first with attention."""
+    found = (layer.page for layer in geometry.layers if (geometry.groups[layer.group].kind == "ssm") == state)
+    return next(found, None)
+
+
+def heads_axis(geometry: Geometry, *, state: bool = False) -> Axis | None:
+    """Return the axis of heads of the first state that has one, or of KV heads; None if there is none."""
+    pages = (layer.page for layer in geometry.layers if (geometry.groups[layer.group].kind == "ssm") == state)
+    parts = (page.parts[-1 if state else 0] for page in pages)
+    return next((axis for part in parts for axis in part.axes if axis.name == "heads"), None)
+
+
+def _axis_order(part: Part) -> tuple[str, ...]:
+    return tuple(axis.name for axis in sorted(part.axes, key=lambda axis: -axis.stride))
+
+
+def _share_heads(local: Geometry, remote: Geometry, *, state: bool) -> bool:
+    """Return whether the ranks hold a head in common, of the state or of attention."""
+    axes = [heads_axis(geometry, state=state) for geometry in (local, remote)]
+    shards = [axis.shard for axis in axes if axis]
+    if len(shards) < 2:
+        return True
+    return max(shard.start for shard in shards) < min(shard.start + shard.held for shard in shards)
