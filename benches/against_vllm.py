@@ -57,7 +57,9 @@ from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, firs
 from kvhma.cli.compare.selection import Count
 from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models
-from kvhma.models.vllm_layout import cache_groups, conv_split, hybrid_block_size, layout
+from kvhma.models.block_size import hybrid_block_size
+from kvhma.models.shards import conv_split
+from kvhma.models.vllm_layout import cache_groups, layout
 
 Copies: TypeAlias = NDArray[np.int64]
 """Rows of local address, remote address, length."""

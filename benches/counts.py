@@ -20,7 +20,8 @@ from kvhma.cli.compare.selection import Count
 from kvhma.errors import LayoutError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, models
-from kvhma.models.vllm_layout import cache_groups, hybrid_block_size, layout, summary
+from kvhma.models.block_size import hybrid_block_size
+from kvhma.models.vllm_layout import cache_groups, layout
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 Reason: TypeAlias = Literal["", "heads", "absent", "strided", "unexplained"]
@@ -77,6 +78,12 @@ class Pairing:
             blocks = {hybrid_block_size(one, tp_size=side.tp) for side in (self.p, self.d)}
             return one.state is not None and len(blocks) == 2
         return self.models == "all" or one.state is not None
+
+
+def padded_slots(one: Model) -> int:
+    """Return the places ``(group, tensor)`` that no layer uses."""
+    groups = cache_groups(one)
+    return len(groups) * max(len(group.layers) for group in groups) - len(one.caches())
 
 
 def tp_sizes(one: Model) -> list[int]:
@@ -160,7 +167,7 @@ class Row:
         d, p = (kernel_block_size(side.ranks(one, 2, 1 << 20)[0]) for side in (self.pairing.d, self.pairing.p))
         if d != p and self.pairing.d.options.get("order") != "LBNHC" and one.kv_heads > self.pairing.d.tp:
             return "heads"
-        if self.pool == "fresh" and ours.descriptors - self.vllm.descriptors <= summary(one).padded_slots:
+        if self.pool == "fresh" and ours.descriptors - self.vllm.descriptors <= padded_slots(one):
             return "absent"
         return "strided" if d != p and ours is self.ids else "unexplained"
 

@@ -27,7 +27,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvhma.errors import LayoutError
 from kvhma.models import Attention, Model, State
-from kvhma.models.vllm_layout import cache_groups, hybrid_block_size, layout, state_bytes
+from kvhma.models.block_size import hybrid_block_size
+from kvhma.models.pages import state_bytes
+from kvhma.models.vllm_layout import cache_groups, layout
 
 BLOCKS = 5
 ORDERS = tuple(KVCacheLayout.__members__)

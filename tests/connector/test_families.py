@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import MambaSpec, SparseCacheRole, UniformTypeKV
 from kvhma.errors import ConfigError
 from kvhma.geometry import Geometry, Layer
 from kvhma.models.config import model_from_config
-from kvhma.models.vllm_layout import Order, cache_groups, layout
+from kvhma.models.stride_orders import Order
+from kvhma.models.vllm_layout import cache_groups, layout
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
 from support.vllm_models import Allocated, allocate

@@ -13,9 +13,13 @@ from kvhma.cli.compare.selection import select_all, select_vllm
 from kvhma.cli.compare.views import vllm_views
 from kvhma.geometry import Geometry, Layer
 from kvhma.models import Model, State, model, models
+from kvhma.models.block_size import hybrid_block_size
+from kvhma.models.pages import state_bytes
+from kvhma.models.shards import conv_split
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import cache_groups, conv_split, hybrid_block_size, layout, state_bytes, summary
+from kvhma.models.vllm_layout import cache_groups, layout
 from support.needed import needed
+from support.summary import summary
 
 MIB = 2**20
 

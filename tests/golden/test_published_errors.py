@@ -24,7 +24,9 @@ from kvhma import Geometry, Layer, Span
 from kvhma.errors import OracleError
 from kvhma.geometry import Shard
 from kvhma.models import Model, State, model
-from kvhma.models.vllm_layout import ConvOrder, conv_split, layout
+from kvhma.models.pages import ConvOrder
+from kvhma.models.shards import conv_split
+from kvhma.models.vllm_layout import layout
 from kvhma.oracle import Oracle
 from support.reference import Read, Transfer
 

@@ -11,8 +11,9 @@ import pytest
 import kvhma
 from kvhma.errors import LayoutError
 from kvhma.models import Model, model, models
-from kvhma.models.vllm_layout import layout, summary
+from kvhma.models.vllm_layout import layout
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
+from support.summary import summary
 from support.tables import count_blocks, draw_tables
 
 pytestmark = pytest.mark.nixl

@@ -15,9 +15,11 @@ import pytest
 from kvhma.errors import ConfigError, LayoutError
 from kvhma.models import Model, State, models
 from kvhma.models.config import known_model_types, load_json, model_from_config, read_config
-from kvhma.models.vllm_layout import layout, state_bytes, summary
+from kvhma.models.pages import state_bytes
+from kvhma.models.vllm_layout import layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.families import FAMILIES
+from support.summary import summary
 
 # Groups, tensors, logical block, FlashInfer kernel block, ratio, bytes of a state, bytes of a token in a layer.
 ALLOCATIONS = {

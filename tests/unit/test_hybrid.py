@@ -14,16 +14,11 @@ import pytest
 from kvhma.errors import GeometryError, KvhmaError, LayoutError, UnknownModelError
 from kvhma.geometry import Geometry, Layer
 from kvhma.models import Attention, Model, State, model, models
-from kvhma.models.vllm_layout import (
-    cache_groups,
-    conv_split,
-    flashinfer_kernel_block,
-    hybrid_block_size,
-    kv_bytes,
-    layout,
-    state_bytes,
-    summary,
-)
+from kvhma.models.block_size import flashinfer_kernel_block, hybrid_block_size, kv_bytes
+from kvhma.models.pages import state_bytes
+from kvhma.models.shards import conv_split
+from kvhma.models.vllm_layout import cache_groups, layout
+from support.summary import summary
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 48, 4, 4, 8, 4, 2, "bfloat16", "float32")

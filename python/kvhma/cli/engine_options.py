@@ -12,8 +12,9 @@ import click
 from kvhma.errors import KvhmaError, LayoutError
 from kvhma.geometry import Geometry
 from kvhma.models import Model
+from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import ConvOrder, layout
+from kvhma.models.vllm_layout import layout
 
 MAX_RANKS = 256
 _MAX_BLOCK = 1 << 20

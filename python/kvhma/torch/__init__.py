@@ -7,8 +7,9 @@ has allocated itself, :mod:`kvhma.tensors` describes. docs/torch.md has both wit
 
 from __future__ import annotations
 
+from kvhma.models.vllm_layout import AllocatorOptions
 from kvhma.torch.cache import Buffer, Cache, allocate
-from kvhma.torch.models import AllocatorOptions, model_specs
+from kvhma.torch.models import model_specs
 from kvhma.torch.placement import BufferKind
 from kvhma.torch.references import DataReference, References, Segment, TensorReference
 from kvhma.torch.specs import AttentionSpec, ConvPart, MLASpec, OpaqueSpec, Spec, StateSpec

@@ -4,41 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Group, Page
 from kvhma.models import Attention, Model
+from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import KVForm
-from kvhma.models.vllm_layout import ConvOrder, layout
+from kvhma.models.vllm_layout import AllocatorOptions, layout
 from kvhma.torch.specs import AttentionKind, AttentionSpec, ConvPart, MLASpec, Spec, StateSpec, TokenSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class AllocatorOptions(TypedDict, total=False):
-    """How an engine's allocator was asked to cut a model; left out, it is the default of `layout`.
-
-    Attributes:
-        tp_rank: index among the tensor-parallel ranks.
-        tp_size: tensor-parallel ranks.
-        block_size: tokens per block that the user asked for; state can make it longer.
-        kernel_block: tokens that the attention kernel addresses as one block.
-        align: tokens a block that holds a state is a multiple of.
-        conv: how channels and rows of the convolution state lie.
-        speculative: extra state slots after the state-bearing one.
-    """
-
-    tp_rank: int
-    tp_size: int
-    block_size: int
-    kernel_block: int | Literal["flashinfer"] | None
-    align: int | None
-    conv: ConvOrder
-    speculative: int
 
 
 def model_specs(
@@ -51,8 +30,8 @@ def model_specs(
     Args:
         model: the model.
         kv: how K and V lie; MLA has only ``"packed"``.
-        dim_order: order of the dimensions of attention views; None for that of `kv`.
-        **options: see :class:`AllocatorOptions`.
+        view: order of the dimensions of attention views; None for that of `kv`.
+        **options: see :class:`kvhma.models.vllm_layout.AllocatorOptions`.
 
     Raises:
         LayoutError: a combination the allocator cannot make; the text names the field and its value.

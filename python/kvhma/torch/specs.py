@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 import torch
 
 from kvhma.geometry import Group, Shard
+from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import KVForm
-from kvhma.models.vllm_layout import ConvOrder
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked"]
 

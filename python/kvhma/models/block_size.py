@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens a block has: the logical one that the manager allocates, and the one that a kernel addresses."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from kvhma.errors import LayoutError
+from kvhma.models.pages import state_bytes
+from kvhma.models.shards import check_positive, kv_heads
+from kvhma.models.table import Attention, Model
+
+KernelBlock: TypeAlias = "int | Literal['flashinfer'] | None"
+"""Tokens of a kernel block, ``"flashinfer"`` for that kernel's choice, or None for the whole logical block."""
+
+_FLASHINFER_BLOCKS = (64, 32, 16)
+_SMALLEST_KERNEL_BLOCK = 16
+_MLA_ALIGN = 128
+
+
+def token_bytes(cache: Attention, *, tp_size: int = 1) -> int:
+    """Return the bytes of a token of one layer on one rank.
+
+    Raises:
+        LayoutError: heads do not divide over the ranks.
+    """
+    return kv_heads(cache, 0, tp_size).held * cache.token_bytes
+
+
+def kv_bytes(model: Model, *, tp_size: int = 1) -> int:
+    """Return the bytes of one token on one rank in the attention layer that has the most; 0 without attention.
+
+    Raises:
+        LayoutError: heads do not divide over the ranks.
+    """
+    return max(
+        (token_bytes(spec, tp_size=tp_size) for _, spec in model.specs() if isinstance(spec, Attention)), default=0
+    )
+
+
+def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> int:
+    """Return the tokens of a logical block: the least multiple of `align` whose page holds a state.
+
+        state    |x B C ssm             |
+        tokens   |t0|t1|t2|t3|..|t15|..            at least as many as fill the bytes of a state
+
+    The page is one of the model's own heads. Groups whose layers have other heads can have longer blocks.
+
+    Args:
+        model: the model.
+        tp_size: tensor-parallel ranks.
+        block_size: tokens per block that the user asked for; the result for a model without state or
+            attention.
+        align: tokens; None for the larger of `block_size` and the smallest kernel block (16, MLA 128).
+
+    Raises:
+        LayoutError: a size is not positive, or does not divide over the ranks.
+    """
+    check_positive(block_size=block_size, tp_size=tp_size)
+    if model.state is None or not has_attention(model):
+        return block_size
+    token = model.token_spec()
+    per_token = token_bytes(token, tp_size=tp_size)
+    if align is None:
+        align = max(_MLA_ALIGN if token.kind == "mla" else _SMALLEST_KERNEL_BLOCK, block_size)
+    check_positive(align=align)
+    return align * -(-state_bytes(model.state, tp_size=tp_size) // (align * per_token))
+
+
+def has_attention(model: Model) -> bool:
+    """Return whether any layer caches tokens."""
+    return any(isinstance(spec, Attention) for _, spec in model.specs())
+
+
+def kernel_block_size(kernel_block: int | str | None, block_size: int) -> int:
+    """Return the tokens that the attention kernel addresses as one block of a logical one.
+
+    Raises:
+        LayoutError: it does not divide the logical block.
+    """
+    if kernel_block == "flashinfer":
+        return flashinfer_kernel_block(block_size)
+    if kernel_block is None:
+        return block_size
+    if not isinstance(kernel_block, int) or kernel_block < 1 or block_size % kernel_block:
+        raise LayoutError(f"kernel_block {kernel_block!r}: must divide the logical block of {block_size} tokens")
+    return kernel_block
+
+
+def flashinfer_kernel_block(block_size: int) -> int:
+    """Return the kernel block that FlashInfer picks: the largest of 64, 32, 16 that divides the block.
+
+    Raises:
+        LayoutError: none of them does.
+    """
+    for tokens in _FLASHINFER_BLOCKS:
+        if block_size % tokens == 0:
+            return tokens
+    raise LayoutError(f"block_size {block_size}: FlashInfer needs a multiple of {_FLASHINFER_BLOCKS[-1]}")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of one rank's pages, of attention and of recurrent state, as vLLM's kernels write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from kvhma.errors import LayoutError
+from kvhma.geometry import Axis, Page, Part
+from kvhma.models.shards import conv_split, kv_heads, state_heads
+from kvhma.models.table import INDEX_KEY, INDEX_SCALE, Attention, State, item_bytes
+
+ConvOrder: TypeAlias = Literal["DS", "SD"]
+"""``DS``: channels, then rows (rows innermost); ``SD``: rows, then channels."""
+
+
+def state_bytes(state: State, *, tp_size: int = 1) -> int:
+    """Return the bytes of one layer's state on one rank, without padding.
+
+    Raises:
+        LayoutError: heads or groups do not divide over the ranks.
+    """
+    return sum(part.nbytes for part in state_parts(state, 0, tp_size, "DS"))
+
+
+def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:
+    """Return the parts of one state page: the convolution's, then ``ssm`` if there is one; no gaps between them.
+
+        DS   |x0: r0 r1 r2|x1: r0 r1 r2|..|B0: ..|C0: ..| ssm      offset of a part: its first channel * rows
+        SD   |r0: x0 x1 .. B0 .. C0 ..|r1: x0 x1 ..|..  | ssm      offset of a part: its first channel
+
+    Args:
+        state: the state over all ranks.
+        tp_rank: index among the tensor-parallel ranks.
+        tp_size: tensor-parallel ranks.
+        conv: how channels and rows of the convolution state lie.
+
+    Raises:
+        LayoutError: heads or groups do not divide over the ranks.
+    """
+    channels = conv_split(state, tp_rank=tp_rank, tp_size=tp_size)
+    item, rows = item_bytes(state.conv_dtype), state.d_conv - 1 + state.draft_rows
+    width = sum(shard.held for shard in channels.values())
+    channel_stride, row_stride = (rows * item, item) if conv == "DS" else (item, width * item)
+    parts, first_channel = [], 0
+    for name, shard in channels.items():
+        axes = (
+            Axis("channels", shard.extent, channel_stride, shard.start, shard.length),
+            Axis("rows", rows, row_stride, spare=state.draft_rows),
+        )
+        parts.append(Part(name, state.conv_dtype, item, first_channel * channel_stride, axes))
+        first_channel += shard.held
+    if not state.is_recurrent:
+        return tuple(parts)
+    cell = item_bytes(state.ssm_dtype)
+    content = state.head_dim * state.d_state
+    heads = state_heads(state, tp_rank, tp_size)
+    axes = (
+        Axis("heads", heads.extent, content * cell, heads.start, heads.length),
+        Axis("content", content, cell),
+    )
+    return (*parts, Part("ssm", state.ssm_dtype, cell, width * rows * item, axes))
+
+
+def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp_rank: int, tp_size: int) -> Page:
+    """Return the page of one kernel block.
+
+    Args:
+        cache: what a layer caches, over all ranks.
+        tokens: tokens of a kernel block.
+        strides: bytes from one index to the next of ``H`` heads, ``N`` tokens and, where K and V are parts of their
+            own, ``S``.
+        tp_rank: index among the tensor-parallel ranks.
+        tp_size: tensor-parallel ranks.
+
+    Raises:
+        LayoutError: heads do not divide over the ranks, or the dtype is not known.
+    """
+    if cache.kind == "indexer":
+        return Page(_index_parts(tokens))
+    if cache.dtype is None:
+        raise LayoutError(f"dtype None of {cache.kind} attention")
+    item = item_bytes(cache.dtype)
+    token_axis = Axis("tokens", tokens, strides["N"])
+    if cache.kind == "mla":
+        return Page((Part("kv", cache.dtype, item, 0, (token_axis, Axis("content", cache.head_dim, item))),))
+    shard = kv_heads(cache, tp_rank, tp_size)
+    heads = Axis("heads", shard.extent, strides["H"], shard.start, shard.length)
+    if "S" not in strides:
+        return Page((Part("kv", cache.dtype, item, 0, (heads, token_axis, Axis("content", cache.items, item))),))
+    axes = (heads, token_axis, Axis("content", cache.head_dim, item))
+    return Page(tuple(Part(name, cache.dtype, item, index * strides["S"], axes) for index, name in enumerate("kv")))
+
+
+def _index_parts(tokens: int) -> tuple[Part, ...]:
+    """Return the parts of an index page as its writer has them: the keys of all tokens, then all scales."""
+    sizes = (("data", 0, INDEX_KEY), ("scales", tokens * INDEX_KEY, INDEX_SCALE))
+    return tuple(
+        Part(name, "uint8", 1, offset, (Axis("tokens", tokens, size), Axis("content", size, 1)))
+        for name, offset, size in sizes
+    )
