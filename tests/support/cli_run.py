@@ -33,10 +33,10 @@ class Done:
         return " ".join(self.out.split())
 
 
-def cli(*arguments: object, settings: object = "/nonexistent") -> Done:
-    """Run a command; `settings` is the directory where a user's settings are."""
+def cli(*arguments: object, settings: object = "/nonexistent", columns: int = 160) -> Done:
+    """Run a command; `settings` is the directory where a user's settings are, `columns` the width of the terminal."""
     out, err = io.StringIO(), io.StringIO()
-    environment = {"COLUMNS": "160", "XDG_CONFIG_HOME": str(settings)}
+    environment = {"COLUMNS": str(columns), "XDG_CONFIG_HOME": str(settings)}
     with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
         try:
             run_app([str(argument) for argument in arguments])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line as a user meets it: a process, its output, its exit code."""
+"""``kvhma demo`` and ``kvhma plan --request``: what they print and how they end, some as a process of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import kvhma
-from kvhma.cli import main
 from kvhma.models import models
+from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
 
 SECONDS = 120.0
@@ -38,30 +38,6 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         timeout=SECONDS,
         env={**os.environ, "COLUMNS": "120"},
     )
-
-
-def refused(*arguments: object) -> str:
-    """Return the last line that a run says before it ends with exit code 2: nothing else, and no traceback."""
-    done = run(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    *before, last = done.stderr.splitlines()
-    # click puts how to call a command in front where an option itself is wrong.
-    assert not before or before[0].startswith("Usage: "), done.stderr
-    return last
-
-
-def refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[object]) -> str:
-    """Do what `refused` does within this process, for inputs that are many."""
-    monkeypatch.setattr(sys, "argv", ["kvhma", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
-    return line
 
 
 # --- demo ------------------------------------------------------------------------------------------------------------
@@ -91,21 +67,21 @@ def test_demo_in_json() -> None:
 
 @pytest.mark.nixl
 def test_demo_in_a_table() -> None:
-    done = run("demo", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "gpt-oss-20b 1/1: short prompt, verified" in done.stdout
-    row = next(line for line in done.stdout.splitlines() if line.strip().endswith("yes"))
+    done = cli("demo", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    assert "gpt-oss-20b 1/1: short prompt, verified" in done.out
+    row = next(line for line in done.out.splitlines() if line.strip().endswith("yes"))
     assert row.split()[:2] == ["short", "prompt"]
 
 
 @pytest.mark.nixl
 def test_demo_finds_a_spoilt_byte() -> None:
-    done = run("demo", "--json", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300, "--corrupt")
-    assert done.returncode == 1, done.stderr
-    (row,) = json.loads(done.stdout)["gpt-oss-20b"]
+    done = cli("demo", "--json", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300, "--corrupt")
+    assert done.code == 1, done.err
+    (row,) = done.form["gpt-oss-20b"]
     assert row["verified"] is False
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wrong byte: ")]
+    (line,) = [line for line in done.err.splitlines() if line.startswith("wrong byte: ")]
     assert line == f"wrong byte: gpt-oss-20b: short prompt: {row['wrong']}"
     place = (
         r"1 wrong bytes in region 0, .* \(model\.layers\.\d+\.self_attn\.attn/kv token \d+\): expected 0x.., found 0x"
@@ -123,9 +99,9 @@ def test_demo_ends_when_a_worker_cannot_start(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_list_of_models() -> None:
-    done = run("demo", "--list-models")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == list(models())
+    done = cli("demo", "--list-models")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.split() == list(models())
 
 
 def test_unknown_model() -> None:
@@ -182,12 +158,12 @@ def files(tmp_path: Path) -> Files:
     ("words", "options"), [([], {}), (["--descriptor-bytes", 0], {"descriptor_bytes": 0})], ids=["default", "exact"]
 )
 def test_plan_in_json(files: Files, words: list[object], options: dict[str, Any]) -> None:
-    done = run(*files.arguments(), "--json", *words)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = cli(*files.arguments(), "--json", *words)
+    assert (done.code, done.err) == (0, "")
     transfer = files.transfer(**options)
     (read,) = transfer.reads
     ours, theirs = read.local.tolist(), read.remote.tolist()
-    assert json.loads(done.stdout) == {
+    assert done.form == {
         "bytes": transfer.bytes,
         "descriptors": transfer.descriptors,
         "excess_bytes": transfer.excess_bytes,
@@ -207,22 +183,22 @@ def test_plan_in_json(files: Files, words: list[object], options: dict[str, Any]
 
 def test_plan_addresses_by_hand(files: Files) -> None:
     """The first block of the first layer: block 1 of D from block 8 of P, 4,096 bytes each."""
-    runs = json.loads(run(*files.arguments(), "--json").stdout)["reads"][0]["runs"]
+    runs = cli(*files.arguments(), "--json").form["reads"][0]["runs"]
     assert runs[0] == [(1 << 20) + 4096, (1 << 24) + 8 * 4096, 4096]
 
 
 def test_plan_in_tables(files: Files) -> None:
-    done = run(*files.arguments())
-    assert (done.returncode, done.stderr) == (0, "")
+    done = cli(*files.arguments())
+    assert (done.code, done.err) == (0, "")
     transfer = files.transfer()
-    assert f"read from source 0: {transfer.descriptors} runs, {transfer.bytes:,} bytes" in done.stdout
+    assert f"read from source 0: {transfer.descriptors} runs, {transfer.bytes:,} bytes" in done.out
     (read,) = transfer.reads
     for (ours, size, _), (theirs, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-        assert re.search(rf"{ours:#x}\W+{theirs:#x}\W+{size:,}\W", done.stdout)
+        assert re.search(rf"{ours:#x}\W+{theirs:#x}\W+{size:,}\W", done.out)
     zeroed = sum(row[1] for row in transfer.zero.tolist())
-    last = done.stdout.splitlines()[-1]
+    last = done.out.splitlines()[-1]
     assert last.startswith(f"{transfer.descriptors} descriptors, {transfer.bytes:,} bytes read")
-    assert f" {zeroed:,} bytes zeroed in {len(transfer.zero)} ranges" in " ".join(done.stdout.split())
+    assert f" {zeroed:,} bytes zeroed in {len(transfer.zero)} ranges" in " ".join(done.out.split())
 
 
 def test_plan_with_two_sources(files: Files) -> None:
@@ -234,7 +210,7 @@ def test_plan_with_two_sources(files: Files) -> None:
     for stage, geometry in enumerate(stages):
         files.write(f"stage{stage}", geometry.to_json())
     words = files.arguments(remote=files.folder / "stage0")
-    form = json.loads(run(*words, "--remote", files.folder / "stage1", "--json").stdout)
+    form = cli(*words, "--remote", files.folder / "stage1", "--json").form
     assert [read["source"] for read in form["reads"]] == [0, 1]
     whole = files.transfer().reads[0]
     runs = [one for read in form["reads"] for one in read["runs"]]
@@ -249,10 +225,10 @@ def test_plan_says_what_is_worth_knowing(files: Files) -> None:
     lacking = kvhma.Geometry(files.remote.regions, files.remote.groups, files.remote.layers[:-1])
     files.write("lacking", lacking.to_json())
     words = files.arguments(remote=files.folder / "lacking")
-    (finding,) = json.loads(run(*words, "--json").stdout)["findings"]
+    (finding,) = cli(*words, "--json").form["findings"]
     assert finding["source"] == 0
     assert "layers.5" in finding["text"]
-    assert finding["text"] in " ".join(run(*words).stdout.split())
+    assert finding["text"] in " ".join(cli(*words).out.split())
 
 
 @pytest.mark.parametrize("name", ["local", "remote", "request"])
@@ -291,14 +267,12 @@ BAD_REQUESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_plan_of_a_bad_request(
-    files: Files, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_of_a_bad_request(files: Files, name: str) -> None:
     change, text = BAD_REQUESTS[name]
     form = json.loads((files.folder / "request").read_text())
     change(form)
     files.write("request", json.dumps(form).encode())
-    line = refused_here(monkeypatch, capsys, files.arguments())
+    line = refused(*files.arguments())
     assert line.startswith("Error: ")
     assert text in line
 
@@ -307,11 +281,9 @@ def test_plan_of_a_bad_request(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff\xfe{", b"[" * 100_000], ids=["empty", "cut", "list", "binary", "deep"]
 )
-def test_plan_of_something_else(
-    files: Files, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_of_something_else(files: Files, name: str, content: bytes) -> None:
     files.write(name, content)
-    assert refused_here(monkeypatch, capsys, files.arguments()).startswith("Error: ")
+    assert refused(*files.arguments()).startswith("Error: ")
 
 
 def test_plan_of_a_pair_that_does_not_fit(files: Files) -> None:

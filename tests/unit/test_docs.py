@@ -21,10 +21,10 @@ import pytest
 from kvhma import Geometry
 from kvhma.oracle import cases
 from support.cli_configs import NEMOTRON_3_NANO
+from support.cli_run import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-KVHMA = [sys.executable, "-c", "from kvhma.cli import main; main()"]
 NOT_RUN = {"curl", "eval", "make", "pip", "vllm"}
 """What a block that is not run may start its lines with."""
 
@@ -147,18 +147,19 @@ def test_the_page_that_is_left_out_is_run_elsewhere():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
-def test_commands_end_well_and_print_what_it_says(page, folder):
+def test_commands_end_well_and_print_what_it_says(page, folder, monkeypatch):
+    monkeypatch.chdir(folder)
     for command in commands(page):
         if command.words[:2] == ["bench", "link"] or command.words[:1] == ["demo"]:
             pytest.importorskip("nixl", reason="needs NIXL")
-        ended = run(folder, *KVHMA, *command.words)
+        ended = cli(*command.words, settings=folder, columns=80)
         refused = command.output is not None and command.output.startswith("refused")
-        assert (ended.returncode, ended.stderr) == (int(refused), ""), command.words
+        assert (ended.code, ended.err) == (int(refused), ""), command.words
         if command.output is not None:
-            got = [line.rstrip() for line in ended.stdout.strip("\n").splitlines()]
+            got = [line.rstrip() for line in ended.out.strip("\n").splitlines()]
             shown = command.output.strip("\n").splitlines()
             places = range(len(got) - len(shown) + 1)
-            assert any(got[at : at + len(shown)] == shown for at in places), (command.words, ended.stdout)
+            assert any(got[at : at + len(shown)] == shown for at in places), (command.words, ended.out)
     for drawn in (folder / "assets").iterdir():
         same = drawn.read_bytes() == (ROOT / "docs/assets" / drawn.name).read_bytes()
         assert same, f"docs/assets/{drawn.name} is not what the command draws: run python tools/pictures.py"
