@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.nixl import Agent, Peer
-from kvhma.oracle import check_memory, fill_source, fill_stale
+from kvhma.oracle import Request, check_memory, fill_source, fill_stale
 from support.flat import flat_geometry
 from support.generate import Case, generate
 from support.recipe import draw
@@ -88,7 +88,7 @@ def run(world: World, case: Case, memory: list[NDArray[np.uint8]], seed: int, mo
         assert transfer.wait(SECONDS)
         assert transfer.telemetry is not None
         assert (transfer.telemetry.descriptors, transfer.telemetry.nbytes) == (read.descriptors, read.bytes)
-    request = (case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
+    request = (case.local, case.remotes, Request(case.num_tokens, case.local_spans, case.remote_spans))
     check_memory(memory, *request, excess_bytes=moved.excess_bytes, seed=seed)
 
 

@@ -23,12 +23,12 @@ import pytest
 import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.oracle import Oracle, TransferLike
-from kvhma.oracle.labels import by_source
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.mutate import mutations, plain
 from support.recipe import draw
-from support.where import Place, addresses, copies, first_needed, places, stands_for
+from support.reference import first_needed_token, spans_by_source
+from support.where import Place, addresses, copies, places, stands_for
 
 CHUNKS = 6
 PER_CHUNK = 50
@@ -47,10 +47,9 @@ def broken(
     blocks = places(local, local_spans)
     groups = {layer.name: local.groups[layer.group] for layer in local.layers}
     own = {address: place for address, place in blocks.items() if not _gone(place, groups, tokens)}
-    theirs = [
-        places(remote, spans) for remote, spans in zip(remotes, by_source(remote_spans, len(remotes)), strict=True)
-    ]
-    held = {place.content for there in theirs for place in there.values()}
+    sources = zip(remotes, spans_by_source(remote_spans, len(remotes)), strict=True)
+    remote_places = [places(remote, spans) for remote, spans in sources]
+    held = {place.content for source in remote_places for place in source.values()}
     zeroed = addresses(transfer.zero)
     read: dict[int, Place | None] = {}
     lines: dict[str, str] = {}
@@ -58,7 +57,7 @@ def broken(
         for to, start in copies(entry.local, entry.remote):
             if to in read:
                 lines.setdefault("read once", f"{to:#x} is read again, from {start:#x}")
-            read[to] = theirs[entry.source].get(start)
+            read[to] = remote_places[entry.source].get(start)
     for address in sorted(zeroed | set(read)):
         if address not in own:
             lines.setdefault("own blocks", f"{address:#x} is {blocks.get(address, 'padding or of nobody')}")
@@ -83,7 +82,7 @@ def _gone(place: Place, groups: dict[str, Group], tokens: int) -> bool:
     group = groups[place.content.layer]
     if group.kind in ("ssm", "opaque"):
         return False
-    return (place.content.token // group.block_size + 1) * group.block_size <= first_needed(group, tokens)
+    return (place.content.token // group.block_size + 1) * group.block_size <= first_needed_token(group, tokens)
 
 
 def _behind(place: Place, groups: dict[str, Group], tokens: int) -> bool:
@@ -94,8 +93,8 @@ def _matched(place: Place, groups: dict[str, Group], tokens: int) -> bool:
     group = groups[place.content.layer]
     if group.kind in ("ssm", "opaque"):
         return True
-    stands = stands_for(place.content, group)
-    return max(stands.start, first_needed(group, tokens)) < min(stands.stop, tokens)
+    stands = stands_for(place, group)
+    return max(stands.start, first_needed_token(group, tokens)) < min(stands.stop, tokens)
 
 
 # --- Generated pairs ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import kvhma
 from kvhma.errors import OracleError
-from kvhma.oracle import Oracle, Report, check_memory, fill_source, fill_stale
+from kvhma.oracle import Oracle, Report, Request, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import Case, generate
 from support.mutate import mutations, plain
@@ -167,7 +167,7 @@ def test_real_memory_agrees_with_labels() -> None:
             fill_source(memory, remote, case.spans_of(read.source), seed=seed % 2)
             for to, start in zip(read.local.tolist(), read.remote.tolist(), strict=True):
                 _slice(case.local, local, to)[:] = _slice(remote, memory, start)
-        request = (case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
+        request = (case.local, case.remotes, Request(case.num_tokens, case.local_spans, case.remote_spans))
         found = check_memory(local, *request, excess_bytes=transfer.excess_bytes, seed=seed % 2)
         assert (found.moved, found.excess, found.zeroed) == (report.moved, report.excess, report.zeroed), str(case)
         rng = random.Random(seed)

@@ -73,13 +73,13 @@ class Moved:
         self.plan = kvhma.plan(local, sources, descriptor_bytes=descriptor_bytes)
         self.transfer = self.plan.transfer(tokens, local_spans, remote_spans)
         self.report = Oracle(local, sources).check(tokens, local_spans, remote_spans, self.transfer)
-        self.pairs = kernel_pairs(local, sources, local_spans, remote_spans, self.transfer)
-        self._zero = zeroed_kernels(local, local_spans, self.transfer)
+        self.pairs = kernel_pairs(local, sources, local_spans, remote_spans, self.transfer.reads)
+        self._zero = zeroed_kernels(local, local_spans, self.transfer.zero)
         self._local, self._sources = local, sources
 
     def of(self, layer: str, source: int = 0) -> tuple[list[int], list[int]]:
-        mine, theirs = self.pairs.get(source, {}).get(layer, ([], []))
-        return self._down(self._local, layer, mine), self._down(self._sources[source], layer, theirs)
+        to, start = self.pairs.get(source, {}).get(layer, ([], []))
+        return self._down(self._local, layer, to), self._down(self._sources[source], layer, start)
 
     def zero(self, layer: str) -> list[int]:
         return self._down(self._local, layer, self._zero[layer])

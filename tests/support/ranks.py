@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.nixl import Agent, Peer, TransferHandle
-from kvhma.oracle import MemoryReport, check_memory, fill_source, fill_stale
+from kvhma.oracle import MemoryReport, Request, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 SECONDS = 60.0
@@ -146,7 +146,8 @@ class _Rank:
                 found[encoding] = str(error)
                 continue
             excess = moved.excess_bytes
-            report = check_memory(self.memory, self.geometry, remotes, *request, excess_bytes=excess, seed=order.seed)
+            asked = Request(*request)
+            report = check_memory(self.memory, self.geometry, remotes, asked, excess_bytes=excess, seed=order.seed)
             planned = {read.source: Count(read.descriptors, read.bytes) for read in moved.reads}
             found[encoding] = Moved(planned, measured, excess, report)
         return found

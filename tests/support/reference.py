@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths of kvhma in plain Python: the version to read, and what the Rust core is compared with.
+"""The maths of kvhma in plain Python: the version to read, and an oracle that the Rust core is compared with.
+
+Its rules are stated anew, from docs/geometry.md and not from the core's code; so are those of `kvhma.oracle`.
 
 It does everything the slow way. A transfer is found by listing every byte that D must get together with the
 byte of P that belongs there, sorting the list by D's address, and cutting it where either address stops
@@ -130,8 +132,22 @@ class Byte(NamedTuple):
     region: int
 
 
-def layer_bytes(geometry: Geometry, layer: Layer, span: Span) -> Iterator[tuple[Item, Byte]]:
-    """Yield every content byte of a request's blocks in one layer: the definition, byte by byte."""
+class KernelPage(NamedTuple):
+    """The page of one kernel block of a request.
+
+    Attributes:
+        kernel: number of the kernel block: logical block times ratio, plus its place there.
+        token: its first token; -1 for a state.
+        address: of its first byte.
+    """
+
+    kernel: int
+    token: int
+    address: int
+
+
+def kernel_pages(geometry: Geometry, layer: Layer, span: Span) -> Iterator[KernelPage]:
+    """Yield the pages of a request's blocks in one layer."""
     group = geometry.groups[layer.group]
     kernel_stride = layer.block_stride // group.ratio if layer.kernel_stride is None else layer.kernel_stride
     if group.kind == "ssm":
@@ -141,15 +157,21 @@ def layer_bytes(geometry: Geometry, layer: Layer, span: Span) -> Iterator[tuple[
     base = geometry.regions[layer.region].base + layer.offset
     for block, start in blocks:
         for k in range(group.ratio):
-            page = base + block * layer.block_stride + k * kernel_stride
             token = -1 if group.kind == "ssm" else start + k * (group.block_size // group.ratio)
-            for part in layer.page.parts:
-                for item, address in _part_items(part, layer.name, token, page):
-                    for byte in range(part.item_bytes):
-                        yield item._replace(byte=byte), Byte(address + byte, layer.region)
+            address = base + block * layer.block_stride + k * kernel_stride
+            yield KernelPage(block * group.ratio + k, token, address)
 
 
-def _part_items(part: Part, layer: str, token: int, page: int) -> Iterator[tuple[Item, int]]:
+def layer_bytes(geometry: Geometry, layer: Layer, span: Span) -> Iterator[tuple[Item, Byte]]:
+    """Yield every content byte of a request's blocks in one layer: the definition, byte by byte."""
+    for page in kernel_pages(geometry, layer, span):
+        for part in layer.page.parts:
+            for item, address in part_items(part, layer.name, page.token, page.address):
+                for byte in range(part.item_bytes):
+                    yield item._replace(byte=byte), Byte(address + byte, layer.region)
+
+
+def part_items(part: Part, layer: str, token: int, page: int) -> Iterator[tuple[Item, int]]:
     """Yield the items of a part in one kernel block, and their addresses."""
     axes = sorted(part.axes, key=lambda axis: axis.name)
     for local in product(*(range(_length(axis)) for axis in axes)):

@@ -11,8 +11,9 @@ from pathlib import Path
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.oracle import cases
 from support.generate import Case
+from support.reference import Item, first_needed_token
 from support.shrink import failure, shrink
-from support.where import Content, Place, first_needed, places, stands_for
+from support.where import Place, places, stands_for
 
 SAVE_CASE = "KVHMA_SAVE_CASE"
 """Environment variable: the file, or the directory, that a failing case is written to."""
@@ -72,7 +73,7 @@ def is_sound(case: cases.Case) -> bool:
         if group.kind not in ("ssm", "opaque") and not _reaches(group, span.first + len(span.ids), case.num_tokens):
             return False
     needed = [place.content for place in places(case.local, case.local_spans).values() if _is_needed(case, place)]
-    covered: set[Content] = set()
+    covered: set[Item] = set()
     for index, remote in enumerate(case.remotes):
         held = {place.content for place in places(remote, case.spans_of(index)).values()}
         shards = _shards(remote)
@@ -91,11 +92,11 @@ def _is_needed(case: cases.Case, place: Place) -> bool:
     group = case.local.groups[case.local.layer_by_name[place.content.layer].group]
     if group.kind in ("ssm", "opaque"):
         return True
-    tokens = stands_for(place.content, group)
-    return max(tokens.start, first_needed(group, case.num_tokens)) < min(tokens.stop, case.num_tokens)
+    tokens = stands_for(place, group)
+    return max(tokens.start, first_needed_token(group, case.num_tokens)) < min(tokens.stop, case.num_tokens)
 
 
-def _shards(geometry: Geometry) -> set[Content]:
+def _shards(geometry: Geometry) -> set[Item]:
     """Return what a rank holds of any token, as if of token 0."""
     found = set()
     for group in range(len(geometry.groups)):
@@ -104,7 +105,7 @@ def _shards(geometry: Geometry) -> set[Content]:
     return found
 
 
-def _is_of_rank(content: Content, group: Group) -> bool:
+def _is_of_rank(content: Item, group: Group) -> bool:
     return content.token < 0 or content.token // group.block_size % group.cp_size == group.cp_rank
 
 

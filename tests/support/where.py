@@ -1,84 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every byte of a request's blocks is, and what a transfer does to them, as plain dictionaries."""
+"""What every byte of a request's blocks is, and what a transfer does to them, as plain dictionaries.
+
+The rules are those of the plain reference, and none of the byte oracle's, which this is to check.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
-from kvhma.oracle import TransferLike
-from kvhma.oracle.labels import by_source
-
-
-class Content(NamedTuple):
-    """What a byte holds, the same on every rank.
-
-    Attributes:
-        layer: name of the layer.
-        part: name of the part.
-        token: absolute token; the first of the kernel block if the part has no ``tokens`` axis; -1 for a state.
-        at: global index on every other axis, by the axis' name.
-        byte: byte of the item.
-        token_axis: whether the part has a ``tokens`` axis.
-    """
-
-    layer: str
-    part: str
-    token: int
-    at: tuple[tuple[str, int], ...]
-    byte: int
-    token_axis: bool
+from kvhma.geometry import Geometry, Group, Span
+from support.reference import Item, kernel_pages, part_items, spans_by_source
 
 
 class Place(NamedTuple):
-    """A byte of a request's block: what it holds, and the kernel block it is in."""
+    """A byte of a request's block: what it holds, and the kernel block it is in.
 
-    content: Content
+    Attributes:
+        content: what it holds, the same on every rank.
+        token_axis: whether its part has a ``tokens`` axis.
+        kernel: the kernel block.
+    """
+
+    content: Item
+    token_axis: bool
     kernel: int
+
+
+class Moves(Protocol):
+    """One read of a transfer: descriptors, where to and where from."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def local(self) -> NDArray[np.uint64]: ...
+    @property
+    def remote(self) -> NDArray[np.uint64]: ...
 
 
 def places(geometry: Geometry, spans: Sequence[Span]) -> dict[int, Place]:
     """Return every content byte of a request's blocks, by address."""
     found: dict[int, Place] = {}
     for layer in geometry.layers:
-        group = geometry.groups[layer.group]
-        base = geometry.regions[layer.region].base + layer.offset
-        step = layer.block_stride // group.ratio if layer.kernel_stride is None else layer.kernel_stride
-        for block, first in _blocks(group, spans[layer.group]):
-            for k in range(group.ratio):
-                token = first if group.kind == "ssm" else first + k * (group.block_size // group.ratio)
-                page = base + block * layer.block_stride + k * step
-                for content, offset in _page(layer, token):
-                    found[page + offset] = Place(content, block * group.ratio + k)
+        cut = {part.name: any(axis.name == "tokens" for axis in part.axes) for part in layer.page.parts}
+        for page in kernel_pages(geometry, layer, spans[layer.group]):
+            for part in layer.page.parts:
+                for item, address in part_items(part, layer.name, page.token, page.address):
+                    for byte in range(part.item_bytes):
+                        found[address + byte] = Place(item._replace(byte=byte), cut[part.name], page.kernel)
     return found
 
 
-def held(axis: Axis) -> int:
-    """Return how many indices of an axis a rank holds."""
-    assert axis.length is not None
-    return axis.length
-
-
-def first_needed(group: Group, tokens: int) -> int:
-    """Return the first token that the token behind the last one still sees."""
-    if group.kind == "sliding":
-        assert group.window is not None
-        return max(0, tokens - group.window + 1)
-    if group.kind == "chunked":
-        assert group.chunk is not None
-        return tokens // group.chunk * group.chunk
-    return 0
-
-
-def stands_for(content: Content, group: Group) -> range:
+def stands_for(place: Place, group: Group) -> range:
     """Return the tokens of an attention byte: one, or those of its kernel block if tokens cannot cut it."""
-    cut = content.token_axis
-    return range(content.token, content.token + (1 if cut else group.block_size // group.ratio))
+    token = place.content.token
+    return range(token, token + (1 if place.token_axis else group.block_size // group.ratio))
 
 
 def copies(local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
@@ -101,21 +80,21 @@ def kernel_pairs(
     remotes: Sequence[Geometry],
     local_spans: Sequence[Span],
     remote_spans: Sequence[Span] | Sequence[Sequence[Span]],
-    transfer: TransferLike,
+    reads: Sequence[Moves],
 ) -> Pairs:
-    """Map the runs of a transfer back to kernel blocks; fail if one meets two at once, or another layer's."""
-    here = places(local, local_spans)
-    theirs = by_source(remote_spans, len(remotes))
+    """Map the reads of a transfer back to kernel blocks; fail if one meets two at once, or another layer's."""
+    local_places = places(local, local_spans)
+    sources = spans_by_source(remote_spans, len(remotes))
     pairs: Pairs = {}
-    for read in transfer.reads:
-        there = places(remotes[read.source], theirs[read.source])
+    for read in reads:
+        remote_places = places(remotes[read.source], sources[read.source])
         found: dict[str, dict[tuple[int, int], int]] = {}
         for to, start in copies(read.local, read.remote):
-            mine, other = here[to], there[start]
-            assert mine.content == other.content
-            blocks = found.setdefault(mine.content.layer, {})
-            token = min(mine.content.token, blocks.get((mine.kernel, other.kernel), mine.content.token))
-            blocks[mine.kernel, other.kernel] = token
+            to_place, from_place = local_places[to], remote_places[start]
+            assert to_place.content == from_place.content
+            blocks = found.setdefault(to_place.content.layer, {})
+            pair, token = (to_place.kernel, from_place.kernel), to_place.content.token
+            blocks[pair] = min(token, blocks.get(pair, token))
         pairs[read.source] = {
             layer: ([a for a, _ in order], [b for _, b in order])
             for layer, blocks in found.items()
@@ -124,9 +103,9 @@ def kernel_pairs(
     return pairs
 
 
-def zeroed_kernels(local: Geometry, local_spans: Sequence[Span], transfer: TransferLike) -> dict[str, list[int]]:
+def zeroed_kernels(local: Geometry, local_spans: Sequence[Span], zero_rows: NDArray[np.uint64]) -> dict[str, list[int]]:
     """Return, by layer, the kernel blocks that are zeroed whole."""
-    zero = addresses(transfer.zero)
+    zero = addresses(zero_rows)
     kept: set[tuple[str, int]] = set()
     seen: dict[tuple[str, int], int] = {}
     for address, place in places(local, local_spans).items():
@@ -139,32 +118,3 @@ def zeroed_kernels(local: Geometry, local_spans: Sequence[Span], transfer: Trans
         if (layer, kernel) not in kept:
             found[layer].append(kernel)
     return found
-
-
-def _blocks(group: Group, span: Span) -> list[tuple[int, int]]:
-    """Return id and first token of the blocks that hold content."""
-    ids = [int(block) for block in span.ids]
-    if group.kind == "ssm":
-        return [(ids[max(0, len(ids) - 1 - group.speculative)], -1)] if ids else []
-    entries = range(span.first, span.first + len(ids))
-    starts = [(entry * group.cp_size + group.cp_rank) * group.block_size for entry in entries]
-    return list(zip(ids, starts, strict=True))
-
-
-def _page(layer: Layer, token: int) -> Iterator[tuple[Content, int]]:
-    """Yield every byte of a page and its offset."""
-    for part in layer.page.parts:
-        for local in product(*(range(held(axis)) for axis in part.axes)):
-            yield from _item(layer, part, local, token)
-
-
-def _item(layer: Layer, part: Part, local: tuple[int, ...], token: int) -> Iterator[tuple[Content, int]]:
-    offset = part.offset + sum(index * axis.stride for index, axis in zip(local, part.axes, strict=True))
-    at, cut = [], any(axis.name == "tokens" for axis in part.axes)
-    for index, axis in zip(local, part.axes, strict=True):
-        if axis.name == "tokens":
-            token += index
-        else:
-            at.append((axis.name, axis.start + index))
-    for byte in range(part.item_bytes):
-        yield Content(layer.name, part.name, token, tuple(sorted(at)), byte, cut), offset + byte

@@ -15,7 +15,7 @@ pytest.importorskip("nixl", reason="nixl is not installed decode_form")
 import kvhma
 from kvhma.models import Model, State, model
 from kvhma.nixl import Agent
-from kvhma.oracle import check_memory, fill_source, fill_stale
+from kvhma.oracle import Request, check_memory, fill_source, fill_stale
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
 from support.torch_prefill import SECONDS, cache_of, prefill_process
@@ -100,7 +100,7 @@ def read_and_check(decode, twin, request, moved, start):
     assert moving.wait(SECONDS)
     assert (moving.telemetry.descriptors, moving.telemetry.nbytes) == (moved.descriptors, moved.bytes)
     excess = moved.excess_bytes
-    report = check_memory(memory, decode.geometry, [twin.geometry], *request, excess_bytes=excess, seed=SEED)
+    report = check_memory(memory, decode.geometry, [twin.geometry], Request(*request), excess_bytes=excess, seed=SEED)
     assert report.moved == moved.bytes > 0
 
 

@@ -15,7 +15,7 @@ import torch
 
 import kvhma
 from kvhma.models import Model, State, model
-from kvhma.oracle import Oracle, check_memory, fill_source, fill_stale
+from kvhma.oracle import Oracle, Request, check_memory, fill_source, fill_stale
 from kvhma.torch import allocate, model_specs
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
@@ -81,7 +81,8 @@ def copy_and_check(source, target, tokens, local, remote, moved):
         for (to, nbytes, _), (at, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
             ctypes.memmove(to, at, nbytes)
     excess = moved.excess_bytes
-    check_memory(regions_of(target), target.geometry, [source.geometry], tokens, local, remote, excess_bytes=excess)
+    asked = Request(tokens, local, remote)
+    check_memory(regions_of(target), target.geometry, [source.geometry], asked, excess_bytes=excess)
 
 
 @pytest.mark.parametrize("pair", list(product(ALL, ALL)), ids="-".join)

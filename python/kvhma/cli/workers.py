@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from kvhma.cli.scenario import Scenario, allocate
 from kvhma.errors import OracleError, TransferError
 from kvhma.nixl import Agent
+from kvhma.oracle import Request as OracleRequest
 from kvhma.oracle import check_memory, fill_source, fill_stale
 from kvhma.planning import plan
 
@@ -82,9 +83,7 @@ def decode(pipe: Connection, scenario: Scenario, seed: int, corrupt: bool) -> No
                     regions,
                     geometry,
                     [peer.geometry],
-                    request.num_tokens,
-                    local,
-                    remote,
+                    OracleRequest(request.num_tokens, local, remote),
                     excess_bytes=transfer.excess_bytes,
                     seed=seed + index,
                 )

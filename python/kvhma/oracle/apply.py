@@ -16,7 +16,7 @@ def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
     rows = _rows(rows, "zero")
     flat, _, problem = side.locate(rows)
     if problem:
-        raise OracleError(f"zero: {problem}")
+        raise OracleError(f"zero: {problem}", code="outside")
     memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
 
 
@@ -26,16 +26,16 @@ def reads_by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]
     total = rows = 0
     for read in transfer.reads:
         if not 0 <= read.source < sources:
-            raise OracleError(f"read from source {read.source} of {sources}")
+            raise OracleError(f"read from source {read.source} of {sources}", code="source")
         reads[read.source].append(read)
         size = int(read.local[:, 1].sum())
         if size != read.bytes:
-            raise OracleError(f"source {read.source}: bytes is {read.bytes}, the rows have {size}")
+            raise OracleError(f"source {read.source}: bytes is {read.bytes}, the rows have {size}", code="counts")
         total += size
         rows += len(read.local)
     if (total, rows) != (transfer.bytes, transfer.descriptors):
         told = (transfer.bytes, transfer.descriptors)
-        raise OracleError(f"bytes and descriptors are said to be {told}, the rows have {(total, rows)}")
+        raise OracleError(f"bytes and descriptors are said to be {told}, the rows have {(total, rows)}", code="counts")
     return reads
 
 
@@ -46,39 +46,41 @@ def apply_read(
     where = f"source {read.source}"
     local, remote = _rows(read.local, f"{where} local"), _rows(read.remote, f"{where} remote")
     if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
-        raise OracleError(f"{where}: local and remote lengths differ")
+        raise OracleError(f"{where}: local and remote lengths differ", code="lengths")
     to, to_region, problem = local_side.locate(local)
     if problem:
-        raise OracleError(f"{where} local: {problem}")
+        raise OracleError(f"{where} local: {problem}", code="outside")
     start, start_region, problem = remote_side.locate(remote)
     if problem:
-        raise OracleError(f"{where} remote: {problem}")
+        raise OracleError(f"{where} remote: {problem}", code="outside")
     size = local[:, 1].astype(np.int64)
     if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
-        raise OracleError(f"{where}: not sorted by local address")
+        raise OracleError(f"{where}: not sorted by local address", code="order")
     memory[_bytes(to, size)] = source[_bytes(start, size)]
     joined = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
     joined &= (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
     return (to, size), int(np.count_nonzero(joined))
 
 
-def refuse_overlap(side: Side, places: list[tuple[Ints, Ints]]) -> None:
+def refuse_overlap(side: Side, written: list[tuple[Ints, Ints]]) -> None:
     """Fail if two reads write the same byte."""
-    if not places:
+    if not written:
         return
-    start = np.concatenate([place[0] for place in places])
-    size = np.concatenate([place[1] for place in places])
+    start = np.concatenate([start for start, _ in written])
+    size = np.concatenate([size for _, size in written])
     order = np.argsort(start)
     start, size = start[order], size[order]
     twice = np.flatnonzero(start[:-1] + size[:-1] > start[1:])
     if twice.size:
         region, offset = side.name(int(start[twice[0] + 1]))
-        raise OracleError(f"two reads write region {region} at {offset}")
+        raise OracleError(f"two reads write region {region} at {offset}", code="overlap")
 
 
 def _rows(rows: NDArray[np.uint64], what: str) -> NDArray[np.uint64]:
     if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 3 or not rows.flags.c_contiguous:
-        raise OracleError(f"{what}: rows are {rows.dtype} {rows.shape}, expected C-contiguous uint64 (n, 3)")
+        raise OracleError(
+            f"{what}: rows are {rows.dtype} {rows.shape}, expected C-contiguous uint64 (n, 3)", code="rows"
+        )
     return rows
 
 

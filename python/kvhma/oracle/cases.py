@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
+from kvhma._kvhma import Transfer
 from kvhma.errors import KvhmaError, OracleError, RequestError
 from kvhma.geometry import Geometry, Part, Span
 from kvhma.oracle.labels import by_source, row_axes
-from kvhma.oracle.simulate import Oracle, Report, TransferLike
+from kvhma.oracle.simulate import Oracle, Report
+from kvhma.oracle.types import TransferLike
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
 __all__ = [
@@ -165,6 +167,8 @@ class Verdict:
         outcome: ``right``; ``wrong``: bytes, counts or what was expected; ``refused``: the plan or the request was,
             and the case did not expect it.
         text: why, if not right.
+        code: short name of that: of the error, or of what is not as expected; empty if right.
+        field: the field that the error is about, if it is about one.
         report: what the transfer did to D's memory, if it was right.
         bytes: bytes moved.
         descriptors: descriptors moved.
@@ -172,6 +176,8 @@ class Verdict:
 
     outcome: Outcome
     text: str = ""
+    code: str = ""
+    field: str = ""
     report: Report | None = None
     bytes: int = 0
     descriptors: int = 0
@@ -184,48 +190,56 @@ def check(case: Case) -> Verdict:
         RequestError: the case cannot be simulated: it is too large, or its ranks are not of one global cache.
     """
     _refuse_large(case)
-    expect = case.expect or Expected()
     try:
         transfer = plan(case.local, case.remotes, descriptor_bytes=case.descriptor_bytes).transfer(
             case.num_tokens, case.local_spans, case.remote_spans
         )
     except KvhmaError as error:
-        text = f"{type(error).__name__}: {error}"
-        if expect.error is not None and expect.error in text:
-            return Verdict("right", text)
-        if case.expect is not None:
-            return Verdict("wrong", f"expected {_words(expect)}, refused with {text}")
-        return Verdict("refused", text)
+        return _of_refusal(case.expect, error)
     try:
         report = Oracle(case.local, case.remotes).check(
             case.num_tokens, case.local_spans, case.remote_spans, cast("TransferLike", transfer)
         )
     except OracleError as error:
-        return Verdict("wrong", str(error))
+        return Verdict("wrong", str(error), error.code)
     except ValueError as error:
         raise RequestError(f"cannot be simulated: {error}") from error
-    problems = []
+    problems = dict(_problems(case, transfer, report))
+    if problems:
+        return Verdict("wrong", "\n".join(problems.values()), next(iter(problems)))
+    return Verdict("right", report=report, bytes=transfer.bytes, descriptors=transfer.descriptors)
+
+
+def _of_refusal(expect: Expected | None, error: KvhmaError) -> Verdict:
+    text = f"{type(error).__name__}: {error}"
+    if expect is None:
+        return Verdict("refused", text, error.code, error.field)
+    if expect.error is not None and expect.error in text:
+        return Verdict("right", text)
+    return Verdict("wrong", f"expected {_words(expect)}, refused with {text}", error.code, error.field)
+
+
+def _problems(case: Case, transfer: Transfer, report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what of a transfer that moves the right bytes is not as it has to be: a short name, and a sentence."""
+    expect = case.expect or Expected()
     if report.mergeable:
-        problems.append(f"{report.mergeable} descriptors could have been one with their neighbour")
+        yield "mergeable", f"{report.mergeable} descriptors could have been one with their neighbour"
     if report.excess and not case.descriptor_bytes:
-        problems.append(f"{report.excess} bytes behind the last token were moved, descriptor_bytes is 0")
+        yield "excess", f"{report.excess} bytes after the last token were moved, descriptor_bytes is 0"
     if expect.error is not None:
-        problems.append(f"expected {_words(expect)}, was accepted")
+        yield "accepted", f"expected {_words(expect)}, was accepted"
     found: dict[str, list[tuple[int, ...]]] = {
         "runs": [
-            (read.source, ours[0], theirs[0], ours[1])
+            (read.source, to[0], start[0], to[1])
             for read in transfer.reads
-            for ours, theirs in zip(read.local.tolist(), read.remote.tolist(), strict=True)
+            for to, start in zip(read.local.tolist(), read.remote.tolist(), strict=True)
         ],
         "zero": [(address, length) for address, length, _ in transfer.zero.tolist()],
     }
     for name, rows in found.items():
         wanted = getattr(expect, name)
         if wanted is not None and sorted(wanted) != sorted(rows):
-            problems.append(_difference(name, wanted, rows))
-    if problems:
-        return Verdict("wrong", "\n".join(problems))
-    return Verdict("right", "", report, transfer.bytes, transfer.descriptors)
+            yield name, _difference(name, wanted, rows)
 
 
 def _words(expect: Expected) -> str:
@@ -243,20 +257,36 @@ def _difference(name: str, wanted: Sequence[tuple[int, ...]], found: Sequence[tu
 def _refuse_large(case: Case) -> None:
     """Refuse what would take too much memory, in exact arithmetic: every number here may be hostile."""
     try:
-        theirs = by_source(case.remote_spans, len(case.remotes))
+        sources = by_source(case.remote_spans, len(case.remotes))
     except ValueError as error:
         raise RequestError(str(error)) from error
-    content = memory = 0
+    sides = [(case.local, case.local_spans), *zip(case.remotes, sources, strict=True)]
+    for what, value, limit in (
+        ("bytes in the request's blocks", sum(_block_bytes(*side) for side in sides), _MAX_CONTENT),
+        ("bytes in all regions", sum(region.bytes for rank, _ in sides for region in rank.regions), _MAX_MEMORY),
+        ("bytes of all ranks between the first block and the last", _labels(sides), _MAX_LABELS),
+    ):
+        if value > limit:
+            raise RequestError(f"too large to simulate: {value} {what}, at most {limit}")
+
+
+def _block_bytes(geometry: Geometry, spans: Sequence[Span]) -> int:
+    """Return the bytes of a request's blocks on a rank, at least one block of each layer."""
+    total = 0
+    for layer in geometry.layers:
+        count = len(spans[layer.group].ids) if layer.group < len(spans) else 0
+        total += max(1, count) * geometry.groups[layer.group].ratio * layer.page.nbytes
+    return total
+
+
+def _labels(sides: Sequence[tuple[Geometry, Sequence[Span]]]) -> int:
+    """Return the bytes of all ranks' items from the first token of any block to the last."""
     low, high = [], [1]
     rows: dict[tuple[str, str, bool], int] = {}
-    for geometry, spans in [(case.local, case.local_spans), *zip(case.remotes, theirs, strict=True)]:
-        memory += sum(region.bytes for region in geometry.regions)
+    for geometry, spans in sides:
         for layer in geometry.layers:
-            group = geometry.groups[layer.group]
-            count = len(spans[layer.group].ids) if layer.group < len(spans) else 0
-            content += max(1, count) * group.ratio * layer.page.nbytes
             for part in layer.page.parts:
-                key = (layer.name, part.name, group.kind == "ssm")
+                key = (layer.name, part.name, geometry.groups[layer.group].kind == "ssm")
                 rows[key] = max(rows.get(key, 0), _row_bytes(part))
         for group, span in zip(geometry.groups, spans, strict=False):
             if group.kind != "ssm" and len(span.ids):
@@ -264,14 +294,7 @@ def _refuse_large(case: Case) -> None:
                 low.append(span.first * turn)
                 high.append((span.first + len(span.ids)) * turn)
     tokens = max(high) - min(low, default=0)
-    labels = sum(size * (1 if state else tokens) for (_, _, state), size in rows.items())
-    for what, value, limit in (
-        ("bytes in the request's blocks", content, _MAX_CONTENT),
-        ("bytes in all regions", memory, _MAX_MEMORY),
-        ("bytes of all ranks between the first block and the last", labels, _MAX_LABELS),
-    ):
-        if value > limit:
-            raise RequestError(f"too large to simulate: {value} {what}, at most {limit}")
+    return sum(size * (1 if is_state else tokens) for (_, _, is_state), size in rows.items())
 
 
 def _row_bytes(part: Part) -> int:

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle over real memory: bytes from coordinates on P, every byte of D checked afterwards.
 
-Two processes that share nothing but geometries and spans can each call their half. The bytes of one token of
-one part (its row) are a slice of one long table of pseudo-random bytes; where the slice starts is a hash of
-layer, part and token. A row in the wrong place shows by its start, a byte in the wrong place by what follows
-it. No byte is ever zero, so that zeroed is not mistaken for moved. A gigabyte is filled or checked in a
-second or two.
+Two processes that share nothing but geometries and spans can each call their half; :mod:`kvhma.oracle.content` has
+the bytes. A gigabyte is filled or checked in a second or two.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Group, Layer, Part, Span
+from kvhma.oracle.content import BATCH, Bytes, batches, content_of, parts_of, spread, tile_with, tokens_axis, view_of
 from kvhma.oracle.labels import (
     Blocks,
     Ints,
@@ -32,23 +27,10 @@ from kvhma.oracle.labels import (
     held,
     kernel_stride,
     need,
-    row_strides,
 )
 from kvhma.oracle.types import Difference
 
-Bytes: TypeAlias = "NDArray[np.uint8]"
-
-_STARTS = 1 << 20
-"""How many slices of the table a row can be: two rows are equal with a chance of one in a million."""
-
-_TILE = (1 << 20) - 3
-"""Period of stale and junk bytes, odd so that no stride of a cache divides it."""
-
-_BATCH = 1 << 20
-"""Bytes worked on at a time: larger does not fit a cache, smaller is Python."""
-
-_STATE = -1
-"""Stands for the token of a state, which has none."""
+_NO_IDS: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +39,7 @@ class MemoryReport:
 
     Attributes:
         moved: bytes that hold P's content now, `excess` included.
-        excess: those of them that belong to tokens behind the token count.
+        excess: those of them that belong to tokens after the token count.
         zeroed: bytes that are zero now.
         untouched: bytes that hold what they held before.
     """
@@ -74,7 +56,7 @@ def fill_source(memory: Sequence[Bytes], geometry: Geometry, spans: Sequence[Spa
     Args:
         memory: the regions of `geometry`, each uint8 ``(region.bytes,)``; written.
         geometry: the rank.
-        spans: the request's blocks, by group; what they hold behind the last token is filled as well.
+        spans: the request's blocks, by group; what they hold after the last token is filled as well.
         seed: another seed, other bytes; both sides need the same.
 
     Raises:
@@ -83,12 +65,12 @@ def fill_source(memory: Sequence[Bytes], geometry: Geometry, spans: Sequence[Spa
     _check_memory(memory, geometry)
     check_spans(geometry, spans)
     for index, region in enumerate(memory):
-        _tile(region, seed, f"junk {index}")
-    for layer, part in _parts(geometry):
+        tile_with(region, seed, f"junk {index}")
+    for layer, part in parts_of(geometry):
         group = geometry.groups[layer.group]
-        view = _view(memory[layer.region], layer, part, group)
-        for ids, tokens in _batches(blocks_of(group, spans[layer.group]), part, group):
-            view[ids] = _content(layer, part, tokens, seed)
+        view = view_of(memory[layer.region], layer, part, group)
+        for ids, tokens in batches(blocks_of(group, spans[layer.group]), part, group):
+            view[ids] = content_of(layer, part, tokens, seed)
 
 
 def fill_stale(memory: Sequence[Bytes], *, seed: int = 0) -> None:
@@ -99,16 +81,28 @@ def fill_stale(memory: Sequence[Bytes], *, seed: int = 0) -> None:
         seed: as given to :func:`check_memory`.
     """
     for index, region in enumerate(memory):
-        _tile(region, seed, f"stale {index}")
+        tile_with(region, seed, f"stale {index}")
+
+
+class Request(NamedTuple):
+    """One request.
+
+    Attributes:
+        num_tokens: tokens that P computed.
+        local_spans: D's blocks, by D's groups.
+        remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
+    """
+
+    num_tokens: int
+    local_spans: Sequence[Span]
+    remote_spans: RemoteSpans
 
 
 def check_memory(
     memory: Sequence[Bytes],
     local: Geometry,
     remotes: Sequence[Geometry],
-    num_tokens: int,
-    local_spans: Sequence[Span],
-    remote_spans: RemoteSpans,
+    request: Request,
     *,
     excess_bytes: int | None = None,
     seed: int = 0,
@@ -123,10 +117,8 @@ def check_memory(
         memory: the regions of `local`, each uint8 ``(region.bytes,)``; read.
         local: the D rank.
         remotes: the P ranks that were read from.
-        num_tokens: tokens of the request that P computed.
-        local_spans: D's blocks, by D's groups.
-        remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
-        excess_bytes: what the transfer says of tokens behind `num_tokens`; None to accept any.
+        request: what was transferred.
+        excess_bytes: what the transfer says of tokens after the last one; None to accept any.
         seed: as given to the fills.
 
     Raises:
@@ -134,47 +126,79 @@ def check_memory(
         ValueError: memory or spans do not fit the geometries.
     """
     _check_memory(memory, local)
-    check_spans(local, local_spans)
-    theirs = by_source(remote_spans, len(remotes))
-    for remote, spans in zip(remotes, theirs, strict=True):
+    check_spans(local, request.local_spans)
+    sources = list(zip(remotes, by_source(request.remote_spans, len(remotes)), strict=True))
+    for remote, spans in sources:
         check_spans(remote, spans)
     expected = [np.empty_like(region) for region in memory]
     fill_stale(expected, seed=seed)
     moved = excess = zeroed = 0
-    coverage: dict[tuple[tuple[int, int], ...], NDArray[np.bool_]] = {}
-    for layer, part in _parts(local):
+    held = _HeldTokens(sources)
+    for layer, part in parts_of(local):
         group = local.groups[layer.group]
-        blocks = blocks_of(group, local_spans[layer.group])
-        asked = need(group, blocks, num_tokens)
-        blocks = Blocks(blocks.ids[asked.used], blocks.token[asked.used])
-        has = _coverage(layer.name, part.name, remotes, theirs, coverage)
-        behind = _behind(layer.name, group, remotes, num_tokens) if asked.low < num_tokens else 0
-        view = _view(expected[layer.region], layer, part, group)
-        actual = _view(memory[layer.region], layer, part, group)
-        place, length = _tokens_axis(part)
-        row = part.nbytes // max(1, length)
-        size = 1 if place >= 0 else group.kernel_block_size
-        for ids, tokens in _batches(blocks, part, group):
-            content = _content(layer, part, tokens, seed)
-            here = has[np.clip(tokens + 1, 0, has.size - 1)]
-            if group.kind not in ("ssm", "opaque"):
-                here &= tokens < behind
-                # In the first and the last block P's byte and zero can both be right: nobody reads them.
-                last = here & (tokens >= num_tokens)
-                either = last | (here & (tokens + size <= asked.low))
-                if either.any():
-                    content[_spread(either, part) & (actual[ids] == 0)] = 0
-                    excess += int(np.count_nonzero(_spread(last, part) & (content != 0)))
-            content *= _spread(here, part)
+        blocks = blocks_of(group, request.local_spans[layer.group])
+        rows = _Rows(layer, part, group, request.num_tokens, held)
+        view = view_of(expected[layer.region], layer, part, group)
+        actual = view_of(memory[layer.region], layer, part, group)
+        for ids, tokens in batches(rows.used(blocks), part, group):
+            content = content_of(layer, part, tokens, seed)
+            excess += rows.keep(content, tokens, actual[ids])
             came = int(np.count_nonzero(content))
             moved += came
-            zeroed += tokens.size * row - came
+            zeroed += content.size - came
             view[ids] = content
-    _compare(memory, expected, local, local_spans, seed)
+    _compare(memory, expected, local, request.local_spans, seed)
     if excess_bytes is not None and excess != excess_bytes:
-        raise OracleError(f"excess_bytes is {excess_bytes}, {excess} came along")
+        raise OracleError(f"excess_bytes is {excess_bytes}, {excess} came along", code="counts")
     total = sum(region.bytes for region in local.regions)
     return MemoryReport(moved=moved, excess=excess, zeroed=zeroed, untouched=total - moved - zeroed)
+
+
+class _Rows:
+    """Which rows of a part must be P's after a request, and which may be.
+
+    Args:
+        layer: the layer.
+        part: a part of its page.
+        group: its group.
+        num_tokens: tokens of the request.
+        held: tokens that the sources hold.
+    """
+
+    def __init__(self, layer: Layer, part: Part, group: Group, num_tokens: int, held: _HeldTokens) -> None:
+        self._part, self._group, self._num_tokens = part, group, num_tokens
+        self._held = held.of(layer.name, part.name)
+        self._low = need(group, Blocks(_NO_IDS, _NO_IDS), num_tokens).low
+        self._end = held.last_block_end(layer.name, group, num_tokens) if self._low < num_tokens else 0
+        self._size = 1 if tokens_axis(part)[0] >= 0 else group.kernel_block_size
+
+    def used(self, blocks: Blocks) -> Blocks:
+        """Return the blocks that are not left alone."""
+        used = need(self._group, blocks, self._num_tokens).used
+        return Blocks(blocks.ids[used], blocks.token[used])
+
+    def keep(self, content: Bytes, tokens: Ints, actual: Bytes) -> int:
+        """Zero what of P's `content` must not be there, and count the bytes after the last token that came along.
+
+            tokens     low - 1 | low ..  num_tokens - 1 | num_tokens ..  end - 1 | end ..
+            expected   either  | P's                    | either, counted        | zero
+
+        Args:
+            content: P's bytes of some blocks; written.
+            tokens: the tokens of its rows.
+            actual: what D's memory holds there: where P's byte and zero are both right, it decides.
+        """
+        moved = self._held[np.clip(tokens + 1, 0, self._held.size - 1)]
+        excess = 0
+        if self._group.kind not in ("ssm", "opaque"):
+            moved &= tokens < self._end
+            after = moved & (tokens >= self._num_tokens)
+            either = after | (moved & (tokens + self._size <= self._low))
+            if either.any():
+                content[spread(either, self._part) & (actual == 0)] = 0
+                excess = int(np.count_nonzero(spread(after, self._part) & (content != 0)))
+        content *= spread(moved, self._part)
+        return excess
 
 
 def _check_memory(memory: Sequence[Bytes], geometry: Geometry) -> None:
@@ -184,112 +208,53 @@ def _check_memory(memory: Sequence[Bytes], geometry: Geometry) -> None:
         raise ValueError(f"memory is {found}, the regions have {sizes} bytes")
 
 
-def _parts(geometry: Geometry) -> Iterator[tuple[Layer, Part]]:
-    for layer in geometry.layers:
-        for part in layer.page.parts:
-            yield layer, part
+class _HeldTokens:
+    """What the sources of a request hold.
 
+    Args:
+        sources: every rank of P with the request's blocks there, by group.
+    """
 
-def _tokens_axis(part: Part) -> tuple[int, int]:
-    """Return place and length of the ``tokens`` axis of a part; (-1, 1) if it has none."""
-    for place, axis in enumerate(part.axes):
-        if axis.name == "tokens":
-            return place, held(axis)
-    return -1, 1
+    def __init__(self, sources: Sequence[tuple[Geometry, Sequence[Span]]]) -> None:
+        self._sources = sources
+        self._masks: dict[tuple[tuple[int, int], ...], NDArray[np.bool_]] = {}
 
+    def of(self, layer: str, part: str) -> NDArray[np.bool_]:
+        """Return which tokens the sources hold of a part; index 0 is the state, index ``t + 1`` token ``t``."""
+        holders = []
+        for index, (remote, _) in enumerate(self._sources):
+            found = remote.layer_by_name.get(layer)
+            if found is not None and any(other.name == part for other in found.page.parts):
+                holders.append((index, found.group))
+        key = tuple(holders)
+        if key not in self._masks:
+            self._masks[key] = self._mask(holders)
+        return self._masks[key]
 
-def _view(region: Bytes, layer: Layer, part: Part, group: Group) -> Bytes:
-    """Return a part of all blocks of a layer as a view: blocks, kernel blocks, axes, bytes of an item."""
-    shape = [layer.num_blocks, group.ratio, *map(held, part.axes), part.item_bytes]
-    strides = [layer.block_stride, kernel_stride(layer, group), *(axis.stride for axis in part.axes), 1]
-    return as_strided(region[layer.offset + part.offset :], shape, strides)
-
-
-def _batches(blocks: Blocks, part: Part, group: Group) -> Iterator[tuple[Ints, Ints]]:
-    """Yield block ids ``(n,)`` and the tokens of their rows ``(n, ratio, tokens of a kernel block or 1)``."""
-    kernel = group.kernel_block_size
-    if group.kind in ("ssm", "opaque"):
-        inside = np.zeros((group.ratio, 1), np.int64)
-    else:
-        length = _tokens_axis(part)[1]
-        inside = np.arange(group.ratio, dtype=np.int64)[:, None] * kernel + np.arange(length, dtype=np.int64)
-    step = max(1, _BATCH // max(1, part.nbytes * group.ratio))
-    for start in range(0, blocks.ids.size, step):
-        ids = blocks.ids[start : start + step]
-        if group.kind == "ssm":
-            yield ids, np.full((ids.size, 1, 1), _STATE, np.int64)
-        else:
-            yield ids, blocks.token[start : start + step, None, None] + inside
-
-
-def _content(layer: Layer, part: Part, tokens: Ints, seed: int) -> Bytes:
-    """Return the bytes of rows, shaped like a slice of :func:`_view`."""
-    strides = row_strides(part)
-    place, _ = _tokens_axis(part)
-    axes = [axis for axis in part.axes if axis.name != "tokens"]
-    first = sum(axis.start * strides[axis.name] for axis in axes)
-    row = part.item_bytes
-    for axis in axes:
-        row *= axis.extent
-    table = _table(1 << (_STARTS + row).bit_length(), seed)
-    rows = as_strided(
-        table[first:],
-        [_STARTS, *(held(axis) for axis in axes), part.item_bytes],
-        [1, *(strides[axis.name] for axis in axes), 1],
-        writeable=False,
-    )
-    salt = _salt(f"{seed}/{layer.name}/{part.name}")
-    content = rows[(_mix(tokens.astype(np.uint64) + salt) % np.uint64(_STARTS)).astype(np.int64)]
-    return content[:, :, 0] if place < 0 else np.moveaxis(content, 2, 2 + place)
-
-
-def _spread(rows: NDArray[np.bool_], part: Part) -> NDArray[np.bool_]:
-    """Give a mask of rows the dimensions of a slice of :func:`_view`, so that it broadcasts."""
-    place, _ = _tokens_axis(part)
-    wide = rows.reshape(*rows.shape, *([1] * (len(part.axes) + (1 if place < 0 else 0))))
-    return wide[:, :, 0] if place < 0 else np.moveaxis(wide, 2, 2 + place)
-
-
-def _coverage(
-    layer: str,
-    part: str,
-    remotes: Sequence[Geometry],
-    spans: Sequence[Sequence[Span]],
-    known: dict[tuple[tuple[int, int], ...], NDArray[np.bool_]],
-) -> NDArray[np.bool_]:
-    """Return which tokens the sources hold of a part; index 0 is the state, index ``t + 1`` token ``t``."""
-    sources = []
-    for index, remote in enumerate(remotes):
-        found = remote.layer_by_name.get(layer)
-        if found is not None and any(other.name == part for other in found.page.parts):
-            sources.append((index, found.group))
-    key = tuple(sources)
-    if key not in known:
+    def _mask(self, holders: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         ranges = []
-        for index, at in sources:
-            group = remotes[index].groups[at]
-            tokens = blocks_of(group, spans[index][at]).token
+        for source, index in holders:
+            remote, spans = self._sources[source]
+            group = remote.groups[index]
+            tokens = blocks_of(group, spans[index]).token
             if group.kind == "ssm":
                 ranges += [(0, 1)] * tokens.size
             else:
                 ranges += [(token + 1, token + 1 + group.block_size) for token in tokens.tolist()]
-        # One entry more than the last token: whatever is behind clips to it, and nobody holds it.
+        # One entry more than the last token: whatever is after it clips to that, and nobody holds it.
         mask = np.zeros(max((end for _, end in ranges), default=1) + 1, bool)
         for start, end in ranges:
             mask[start:end] = True
-        known[key] = mask
-    return known[key]
+        return mask
 
-
-def _behind(layer: str, group: Group, remotes: Sequence[Geometry], num_tokens: int) -> int:
-    """Return how far a whole last block may reach: the nearer end of the two sides' last kernel blocks."""
-    ends = [-(-num_tokens // (kernel := group.kernel_block_size)) * kernel]
-    for remote in remotes:
-        found = remote.layer_by_name.get(layer)
-        if found is not None:
-            kernel = remote.groups[found.group].kernel_block_size
-            ends.append(-(-num_tokens // kernel) * kernel)
-    return min(ends)
+    def last_block_end(self, layer: str, group: Group, num_tokens: int) -> int:
+        """Return how far a whole last block may reach: the nearer end of the two sides' last kernel blocks."""
+        kernels = [group.kernel_block_size]
+        for remote, _ in self._sources:
+            found = remote.layer_by_name.get(layer)
+            if found is not None:
+                kernels.append(remote.groups[found.group].kernel_block_size)
+        return min(-(-num_tokens // kernel) * kernel for kernel in kernels)
 
 
 def _compare(
@@ -297,14 +262,14 @@ def _compare(
 ) -> None:
     for index, (found, wanted) in enumerate(zip(memory, expected, strict=True)):
         # Piece by piece: a mask of a whole region costs more to allocate than to compute.
-        pieces = range(0, found.size, _BATCH)
-        bad = [at for at in pieces if not np.array_equal(found[at : at + _BATCH], wanted[at : at + _BATCH])]
+        pieces = range(0, found.size, BATCH)
+        bad = [at for at in pieces if not np.array_equal(found[at : at + BATCH], wanted[at : at + BATCH])]
         if not bad:
             continue
-        offset = bad[0] + int(np.argmax(found[bad[0] :][:_BATCH] != wanted[bad[0] :][:_BATCH]))
+        offset = bad[0] + int(np.argmax(found[bad[0] :][:BATCH] != wanted[bad[0] :][:BATCH]))
         layer, part, token = _owner(local, spans, index, offset)
         before = np.empty_like(found)
-        _tile(before, seed, f"stale {index}")
+        tile_with(before, seed, f"stale {index}")
         stale = int(before[offset])
         difference = Difference(
             region=index,
@@ -316,7 +281,7 @@ def _compare(
             found=_say(int(found[offset]), stale),
         )
         wrong = int(np.count_nonzero(found != wanted))
-        raise OracleError(f"{wrong} wrong bytes in region {index}, the first: {difference}")
+        raise OracleError(f"{wrong} wrong bytes in region {index}, the first: {difference}", code="wrong-bytes")
 
 
 def _say(byte: int, stale: int) -> str:
@@ -328,24 +293,24 @@ def _owner(
 ) -> tuple[str | None, str | None, int | None]:
     """Return layer, part and token of a byte: of the request's blocks if it is in one, else of any block."""
     elsewhere: tuple[str | None, str | None, int | None] = (None, None, None)
-    for layer, part in _parts(geometry):
+    for layer, part in parts_of(geometry):
         if layer.region != region:
             continue
         group = geometry.groups[layer.group]
         blocks = blocks_of(group, spans[layer.group])
-        mine = dict(zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True))
+        tokens = dict(zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True))
         for block in range(layer.num_blocks):
             for kernel in range(group.ratio):
                 start = layer.offset + block * layer.block_stride + kernel * kernel_stride(layer, group)
                 inside = _token_at(part, offset - start - part.offset)
                 if inside is None:
                     continue
-                if block not in mine:
+                if block not in tokens:
                     elsewhere = (layer.name, part.name, None)
                 elif group.kind == "ssm":
                     return layer.name, part.name, None
                 else:
-                    token = mine[block] + kernel * group.kernel_block_size + inside
+                    token = tokens[block] + kernel * group.kernel_block_size + inside
                     return layer.name, part.name, token
     return elsewhere
 
@@ -360,33 +325,3 @@ def _token_at(part: Part, rest: int) -> int | None:
         rest -= index * axis.stride
         token = index if axis.name == "tokens" else token
     return token if rest < part.item_bytes else None
-
-
-def _tile(region: Bytes, seed: int, what: str) -> None:
-    # One table for all regions, each with a start of its own: a table for every region takes longer than its use.
-    size = 1 << 20
-    shift = int(_salt(f"{seed}/{what}")) % size
-    table = _table(size, seed, what.split()[0])
-    tile = np.concatenate((table[shift:], table[:shift]))[:_TILE]
-    for start in range(0, region.size, _TILE):
-        end = min(region.size, start + _TILE)
-        region[start:end] = tile[: end - start]
-
-
-@lru_cache(maxsize=32)
-def _table(size: int, seed: int, what: str = "content") -> Bytes:
-    """Return `size` pseudo-random bytes, none of them zero, the same in every process."""
-    mixed = _mix(np.arange(size, dtype=np.uint64) + _salt(f"{seed}/{what}"))
-    return (mixed % np.uint64(255) + np.uint64(1)).astype(np.uint8)
-
-
-def _salt(text: str) -> np.uint64:
-    data = text.encode()
-    return np.uint64(zlib.crc32(data) << 32 | zlib.adler32(data))
-
-
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit values (the finaliser of splitmix64); arithmetic wraps on purpose."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))

@@ -10,7 +10,7 @@ afterwards. Nothing here plans anything: it only knows where a byte is and what 
     >>> report = oracle.check(num_tokens, local_spans, remote_spans, transfer)    # doctest: +SKIP
 
 The simulation holds 8 bytes per byte of cache. For caches of real size, real bytes and real processes there
-are :func:`fill_source`, :func:`fill_stale` and :func:`check_memory`.
+is :mod:`kvhma.oracle.memory`.
 """
 
 from __future__ import annotations
@@ -36,27 +36,15 @@ from kvhma.oracle.labels import (
     check_spans,
     need,
 )
-from kvhma.oracle.memory import MemoryReport, check_memory, fill_source, fill_stale
 from kvhma.oracle.settled import settled
-from kvhma.oracle.types import Difference, ReadLike, TransferLike
+from kvhma.oracle.types import Difference, TransferLike
 
-__all__ = [
-    "Difference",
-    "MemoryReport",
-    "Oracle",
-    "ReadLike",
-    "Report",
-    "TransferLike",
-    "check",
-    "check_memory",
-    "fill_source",
-    "fill_stale",
-    "simulate",
-]
+__all__ = ["Oracle", "Report"]
 
 _TOO_LARGE = 1 << 28
-_BEFORE, _BEHIND = 1, 2
-"""Why a byte may be P's or zero: before the first token that is needed, or behind the last."""
+_MOST_DIFFERENCES = 8
+_BEFORE, _AFTER = 1, 2
+"""Why a byte may be P's or zero: before the first token that is needed, or after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,7 @@ class Report:
 
     Attributes:
         moved: bytes that hold P's content now, `excess` included.
-        excess: those of them that belong to tokens behind the token count.
+        excess: those of them that belong to tokens after the token count.
         zeroed: bytes that are zero now.
         untouched: bytes that hold what they held before.
         mergeable: neighbouring descriptors of one source that could have been one. With 0, no shorter list of
@@ -108,7 +96,7 @@ class Oracle:
         self._remotes = [Side(remote, self._catalog) for remote in remotes]
         rows = self._catalog.row_bytes.size
         self._is_state = np.array([entry.state for entry in self._catalog.entries], bool)
-        # Kernel blocks of P bound how far behind the token count a whole last block may reach.
+        # Kernel blocks of P bound how far after the token count a whole last block may reach.
         self._remote_kernel = np.ones(rows, np.int64)
         for side in self._remotes:
             for layer in side.geometry.layers:
@@ -138,88 +126,68 @@ class Oracle:
             OracleError: a byte is wrong, a range leaves its region, ranges overlap, or a count is wrong.
             ValueError: the request does not fit the geometries.
         """
-        report, differences = self._run(num_tokens, local_spans, remote_spans, transfer, limit=8)
-        if differences:
-            raise OracleError("\n".join(["wrong bytes:", *map(str, differences)]))
-        if report.excess != transfer.excess_bytes:
-            raise OracleError(f"excess_bytes is {transfer.excess_bytes}, {report.excess} came along")
-        return report
-
-    def simulate(
-        self,
-        num_tokens: int,
-        local_spans: Sequence[Span],
-        remote_spans: RemoteSpans,
-        transfer: TransferLike,
-        *,
-        limit: int = 64,
-    ) -> list[Difference]:
-        """Simulate `transfer` and return the first `limit` bytes of D that are wrong.
-
-        Raises:
-            OracleError: a range leaves its region, ranges overlap, or a count is wrong.
-            ValueError: the request does not fit the geometries.
-        """
-        return self._run(num_tokens, local_spans, remote_spans, transfer, limit=limit)[1]
-
-    def _run(
-        self,
-        num_tokens: int,
-        local_spans: Sequence[Span],
-        remote_spans: RemoteSpans,
-        transfer: TransferLike,
-        limit: int,
-    ) -> tuple[Report, list[Difference]]:
         check_spans(self._local.geometry, local_spans)
-        theirs = by_source(remote_spans, len(self._remotes))
-        for side, spans in zip(self._remotes, theirs, strict=True):
+        sources = by_source(remote_spans, len(self._remotes))
+        for side, spans in zip(self._remotes, sources, strict=True):
             check_spans(side.geometry, spans)
-        labels = self._number(local_spans, theirs)
+        labels = self._number(local_spans, sources)
         stale = np.arange(labels.stale, labels.stale + self._local.size, dtype=np.int64)
         memory = stale.copy()
-        held = np.zeros(labels.stale, bool)
-
-        apply_zero(self._local, transfer.zero, memory)
-        reads = reads_by_source(transfer, len(self._remotes))
-        places = []
-        mergeable = 0
-        for index, side in enumerate(self._remotes):
-            source = self._source_memory(side, theirs[index], labels, index, held)
-            for read in reads[index]:
-                local, pairs = apply_read(self._local, side, read, source, memory)
-                places.append(local)
-                mergeable += pairs
-        refuse_overlap(self._local, places)
-
+        held, mergeable = self._apply(transfer, sources, labels, memory)
         expected, optional = self._expected(num_tokens, local_spans, labels, held, stale)
         # In the first and the last block P's byte and zero can both be right: nobody reads them. Only the
-        # bytes behind the last token are counted.
+        # bytes after the last token are counted.
         at = np.flatnonzero(optional)
         came = memory[at] == expected[at]
         expected[at[~came]] = 0
-        wrong = np.flatnonzero(memory != expected)
+        self._compare(expected, memory, local_spans, labels)
         moved = int(np.count_nonzero((expected > 0) & (expected < labels.stale)))
         zeroed = int(np.count_nonzero(expected == 0))
-        report = Report(
-            moved=moved,
-            excess=int(np.count_nonzero(came & (optional[at] == _BEHIND))),
-            zeroed=zeroed,
-            untouched=self._local.size - moved - zeroed,
-            mergeable=mergeable,
-        )
-        differences = []
-        if wrong.size:
-            owner = self._owners(local_spans)
-            for flat in wrong[:limit].tolist():
-                differences.append(self._difference(flat, owner, int(expected[flat]), int(memory[flat]), labels))
-        return report, differences
+        excess = int(np.count_nonzero(came & (optional[at] == _AFTER)))
+        if excess != transfer.excess_bytes:
+            raise OracleError(f"excess_bytes is {transfer.excess_bytes}, {excess} came along", code="counts")
+        return Report(moved, excess, zeroed, self._local.size - moved - zeroed, mergeable)
 
-    def _number(self, local_spans: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> _Labels:
+    def _apply(
+        self, transfer: TransferLike, sources: Sequence[Sequence[Span]], labels: _Labels, memory: Ints
+    ) -> tuple[NDArray[np.bool_], int]:
+        """Do to D's `memory` what `transfer` says.
+
+        Returns:
+            Which labels any source holds, bool ``(labels.stale,)``, and how many descriptors could have been one with
+            their neighbour.
+        """
+        held = np.zeros(labels.stale, bool)
+        apply_zero(self._local, transfer.zero, memory)
+        reads = reads_by_source(transfer, len(self._remotes))
+        written = []
+        mergeable = 0
+        for index, side in enumerate(self._remotes):
+            source = self._source_memory(side, sources[index], labels, index, held)
+            for read in reads[index]:
+                local, joined = apply_read(self._local, side, read, source, memory)
+                written.append(local)
+                mergeable += joined
+        refuse_overlap(self._local, written)
+        return held, mergeable
+
+    def _compare(self, expected: Ints, memory: Ints, local_spans: Sequence[Span], labels: _Labels) -> None:
+        wrong = np.flatnonzero(memory != expected)
+        if not wrong.size:
+            return
+        owner = self._owners(local_spans)
+        differences = [
+            self._difference(flat, owner, int(expected[flat]), int(memory[flat]), labels)
+            for flat in wrong[:_MOST_DIFFERENCES].tolist()
+        ]
+        raise OracleError("\n".join(["wrong bytes:", *map(str, differences)]), code="wrong-bytes")
+
+    def _number(self, local_spans: Sequence[Span], sources: Sequence[Sequence[Span]]) -> _Labels:
         """Give every item that a block of either side holds a range of labels."""
         low, high = 0, 1
         starts = []
         sides = [self._local, *self._remotes]
-        for side, spans in zip(sides, [local_spans, *theirs], strict=True):
+        for side, spans in zip(sides, [local_spans, *sources], strict=True):
             for group, span in zip(side.geometry.groups, spans, strict=True):
                 token = blocks_of(group, span).token
                 if token.size and group.kind != "ssm":
@@ -274,17 +242,18 @@ class Oracle:
             asked = need(group, blocks, num_tokens)
             blocks = Blocks(blocks.ids[asked.used], blocks.token[asked.used])
             flat, content = self._labelled(template, blocks, labels)
-            here = held[content]
+            moved = held[content]
             if group.kind not in ("ssm", "opaque"):
                 kernel = group.kernel_block_size
-                behind = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
+                # How far a whole last block may reach: the nearer end of the two sides' last kernel blocks.
+                end = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
                 start = -blocks.token[:, None]
-                here &= (template.token - behind < start) & (asked.low < num_tokens)
-                before = here & (template.token + template.tokens <= asked.low + start)
-                after = here & (template.token >= num_tokens + start)
+                moved &= (template.token - end < start) & (asked.low < num_tokens)
+                before = moved & (template.token + template.tokens <= asked.low + start)
+                after = moved & (template.token >= num_tokens + start)
                 optional[flat[before]] = _BEFORE
-                optional[flat[after]] = _BEHIND
-            content[~here] = 0
+                optional[flat[after]] = _AFTER
+            content[~moved] = 0
             expected[flat] = content
         return expected, optional
 
@@ -336,30 +305,6 @@ class Oracle:
         source = int(np.searchsorted(labels.junk, label, side="right")) - 1
         region, offset = self._remotes[source].name(label - labels.junk[source])
         return f"junk of source {source}, region {region} at {offset}"
-
-
-def simulate(
-    local: Geometry,
-    remotes: Sequence[Geometry],
-    num_tokens: int,
-    local_spans: Sequence[Span],
-    remote_spans: RemoteSpans,
-    transfer: TransferLike,
-) -> list[Difference]:
-    """Simulate one transfer; see :meth:`Oracle.simulate`."""
-    return Oracle(local, remotes).simulate(num_tokens, local_spans, remote_spans, transfer)
-
-
-def check(
-    local: Geometry,
-    remotes: Sequence[Geometry],
-    num_tokens: int,
-    local_spans: Sequence[Span],
-    remote_spans: RemoteSpans,
-    transfer: TransferLike,
-) -> Report:
-    """Check one transfer; see :meth:`Oracle.check`."""
-    return Oracle(local, remotes).check(num_tokens, local_spans, remote_spans, transfer)
 
 
 def _ceil(value: int, unit: int | Ints) -> Ints:

@@ -81,4 +81,4 @@ class TransferLike(Protocol):
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes of tokens at or behind the token count that come along."""
+        """Bytes of tokens at or after the token count that come along."""
