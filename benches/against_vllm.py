@@ -52,7 +52,7 @@ from vllm.v1.kv_cache_interface import (
 
 import kvhma
 from counts import PAIRINGS, POOLS, Pairing, pool_blocks, vllm_count
-from kvhma import Geometry, Span
+from kvhma import Geometry, Span, lowlevel
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, first_needed_token, sequence_blocks
 from kvhma.cli.compare.selection import Count
 from kvhma.errors import UnsupportedPairError
@@ -432,7 +432,7 @@ def low_level(pair: Pair, asked: Request) -> Callable[[], tuple[Any, Any]]:
         members = [others if group < 0 else (group,) for group in worker.region_group_ids]
 
     def ids(tables: BlockTables) -> Any:
-        kept: list[Any] = kvhma.clip_blocks(tables, keep, speculative=speculative)
+        kept: list[Any] = lowlevel.clip_blocks(tables, keep, speculative=speculative)
         if ratio > 1:
             for index in others:
                 kept[index] = lowlevel.expand_blocks(kept[index], ratio)

@@ -240,7 +240,7 @@ def lists() -> None:
 
     theirs = best(numpy_list, 0.5)
     rows = [
-        ("kvhma.fa_descriptors", f"{ours / 1e3:.2f} ms", "1×"),
+        ("kvhma.lowlevel.fa_descriptors", f"{ours / 1e3:.2f} ms", "1×"),
         ("numpy", f"{theirs / 1e3:.2f} ms", f"{theirs / ours:.1f}×"),
     ]
     table(f"Every block as a descriptor, {regions * counts:,} rows", ("", "time", "of kvhma"), rows)

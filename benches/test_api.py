@@ -6,7 +6,7 @@ import random
 import pytest
 
 import kvhma
-from kvhma import Span
+from kvhma import Span, lowlevel
 from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.models import model
 from kvhma.models.vllm_layout import layout

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from kvhma.errors import HandshakeTimeoutError, LeaseEndedError
-from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable, claim_all
 from kvhma.vllm.scheduler import leases as leases_module
+from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable, claim_all
 from kvhma.vllm.wire import side_channel
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener, Outcome, Renew

@@ -24,8 +24,8 @@ from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire import side_channel
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener
-from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker import prefill_engines as peers_module
+from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-import kvhma
+from kvhma._kvhma import Plan
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
 from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
@@ -99,7 +99,7 @@ class HandOff:
         Raises:
             UnsupportedPairError: they cannot be paired.
         """
-        return kvhma.plan(local, self.prefill, descriptor_bytes=descriptor_bytes)
+        return make_plan(local, self.prefill, descriptor_bytes=descriptor_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import kvhma
 from kvhma.cli.compare.block_tables import BlockTables
 from kvhma.cli.format import plural, size
 from kvhma.cli.hand_off import HandOff
 from kvhma.cli.pages import LEFT, RIGHT, SPAN, DrawnRank, color, draw_pages
 from kvhma.cli.svg import Drawing
+from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
 
 WIDTH = 1200

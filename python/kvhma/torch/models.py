@@ -30,7 +30,7 @@ def model_specs(
     Args:
         model: the model.
         kv: how K and V lie; MLA has only ``"packed"``.
-        view: order of the dimensions of attention views; None for that of `kv`.
+        dim_order: order of the dimensions of attention views; None for that of `kv`.
         **options: see :class:`kvhma.models.vllm_layout.AllocatorOptions`.
 
     Raises:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvhma import window_blocks
 from kvhma.cli.compare.selection import Count, Selection, heads_axis, select_all, select_vllm
 from kvhma.cli.compare.views import vllm_views
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group
+from kvhma.lowlevel import window_blocks
 
 Tables = Sequence[Sequence[int]]
 

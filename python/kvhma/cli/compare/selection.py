@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma import window_blocks
 from kvhma.cli.compare.block_tables import main_group
 from kvhma.cli.compare.views import (
     Ids,
@@ -31,6 +30,7 @@ from kvhma.cli.compare.views import (
 )
 from kvhma.errors import AddressOverflowError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Page, Part
+from kvhma.lowlevel import window_blocks
 from kvhma.types import IdsLike
 
 _MAX_ENTRIES = 2**31
