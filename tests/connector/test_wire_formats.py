@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines of the same protocol version say to each other, byte for byte, as it was recorded.
+
+An engine that was not restarted yet must understand one that was: a name in the code may change, these bytes may not.
+"""
+
+import json
+
+import msgspec
+import pytest
+
+from kvhma import Span
+from kvhma.vllm.identity import ModelIdentity, decode_extra, encode_extra
+from kvhma.vllm.wire import side_channel
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
+from kvhma.vllm.wire.side_channel import (
+    AskEngineInfo,
+    AskHello,
+    Done,
+    EngineInfo,
+    Leases,
+    Outcome,
+    Problem,
+    RankHello,
+    Refused,
+    Release,
+    Renew,
+    read_answer,
+    read_claim,
+    write_claim,
+)
+
+CLAIM = LeaseClaim(LeaseKey("cmpl-1", 7), 0x0123456789ABCDEF)
+CLAIMS = "a6636c61696d739193a6636d706c2d31c4080000000000000007c4080123456789abcdef"
+RELEASE = f"83a474797065a772656c65617365{CLAIMS}a76f7574636f6d65"
+
+QUESTIONS = [
+    (AskEngineInfo(2), "82a474797065a6726f73746572a870726f746f636f6c02"),
+    (AskHello(0, 1), "83a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01"),
+    (Renew([write_claim(CLAIM)]), f"82a474797065a572656e6577{CLAIMS}"),
+    (Release([write_claim(CLAIM)], Outcome.READ), f"{RELEASE}a472656164"),
+    (Release([write_claim(CLAIM)], Outcome.READ_BY_SIBLING), f"{RELEASE}af72656164206279207369626c696e67"),
+    (Release([write_claim(CLAIM)], Outcome.UNREAD), f"{RELEASE}a6756e72656164"),
+    (Refused("engine", "no"), "83a474797065a772656675736564a9656e67696e655f6964a6656e67696e65a474657874a26e6f"),
+]
+
+ANSWERS = [
+    (
+        EngineInfo(2, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)]),
+        "85a474797065a6726f73746572a870726f746f636f6c02a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
+        "0000000000000102a572616e6b7392920000920001",
+    ),
+    (RankHello(b"\0\xff"), "82a474797065a568656c6c6fa464617461c40200ff"),
+    (
+        Leases(1.5, [2.5, None]),
+        "83a474797065a66c6561736573a5636c6f636bcb3ff8000000000000a76578706972657392cb4004000000000000c0",
+    ),
+    (Done(), "81a474797065a4646f6e65"),
+]
+
+PROBLEM = "82a474797065a770726f626c656da474657874a26e6f"
+
+
+@pytest.mark.parametrize(("question", "recorded"), QUESTIONS, ids=lambda value: str(value)[:40])
+def test_questions(question, recorded):
+    assert msgspec.msgpack.encode(question).hex() == recorded
+    assert side_channel._questions.decode(bytes.fromhex(recorded)) == question
+
+
+@pytest.mark.parametrize(("answer", "recorded"), ANSWERS, ids=lambda value: str(value)[:40])
+def test_answers(answer, recorded):
+    assert msgspec.msgpack.encode(answer).hex() == recorded
+    assert read_answer(bytes.fromhex(recorded)) == answer
+
+
+def test_a_problem():
+    assert msgspec.msgpack.encode(Problem("no")).hex() == PROBLEM
+
+
+def test_a_claim():
+    assert read_claim(("cmpl-1", bytes([0] * 7 + [7]), bytes.fromhex("0123456789abcdef"))) == CLAIM
+
+
+def test_parameters_of_a_request():
+    told = PrefillParams(
+        address=Address("prefill-0", 5600),
+        engine_id="engine_dp0",
+        instance=0x0123456789ABCDEF,
+        hold=LeaseKey("cmpl-1", 7),
+        lease=30.0,
+        num_tokens=300,
+        prompt="0f" * 16,
+        spans=(Span(0, [10, 9, 8, 7, 30, 31, 32]), Span(5, [4]), Span(0, [])),
+        tp_size=2,
+    )
+    recorded = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine_dp0",
+        "remote_request_id": "cmpl-1",
+        "remote_host": "prefill-0",
+        "remote_port": 5600,
+        "remote_block_ids": [[], [], []],
+        "remote_num_tokens": 300,
+        "remote_blocks_expiry_time": None,
+        "tp_size": 2,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "transfer_mode": "pull",
+        "kvhma": {
+            "version": 2,
+            "instance": "0123456789abcdef",
+            "generation": "0000000000000007",
+            "lease": 30.0,
+            "tokens": 300,
+            "prompt": "0f" * 16,
+            "digest": "8a16b8637c20c0f35324d869e807d95d",
+            "spans": [[0, "10-7,30-32"], [5, "4"], [0, ""]],
+        },
+    }
+    assert json.dumps(told.to_params(pp_size=1)) == json.dumps(recorded)
+    assert PrefillParams.from_params(recorded, num_prompt_tokens=300) == told
+
+
+def test_what_an_engine_adds_to_its_hello():
+    identity = ModelIdentity(
+        model="m",
+        revision="r",
+        model_id=None,
+        dtype="bfloat16",
+        quantization=None,
+        cache_dtype="auto",
+        rope="{}",
+        overrides="{}",
+        draft=None,
+    )
+    recorded = (
+        b'{"model":{"model":"m","revision":"r","model_id":null,"dtype":"bfloat16","quantization":null,'
+        b'"cache_dtype":"auto","rope":"{}","overrides":"{}","draft":null},"vllm":"0.32.0","kvhma":"0.1.0"}'
+    )
+    found = decode_extra(recorded)
+    assert (found.model, found.vllm) == (identity, "0.32.0")
+    assert encode_extra(identity, vllm="0.32.0").rpartition(b',"kvhma":')[0] == recorded.rpartition(b',"kvhma":')[0]
