@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvhma.errors import ConfigError
+from kvhma.text import quote
 
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 4096
-_MAX_QUOTED = 60
 
 
 class Fields:
@@ -53,7 +53,7 @@ class Fields:
             raise ConfigError(f"{name} is missing")
         if isinstance(value, bool) or not isinstance(value, int):
             if not (isinstance(value, float) and value.is_integer()):
-                raise ConfigError(f"{name} {quoted(value)}: must be an integer")
+                raise ConfigError(f"{name} {quote(value)}: must be an integer")
             value = int(value)
         if not 1 <= value <= _MAX_SIZE:
             raise ConfigError(f"{name} {value}: must be 1 to {_MAX_SIZE}")
@@ -89,7 +89,7 @@ class Fields:
             if value is None:
                 continue
             if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-                raise ConfigError(f"{name} {quoted(value)}: must be a list of strings")
+                raise ConfigError(f"{name} {quote(value)}: must be a list of strings")
             if not 1 <= len(value) <= _MAX_LAYERS:
                 raise ConfigError(f"{name} has {len(value)} entries; 1 to {_MAX_LAYERS} can be read")
             return name, value
@@ -105,11 +105,5 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
-            raise ConfigError(f"{name} {quoted(value)}: must be a list of integers")
+            raise ConfigError(f"{name} {quote(value)}: must be a list of integers")
         return set(value)
-
-
-def quoted(value: object) -> str:
-    """Return a value as it can stand in a message: printable and short."""
-    text = ascii(value)
-    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

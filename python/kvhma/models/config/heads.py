@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from kvhma.errors import ConfigError
-from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.config.fields import Fields
 from kvhma.models.table import Attention
+from kvhma.text import quote
 
 
 def gemma4(fields: Fields) -> tuple[Attention, ...]:
     """Full attention has longer heads; where K is V too, it has a number of its own of them."""
     own = fields.get("attention_k_eq_v")
     if not isinstance(own, bool):
-        raise ConfigError(f"attention_k_eq_v {quoted(own)}: must be true or false")
+        raise ConfigError(f"attention_k_eq_v {quote(own)}: must be true or false")
     heads = fields.size("num_key_value_heads")
     if own:
         heads = fields.optional_size("num_global_key_value_heads") or heads

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvhma.errors import ConfigError
-from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.config.fields import Fields
 from kvhma.models.table import INDEX_KEY
+from kvhma.text import quote
 
 WORDS: Mapping[str, str] = {
     "full_attention": "full",
@@ -45,7 +46,7 @@ def late_windows(fields: Fields) -> list[str]:
         return ["full"] * count
     first = fields.get("max_window_layers")
     if not isinstance(first, int) or first < 0:
-        raise ConfigError(f"max_window_layers {quoted(first)}: must be an integer of at least 0")
+        raise ConfigError(f"max_window_layers {quote(first)}: must be an integer of at least 0")
     return ["full" if index < first else "sliding" for index in range(count)]
 
 
@@ -68,7 +69,7 @@ def llama4(fields: Fields) -> list[str]:
     count = fields.layers()
     rope = fields.get("no_rope_layers")
     if rope and (not isinstance(rope, list) or len(rope) != count):
-        raise ConfigError(f"no_rope_layers {quoted(rope)}: must be a list of {count} numbers, one for each layer")
+        raise ConfigError(f"no_rope_layers {quote(rope)}: must be a list of {count} numbers, one for each layer")
     if not fields.optional_size("attention_chunk_size"):
         return ["full"] * count
     step = fields.size("no_rope_layer_interval")
@@ -88,13 +89,13 @@ def kimi_linear(fields: Fields) -> list[str]:
     """Full attention and state in the layers that are listed, counted from one."""
     count, lists = fields.layers(), fields.get("linear_attn_config")
     if not isinstance(lists, dict):
-        raise ConfigError(f"linear_attn_config {quoted(lists)}: must say full_attn_layers and kda_layers")
+        raise ConfigError(f"linear_attn_config {quote(lists)}: must say full_attn_layers and kda_layers")
     full, state = lists.get("full_attn_layers"), lists.get("kda_layers")
     if not isinstance(full, list) or not isinstance(state, list):
-        raise ConfigError(f"linear_attn_config {quoted(lists)}: must say full_attn_layers and kda_layers")
+        raise ConfigError(f"linear_attn_config {quote(lists)}: must say full_attn_layers and kda_layers")
     if any(type(index) is not int for index in full + state) or sorted(full + state) != [*range(1, count + 1)]:
         raise ConfigError(
-            f"full_attn_layers {quoted(full)}, kda_layers {quoted(state)}: must be the layers 1 to {count}, each once"
+            f"full_attn_layers {quote(full)}, kda_layers {quote(state)}: must be the layers 1 to {count}, each once"
         )
     return ["full" if index + 1 in full else "state" for index in range(count)]
 
@@ -104,7 +105,7 @@ def zamba2(fields: Fields) -> list[str]:
     listed = fields.words("layers_block_type", "layer_types")
     if listed is None or set(listed[1]) - {"mamba", "hybrid"} or len(listed[1]) != fields.layers():
         found = None if listed is None else listed[1]
-        raise ConfigError(f"layers_block_type {quoted(found)}: must be mamba or hybrid for each of the layers")
+        raise ConfigError(f"layers_block_type {quote(found)}: must be mamba or hybrid for each of the layers")
     return ["full"] * listed[1].count("hybrid") + ["state"] * len(listed[1])
 
 
@@ -112,7 +113,7 @@ def mimo(fields: Fields) -> list[str]:
     """Windows where the pattern has a one."""
     pattern = fields.get("hybrid_layer_pattern")
     if not isinstance(pattern, list) or len(pattern) != fields.layers() or any(flag not in (0, 1) for flag in pattern):
-        raise ConfigError(f"hybrid_layer_pattern {quoted(pattern)}: must be a 0 or a 1 for each of the layers")
+        raise ConfigError(f"hybrid_layer_pattern {quote(pattern)}: must be a 0 or a 1 for each of the layers")
     return ["sliding" if flag else "full" for flag in pattern]
 
 
@@ -121,7 +122,7 @@ def nemotron_h(fields: Fields) -> list[str]:
     pattern = fields.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not pattern or set(pattern) - set(_NEMOTRON_LETTERS):
         raise ConfigError(
-            f"hybrid_override_pattern {quoted(pattern)}: must be a text of {', '.join(_NEMOTRON_LETTERS)}, "
+            f"hybrid_override_pattern {quote(pattern)}: must be a text of {', '.join(_NEMOTRON_LETTERS)}, "
             "one letter for each layer"
         )
     return [_NEMOTRON_LETTERS[letter] for letter in pattern]
@@ -132,7 +133,7 @@ def jamba(fields: Fields) -> list[str]:
     period = fields.size("attn_layer_period")
     offset = fields.get("attn_layer_offset")
     if not isinstance(offset, int) or not 0 <= offset < period:
-        raise ConfigError(f"attn_layer_offset {quoted(offset)}: must be less than attn_layer_period {period}")
+        raise ConfigError(f"attn_layer_offset {quote(offset)}: must be less than attn_layer_period {period}")
     return ["full" if index % period == offset else "state" for index in range(fields.layers())]
 
 

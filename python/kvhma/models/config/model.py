@@ -9,9 +9,10 @@ from typing import Any
 
 from kvhma.errors import ConfigError, GeometryError
 from kvhma.models.config.architectures import ARCHITECTURES, Architecture
-from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.config.fields import Fields
 from kvhma.models.config.layers import WITHOUT_WINDOWS, WORDS
 from kvhma.models.table import STATE_KINDS, Model, State
+from kvhma.text import quote
 
 _NESTED = ("text_config", "llm_config")
 """Where a multimodal model keeps the configuration of its language model. Only that one has a KV cache."""
@@ -108,11 +109,11 @@ def _refuse(text: Mapping[str, Any], architecture: Architecture) -> None:
         value = text.get(name)
         usual = _USUAL[name](text) if name in _USUAL else None
         if value and value != usual and name not in architecture.reads:
-            raise ConfigError(f"{name} {quoted(value)}: {what} cannot be described yet; give a geometry instead")
+            raise ConfigError(f"{name} {quote(value)}: {what} cannot be described yet; give a geometry instead")
 
     window = text.get("sliding_window")
     if window and architecture.layers in WITHOUT_WINDOWS and not architecture.mla:
-        raise ConfigError(f"sliding_window {quoted(window)}: this architecture is known without windows only")
+        raise ConfigError(f"sliding_window {quote(window)}: this architecture is known without windows only")
 
 
 def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architecture:
@@ -122,11 +123,11 @@ def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architect
     if kind is None:
         raise ConfigError("model_type is missing: is this the config.json of a Hugging Face model?")
     if isinstance(kind, str) and kind in _GONE:
-        raise ConfigError(f"model_type {quoted(kind)}: vLLM ran this architecture up to version {_GONE[kind]} only")
+        raise ConfigError(f"model_type {quote(kind)}: vLLM ran this architecture up to version {_GONE[kind]} only")
     names = form.get("architectures")
-    name = f" (architecture {quoted(names[0])})" if isinstance(names, list) and names else ""
+    name = f" (architecture {quote(names[0])})" if isinstance(names, list) and names else ""
     raise ConfigError(
-        f"unknown architecture: model_type {quoted(kind)}{name}; known are {', '.join(ARCHITECTURES)}; "
+        f"unknown architecture: model_type {quote(kind)}{name}; known are {', '.join(ARCHITECTURES)}; "
         "of others give a geometry as JSON"
     )
 
@@ -140,12 +141,12 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
         name, words = listed
         for index, word in enumerate(words):
             if word not in WORDS:
-                raise ConfigError(f"{name}[{index}] {quoted(word)}: known are {', '.join(WORDS)}")
+                raise ConfigError(f"{name}[{index}] {quote(word)}: known are {', '.join(WORDS)}")
         kinds = [WORDS[word] for word in words]
         count = fields.get("num_hidden_layers")
         # NemotronH's count is what its list has, whatever the file says.
         if count is not None and count != len(words) and name == "layer_types":
-            raise ConfigError(f"layer_types has {len(words)} entries, num_hidden_layers is {quoted(count)}")
+            raise ConfigError(f"layer_types has {len(words)} entries, num_hidden_layers is {quote(count)}")
     attention = "mla" if architecture.mla else "full"
     if any("state" in kind for kind in kinds) and state is None:
         raise ConfigError("layer_types: this architecture has no recurrent state")
@@ -213,7 +214,7 @@ def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:
                 continue
             short = value.removeprefix("torch.") if isinstance(value, str) else value
             if not isinstance(short, str) or short not in _DTYPES:
-                raise ConfigError(f"{name} {quoted(value)}: known are {', '.join(_DTYPES)}")
+                raise ConfigError(f"{name} {quote(value)}: known are {', '.join(_DTYPES)}")
             return _DTYPES[short]
     return "bfloat16"
 
@@ -225,9 +226,9 @@ def _kv_dtype(form: Mapping[str, Any], dtype: str) -> str:
         return dtype
     algorithm, scheme = quantization.get("kv_cache_quant_algo"), quantization.get("kv_cache_scheme")
     if isinstance(scheme, dict):
-        algorithm = "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else quoted(scheme)
+        algorithm = "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else quote(scheme)
     if algorithm is None or (isinstance(scheme, dict) and not scheme):
         return dtype
     if algorithm != "FP8":
-        raise ConfigError(f"quantization_config: KV cache in {quoted(algorithm)}; known is FP8")
+        raise ConfigError(f"quantization_config: KV cache in {quote(algorithm)}; known is FP8")
     return _FP8

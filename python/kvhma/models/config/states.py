@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from kvhma.errors import ConfigError
-from kvhma.models.config.fields import Fields, quoted
+from kvhma.models.config.fields import Fields
 from kvhma.models.table import State
+from kvhma.text import quote
 
 
 def mamba2(fields: Fields, dtype: str) -> State:
@@ -140,5 +141,5 @@ def _dtype_of(fields: Fields, name: str, dtype: str) -> str:
     if value in (None, "auto"):
         return dtype
     if value not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"{name} {quoted(value)}: known are float32, bfloat16, float16")
+        raise ConfigError(f"{name} {quote(value)}: known are float32, bfloat16, float16")
     return str(value)
