@@ -12,16 +12,14 @@ import pytest
 import zmq
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.scheduler.leases import LeaseTable
-from kvhma.vllm.wire.params import Address
-from kvhma.vllm.wire.side_channel import (
+from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import (
     PROTOCOL,
     AskEngineInfo,
     AskHello,
-    Client,
     EngineInfo,
     Leases,
-    Listener,
     Outcome,
     RankHello,
     Refused,
@@ -29,6 +27,8 @@ from kvhma.vllm.wire.side_channel import (
     Renew,
     read_answer,
 )
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.server import Listener
 from support.engines.engine import free_port
 
 
@@ -36,7 +36,7 @@ from support.engines.engine import free_port
 def address():
     address = Address("127.0.0.1", free_port())
     listener = Listener(
-        address, engine_id="p", instance=258, hellos={(0, 0): b"zero", (0, 1): b"one"}, desk=LeaseTable(9)
+        address, engine_id="p", incarnation_id=258, hellos={(0, 0): b"zero", (0, 1): b"one"}, leases=LeaseTable(9)
     )
     yield address
     answers(address)
@@ -45,8 +45,8 @@ def address():
 
 def answers(address):
     with Client(address, 5) as client:
-        roster = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        assert (roster.engine_id, int.from_bytes(roster.instance, "big"), roster.ranks) == ("p", 258, [(0, 0), (0, 1)])
+        info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
+        assert (info.engine_id, int.from_bytes(info.incarnation_id, "big"), info.ranks) == ("p", 258, [(0, 0), (0, 1)])
         assert client.ask(AskHello(0, 1), RankHello).data == b"one"
 
 
@@ -225,7 +225,7 @@ def test_answers_are_not_trusted_either(data):
 
 def test_a_port_that_is_taken(address):
     with pytest.raises(HandshakeError, match=r"cannot listen at.*side_channel_port"):
-        Listener(address, engine_id="q", instance=1, hellos={}, desk=LeaseTable(1))
+        Listener(address, engine_id="q", incarnation_id=1, hellos={}, leases=LeaseTable(1))
 
 
 def test_leases_are_asked_for(address):

@@ -140,7 +140,7 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
             engine.step()
             # What the thread that tells of leases does.
             for pull in engine.half._pulls.values():
-                engine.source.half._ledger.renew([LeaseClaim(pull.remote.hold, pull.reader)])
+                engine.source.half._ledger.renew([LeaseClaim(pull.remote.lease_key, pull.reader)])
         time.sleep(0.01)
     assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
 

@@ -15,8 +15,8 @@ from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, read_ids, w
 REMOTE = PrefillParams(
     address=Address("prefill-0", 5600),
     engine_id="engine_dp0",
-    instance=0x0123456789ABCDEF,
-    hold=LeaseKey("cmpl-1", 7),
+    incarnation_id=0x0123456789ABCDEF,
+    lease_key=LeaseKey("cmpl-1", 7),
     lease=30.0,
     num_tokens=300,
     prompt="0f" * 16,
@@ -170,7 +170,7 @@ def test_numbers_that_another_json_library_writes_otherwise():
 
 
 def test_the_parameters_of_two_requests_mixed_up():
-    other = dataclasses.replace(REMOTE, hold=LeaseKey("cmpl-2", 8), prompt="f0" * 16).to_params(pp_size=1)
+    other = dataclasses.replace(REMOTE, lease_key=LeaseKey("cmpl-2", 8), prompt="f0" * 16).to_params(pp_size=1)
     mixed = params() | {"kvhma": other["kvhma"]}
     with pytest.raises(RequestError, match=r"kvhma.digest is '\w{32}', these parameters have '\w{32}'"):
         PrefillParams.from_params(mixed, num_prompt_tokens=301)
@@ -180,9 +180,9 @@ def test_the_parameters_of_two_requests_mixed_up():
     "change",
     [
         {"engine_id": "other"},
-        {"instance": 1},
-        {"hold": LeaseKey("cmpl-2", 7)},
-        {"hold": LeaseKey("cmpl-1", 8)},
+        {"incarnation_id": 1},
+        {"lease_key": LeaseKey("cmpl-2", 7)},
+        {"lease_key": LeaseKey("cmpl-1", 8)},
         {"lease": 31.0},
         {"num_tokens": 299},
         {"prompt": "0e" * 16},

@@ -19,11 +19,13 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, Tran
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_handshake
 from kvhma.vllm.identity import encode_extra
-from kvhma.vllm.scheduler.leases import LeaseTable
+from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire import side_channel
+from kvhma.vllm.wire import client as client_module
+from kvhma.vllm.wire import names
+from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener
+from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import prefill_engines as peers_module
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.engines.engine import free_port
@@ -63,7 +65,9 @@ class World:
         """Start to listen for an engine whose workers say this."""
         address = Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
-        self.listeners.append(Listener(address, engine_id="p", instance=instance, hellos=said, desk=LeaseTable(30)))
+        self.listeners.append(
+            Listener(address, engine_id="p", incarnation_id=instance, hellos=said, leases=LeaseTable(30))
+        )
         return Incarnation(address, "p", instance, None)
 
     def meet(self, life: Incarnation) -> PrefillEngine:
@@ -146,7 +150,11 @@ def test_a_passing_failure_stands_for_nothing(world):
         world.meet(life)
     world.listeners.append(
         Listener(
-            life.address, engine_id="p", instance=1, hellos={(0, 0): hellos[0], (0, 1): hellos[1]}, desk=LeaseTable(30)
+            life.address,
+            engine_id="p",
+            incarnation_id=1,
+            hellos={(0, 0): hellos[0], (0, 1): hellos[1]},
+            leases=LeaseTable(30),
         )
     )
     assert world.meet(life).gone is None, "the next one shakes hands again"
@@ -207,8 +215,8 @@ def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
     life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
     named = replace(life, address=Address("localhost", life.address.port))
     seen = []
-    open_client = side_channel.open_client
-    monkeypatch.setattr(side_channel, "open_client", lambda address: (seen.append(address), open_client(address))[1])
+    open_client = client_module.open_client
+    monkeypatch.setattr(client_module, "open_client", lambda address: (seen.append(address), open_client(address))[1])
     assert world.meet(named).gone is None
     assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
     with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
@@ -221,10 +229,10 @@ def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
 def test_zmq_is_given_no_names(host):
     address = Address(host, 5600)
     with pytest.raises(HandshakeError, match="is not numeric"):
-        side_channel.open_client(address)
+        client_module.open_client(address)
     if host not in ("localhost", "*"):
         with pytest.raises(HandshakeTimeoutError):
-            side_channel.resolve(address, 10)
+            names.resolve(address, 10)
 
 
 def test_a_name_stands_for_its_first_address_of_ipv4(monkeypatch):
@@ -235,13 +243,13 @@ def test_a_name_stands_for_its_first_address_of_ipv4(monkeypatch):
             raise socket.gaierror("no address of this family")
         return [(family, kind, 6, "", places[family])]
 
-    monkeypatch.setattr(side_channel, "getaddrinfo", getaddrinfo)
-    assert side_channel.resolve(Address("both", 5600), 10).host == "192.0.2.7"
+    monkeypatch.setattr(names, "getaddrinfo", getaddrinfo)
+    assert names.resolve(Address("both", 5600), 10).host == "192.0.2.7"
     del places[socket.AF_INET]
-    assert side_channel.resolve(Address("six", 5600), 10).host == "::1"
+    assert names.resolve(Address("six", 5600), 10).host == "::1"
     del places[socket.AF_INET6]
     with pytest.raises(HandshakeTimeoutError, match="'none': the name is not known"):
-        side_channel.resolve(Address("none", 5600), 10)
+        names.resolve(Address("none", 5600), 10)
 
 
 def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypatch):
@@ -253,21 +261,21 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
         go_on.wait(20)
         raise socket.gaierror("at last")
 
-    monkeypatch.setattr(side_channel, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(names, "getaddrinfo", getaddrinfo)
     try:
         for _ in range(2):
             with pytest.raises(HandshakeTimeoutError, match=r"was not looked up in 0\.01 s"):
-                side_channel.resolve(Address("silent", 1), 0.01)
+                names.resolve(Address("silent", 1), 0.01)
         for index in range(63):
-            side_channel.look_up(Address(f"silent-{index}", 1))
+            names.look_up(Address(f"silent-{index}", 1))
         with pytest.raises(HandshakeTimeoutError, match="64 other names"):
-            side_channel.look_up(Address("one more", 1))
-        assert side_channel.resolve(Address("127.0.0.1", 1), 0.01).host == "127.0.0.1"
+            names.look_up(Address("one more", 1))
+        assert names.resolve(Address("127.0.0.1", 1), 0.01).host == "127.0.0.1"
     finally:
         go_on.set()
     assert asked.count("silent") == 1
     end = time.monotonic() + 10
-    while side_channel._lookups:
+    while names._lookups:
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -206,7 +206,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     assert (metadata.loads, metadata.refusals) == ([], {})
     assert d.finish(other, tables(d)) == (False, None)
     assert d.take_stats().data["computed_other_prompt"] == 1
-    assert d._courier._peers == {}, "P has not heard of it"
+    assert d._courier._sessions == {}, "P has not heard of it"
     right = request(params=params)
     d.add(right)
     load(d, right)
@@ -237,7 +237,7 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
     d.allocated(asked, blocks(d), 40)
     assert "kvhma.digest" in d.step(STEP).refusals["r"]
     d.results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
-    assert d._courier._peers == {}
+    assert d._courier._sessions == {}
     assert len(p._ledger) == 1
 
 

@@ -11,9 +11,7 @@ import pytest
 
 from kvhma import Span
 from kvhma.vllm.identity import ModelIdentity, decode_extra, encode_extra
-from kvhma.vllm.wire import side_channel
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
-from kvhma.vllm.wire.side_channel import (
+from kvhma.vllm.wire.messages import (
     AskEngineInfo,
     AskHello,
     Done,
@@ -27,8 +25,10 @@ from kvhma.vllm.wire.side_channel import (
     Renew,
     read_answer,
     read_claim,
+    read_question,
     write_claim,
 )
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 
 CLAIM = LeaseClaim(LeaseKey("cmpl-1", 7), 0x0123456789ABCDEF)
 CLAIMS = "a6636c61696d739193a6636d706c2d31c4080000000000000007c4080123456789abcdef"
@@ -39,7 +39,7 @@ QUESTIONS = [
     (AskHello(0, 1), "83a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01"),
     (Renew([write_claim(CLAIM)]), f"82a474797065a572656e6577{CLAIMS}"),
     (Release([write_claim(CLAIM)], Outcome.READ), f"{RELEASE}a472656164"),
-    (Release([write_claim(CLAIM)], Outcome.READ_BY_SIBLING), f"{RELEASE}af72656164206279207369626c696e67"),
+    (Release([write_claim(CLAIM)], Outcome.READ_SHARED), f"{RELEASE}af72656164206279207369626c696e67"),
     (Release([write_claim(CLAIM)], Outcome.UNREAD), f"{RELEASE}a6756e72656164"),
     (Refused("engine", "no"), "83a474797065a772656675736564a9656e67696e655f6964a6656e67696e65a474657874a26e6f"),
 ]
@@ -64,7 +64,7 @@ PROBLEM = "82a474797065a770726f626c656da474657874a26e6f"
 @pytest.mark.parametrize(("question", "recorded"), QUESTIONS, ids=lambda value: str(value)[:40])
 def test_questions(question, recorded):
     assert msgspec.msgpack.encode(question).hex() == recorded
-    assert side_channel._questions.decode(bytes.fromhex(recorded)) == question
+    assert read_question(bytes.fromhex(recorded)) == question
 
 
 @pytest.mark.parametrize(("answer", "recorded"), ANSWERS, ids=lambda value: str(value)[:40])
@@ -85,8 +85,8 @@ def test_parameters_of_a_request():
     told = PrefillParams(
         address=Address("prefill-0", 5600),
         engine_id="engine_dp0",
-        instance=0x0123456789ABCDEF,
-        hold=LeaseKey("cmpl-1", 7),
+        incarnation_id=0x0123456789ABCDEF,
+        lease_key=LeaseKey("cmpl-1", 7),
         lease=30.0,
         num_tokens=300,
         prompt="0f" * 16,

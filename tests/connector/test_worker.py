@@ -14,11 +14,13 @@ from kvhma.geometry import Span
 from kvhma.nixl import Agent
 from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport
-from kvhma.vllm.scheduler.leases import LeaseTable
+from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
-from kvhma.vllm.wire.side_channel import Client, Listener, Renew
+from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import worker as worker_module
 from kvhma.vllm.worker.worker import KvhmaWorker
 from support.engines.engine import free_port
@@ -42,15 +44,17 @@ class Prefill:
         self.agent = Agent(f"P{next(self.numbers)}")
         self.agent.register(self.geometry)
         self.ledger = LeaseTable(30.0)
-        hellos = {(0, 0): self.agent.handshake_payload(self.geometry, EXTRA)}
-        self.listener = Listener(address, engine_id="p", instance=self.instance, hellos=hellos, desk=self.ledger)
+        hellos = {(0, 0): self.agent.hello(self.geometry, EXTRA)}
+        self.listener = Listener(
+            address, engine_id="p", incarnation_id=self.instance, hellos=hellos, leases=self.ledger
+        )
 
     def remote(self, name: str, blocks: list[int], hold: LeaseKey | None = None) -> PrefillParams:
         return PrefillParams(
             address=self.address,
             engine_id="p",
-            instance=self.instance,
-            hold=hold or self.ledger.hold(name),
+            incarnation_id=self.instance,
+            lease_key=hold or self.ledger.add(name),
             lease=30.0,
             num_tokens=len(blocks),
             prompt="0" * 32,

@@ -10,7 +10,8 @@ import msgspec
 
 from kvhma._kvhma import __version__
 from kvhma.errors import HandshakeError, UnsupportedPairError
-from kvhma.vllm.wire.side_channel import Text, printable
+from kvhma.text import one_line
+from kvhma.vllm.wire.messages import Text
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ def decode_extra(data: bytes) -> EngineExtra:
     try:
         return _extras.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HandshakeError(f"the hello does not say which model its engine runs: {printable(str(error))}") from error
+        raise HandshakeError(f"the hello does not say which model its engine runs: {one_line(str(error))}") from error
 
 
 _extras: msgspec.json.Decoder[EngineExtra] = msgspec.json.Decoder(EngineExtra)
@@ -92,4 +93,4 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
 
 
 def _show(value: str | None) -> str:
-    return "not set" if value is None else repr(printable(value[:300]))
+    return "not set" if value is None else repr(one_line(value, 300))

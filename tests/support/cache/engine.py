@@ -52,8 +52,8 @@ import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import scheduler as scheduler_module
+from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import LeaseClaim
-from kvhma.vllm.wire.side_channel import Outcome
 from kvhma.vllm.worker import worker as worker_module
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 
@@ -666,7 +666,7 @@ class Engine:
         """What the worker's half of one rank tells the scheduler's half at the end of a load."""
         load = loading.load
         assert self.source is not None
-        (held,) = self.source.half._ledger.renew([LeaseClaim(load.remote.hold, load.reader)])
+        (held,) = self.source.half._ledger.renew([LeaseClaim(load.remote.lease_key, load.reader)])
         if held is None:
             return WorkerReport({load.request_id: Failure("expired", "the lease has ended", passing=False)})
         if loading.outcome != "ok":

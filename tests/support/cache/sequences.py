@@ -297,7 +297,7 @@ class Run:
     def _pass_a_lease(self) -> None:
         """Let a lease's time pass. What a waiting request has claimed is renewed meanwhile, and does not end."""
         for engine, other in ((self.p, self.d), (self.d, self.p)):
-            claimed = {pull.remote.hold for pull in other.half._pulls.values() if pull.remote is not None}
+            claimed = {pull.remote.lease_key for pull in other.half._pulls.values() if pull.remote is not None}
             for hold, held in engine.half._ledger._held.items():
                 if hold not in claimed:
                     held.expires = 0.0

@@ -18,13 +18,15 @@ from kvhma.geometry import Geometry, Span
 from kvhma.nixl import decode_handshake
 from kvhma.planning import live_spans
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerHello, WorkerReport, later
-from kvhma.vllm.scheduler.leases import LeaseRenewer, LeaseTable
+from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
+from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
 from kvhma.vllm.scheduler.prompt import prompt_digest
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, new_nonce
-from kvhma.vllm.wire.side_channel import Listener, Outcome
+from kvhma.vllm.wire.server import Listener
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -165,9 +167,9 @@ class KvhmaScheduler:
             self._listener = Listener(
                 self._engine.address,
                 engine_id=self._engine.engine_id,
-                instance=self._instance,
+                incarnation_id=self._instance,
                 hellos=found,
-                desk=self._ledger,
+                leases=self._ledger,
             )
 
     # --- both sides ----------------------------------------------------------------------------------------
@@ -237,8 +239,8 @@ class KvhmaScheduler:
         return PrefillParams(
             address=self._engine.address,
             engine_id=self._engine.engine_id,
-            instance=self._instance,
-            hold=self._ledger.hold(request.request_id),
+            incarnation_id=self._instance,
+            lease_key=self._ledger.add(request.request_id),
             lease=self._settings.kv_lease_duration,
             num_tokens=tokens,
             prompt=self._prompt_digest(request, tokens),
@@ -371,7 +373,7 @@ class KvhmaScheduler:
             return PendingLoad(None, "this engine has no caches that were registered")
         most = request.num_prompt_tokens - self._engine.backoff
         pull = PendingLoad(
-            remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.hold)
+            remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
         )
         if remote.num_tokens > most and (self._engine.has_state or self._engine.has_windows):
             text = (
@@ -384,7 +386,7 @@ class KvhmaScheduler:
         if pull.num_tokens <= 0:
             self._tell(pull, read=True)
             return None
-        self._courier.track(remote.address, LeaseClaim(remote.hold, pull.reader), every=remote.lease / _RENEWALS)
+        self._courier.track(remote.address, LeaseClaim(remote.lease_key, pull.reader), every=remote.lease / _RENEWALS)
         return pull
 
     def _is_shared(self, request: Request, hold: LeaseKey) -> bool:
@@ -409,7 +411,7 @@ class KvhmaScheduler:
         if pull is None:
             return 0, False
         if pull.ask_first and not pull.refusal and pull.remote is not None:
-            held = self._courier.held(pull.remote.address, LeaseClaim(pull.remote.hold, pull.reader))
+            held = self._courier.held(pull.remote.address, LeaseClaim(pull.remote.lease_key, pull.reader))
             # A P that does not answer is found by the load, and the engine's policy decides.
             if held is None and time.monotonic() - pull.since < self._settings.handshake_timeout:
                 return None, False
@@ -504,9 +506,9 @@ class KvhmaScheduler:
     def _tell(self, pull: PendingLoad, *, read: bool) -> None:
         """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
         if pull.remote is not None:
-            shared = self._shared.get(pull.remote.hold, False)
-            outcome = (Outcome.READ_BY_SIBLING if shared else Outcome.READ) if read else Outcome.UNREAD
-            self._courier.release(pull.remote.address, LeaseClaim(pull.remote.hold, pull.reader), outcome)
+            shared = self._shared.get(pull.remote.lease_key, False)
+            outcome = (Outcome.READ_SHARED if shared else Outcome.READ) if read else Outcome.UNREAD
+            self._courier.release(pull.remote.address, LeaseClaim(pull.remote.lease_key, pull.reader), outcome)
 
     def _transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Choose the block tables of the groups that take part."""

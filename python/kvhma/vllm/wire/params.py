@@ -18,15 +18,18 @@ from typing import Any
 
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
+from kvhma.text import quote
 
 VERSION = 2
 """Version of the ``kvhma`` dictionary."""
 
-MAX_ID = (1 << 31) - 1
+_MAX_ID = (1 << 31) - 1
+_MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
 _MAX_NAME = 512
-_MOST_SHARES = 4
-"""Blocks that a token may be in, over all groups: one for each of the few that have the smallest blocks."""
+_MAX_RANKS = 1 << 16
+_BLOCKS_PER_TOKEN = 4
+"""Blocks of all groups for each token at most: a few groups may have blocks of one token."""
 
 _RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
 
@@ -44,28 +47,28 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One life of a prefill engine.
+    """A prefill engine from one start to the next.
 
     Attributes:
         address: its scheduler.
-        engine_id: its name of itself.
-        instance: random number of this life; after a restart it is another one.
-        tp_size: its tensor-parallel ranks; None if nobody said.
+        engine_id: what it calls itself.
+        incarnation_id: random number; after a restart it is another one.
+        tp_size: its tensor-parallel ranks; None if it is not known.
     """
 
     address: Address
     engine_id: str
-    instance: int
+    incarnation_id: int
     tp_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseKey:
-    """A finished request whose blocks P keeps for a reader.
+    """A finished request whose blocks P keeps for its readers.
 
     Attributes:
         request_id: P's name of the request.
-        generation: random number of this hold; an id that comes again has another one.
+        generation: random number; a request with an id that was used before has another one.
     """
 
     request_id: str
@@ -74,14 +77,14 @@ class LeaseKey:
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """A hold, and one of its readers.
+    """A request that P keeps, and one of its readers.
 
     Attributes:
-        hold: the request at P.
+        key: the request at P.
         reader: random number of the request at D.
     """
 
-    hold: LeaseKey
+    key: LeaseKey
     reader: int
 
 
@@ -91,10 +94,10 @@ class PrefillParams:
 
     Attributes:
         address: P's scheduler. A proxy may change it, since networks have names of their own.
-        engine_id: P's name of itself.
-        instance: random number of P's life; after a restart it is another one.
-        hold: the request at P.
-        lease: seconds that P holds it after each sign of a reader.
+        engine_id: what P calls itself.
+        incarnation_id: random number of P from one start to the next.
+        lease_key: the request at P.
+        lease: seconds that P keeps its blocks after each renewal.
         num_tokens: tokens that P's blocks hold.
         prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
@@ -105,8 +108,8 @@ class PrefillParams:
 
     address: Address
     engine_id: str
-    instance: int
-    hold: LeaseKey
+    incarnation_id: int
+    lease_key: LeaseKey
     lease: float
     num_tokens: int
     prompt: str
@@ -115,26 +118,24 @@ class PrefillParams:
     digest: str = field(default="", compare=False)
 
     @property
-    def life(self) -> Incarnation:
-        """Whose blocks they are."""
-        return Incarnation(self.address, self.engine_id, self.instance, self.tp_size)
+    def incarnation(self) -> Incarnation:
+        """The engine whose blocks they are."""
+        return Incarnation(self.address, self.engine_id, self.incarnation_id, self.tp_size)
 
-    def _rows(self) -> list[list[Any]]:
-        return [[span.first, write_ids(span.ids)] for span in self.spans]
-
-    def _seal(self, rows: list[list[Any]]) -> str:
-        told = [self.engine_id, self.instance, self.hold.request_id, self.hold.generation]
-        told += [self.lease, self.num_tokens, self.prompt, rows]
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    def _digest(self, spans: list[list[Any]]) -> str:
+        """Return the digest over all fields, with the spans as the parameters write them."""
+        fields = [self.engine_id, self.incarnation_id, self.lease_key.request_id, self.lease_key.generation]
+        fields += [self.lease, self.num_tokens, self.prompt, spans]
+        return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
     def to_params(self, *, pp_size: int) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that a proxy hands on to D."""
-        rows = self._rows()
+        spans = [[span.first, write_ids(span.ids)] for span in self.spans]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
-            "remote_request_id": self.hold.request_id,
+            "remote_request_id": self.lease_key.request_id,
             "remote_host": self.address.host,
             "remote_port": self.address.port,
             "remote_block_ids": [[] for _ in self.spans],
@@ -146,13 +147,13 @@ class PrefillParams:
             "transfer_mode": "pull",
             "kvhma": {
                 "version": VERSION,
-                "instance": f"{self.instance:016x}",
-                "generation": f"{self.hold.generation:016x}",
+                "instance": f"{self.incarnation_id:016x}",
+                "generation": f"{self.lease_key.generation:016x}",
                 "lease": self.lease,
                 "tokens": self.num_tokens,
                 "prompt": self.prompt,
-                "digest": self._seal(rows),
-                "spans": rows,
+                "digest": self._digest(spans),
+                "spans": spans,
             },
         }
 
@@ -163,33 +164,33 @@ class PrefillParams:
         Raises:
             RequestError: a key is missing, of the wrong type or out of range, or was changed on the way; the text names
                 it.
-            OtherPromptError: all is well, but of a longer prompt.
+            OtherPromptError: they are right, but of a longer prompt.
         """
         own = params.get("kvhma")
         if not isinstance(own, dict):
             raise RequestError(
-                f"kv_transfer_params: kvhma is {_show(own)}, expected a dictionary; does the prefill engine run kvhma, "
+                f"kv_transfer_params: kvhma is {quote(own)}, expected a dictionary; does the prefill engine run kvhma, "
                 "and does the proxy hand on all keys?"
             )
         _integer(own, "kvhma.version", VERSION, VERSION)
-        tokens = _integer(own, "kvhma.tokens", 1, 1 << 40)
-        tp_size = None if params.get("tp_size") is None else _integer(params, "tp_size", 1, 1 << 16)
+        tokens = _integer(own, "kvhma.tokens", 1, _MAX_TOKENS)
+        tp_size = None if params.get("tp_size") is None else _integer(params, "tp_size", 1, _MAX_RANKS)
         if params.get("dcp_size") not in (None, 1):
-            raise RequestError(f"kv_transfer_params: dcp_size is {_show(params['dcp_size'])}, only 1 is supported")
+            raise RequestError(f"kv_transfer_params: dcp_size is {quote(params['dcp_size'])}, only 1 is supported")
         remote = cls(
             address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
             engine_id=_text(params, "remote_engine_id"),
-            instance=_nonce(own, "kvhma.instance"),
-            hold=LeaseKey(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
+            incarnation_id=_nonce(own, "kvhma.instance"),
+            lease_key=LeaseKey(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
             lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
-            prompt=_digest(own, "kvhma.prompt"),
+            prompt=_hex_digest(own, "kvhma.prompt"),
             spans=(),
             tp_size=tp_size,
         )
-        rows = _rows(own)
-        digest = _digest(own, "kvhma.digest")
-        if (found := remote._seal(rows)) != digest:
+        rows = _span_rows(own)
+        digest = _hex_digest(own, "kvhma.digest")
+        if (found := remote._digest(rows)) != digest:
             raise RequestError(
                 f"kv_transfer_params: kvhma.digest is {digest!r}, these parameters have {found!r}: they were changed "
                 "on the way, or are those of two requests"
@@ -237,34 +238,34 @@ def read_ids(text: str, limit: int) -> list[int]:
     for part in text.split(",") if text else ():
         found = _RANGE.fullmatch(part)
         if found is None:
-            raise RequestError(f"block ids: {_show(part)} is neither a number nor a range")
+            raise RequestError(f"block ids: {quote(part)} is neither a number nor a range")
         first = int(found[1])
         last = first if found[2] is None else int(found[2])
-        if max(first, last) > MAX_ID:
-            raise RequestError(f"block ids: {_show(part)} does not fit 31 bits")
+        if max(first, last) > _MAX_ID:
+            raise RequestError(f"block ids: {quote(part)} does not fit 31 bits")
         if len(ids) + abs(last - first) + 1 > limit:
-            raise RequestError(f"block ids: more than {limit} in {_show(text)}")
+            raise RequestError(f"block ids: more than {limit} in {quote(text)}")
         step = 1 if last >= first else -1
         ids.extend(range(first, last + step, step))
     return ids
 
 
-def _rows(own: Mapping[str, Any]) -> list[list[Any]]:
+def _span_rows(own: Mapping[str, Any]) -> list[list[Any]]:
     """Return the position and the text of each group's blocks; the texts are not read yet."""
     rows = own.get("spans")
     if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
-        raise RequestError(f"kv_transfer_params: kvhma.spans is {_show(rows)}, expected a list of 1..{_MAX_GROUPS}")
+        raise RequestError(f"kv_transfer_params: kvhma.spans is {quote(rows)}, expected a list of 1..{_MAX_GROUPS}")
     for row in rows:
         if not (isinstance(row, list) and len(row) == 2 and _is_integer(row[0]) and isinstance(row[1], str)):
-            raise RequestError(f"kv_transfer_params: kvhma.spans has {_show(row)}, expected [first, ids]")
-        if not 0 <= row[0] <= MAX_ID:
-            raise RequestError(f"kv_transfer_params: kvhma.spans starts at {_show(row[0])}, expected 0..{MAX_ID}")
+            raise RequestError(f"kv_transfer_params: kvhma.spans has {quote(row)}, expected [first, ids]")
+        if not 0 <= row[0] <= _MAX_ID:
+            raise RequestError(f"kv_transfer_params: kvhma.spans starts at {quote(row[0])}, expected 0..{_MAX_ID}")
     return rows
 
 
 def _spans(rows: list[list[Any]], tokens: int) -> tuple[Span, ...]:
     spans = []
-    left = _MOST_SHARES * tokens + _MAX_GROUPS
+    left = _BLOCKS_PER_TOKEN * tokens + _MAX_GROUPS
     for first, text in rows:
         ids = read_ids(text, min(left, tokens + _MAX_GROUPS))
         left -= len(ids)
@@ -279,7 +280,7 @@ def _get(values: Mapping[str, Any], key: str) -> Any:
 def _text(values: Mapping[str, Any], key: str) -> str:
     value = _get(values, key)
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME or not value.isprintable():
-        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 1..{_MAX_NAME} printable characters")
+        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 1..{_MAX_NAME} printable characters")
     return value
 
 
@@ -290,7 +291,7 @@ def _is_integer(value: Any) -> bool:
 def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
     value = _get(values, key)
     if not _is_integer(value) or not low <= value <= high:
-        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected an integer in {low}..{high}")
+        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected an integer in {low}..{high}")
     return int(value)
 
 
@@ -298,29 +299,19 @@ def _seconds(values: Mapping[str, Any], key: str) -> float:
     value = _get(values, key)
     number = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
     if not number or not 0.1 <= value <= 1e9:
-        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected seconds")
+        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected seconds")
     return float(value)
 
 
 def _nonce(values: Mapping[str, Any], key: str) -> int:
     value = _get(values, key)
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value, re.ASCII):
-        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 16 hexadecimal digits")
+        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 16 hexadecimal digits")
     return int(value, 16)
 
 
-def _digest(values: Mapping[str, Any], key: str) -> str:
+def _hex_digest(values: Mapping[str, Any], key: str) -> str:
     value = _get(values, key)
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value, re.ASCII):
-        raise RequestError(f"kv_transfer_params: {key} is {_show(value)}, expected 32 hexadecimal digits")
+        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 32 hexadecimal digits")
     return value
-
-
-def _show(value: Any) -> str:
-    """Return a value for a message, whatever it is and however long."""
-    if isinstance(value, (dict, list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if _is_integer(value) and abs(value) > 1 << 80:
-        return "a huge integer"
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -14,24 +14,14 @@ from dataclasses import dataclass
 from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, HandshakePayload, Peer, decode_handshake
-from kvhma.planning import plan as make_plan
+from kvhma.nixl import Agent, Hello, Peer, decode_hello
+from kvhma.text import one_line
 from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, Done, EngineInfo, RankHello, Refused
+from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.side_channel import (
-    PROTOCOL,
-    AskEngineInfo,
-    AskHello,
-    Client,
-    ClientPool,
-    Done,
-    EngineInfo,
-    RankHello,
-    Refused,
-    printable,
-    resolve,
-)
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -113,7 +103,7 @@ class PrefillEngines:
             UnsupportedPairError: its caches cannot be read into ours, or are of another model; it has been told so.
             TransferError: it could not be connected to.
         """
-        key = (remote.address, remote.instance)
+        key = (remote.address, remote.incarnation_id)
         with self._lock:
             source = self._find(remote)
             if source is not None:
@@ -148,7 +138,7 @@ class PrefillEngines:
         # addresses that the operator gave stand for others.
         met = (self._sources.get(address) for address in self._settings.prefill_engines)
         for source in (self._sources.get(remote.address), *met):
-            if source is not None and source.instance == remote.instance and source.gone is None:
+            if source is not None and source.instance == remote.incarnation_id and source.gone is None:
                 return source
         return None
 
@@ -161,7 +151,9 @@ class PrefillEngines:
         timeout = self._settings.handshake_timeout
         with Client(resolve(address, timeout), timeout) as client:
             roster = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        found = self.borrow(Incarnation(address, roster.engine_id, int.from_bytes(roster.instance, "big"), None), later)
+        found = self.borrow(
+            Incarnation(address, roster.engine_id, int.from_bytes(roster.incarnation_id, "big"), None), later
+        )
         if found is not None:
             self.give_back(found)
 
@@ -186,7 +178,7 @@ class PrefillEngines:
             source.lines.close()
 
     def _shake(self, remote: Incarnation) -> None:
-        key = (remote.address, remote.instance)
+        key = (remote.address, remote.incarnation_id)
         started = time.monotonic()
         dropped: list[PrefillEngine] = []
         failure: KvhmaError | None = None
@@ -240,7 +232,7 @@ class PrefillEngines:
             self._part(peers)
             raise
         lines.give_back(client)
-        return PrefillEngine(remote.address, remote.instance, plan, peers, lines, names)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, lines, names)
 
     def _check_names(self, address: Address, names: dict[str, bytes]) -> None:
         # A hello is no secret: whoever repeats another engine's, changed, would be connected in its place. Where the
@@ -253,7 +245,7 @@ class PrefillEngines:
                 for name in source.hellos.keys() & names.keys():
                     if source.hellos[name] != names[name]:
                         raise TransferError(
-                            f"{address} says that it has the agent {printable(name)!r}, which is at {source.address}"
+                            f"{address} says that it has the agent {one_line(name)!r}, which is at {source.address}"
                         )
 
     def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[HandshakePayload], list[bytes]]:
@@ -288,7 +280,7 @@ class PrefillEngines:
         tp_size = len({tp for _, tp in roster.ranks})
         for field_name, told, found in (
             ("remote_engine_id", remote.engine_id, roster.engine_id),
-            ("kvhma.instance", f"{remote.instance:016x}", roster.instance.hex()),
+            ("kvhma.instance", f"{remote.incarnation_id:016x}", roster.incarnation_id.hex()),
             ("tp_size", remote.tp_size or tp_size, tp_size),
         ):
             if told != found:

@@ -34,10 +34,10 @@ from kvhma.nixl import Agent, TransferHandle
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
-from kvhma.vllm.scheduler.leases import Lease, claim_all
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.worker.lease import Lease, claim_all
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 
 logger = logging.getLogger("vllm.kvhma")
@@ -213,7 +213,7 @@ class KvhmaWorker:
         found: dict[int, tuple[PrefillEngine, list[QueuedLoad]]] = {}
         for order in orders:
             try:
-                source = self._peers.borrow(order.load.remote.life, partial(self._met, order))
+                source = self._peers.borrow(order.load.remote.incarnation, partial(self._met, order))
             except Exception as error:
                 self._fail(order.load.request_id, explain(error))
                 continue
@@ -223,7 +223,7 @@ class KvhmaWorker:
 
     def _claim(self, source: PrefillEngine, orders: list[QueuedLoad]) -> list[ActiveLoad]:
         """Claim what some loads read from one engine. It answers while they are planned and posted."""
-        claims = [LeaseClaim(order.load.remote.hold, order.load.reader) for order in orders]
+        claims = [LeaseClaim(order.load.remote.lease_key, order.load.reader) for order in orders]
         try:
             leases = claim_all(
                 source.lines,
@@ -345,7 +345,7 @@ class KvhmaWorker:
         moving.lease.close()
         self._peers.give_back(moving.source)
         with self._lock:
-            self._stats.count("fences", moving.lease.fences)
+            self._stats.count("fences", moving.lease.late_checks)
         if moving.error is not None or moving.planned is None:
             self._fail(moving.load.request_id, explain(moving.error or RuntimeError("a load without a plan")))
             return

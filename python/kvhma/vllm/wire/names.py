@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host names of other engines: resolved beside everything else, since a name service takes the time it likes."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import threading
+from concurrent.futures import Future
+from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREAM, gaierror, getaddrinfo, getnameinfo
+
+from kvhma.errors import HandshakeTimeoutError
+from kvhma.text import one_line
+from kvhma.vllm.wire.params import Address
+
+_MAX_LOOKUPS = 64
+"""Names that are looked up at a time."""
+
+_lookups: dict[Address, Future[Address]] = {}
+_lookups_lock = threading.Lock()
+
+
+def is_numeric(address: Address) -> bool:
+    """Return whether the host of an address is an IP address and no name."""
+    host, _, scope = address.host.partition("%")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
+
+
+def endpoint(address: Address) -> str:
+    """Return an address as ZMQ writes it."""
+    return f"tcp://[{address.host}]:{address.port}" if ":" in address.host else f"tcp://{address}"
+
+
+def look_up(address: Address) -> Future[Address]:
+    """Start to find the numeric form of an address, in a thread of its own.
+
+    ZMQ would look names up in the one thread that serves all sockets of the process, so it is given none. The result
+    may be a HandshakeTimeoutError: the name is not known, or no name service answers.
+
+    Raises:
+        HandshakeTimeoutError: too many names are being looked up.
+    """
+    found: Future[Address] = Future()
+    if is_numeric(address):
+        found.set_result(address)
+        return found
+    with _lookups_lock:
+        if address in _lookups:
+            return _lookups[address]
+        if len(_lookups) >= _MAX_LOOKUPS:
+            raise HandshakeTimeoutError(f"{len(_lookups)} other names are being looked up")
+        try:
+            threading.Thread(target=_look_up, args=(address, found), name="kvhma-look-up", daemon=True).start()
+        except RuntimeError as error:
+            raise HandshakeTimeoutError(f"remote_host {address.host!r} cannot be looked up: {error}") from error
+        _lookups[address] = found
+    return found
+
+
+def _look_up(address: Address, found: Future[Address]) -> None:
+    try:
+        # A listener at a name is bound to its first address of IPv4, if it has one.
+        for family in (AF_INET, AF_INET6):
+            with contextlib.suppress(gaierror):
+                ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)
+                found.set_result(Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port))
+                return
+        raise OSError("the name is not known")
+    except BaseException as error:
+        found.set_exception(HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}"))
+    finally:
+        with _lookups_lock:
+            _lookups.pop(address, None)
+
+
+def resolve(address: Address, timeout: float) -> Address:
+    """Return the numeric form of an address; wait `timeout` seconds for it at most.
+
+    Raises:
+        HandshakeTimeoutError: the name is not known, or no name service answers in time.
+    """
+    try:
+        return look_up(address).result(timeout)
+    except TimeoutError as error:
+        raise HandshakeTimeoutError(f"remote_host {address.host!r} was not looked up in {timeout} s") from error
