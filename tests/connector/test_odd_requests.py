@@ -53,13 +53,13 @@ def staged_request(tokens=40):
 
 def staging_half():
     made = half()
-    made._engine = dataclasses.replace(made._engine, host_staged=True)
+    made.context.engine = dataclasses.replace(made.context.engine, host_staged=True)
     return made
 
 
 def scheduled(p, name, count, held):
-    p.manager = SimpleNamespace(get_block_ids=lambda _: held)
-    return p.step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).stage
+    p.context.manager = SimpleNamespace(get_block_ids=lambda _: held)
+    return p.step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).copy_to_host
 
 
 def test_blocks_of_a_request_that_was_preempted_are_copied_again():
@@ -92,7 +92,7 @@ def test_a_prompt_is_copied_once():
             assert len(scheduled(p, "r", count, tables(p))) == copies
         asked.num_computed_tokens = 42
         assert p.finish(asked, tables(p))[0]
-        assert (p._staging, p._staged) == ({}, {})
+        assert (p.prefill._to_stage, p.prefill._staged) == ({}, {})
     finally:
         p.close()
 
@@ -100,7 +100,7 @@ def test_a_prompt_is_copied_once():
 def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
     p = staging_half()
     try:
-        p._engine = dataclasses.replace(p._engine, has_state=True)
+        p.context.engine = dataclasses.replace(p.context.engine, has_state=True)
         asked = staged_request(tokens=1)
         p.add(asked)
         asked.num_computed_tokens = 0
@@ -123,8 +123,9 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
     other.read_from(one)
     engines = (one, other)
     for engine in engines:
-        engine.half._ledger._lease = 0.3
-        engine.half._settings = dataclasses.replace(engine.half._settings, kv_lease_duration=0.3)
+        engine.half.context.leases._lease = 0.3
+        context = engine.half.context
+        context.settings = dataclasses.replace(context.settings, kv_lease_duration=0.3)
     prompts = {"x": [1] * 20, "y": [2] * 20}
     one.add("x", prompts["x"], 1, dict(REMOTE))
     other.add("y", prompts["y"], 1, dict(REMOTE))
@@ -139,8 +140,8 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
         for engine in engines:
             engine.step()
             # What the thread that tells of leases does.
-            for pull in engine.half._pulls.values():
-                engine.source.half._ledger.renew([LeaseClaim(pull.remote.lease_key, pull.reader)])
+            for load in engine.half.decode.pending.values():
+                engine.source.half.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
         time.sleep(0.01)
     assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
 
@@ -153,7 +154,7 @@ def test_a_window_that_p_has_passed_is_no_failed_request():
         for name in "pd"
     )
     d.read_from(p)
-    d.half._engine = dataclasses.replace(d.half._engine, backoff=3)
+    d.half.context.engine = dataclasses.replace(d.half.context.engine, backoff=3)
     tokens = [1] * 18
     p.add("x", tokens, 1, dict(REMOTE))
     while "x" not in p.finished:

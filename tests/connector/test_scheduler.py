@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma import Geometry
-from kvhma.nixl import encode_handshake
+from kvhma.nixl import encode_hello
+from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
-from kvhma.vllm.scheduler.scheduler import EngineFacts, KvhmaScheduler
+from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import Address
 from support.engines.engine import free_port
@@ -79,7 +80,9 @@ def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):
 
 
 def tables(half_, start=1):
-    return [list(range(start + 20 * index, start + 20 * index + 10)) for index in range(len(half_._geometry.groups))]
+    return [
+        list(range(start + 20 * index, start + 20 * index + 10)) for index in range(len(half_.context.geometry.groups))
+    ]
 
 
 def blocks(half_):
@@ -123,7 +126,7 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
     assert d.step(STEP).loads == []
     assert p.step(STEP).sent == []
     d.results(output(["r"]))
-    until(lambda: len(p._ledger) == 0)
+    until(lambda: len(p.context.leases) == 0)
     assert p.step(STEP).sent == ["at p"]
     assert p.step(STEP).sent == []
     assert d.matched_tokens(asked, 0) == (0, False)
@@ -141,10 +144,10 @@ def test_p_is_told_whatever_happens(p, d, after):
     else:
         d.allocated(asked, blocks(d), 40)
         d.finish(asked, tables(d))
-        assert len(p._ledger) == 1
+        assert len(p.context.leases) == 1
         d.results(output(["r"]))
-    until(lambda: len(p._ledger) == 0)
-    assert d._pulls == {}
+    until(lambda: len(p.context.leases) == 0)
+    assert d.decode.pending == {}
 
 
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_is_not(p, d):
@@ -206,12 +209,12 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     assert (metadata.loads, metadata.refusals) == ([], {})
     assert d.finish(other, tables(d)) == (False, None)
     assert d.take_stats().data["computed_other_prompt"] == 1
-    assert d._courier._sessions == {}, "P has not heard of it"
+    assert d.decode.renewer._sessions == {}, "P has not heard of it"
     right = request(params=params)
     d.add(right)
     load(d, right)
     d.results(output(["r"]))
-    until(lambda: len(p._ledger) == 0)
+    until(lambda: len(p.context.leases) == 0)
     assert p.step(STEP).sent == ["at p"]
     assert p.take_stats() is None, "no lease ended unread"
 
@@ -237,8 +240,8 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
     d.allocated(asked, blocks(d), 40)
     assert "kvhma.digest" in d.step(STEP).refusals["r"]
     d.results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
-    assert d._courier._sessions == {}
-    assert len(p._ledger) == 1
+    assert d.decode.renewer._sessions == {}
+    assert len(p.context.leases) == 1
 
 
 def test_samples_of_one_prompt(p, d):
@@ -250,7 +253,7 @@ def test_samples_of_one_prompt(p, d):
     readers = {load(d, asked).reader for asked in samples}
     assert len(readers) == 3
     for number, asked in enumerate(samples):
-        assert len(p._ledger) == 1, number
+        assert len(p.context.leases) == 1, number
         d.results(output([asked.request_id]))
     until(lambda: p.step(STEP).sent == ["at p"])
 
@@ -284,7 +287,7 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
     until(lambda: d.matched_tokens(late, 0) == (0, False))
     d.allocated(late, blocks(d), 0)
     assert d.finish(late, tables(d)) == (False, None)
-    assert d._pulls == {}
+    assert d.decode.pending == {}
     assert d.take_stats().data["computed_late_sibling"] == 1
 
 
@@ -330,7 +333,7 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
         if what != "fail":  # answered, or not wanted any more
             until(lambda: p.step(STEP).sent == ["at p"])
             return
-        until(lambda: not any(held.readers for held in p._ledger._held.values()))
+        until(lambda: not any(held.readers for held in p.context.leases._held.values()))
         assert p.step(STEP).sent == []
         again = request(params=params)
         second.add(again)

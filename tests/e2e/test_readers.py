@@ -117,7 +117,7 @@ def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote,
         dies.generate(first, max_tokens=2000)
         answer = decode(dies, second, params)  # it waits for the other one, and claims the blocks meanwhile
         until = time.monotonic() + 10
-        while "readers={}" in str(p.core("e2e_connector", "_scheduler._ledger._held")):
+        while "readers={}" in str(p.core("e2e_connector", "_scheduler.context.leases._held")):
             assert time.monotonic() < until
             time.sleep(0.05)
         dies.kill()

@@ -217,7 +217,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy what others will read to host memory, if that is where they read it."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata) and self._memory is not None:
-            for spans in metadata.stage:
+            for spans in metadata.copy_to_host:
                 self._memory.leaving(spans)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -87,10 +87,10 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
         if here != there:
             hint = "; if they are the same, set model_id on both sides" if name in ("model", "revision") else ""
             raise UnsupportedPairError(
-                f"{name} of the model is {_show(here)} here, {_show(there)} at the prefill engine: "
+                f"{name} of the model is {_quoted(here)} here, {_quoted(there)} at the prefill engine: "
                 f"its caches hold other values{hint}"
             )
 
 
-def _show(value: str | None) -> str:
+def _quoted(value: str | None) -> str:
     return "not set" if value is None else repr(one_line(value, 300))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two halves of the connector tell each other in every step, through vLLM."""
+"""What the connector's scheduler and its workers tell each other in every step, through vLLM."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: requests to read.
         refusals: requests that cannot be read, and why; the workers report them as failed.
-        sent: requests whose blocks nobody wants any more, to be reported as sent.
-        stage: blocks to copy to host memory after this step, for each group.
+        sent: requests whose blocks are not kept for others any more, to be reported as sent.
+        copy_to_host: blocks to copy to host memory after this step: for each request, a span for each group.
         idle: whether nothing is computed in this step.
     """
 
     loads: list[Load] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     sent: list[str] = field(default_factory=list)
-    stage: list[tuple[Span, ...]] = field(default_factory=list)
+    copy_to_host: list[tuple[Span, ...]] = field(default_factory=list)
     idle: bool = False
 
 
@@ -64,7 +64,7 @@ class Failure:
         cause: one of ``refused``, ``handshake``, ``unsupported``, ``request``, ``transfer``, ``peer_lost``,
             ``expired``, ``internal``.
         text: one line.
-        passing: whether another try may end otherwise.
+        passing: whether it may pass, so that the load is tried again.
     """
 
     cause: str

@@ -51,7 +51,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
-from kvhma.vllm.scheduler import scheduler as scheduler_module
+from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import LeaseClaim
 from kvhma.vllm.worker import worker as worker_module
@@ -108,7 +108,7 @@ class EngineShape:
 
 
 @functools.cache
-def _config(name: str, recompute: bool, role: str) -> VllmConfig:
+def vllm_config_of(name: str, recompute: bool, role: str) -> VllmConfig:
     model = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -176,29 +176,29 @@ def _spec(group: GroupShape, shape: EngineShape) -> KVCacheSpec:
     return spec
 
 
-class Books:
-    """Stands for the thread that tells P of leases: what D says reaches P's ledger at once, or with its next step."""
+class DirectRenewer:
+    """Stands for the thread that renews leases: what D says reaches P's lease table at once."""
 
     def __init__(self, **_: Any) -> None:
-        self.desk: Any = None
+        self.leases: Any = None
 
     def track(self, address: Any, claim: LeaseClaim, every: float) -> None:
-        if self.desk is not None:
-            self.desk.renew([claim])
+        if self.leases is not None:
+            self.leases.renew([claim])
 
     def held(self, address: Any, claim: LeaseClaim) -> bool:
-        return self.desk is not None and self.desk.renew([claim]) != [None]
+        return self.leases is not None and self.leases.renew([claim]) != [None]
 
     def release(self, address: Any, claim: LeaseClaim, outcome: Outcome) -> None:
-        if self.desk is not None:
-            self.desk.release([claim], outcome)
+        if self.leases is not None:
+            self.leases.release([claim], outcome)
 
     def close(self) -> None:
         pass
 
 
 def _scheduler(shape: EngineShape) -> Scheduler:
-    config = copy.copy(_config(shape.name, shape.recompute, shape.role))
+    config = copy.copy(vllm_config_of(shape.name, shape.recompute, shape.role))
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = copy.copy(config.scheduler_config)
     state = [group.block_size for group in shape.groups if group.kind == "state"]
@@ -218,14 +218,14 @@ def _scheduler(shape: EngineShape) -> Scheduler:
     if shape.retention is not None and any(group.kind in ("sliding", "sliding_mla", "state") for group in shape.groups):
         caches.prefix_cache_retention_interval = shape.retention * block_size
     made = AsyncScheduler if shape.overlapped else Scheduler
-    with mock.patch.object(scheduler_module, "LeaseRenewer", Books):
+    with mock.patch.object(decode_module, "LeaseRenewer", DirectRenewer):
         return made(config, caches, _grammars(), block_size=block_size, hash_block_size=hash_size)
 
 
 @functools.cache
 def _grammars() -> StructuredOutputManager:
     init_none_hash(sha256)
-    return StructuredOutputManager(_config("p", True, "kv_both"))
+    return StructuredOutputManager(vllm_config_of("p", True, "kv_both"))
 
 
 # --- memory --------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         self.half = self.connector._scheduler
         self.memory = memory_of(shape.name, shape.groups, shape.num_blocks, shape.ranks)
-        self.half._geometry = self.memory.geometry
+        self.half.context.geometry = self.memory.geometry
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.labels = self.memory.labels
         self.garbage(slice(None))
@@ -382,9 +382,9 @@ class Engine:
     # --- from outside -----------------------------------------------------------------------------------------
 
     def read_from(self, other: Engine) -> None:
-        """Read from another engine, and tell its ledger of leases."""
+        """Read from another engine, and tell its lease table."""
         self.source = other
-        self.half._courier.desk = other.half._ledger
+        self.half.decode.renewer.leases = other.half.context.leases
 
     def add(
         self, name: str, tokens: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: bool
@@ -666,7 +666,7 @@ class Engine:
         """What the worker's half of one rank tells the scheduler's half at the end of a load."""
         load = loading.load
         assert self.source is not None
-        (held,) = self.source.half._ledger.renew([LeaseClaim(load.remote.lease_key, load.reader)])
+        (held,) = self.source.half.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
         if held is None:
             return WorkerReport({load.request_id: Failure("expired", "the lease has ended", passing=False)})
         if loading.outcome != "ok":

@@ -14,7 +14,9 @@ from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.scheduler import scheduler as scheduler_module
+from kvhma.vllm.scheduler import context as context_module
+from kvhma.vllm.scheduler import decode as decode_module
+from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.worker import worker as worker_module
 
@@ -36,14 +38,14 @@ def mutant(name: str, *mixes: str) -> Callable[[Patch], Patch]:
 
 def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], Span]) -> None:
     """Change what D asks for; `change` takes a group, its span, and the tokens that vLLM says were hit."""
-    load = KvhmaScheduler._load
+    load = DecodeScheduler._make_load
 
-    def wrong(self: KvhmaScheduler, *given: Any) -> Load:
+    def wrong(self: DecodeScheduler, *given: Any) -> Load:
         asked = load(self, *given)
-        groups = zip(self._geometry.groups, asked.spans, strict=True)
+        groups = zip(self._context.geometry.groups, asked.spans, strict=True)
         return dataclasses.replace(asked, spans=tuple(change(group, span, asked.cached) for group, span in groups))
 
-    patch.setattr(KvhmaScheduler, "_load", wrong)
+    patch.setattr(DecodeScheduler, "_make_load", wrong)
 
 
 @mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)
@@ -65,7 +67,7 @@ def only_the_window(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D caches blocks that are filled in part", *WINDOWS)
 def never_marked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler_module, "never_cache_before", lambda *_: None)
+    patch.setattr(decode_module, "never_cache_before", lambda *_: None)
 
 
 @mutant("the worker's report is lost", *WINDOWS)
@@ -79,7 +81,7 @@ def one_rank(patch: pytest.MonkeyPatch) -> None:
         return dict(one or other)
 
     patch.setattr(metadata_module, "later", first)
-    patch.setattr(scheduler_module, "later", first)
+    patch.setattr(decode_module, "later", first)
 
 
 @mutant("of two ranks the earlier token counts", "full+sliding", "mla+sliding_mla")
@@ -92,63 +94,63 @@ def earlier(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("one block too few is kept out", *WINDOWS)
 def one_block_less(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler_module.never_cache_before
+    right = decode_module.never_cache_before
 
     def wrong(manager: Any, request_id: str, group: int, token: int) -> None:
         size = manager.coordinator.single_type_managers[group].block_size
         right(manager, request_id, group, token // size * size)
 
-    patch.setattr(scheduler_module, "never_cache_before", wrong)
+    patch.setattr(decode_module, "never_cache_before", wrong)
 
 
 @mutant("the blocks of another group are kept out", "full+sliding", "full+two windows", "mla+sliding_mla")
 def another_group(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler_module.never_cache_before
+    right = decode_module.never_cache_before
 
     def wrong(manager: Any, request_id: str, group: int, token: int) -> None:
         right(manager, request_id, (group + 1) % len(manager.coordinator.single_type_managers), token)
 
-    patch.setattr(scheduler_module, "never_cache_before", wrong)
+    patch.setattr(decode_module, "never_cache_before", wrong)
 
 
 @mutant("blocks are kept out once they are in", *WINDOWS)
 def too_late(patch: pytest.MonkeyPatch) -> None:
-    marked = KvhmaScheduler._keep_unfilled_out
+    marked = DecodeScheduler._keep_unfilled_out
     step = KvhmaScheduler.step
     left: list[Any] = []
 
-    def wrong(self: KvhmaScheduler, *arguments: Any) -> None:
+    def wrong(self: DecodeScheduler, *arguments: Any) -> None:
         left.append(arguments)
 
     def late(self: KvhmaScheduler, output: Any) -> Any:
         while left:
-            marked(self, *left.pop())
+            marked(self.decode, *left.pop())
         return step(self, output)
 
-    patch.setattr(KvhmaScheduler, "_keep_unfilled_out", wrong)
+    patch.setattr(DecodeScheduler, "_keep_unfilled_out", wrong)
     patch.setattr(KvhmaScheduler, "step", late)
 
 
 @mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
 def one_hit(patch: pytest.MonkeyPatch) -> None:
-    load, right = KvhmaScheduler._load, scheduler_module.live_spans
+    load, right = DecodeScheduler._make_load, kvhma.live_spans
 
-    def wrong(self: KvhmaScheduler, request_id: str, pull: Any, blocks: Any, external: int) -> Load:
-        cached = pull.num_tokens - external
+    def wrong(self: DecodeScheduler, request_id: str, pending: Any, blocks: Any, external: int) -> Load:
+        cached = pending.num_tokens - external
 
         def spans(geometry: Any, num_tokens: Any, tables: Any, _: Any) -> list[Span]:
             hits = [0 if group.kind == "ssm" else cached // group.block_size for group in geometry.groups]
             return right(geometry, num_tokens, tables, hits)
 
-        with mock.patch.object(scheduler_module, "live_spans", spans):
-            return load(self, request_id, pull, blocks, external)
+        with mock.patch.object(kvhma, "live_spans", spans):
+            return load(self, request_id, pending, blocks, external)
 
-    patch.setattr(KvhmaScheduler, "_load", wrong)
+    patch.setattr(DecodeScheduler, "_make_load", wrong)
 
 
 @mutant("blocks that were hit are written", "full", "full+sliding", "full+state")
 def hits_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler_module, "hit_blocks", lambda table: 0)
+    patch.setattr(decode_module, "hit_blocks", lambda table: 0)
 
 
 @mutant("a state is not read where D has a hit of attention", "full+state", "full+state+state")
@@ -190,4 +192,4 @@ def no_backoff(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D takes the cache of another prompt", "full", "full+sliding", "full+state")
 def any_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler_module, "prompt_digest", lambda *_, **__: "0" * 32)
+    patch.setattr(context_module, "prompt_digest", lambda *_, **__: "0" * 32)

@@ -41,8 +41,8 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
         request.cache_salt or None,
         _embeddings(request, num_tokens),
     ]
-    # A slice of vLLM's read-only view would be one more pass over all tokens.
-    return digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
+    # The list itself: a slice of vLLM's public view would be one more pass over all tokens.
+    return _kvhma.digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
 
 
 def _adapter(lora: Any, with_path: bool) -> list[str] | None:
@@ -59,6 +59,6 @@ def _embeddings(request: Request, num_tokens: int) -> list[Any] | None:
 
     rows = request.prompt_embeds[:num_tokens].contiguous().cpu()
     mask = getattr(request, "prompt_is_token_ids", None)
-    digest = hashlib.sha256(rows.flatten().view(uint8).numpy())
+    digest = hashlib.sha256(rows.flatten().view(uint8).numpy().data)
     digest.update(b"" if mask is None else bytes(mask[:num_tokens]))
     return [str(rows.dtype), list(rows.shape), mask is not None, digest.hexdigest()]

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from vLLM's configuration once and decides how requests are handed over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhma.vllm.wire.params import Address
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the connector in the scheduler's process has to know of its engine.
+
+    Attributes:
+        engine_id: name of the engine.
+        address: where its listener binds and other engines reach it.
+        tp_size: tensor-parallel ranks.
+        pp_size: pipeline stages.
+        has_state: whether any group keeps recurrent state, which is good for one position only.
+        has_windows: whether any group frees blocks that windows or chunks have passed.
+        backoff: tokens at the end of a prompt that D computes itself.
+        recompute: whether a load that failed is recomputed instead of failing the request.
+        host_staged: whether blocks go through host memory.
+        transfer_groups: which groups of the engine take part.
+        drafted_state: whether decoding leaves a state where the drafts that were accepted ended: in another slot, some
+            rows further, or in a ring. Only behind a prompt it is where another engine looks for it.
+    """
+
+    engine_id: str
+    address: Address
+    tp_size: int
+    pp_size: int
+    has_state: bool
+    backoff: int
+    recompute: bool
+    host_staged: bool
+    transfer_groups: tuple[int, ...]
+    drafted_state: bool = False
+    has_windows: bool = False

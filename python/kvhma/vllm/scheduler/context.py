@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prefill and the decode part of the connector's scheduler share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvhma.errors import RequestError
+from kvhma.geometry import Geometry
+from kvhma.vllm.engine_facts import EngineFacts
+from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.vllm.scheduler.prompt import prompt_digest
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.stats import TransferStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+
+@dataclass
+class SchedulerContext:
+    """An engine as the connector in its scheduler's process knows it.
+
+    Attributes:
+        settings: of the connector.
+        engine: of vLLM.
+        leases: finished requests whose blocks are kept for other engines.
+        stats: what was counted since they were last taken.
+        geometry: caches of the first worker; None until the workers have registered theirs.
+        manager: vLLM's manager of blocks, once it is there.
+    """
+
+    settings: Settings
+    engine: EngineFacts
+    leases: LeaseTable
+    stats: TransferStats = field(default_factory=TransferStats)
+    geometry: Geometry | None = None
+    manager: KVCacheManager | None = None
+
+    def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Choose the block tables of the groups that take part."""
+        groups = self.engine.transfer_groups
+        if groups and len(tables) <= max(groups):
+            raise RequestError(f"{len(tables)} block tables, group {max(groups)} takes part")
+        return [list(tables[index]) for index in groups]
+
+    def prompt_digest(self, request: Request, num_tokens: int) -> str:
+        """Return the digest of the first tokens of a request, see :func:`prompt_digest`."""
+        # An operator who names the model says that adapters of one name are the same too, wherever they lie.
+        return prompt_digest(request, num_tokens, adapter_paths=self.settings.model_id is None)
+
+    def take_stats(self) -> TransferStats | None:
+        """Return what was counted since the last call, None if nothing was."""
+        if self.stats.is_empty():
+            return None
+        stats, self.stats = self.stats, TransferStats()
+        return stats

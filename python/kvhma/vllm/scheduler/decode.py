@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's part of the connector's scheduler: requests whose caches are loaded from P."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import kvhma
+from kvhma.errors import KvhmaError, OtherPromptError, RequestError
+from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
+from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
+from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
+from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.params import LeaseClaim, LeaseKey, PrefillParams, new_nonce
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvhma")
+
+_RENEWALS = 6
+"""In the time of a lease: some may be lost."""
+
+_SAMPLE = re.compile(r"\d+_")
+"""How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
+
+_KEYS_REMEMBERED = 4096
+"""Requests at P that are remembered, to know those that are read again."""
+
+
+class LoadState(enum.Enum):
+    """How far a pending load is."""
+
+    WANTED = enum.auto()
+    LOADING = enum.auto()
+
+
+@dataclass
+class PendingLoad:
+    """A request that is to be loaded from P. It is forgotten once it is loaded, computed here or finished.
+
+    Attributes:
+        remote: what P said; None if it could not be read.
+        refusal: why it cannot be loaded; empty if it can.
+        num_tokens: tokens to have afterwards.
+        state: whether the workers load it.
+        tries: loads so far.
+        finished: whether the request ended while it was loading.
+        aborted: whether it ended because its client aborted it.
+        ask_first: whether others read the same blocks, so that P has to say that it holds them before they are loaded.
+        since: when the request was added, on the monotonic clock.
+        asked_since: when vLLM first asked how much is loaded for it; None before.
+        reader: random number by which P knows this reader of its blocks.
+        first_tokens: of the ranks that have loaded, see `WorkerReport`.
+    """
+
+    remote: PrefillParams | None
+    refusal: str = ""
+    num_tokens: int = 0
+    state: LoadState = LoadState.WANTED
+    tries: int = 0
+    finished: bool = False
+    aborted: bool = False
+    ask_first: bool = False
+    since: float = field(default_factory=time.monotonic)
+    asked_since: float | None = None
+    reader: int = field(default_factory=new_nonce)
+    first_tokens: dict[int, int] = field(default_factory=dict)
+
+
+class DecodeScheduler:
+    """Decides which requests are loaded, and tells P when their blocks are not needed any more.
+
+    Attributes:
+        pending: requests that are to be loaded, by id.
+        renewer: the thread that renews and releases leases.
+    """
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Start the thread that renews leases."""
+        settings = context.settings
+        self._context = context
+        self.renewer = LeaseRenewer(timeout=settings.handshake_timeout, max_peers=settings.max_peers)
+        self.pending: dict[str, PendingLoad] = {}
+        self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
+        """Whether a request at P has more than one reader here, or may have."""
+        self._metadata = StepMetadata()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self.renewer.close()
+
+    def add(self, request: Request, params: dict[str, Any]) -> None:
+        """Take a new request whose prompt another engine has computed."""
+        load = self._read(request, params)
+        if load is not None:
+            self.pending[request.request_id] = load
+
+    def refuse(self, request_id: str, text: str) -> None:
+        """Take a new request that cannot be loaded."""
+        self.pending[request_id] = PendingLoad(None, text)
+
+    def take_metadata(self) -> StepMetadata:
+        """Return the loads and refusals since the last call."""
+        metadata, self._metadata = self._metadata, StepMetadata()
+        return metadata
+
+    def finish(self, request: Request) -> bool:
+        """Take note that a request has ended; return whether it was one to be loaded."""
+        load = self.pending.get(request.request_id)
+        if load is None:
+            return False
+        load.finished = True
+        load.aborted = request.status.name == "FINISHED_ABORTED"
+        if load.state is not LoadState.LOADING:
+            self._end(request.request_id, read=load.aborted)
+        return True
+
+    def _read(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
+        """Return what is to be loaded, None if nothing is. P hears of a request only if the parameters are of it."""
+        if params.get("do_remote_decode"):
+            return PendingLoad(None, "kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+        try:
+            remote = PrefillParams.from_params(params, num_prompt_tokens=request.num_prompt_tokens)
+            if self._context.prompt_digest(request, remote.num_tokens) != remote.prompt:
+                raise OtherPromptError(
+                    f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
+                )
+        except OtherPromptError as error:
+            self._compute_here(request.request_id, "other_prompt", str(error))
+            return None
+        except KvhmaError as error:
+            return PendingLoad(None, str(error))
+        if self._context.geometry is None or not self._context.geometry.groups:
+            return PendingLoad(None, "this engine has no caches that were registered")
+        return self._start(request, remote)
+
+    def _start(self, request: Request, remote: PrefillParams) -> PendingLoad | None:
+        """Claim what P holds for a request; None if all of it is computed here."""
+        engine = self._context.engine
+        most = request.num_prompt_tokens - engine.backoff
+        load = PendingLoad(
+            remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
+        )
+        if remote.num_tokens > most and (engine.has_state or engine.has_windows):
+            text = (
+                f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most {most} can be "
+                f"taken over: the last {engine.backoff} are computed here, for a state, for a window or for "
+                "num_speculative_tokens, and P leaves as many with equal settings and without prompt_logprobs"
+            )
+            self._compute_here(request.request_id, "state_ahead", text)
+            load.num_tokens = 0
+        if load.num_tokens <= 0:
+            self._release(load, read=True)
+            return None
+        self.renewer.track(remote.address, LeaseClaim(remote.lease_key, load.reader), every=remote.lease / _RENEWALS)
+        return load
+
+    def _is_shared(self, request: Request, key: LeaseKey) -> bool:
+        """Return whether other requests may come, or have come, with the same parameters."""
+        known = key in self._shared
+        self._shared[key] = known or _SAMPLE.match(request.request_id) is not None
+        self._shared.move_to_end(key)
+        if len(self._shared) > _KEYS_REMEMBERED:
+            self._shared.popitem(last=False)
+        return self._shared[key]
+
+    def _compute_here(self, request_id: str, reason: str, text: str) -> None:
+        logger.warning("kvhma: request %s is computed here: %s", request_id, text)
+        self._context.stats.count(f"computed_{reason}")
+
+    def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.
+
+        vLLM asks again in each step until the request is scheduled. The answer is the same unless P has answered or
+        the request has waited too long.
+        """
+        load = self.pending.get(request.request_id)
+        if load is None:
+            return 0, False
+        if load.refusal or load.remote is None:
+            # The workers report it as a load that failed, so that kv_load_failure_policy decides about it.
+            wanted = request.num_prompt_tokens - local
+            return (wanted, True) if wanted > 0 else (0, False)
+        held = self._held_at_p(load, load.remote)
+        if held is None:
+            return None, False
+        if not held:
+            reason, text = "late_sibling", "others have read what P held for it, and its lease has ended"
+        elif self._starved(load):
+            reason = "no_room"
+            text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
+        else:
+            wanted = load.num_tokens - local
+            return (wanted, True) if wanted > 0 else (0, False)
+        self._compute_here(request.request_id, reason, text)
+        self._end(request.request_id, read=True)
+        return 0, False
+
+    def _held_at_p(self, load: PendingLoad, remote: PrefillParams) -> bool | None:
+        """Return whether P still holds what is to be loaded; None if it has to answer first."""
+        if not load.ask_first:
+            return True
+        held = self.renewer.held(remote.address, LeaseClaim(remote.lease_key, load.reader))
+        if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
+            return True  # the load finds that P does not answer, and kv_load_failure_policy decides
+        return held
+
+    def _starved(self, load: PendingLoad) -> bool:
+        """Return whether a load has waited for blocks for a lease, while others have yet to read from here."""
+        now = time.monotonic()
+        if load.asked_since is None:
+            load.asked_since = now
+        return len(self._context.leases) > 0 and now - load.asked_since > self._context.settings.kv_lease_duration
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
+        request_id = request.request_id
+        load = self.pending.get(request_id)
+        if load is None or load.state is not LoadState.WANTED:
+            return
+        if external <= 0:
+            self._end(request_id, read=True)
+            return
+        load.state = LoadState.LOADING
+        load.tries += 1
+        load.first_tokens = {}
+        if not load.refusal:
+            try:
+                self._metadata.loads.append(self._make_load(request_id, load, blocks, external))
+            except KvhmaError as error:
+                load.refusal = str(error)
+        if load.refusal:
+            logger.warning("kvhma: request %s cannot be loaded: %s", request_id, load.refusal)
+            self._metadata.refusals[request_id] = load.refusal
+
+    def _make_load(self, request_id: str, load: PendingLoad, blocks: KVCacheBlocks, external: int) -> Load:
+        geometry = self._context.geometry
+        if load.remote is None or geometry is None:
+            raise RequestError("there is nothing to load it from")
+        tables = self._context.transfer_tables([[block.block_id for block in table] for table in blocks.blocks])
+        # Each group has a hit of its own: the one that vLLM names is that of full attention.
+        groups = zip(self._context.engine.transfer_groups, geometry.groups, strict=True)
+        hits = [0 if group.kind == "ssm" else hit_blocks(blocks.blocks[index]) for index, group in groups]
+        return Load(
+            request_id=request_id,
+            remote=load.remote,
+            reader=load.reader,
+            num_tokens=load.num_tokens,
+            cached=load.num_tokens - external,
+            spans=tuple(kvhma.live_spans(geometry, load.num_tokens, tables, hits)),
+        )
+
+    def results(self, output: KVConnectorOutput) -> None:
+        """Take note of the loads that have ended."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            report = WorkerReport()
+        for request_id, tokens in report.first_tokens.items():
+            if (load := self.pending.get(request_id)) is not None:
+                load.first_tokens = later(load.first_tokens, tokens)
+        for request_id, failure in report.failures.items():
+            load = self.pending.get(request_id)
+            if load is not None and not failure.passing:
+                load.refusal = load.refusal or failure.text
+        failed = output.failed_recving or set()
+        for request_id in output.finished_recving or ():
+            load = self.pending.get(request_id)
+            if load is not None:
+                self._loaded(request_id, load, failed=request_id in failed)
+
+    def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
+        recompute = self._context.engine.recompute
+        if not failed and not load.finished:
+            self._keep_unfilled_out(request_id, load.first_tokens)
+        may_try_again = not load.refusal and load.tries <= self._context.settings.load_retries
+        if failed and may_try_again and not load.finished and recompute:
+            load.state = LoadState.WANTED
+        else:
+            # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
+            self._end(request_id, read=not failed or recompute or load.aborted)
+
+    def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
+        """Keep blocks that the load has not filled from their first token on out of the prefix cache."""
+        if self._context.manager is not None:
+            for group, token in first_tokens.items():
+                never_cache_before(
+                    self._context.manager, request_id, self._context.engine.transfer_groups[group], token
+                )
+
+    def _end(self, request_id: str, *, read: bool) -> None:
+        self._release(self.pending.pop(request_id), read=read)
+
+    def _release(self, load: PendingLoad, *, read: bool) -> None:
+        """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
+        if load.remote is not None:
+            key = load.remote.lease_key
+            outcome = (
+                (Outcome.READ_SHARED if self._shared.get(key, False) else Outcome.READ) if read else Outcome.UNREAD
+            )
+            self.renewer.release(load.remote.address, LeaseClaim(key, load.reader), outcome)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's part of the connector's scheduler: requests that are computed here and kept until others have read them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import kvhma
+from kvhma import _kvhma
+from kvhma.errors import KvhmaError
+from kvhma.geometry import Geometry, Span
+from kvhma.vllm.metadata import StepMetadata
+from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.wire.params import PrefillParams, new_nonce
+from kvhma.vllm.wire.server import Listener
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvhma")
+
+_FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+_PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
+"""Fields of vLLM's request with an entry for each token of the prompt; None where a prompt has none of the kind."""
+
+
+class PrefillScheduler:
+    """Hands requests over: their blocks are kept, and the parameters of their decode request name them."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Start; other engines are answered from :meth:`serve` on."""
+        self._context = context
+        self._incarnation_id = new_nonce()
+        self._listener: Listener | None = None
+        self._shortened: set[str] = set()
+        """Requests that stop before the tokens that D computes itself."""
+        self._to_stage: dict[str, Request] = {}
+        """Requests whose blocks are copied to host memory when their prompt is computed."""
+        self._staged: dict[str, int] = {}
+        """How often a request had been preempted when its blocks were copied."""
+
+    def close(self) -> None:
+        """Stop to answer other engines."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def serve(self, hellos: Mapping[tuple[int, int], bytes]) -> None:
+        """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank."""
+        if self._listener is None:
+            self._listener = Listener(
+                self._context.engine.address,
+                engine_id=self._context.engine.engine_id,
+                incarnation_id=self._incarnation_id,
+                hellos=hellos,
+                leases=self._context.leases,
+            )
+
+    def add(self, request: Request) -> None:
+        """Take a new request whose decode another engine does."""
+        # Log-probabilities of the prompt are wanted of all of its tokens.
+        if self._left_to_d(request) and not request.get_skip_reading_prefix_cache():
+            shorten_prompt(request, request.num_prompt_tokens - self._context.engine.backoff)
+            self._shortened.add(request.request_id)
+        if self._context.engine.host_staged:
+            self._to_stage[request.request_id] = request
+
+    def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Tell the workers which requests are not kept any more, and what to copy to host memory."""
+        released, expired = self._context.leases.drain_ended()
+        metadata.sent = released + expired
+        self._context.stats.count("expired", len(expired))
+        if expired:
+            logger.warning("kvhma: the leases of %d requests ended before they were read: %s", len(expired), expired)
+        if self._to_stage:
+            metadata.copy_to_host = self._finished_prefills(output)
+
+    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Keep the blocks of a request that has ended, if a decode engine is to read them.
+
+        Returns:
+            ``kv_transfer_params`` for the decode request; None if the blocks are not kept.
+        """
+        self._to_stage.pop(request.request_id, None)
+        self._staged.pop(request.request_id, None)
+        remote = self._hand_over(request, tables)
+        self._shortened.discard(request.request_id)
+        return None if remote is None else remote.to_params(pp_size=self._context.engine.pp_size)
+
+    def _hand_over(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
+        params, geometry = request.kv_transfer_params, self._context.geometry
+        if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
+            return None
+        if request.status.name not in _FINISHED_WELL:
+            return None
+        tokens = self._tokens_to_hand_over(request)
+        spans = None if tokens is None else self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
+        if tokens is None or spans is None:
+            return None
+        engine = self._context.engine
+        return PrefillParams(
+            address=engine.address,
+            engine_id=engine.engine_id,
+            incarnation_id=self._incarnation_id,
+            lease_key=self._context.leases.add(request.request_id),
+            lease=self._context.settings.kv_lease_duration,
+            num_tokens=tokens,
+            prompt=self._context.prompt_digest(request, tokens),
+            spans=tuple(spans),
+            tp_size=engine.tp_size,
+        )
+
+    def _left_to_d(self, request: Request) -> int:
+        """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""
+        backoff = self._context.engine.backoff
+        return backoff if request.request_id not in self._shortened and request.num_prompt_tokens > backoff else 0
+
+    def _tokens_to_hand_over(self, request: Request) -> int | None:
+        """Return how many tokens the caches of a request hold for a decode engine; None if its state is elsewhere."""
+        engine = self._context.engine
+        tokens: int = request.num_computed_tokens
+        if not engine.has_state:
+            # P sampled what follows, or D computes it; a cache of tokens can be used for fewer of them.
+            return min(tokens, request.num_prompt_tokens - self._left_to_d(request))
+        decoded = tokens - request.num_prompt_tokens
+        if decoded <= 0 or not (engine.drafted_state or engine.host_staged):
+            return tokens
+        if engine.drafted_state:
+            how = f"it decoded {decoded} tokens with speculative_config, and the state of a recurrent layer is then "
+            where = "where the accepted drafts ended"
+        else:
+            how = f"it decoded {decoded} tokens, and the state of a recurrent layer in host memory "
+            where = "(kv_buffer_device, host_staged) is that of its prompt"
+        text = "kvhma: request %s is not handed over: %s%s; ask P for max_tokens=1"
+        logger.warning(text, request.request_id, how, where)
+        return None
+
+    def _spans_to_hand_over(
+        self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
+    ) -> list[Span] | None:
+        """Return all blocks that are still held; None if one is missing of the windows and chunks after `tokens`."""
+        try:
+            spans = kvhma.live_spans(geometry, None, self._context.transfer_tables(tables))
+            needed = _kvhma.first_entries(geometry.core, tokens, [0] * len(spans))
+        except KvhmaError:
+            logger.exception("kvhma: the blocks of %s cannot be handed over", request_id)
+            return None
+        if any(span.first > first for span, first in zip(spans, needed, strict=True)):
+            logger.warning(
+                "kvhma: request %s is not handed over: the window of token %d begins in a block that is not held any "
+                "more, since more tokens than that were computed here; its decode engine computes it itself",
+                request_id,
+                tokens,
+            )
+            return None
+        return spans
+
+    def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[Span, ...]]:
+        """Return the blocks of the requests whose prompt is computed in this step, before another engine reads them.
+
+        Again after each preemption: the request has other blocks then, which may all be hits of the prefix cache.
+        """
+        geometry, manager = self._context.geometry, self._context.manager
+        finished = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._to_stage.get(request_id)
+            if request is None or request.num_computed_tokens + count < request.num_prompt_tokens:
+                continue
+            if self._staged.get(request_id) == request.num_preemptions:
+                continue
+            self._staged[request_id] = request.num_preemptions
+            if geometry is not None and manager is not None:
+                tables = self._context.transfer_tables(manager.get_block_ids(request_id))
+                finished.append(tuple(kvhma.live_spans(geometry, None, tables)))
+        return finished
+
+
+def shorten_prompt(request: Request, num_tokens: int) -> None:
+    """Make a request one for the first tokens of its prompt, and for one token that P samples only to end it.
+
+    A recurrent state is that of the last token computed, and a block that a window has passed is freed. So P must not
+    compute the tokens that D computes again:
+
+        prompt       t0 t1 ... t(n-2) | t(n-1)
+        P computes   ----------------->                its state is that of t(n-2), its windows are those of t(n-1)
+        D computes                      ------> t(n)
+
+    Block hashes of the whole prompt stay: vLLM uses them for computed tokens only.
+    """
+    # Copies: samples of one prompt share its lists where engine and front end are one process.
+    for name in _PROMPT_FIELDS:
+        tokens = getattr(request, name, None)
+        if tokens is not None:
+            setattr(request, name, tokens[:num_tokens])
+    # In place: the request's public view is of this very list.
+    del request._all_token_ids[num_tokens:]
+    request.num_prompt_tokens = num_tokens
+    request.max_tokens = 1
