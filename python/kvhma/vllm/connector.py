@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector as vLLM sees it: each method goes to the half that runs in this process."""
+"""The connector as vLLM sees it: in the scheduler's process a KvhmaScheduler, in a worker's a KvhmaWorker."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvhma.errors import KvhmaError
-from kvhma.nixl import Agent, AgentOptions
+from kvhma.errors import KvhmaError, SettingsError
+from kvhma.geometry import Geometry
+from kvhma.nixl import Agent
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
@@ -30,6 +31,7 @@ from kvhma.vllm.engine_config import (
 from kvhma.vllm.formats import taking_part
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.identity import encode_extra
+from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.memory import DeviceMemory, HostStaging, Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
@@ -64,7 +66,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Check the engine's configuration and start the half that this process needs.
+        """Check the engine's configuration and start what the scheduler's process needs.
 
         Raises:
             SettingsError: a setting is unknown or has a wrong value.
@@ -75,7 +77,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_config(vllm_config)
         # vLLM's threads spin while they wait for each other, and a thread of ours gets its turn only after this long.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-        self._scheduler_half: KvhmaScheduler | None = None
+        engine_id = self._kv_transfer_config.engine_id
+        if engine_id is None:
+            raise SettingsError("kv_transfer_config: engine_id is None, expected the name of the engine")
+        self._engine_id = engine_id
+        self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
         self._hello: WorkerHello | None = None
         self._sent: set[str] = set()
@@ -85,13 +91,13 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.ignored:
                 logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
-            self._scheduler_half = KvhmaScheduler(self._settings, facts)
+            self._kvhma_scheduler = KvhmaScheduler(self._settings, facts)
 
     @property
     def _scheduler(self) -> KvhmaScheduler:
-        if self._scheduler_half is None:
+        if self._kvhma_scheduler is None:
             raise RuntimeError("this is the worker's side of the connector")
-        return self._scheduler_half
+        return self._kvhma_scheduler
 
     # --- scheduler's side ----------------------------------------------------------------------------------
 
@@ -108,7 +114,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what the workers say of themselves, and start to answer other engines."""
+        """Take the hellos of the workers, and start to answer other engines."""
         self._scheduler.serve(metadata)
 
     def on_new_request(self, request: Request) -> None:
@@ -128,7 +134,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return the orders of this step."""
+        """Return the loads of this step, and what else the workers have to know."""
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -155,28 +161,13 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """
         config = self._vllm_config
         place = place_of(config)
-        groups = (self._kv_cache_config.kv_cache_groups[index] for index in taking_part(self._kv_cache_config))
-        names = {name for group in groups for name in group.layer_names}
-        caches = {name: cache for name, cache in kv_caches.items() if name in names}
-        copy = HostStaging(caches) if host_staged(config, self._settings) else None
-        geometry = geometry_of(
-            self._kv_cache_config,
-            caches if copy is None else copy.caches,
-            place,
-            writer=writer_of(config),
-        )
-        if copy is None:
-            self._memory = DeviceMemory(geometry, caches)
-        else:
-            copy.describe(geometry)
-            self._memory = copy
-        engine_id = self._kv_transfer_config.engine_id
+        geometry, self._memory = self._describe(kv_caches, place)
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
-        agent = self._agent(f"kvhma-{engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
+        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
         agent.register(geometry)
         identity = identity_of(config, self._settings)
-        self._hello = WorkerHello(agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__)))
-        self._worker = KvhmaWorker(self._settings, engine_id, identity, geometry, agent, self._memory)
+        self._hello = WorkerHello(agent.hello(geometry, encode_extra(identity, vllm=vllm.__version__)))
+        self._worker = KvhmaWorker(self._settings, self._engine_id, identity, geometry, agent, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
             "kvhma: %d layers in %d regions, groups: %s; hello of %d bytes",
@@ -185,6 +176,21 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             kinds,
             len(self._hello.data),
         )
+
+    def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> tuple[Geometry, Memory]:
+        """Return the geometry of the caches that take part, and the memory in which others read them."""
+        config, layout = self._vllm_config, self._kv_cache_config
+        groups = (layout.kv_cache_groups[index] for index in taking_part(layout))
+        names = {name for group in groups for name in group.layer_names}
+        caches = {name: cache for name, cache in kv_caches.items() if name in names}
+        writer = writer_of(config)
+        if not host_staged(config, self._settings):
+            geometry = geometry_of(layout, caches, place, writer=writer)
+            return geometry, DeviceMemory(geometry, caches)
+        staging = HostStaging(caches)
+        geometry = geometry_of(layout, staging.caches, place, writer=writer)
+        staging.describe(geometry)
+        return geometry, staging
 
     def _agent(self, name: str) -> Agent:
         settings = self._settings
@@ -196,11 +202,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what this worker says of itself."""
+        """Return the hello of this worker."""
         return self._hello
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Hand over the orders of this step; returns at once."""
+        """Start the loads of this step; returns at once."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
             self._sent.update(metadata.sent)
@@ -214,7 +220,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Others read the caches where they are."""
 
     def wait_for_save(self) -> None:
-        """Copy what others will read to host memory, if that is where they read it."""
+        """Copy what others will read to host memory, if they read it there."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata) and self._memory is not None:
             for spans in metadata.copy_to_host:
@@ -241,14 +247,14 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Return what was measured since the last call."""
-        half = self._worker or self._scheduler
-        return None if half is None else half.take_stats()
+        part = self._worker or self._kvhma_scheduler
+        return None if part is None else part.take_stats()
 
     def shutdown(self) -> None:
         """Stop the threads and give everything back."""
-        for half in (self._worker, self._scheduler):
-            if half is not None:
-                half.close()
+        for part in (self._worker, self._kvhma_scheduler):
+            if part is not None:
+                part.close()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
