@@ -223,6 +223,21 @@ def test_answers_are_not_trusted_either(data):
         read_answer(data)
 
 
+@pytest.mark.parametrize("frames", [[b"x"], [b""], [b"x", b"y"], [b"", b""], [b"", b"x", b"y"]], ids=str)
+def test_answers_in_other_envelopes_keep_no_client_waiting(frames):
+    address = Address("127.0.0.1", free_port())
+    with zmq.Context.instance().socket(zmq.ROUTER) as hostile, Client(address, 5) as client:
+        hostile.setsockopt(zmq.LINGER, 0)
+        hostile.bind(f"tcp://{address}")
+        client.send(Renew([]))
+        peer, *_ = hostile.recv_multipart()
+        hostile.send_multipart([peer, *frames])
+        began = time.monotonic()
+        with pytest.raises(HandshakeError, match=r"no answer from|not one of protocol"):
+            client.receive(Leases, "Renew", 0.3)
+        assert time.monotonic() - began < 2
+
+
 def test_a_port_that_is_taken(address):
     with pytest.raises(HandshakeError, match=r"cannot listen at.*side_channel_port"):
         Listener(address, engine_id="q", incarnation_id=1, hellos={}, leases=LeaseTable(1))

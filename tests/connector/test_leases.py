@@ -476,3 +476,34 @@ def test_every_outcome_reaches_p(address, renewer):
         assert heard == said
     finally:
         listener.close()
+
+
+def test_answers_to_other_claims_say_nothing_of_what_is_held(address, renewer):
+    """An answer of another length was not used, but one was waited for as if nothing were wrong."""
+    asked = []
+
+    class Confused:
+        def renew(self, claims):
+            asked.append(len(claims))
+            return [1e9] * (len(claims) + 1)
+
+        def release(self, claims, outcome):
+            asked.append(outcome)
+
+    listener = Listener(address, engine_id="p", incarnation_id=1, hellos={}, leases=Confused())
+    try:
+        one = claim(LeaseKey("a", 1))
+        renewer.track(address, one, every=0.05)
+        until(lambda: asked.count(1) > 3)
+        assert renewer.held(address, one) is None
+        renewer.release(address, one, Outcome.READ)
+        until(lambda: Outcome.READ in asked)
+    finally:
+        listener.close()
+
+
+def test_an_engine_whose_name_is_not_known_makes_room_for_another(renewer):
+    unknown = Address("no-such-host.invalid", 1)
+    for _ in range(2):
+        renewer.release(unknown, claim(LeaseKey("a", 1)), Outcome.READ)
+        until(lambda: unknown not in renewer._sessions, seconds=20)

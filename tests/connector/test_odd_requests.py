@@ -16,7 +16,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
-from connector.test_scheduler import half, request, tables
+from connector.test_scheduler import request, scheduler, tables
 from kvhma.vllm.wire.params import LeaseClaim, write_ids
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
@@ -26,7 +26,7 @@ REMOTE = {"do_remote_decode": True}
 
 def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
     """vLLM's worker compares the lengths of both, and the engine ended."""
-    p = half(backoff=1, has_state=True)
+    p = scheduler(backoff=1, has_state=True)
     try:
         sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
         asked = Request(
@@ -51,8 +51,8 @@ def staged_request(tokens=40):
     return asked
 
 
-def staging_half():
-    made = half()
+def staging_scheduler():
+    made = scheduler()
     made.context.engine = dataclasses.replace(made.context.engine, host_staged=True)
     return made
 
@@ -64,7 +64,7 @@ def scheduled(p, name, count, held):
 
 def test_blocks_of_a_request_that_was_preempted_are_copied_again():
     """What P names lies in other blocks then: D read what their host copies held before."""
-    p = staging_half()
+    p = staging_scheduler()
     try:
         asked = staged_request()
         p.add(asked)
@@ -83,7 +83,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
 
 
 def test_a_prompt_is_copied_once():
-    p = staging_half()
+    p = staging_scheduler()
     try:
         asked = staged_request()
         p.add(asked)
@@ -98,7 +98,7 @@ def test_a_prompt_is_copied_once():
 
 
 def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
-    p = staging_half()
+    p = staging_scheduler()
     try:
         p.context.engine = dataclasses.replace(p.context.engine, has_state=True)
         asked = staged_request(tokens=1)
@@ -123,8 +123,8 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
     other.read_from(one)
     engines = (one, other)
     for engine in engines:
-        engine.half.context.leases._lease = 0.3
-        context = engine.half.context
+        engine.kvhma.context.leases._lease = 0.3
+        context = engine.kvhma.context
         context.settings = dataclasses.replace(context.settings, kv_lease_duration=0.3)
     prompts = {"x": [1] * 20, "y": [2] * 20}
     one.add("x", prompts["x"], 1, dict(REMOTE))
@@ -140,8 +140,8 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
         for engine in engines:
             engine.step()
             # What the thread that tells of leases does.
-            for load in engine.half.decode.pending.values():
-                engine.source.half.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
+            for load in engine.kvhma.decode.pending.values():
+                engine.source.kvhma.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
         time.sleep(0.01)
     assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
 
@@ -154,7 +154,7 @@ def test_a_window_that_p_has_passed_is_no_failed_request():
         for name in "pd"
     )
     d.read_from(p)
-    d.half.context.engine = dataclasses.replace(d.half.context.engine, backoff=3)
+    d.kvhma.context.engine = dataclasses.replace(d.kvhma.context.engine, backoff=3)
     tokens = [1] * 18
     p.add("x", tokens, 1, dict(REMOTE))
     while "x" not in p.finished:
@@ -163,3 +163,47 @@ def test_a_window_that_p_has_passed_is_no_failed_request():
     for _ in range(20):
         d.step()
     assert (d.refused, str(d.finished["x"].finish_reason)) == ([], "length")
+
+
+def prefill_request(name, tokens):
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
+    return Request(name, tokens, sampling, None)
+
+
+def test_what_vllm_sees_of_a_request_that_stops_early():
+    p = scheduler(backoff=3)
+    try:
+        asked = prefill_request("r", list(range(10)))
+        p.add(asked)
+        assert list(asked.all_token_ids) == asked.prompt_token_ids == list(range(7))
+        assert (asked.num_tokens, asked.num_prompt_tokens, asked.max_tokens) == (7, 7, 1)
+        told = NewRequestData.from_request(asked, ([1],))
+        assert told.prompt_token_ids == list(range(7))
+    finally:
+        p.close()
+
+
+def test_samples_that_share_a_prompt_are_cut_once():
+    """Where engine and front end are one process they share the list, and the second one lost two tokens."""
+    p = scheduler(backoff=1)
+    try:
+        tokens = list(range(10))
+        for index in range(2):
+            asked = prefill_request(f"{index}_parent", tokens)
+            p.add(asked)
+            assert (asked.num_prompt_tokens, len(asked.prompt_token_ids)) == (9, 9)
+        assert len(tokens) == 10
+    finally:
+        p.close()
+
+
+def test_a_client_cannot_say_that_a_request_was_stopped_early():
+    """A mark in the parameters said so, which came from the client as well as from the connector."""
+    p = scheduler(backoff=1, has_state=True)
+    try:
+        asked = prefill_request("r", list(range(10)))
+        asked.kv_transfer_params = REMOTE | {"_kvhma_stopped_early": True}
+        p.add(asked)
+        assert asked.num_prompt_tokens == 9
+    finally:
+        p.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half by itself: what it says to vLLM, its workers and other engines, in any order of events."""
+"""The connector's scheduler by itself: what it says to vLLM, its workers and other engines, in any order of events."""
 
 import json
 import time
@@ -23,7 +23,9 @@ from support.tiny import tiny_hybrid
 STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_state=False, has_windows=False, **more):
+def scheduler(
+    *, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_state=False, has_windows=False, **more
+):
     geometry = tiny_hybrid(100)
     assert isinstance(geometry, Geometry)
     facts = EngineFacts(
@@ -47,14 +49,14 @@ def half(*, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_stat
 
 @pytest.fixture
 def p():
-    made = half()
+    made = scheduler()
     yield made
     made.close()
 
 
 @pytest.fixture
 def d():
-    made = half()
+    made = scheduler()
     yield made
     made.close()
 
@@ -79,15 +81,15 @@ def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):
     )
 
 
-def tables(half_, start=1):
+def tables(of, start=1):
     return [
-        list(range(start + 20 * index, start + 20 * index + 10)) for index in range(len(half_.context.geometry.groups))
+        list(range(start + 20 * index, start + 20 * index + 10)) for index in range(len(of.context.geometry.groups))
     ]
 
 
-def blocks(half_):
+def blocks(of):
     groups = [
-        [SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in table] for table in tables(half_)
+        [SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in table] for table in tables(of)
     ]
     return SimpleNamespace(blocks=tuple(groups))
 
@@ -259,7 +261,7 @@ def test_samples_of_one_prompt(p, d):
 
 
 def test_samples_on_two_engines(p, d):
-    other = half()
+    other = scheduler()
     try:
         params = finished_at(p)
         here, there = (request(f"{index}_parent", params=params) for index in range(2))
@@ -318,7 +320,7 @@ def test_parameters_that_come_twice(p, d):
 def test_after_a_failed_load_another_engine_may_read(p, what):
     """P let go of the blocks when the first engine had failed."""
     params = finished_at(p)
-    first, second = half(recompute=what == "recompute"), half()
+    first, second = scheduler(recompute=what == "recompute"), scheduler()
     try:
         asked = request(params=params)
         first.add(asked)
@@ -348,7 +350,7 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
 @pytest.mark.parametrize("has_state", [False, True])
 def test_p_that_went_one_token_too_far(has_state):
     """With `prompt_logprobs` P computes all of the prompt: D refused what it named."""
-    p, d = half(backoff=1, has_state=has_state), half(backoff=1, has_state=has_state, recompute=False)
+    p, d = scheduler(backoff=1, has_state=has_state), scheduler(backoff=1, has_state=has_state, recompute=False)
     try:
         asked = request("at p", params={"do_remote_decode": True})
         asked.get_skip_reading_prefix_cache = lambda: True
@@ -382,7 +384,7 @@ def test_a_window_that_p_has_passed_is_not_handed_on(p):
 
 def test_fewer_tokens_than_p_has():
     """A draft module of D reads tokens that P's engine need not leave to it."""
-    p, d = half(), half(backoff=3)
+    p, d = scheduler(), scheduler(backoff=3)
     try:
         asked = request(params=finished_at(p))
         d.add(asked)
@@ -394,7 +396,7 @@ def test_fewer_tokens_than_p_has():
 
 def test_windows_that_are_ahead_are_computed_here(p):
     """P may have let go of the block in which a window of that earlier token begins."""
-    d = half(backoff=3, has_windows=True)
+    d = scheduler(backoff=3, has_windows=True)
     try:
         asked = request(params=finished_at(p))
         d.add(asked)
@@ -415,7 +417,7 @@ def test_what_did_not_end_well_is_not_held(p, status):
 def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
     wanted = {"do_remote_decode": True}
     for drafted in (False, True):
-        made = half(has_state=True, drafted_state=drafted)
+        made = scheduler(has_state=True, drafted_state=drafted)
         decoded = request("decoded", tokens=43, params=wanted)
         decoded.num_prompt_tokens = 40
         assert made.finish(request("prompt", params=wanted), tables(made))[0]
@@ -425,7 +427,7 @@ def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
 
 
 def test_the_last_token_is_left_to_d():
-    p = half(backoff=1)
+    p = scheduler(backoff=1)
     try:
         asked = request(params={"do_remote_decode": True})
         p.add(asked)
@@ -440,7 +442,7 @@ def test_the_last_token_is_left_to_d():
 
 def test_samples_that_share_a_dictionary_at_p_all_stop_early():
     """As where engine and front end are one process: the first one's mark kept the others from it."""
-    p = half(backoff=1)
+    p = scheduler(backoff=1)
     try:
         params = {"do_remote_decode": True}
         for index in range(2):
@@ -452,7 +454,7 @@ def test_samples_that_share_a_dictionary_at_p_all_stop_early():
 
 
 def test_a_lease_that_ends_is_reported_once():
-    p = half(lease=1.0)
+    p = scheduler(lease=1.0)
     try:
         finished_at(p)
         time.sleep(1.1)

@@ -24,7 +24,7 @@ class EngineFacts:
         host_staged: whether blocks go through host memory.
         transfer_groups: which groups of the engine take part.
         drafted_state: whether decoding leaves a state where the drafts that were accepted ended: in another slot, some
-            rows further, or in a ring. Only behind a prompt it is where another engine looks for it.
+            rows further, or in a ring. Only right after a prompt it is where another engine looks for it.
     """
 
     engine_id: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector's scheduler and its workers tell each other in every step, through vLLM."""
+"""What the connector's scheduler and its workers exchange in every step, through vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Load:
 
     Attributes:
         request_id: D's name of the request.
-        remote: what P said of it.
+        remote: what P said about it.
         reader: random number by which P knows this reader of its blocks.
         num_tokens: tokens whose cache is there afterwards, those that D had already included.
         cached: tokens that D had already.

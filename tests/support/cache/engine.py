@@ -350,9 +350,9 @@ class Engine:
         self.strict = strict
         self.scheduler = _scheduler(shape)
         self.connector: Any = self.scheduler.connector
-        self.half = self.connector._scheduler
+        self.kvhma = self.connector._scheduler
         self.memory = memory_of(shape.name, shape.groups, shape.num_blocks, shape.ranks)
-        self.half.context.geometry = self.memory.geometry
+        self.kvhma.context.geometry = self.memory.geometry
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.labels = self.memory.labels
         self.garbage(slice(None))
@@ -384,7 +384,7 @@ class Engine:
     def read_from(self, other: Engine) -> None:
         """Read from another engine, and tell its lease table."""
         self.source = other
-        self.half.decode.renewer.leases = other.half.context.leases
+        self.kvhma.decode.renewer.leases = other.kvhma.context.leases
 
     def add(
         self, name: str, tokens: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: bool
@@ -663,10 +663,10 @@ class Engine:
         return part.steps < 0
 
     def _report(self, loading: Loading, part: Part, rank: int) -> WorkerReport:
-        """What the worker's half of one rank tells the scheduler's half at the end of a load."""
+        """What the worker of one rank tells the connector's scheduler at the end of a load."""
         load = loading.load
         assert self.source is not None
-        (held,) = self.source.half.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
+        (held,) = self.source.kvhma.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
         if held is None:
             return WorkerReport({load.request_id: Failure("expired", "the lease has ended", passing=False)})
         if loading.outcome != "ok":

@@ -297,16 +297,16 @@ class Run:
     def _pass_a_lease(self) -> None:
         """Let a lease's time pass. What a waiting request has claimed is renewed meanwhile, and does not end."""
         for engine, other in ((self.p, self.d), (self.d, self.p)):
-            claimed = {load.remote.lease_key for load in other.half.decode.pending.values() if load.remote is not None}
-            for hold, held in engine.half.context.leases._held.items():
-                if hold not in claimed:
+            claimed = {load.remote.lease_key for load in other.kvhma.decode.pending.values() if load.remote is not None}
+            for key, held in engine.kvhma.context.leases._held.items():
+                if key not in claimed:
                     held.expires = 0.0
-            for load in engine.half.decode.pending.values():
+            for load in engine.kvhma.decode.pending.values():
                 if load.asked_since is not None:
-                    load.asked_since -= engine.half.context.settings.kv_lease_duration + 1
+                    load.asked_since -= engine.kvhma.context.settings.kv_lease_duration + 1
 
     def _expire(self) -> None:
         for engine in (self.p, self.d):
-            for held in engine.half.context.leases._held.values():
+            for held in engine.kvhma.context.leases._held.values():
                 if self.rng.random() < 0.7:
                     held.expires = 0.0

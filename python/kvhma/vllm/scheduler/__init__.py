@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of the connector in the scheduler's process: requests, leases, what counts as cached."""
+"""The connector in the scheduler's process: requests, leases, and what D's prefix cache may keep."""

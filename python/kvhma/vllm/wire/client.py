@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -63,7 +62,7 @@ class Client:
     """
 
     def __init__(self, address: Address, timeout: float) -> None:
-        """Start to connect to a numeric address. Raises HandshakeError if it is none."""
+        """Start to connect to a numeric address. Raises HandshakeError for another one."""
         self._address = address
         self._timeout = timeout
         self.socket = open_client(address)
@@ -109,7 +108,14 @@ class Client:
 
     def receive(self, kind: type[AnswerT], asked: str, timeout: float) -> AnswerT:
         """Wait for an answer of a kind. Errors as for :meth:`ask`."""
-        answer = read_answer(self._receive(timeout))
+        if not self.socket.poll(int(timeout * 1000)):
+            raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout:.3g} s")
+        try:
+            data = self.socket.recv(zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise HandshakeTimeoutError(f"no answer from {self._address}: {error}") from error
+        self.waiting = False
+        answer = read_answer(data)
         if not isinstance(answer, kind):
             raise HandshakeError(f"{self._address} answers {asked} with {type(answer).__name__}")
         return answer
@@ -120,18 +126,6 @@ class Client:
         if len(answer.expires) != claims:
             raise HandshakeError(f"{claims} claims, {len(answer.expires)} answers")
         return answer
-
-    def _receive(self, timeout: float) -> bytes:
-        deadline = time.monotonic() + timeout
-        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-            with contextlib.suppress(zmq.Again):
-                data = self.socket.recv(zmq.NOBLOCK)
-                self.waiting = False
-                return data
-            # ZMQ has dropped what was there: it answers no question.
-            if time.monotonic() >= deadline:
-                break
-        raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout:.3g} s")
 
 
 class ClientPool:
@@ -148,7 +142,7 @@ class ClientPool:
         self._lock = threading.Lock()
 
     def take(self) -> Client:
-        """Return a client that nobody else uses, until it is given back."""
+        """Return a client that is not used elsewhere until it is given back."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_transfer_params``: what P tells D of a request through a proxy, and the one place where it is read.
+"""``kv_transfer_params``: what P sends D about a request through a proxy, and the one place where it is read.
 
 The keys are upstream's, so that existing proxies work unchanged; ours are in the ``kvhma`` dictionary beside them.
 Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has an empty list for each group.
