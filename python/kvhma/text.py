@@ -34,6 +34,8 @@ def _beginning(value: object, depth: int) -> object:
     if not depth:
         return "..."
     # An entry has three characters at least: of this many the text is cut in any case.
-    entries = islice(value.items() if isinstance(value, dict) else value, _QUOTED // 3 + 1)
-    found = [_beginning(entry, depth - 1) for entry in entries]
-    return type(value)(found)
+    most = _QUOTED // 3 + 1
+    if isinstance(value, dict):
+        return {_beginning(key, 0): _beginning(entry, depth - 1) for key, entry in islice(value.items(), most)}
+    entries = [_beginning(entry, depth - 1) for entry in islice(value, most)]
+    return tuple(entries) if isinstance(value, tuple) else entries

@@ -122,10 +122,11 @@ class PrefillScheduler:
         """Return how many tokens the caches of a request hold for a decode engine; None if its state is elsewhere."""
         engine = self._context.engine
         tokens: int = request.num_computed_tokens
+        prompt: int = request.num_prompt_tokens
         if not engine.has_state:
             # P sampled what follows, or D computes it; a cache of tokens can be used for fewer of them.
-            return min(tokens, request.num_prompt_tokens - self._left_to_d(request))
-        decoded = tokens - request.num_prompt_tokens
+            return min(tokens, prompt - self._left_to_d(request))
+        decoded = tokens - prompt
         if decoded <= 0 or not (engine.drafted_state or engine.host_staged):
             return tokens
         if engine.drafted_state:
