@@ -288,9 +288,9 @@ class Engine:
             tensor = KVCacheTensor(raw.numel(), names, layer_stride=strides[0], block_stride=strides[1])
             views = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel or form.kernel)
             config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
-            place = RankInfo(rank, tp)
+            rank_info = RankInfo(rank, tp)
             named = dict(zip(names, views, strict=True))
-            self.geometries.append(geometry_of(config, named, place, writer=lambda _: form.writer))
+            self.geometries.append(geometry_of(config, named, rank_info, writer=lambda _: form.writer))
             self.caches.append([Cache.of(raw, view, order) for view in views])
             self.firsts.append(0 if form.heads is None else rank * form.heads // tp)
             self.raws.append(raw)
@@ -526,8 +526,8 @@ def state_rank(kind: str, rank: int, tp: int, order: str, groups: int) -> tuple[
     tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=strides[0], block_stride=strides[1])
     (view,) = create_kv_cache_views(raw, spec, 4, KVCacheLayout.LBHNC, tensor)
     config = KVCacheConfig(4, [tensor], [KVCacheGroupSpec(["a"], spec)])
-    place = RankInfo(rank, tp, state_groups=groups if kind == "mamba2" else None)
-    return raw, view, geometry_of(config, {"a": view}, place)
+    rank_info = RankInfo(rank, tp, state_groups=groups if kind == "mamba2" else None)
+    return raw, view, geometry_of(config, {"a": view}, rank_info)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def writer_of(specs, cpu_kernel=None):
     return Writer("TRITON_MLA" if latent else "FLASH_ATTN", "cuda", "9.0")
 
 
-def worker(specs, *, layout="LBHNC", kernel=None, place=ALONE, each=2, cpu_kernel=None):
+def worker(specs, *, layout="LBHNC", kernel=None, rank_info=ALONE, each=2, cpu_kernel=None):
     """A worker with `each` layers of every spec, laid out by vLLM; groups lie over each other."""
     page = max(spec.page_size_bytes for spec in specs)
     order = KVCacheLayout[layout]
@@ -125,7 +125,7 @@ def worker(specs, *, layout="LBHNC", kernel=None, place=ALONE, each=2, cpu_kerne
         groups.append(KVCacheGroupSpec(names, spec))
     config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
     writer = writer_of(specs, cpu_kernel)
-    return geometry_of(config, caches, place, writer=lambda _: writer)
+    return geometry_of(config, caches, rank_info, writer=lambda _: writer)
 
 
 def tables_of(geometry, tokens):
@@ -171,8 +171,8 @@ def test_attention_of_other_block_sizes(spec, mine, theirs):
 @pytest.mark.parametrize("spec", [mla, sliding_mla], ids=lambda spec: spec.__name__)
 @pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16)])
 def test_latents(spec, mine, theirs):
-    here = worker([spec(block=mine)], place=RankInfo(1, 2))
-    moved(here, [worker([spec(block=theirs)], place=RankInfo(rank, 4)) for rank in range(4)])
+    here = worker([spec(block=mine)], rank_info=RankInfo(1, 2))
+    moved(here, [worker([spec(block=theirs)], rank_info=RankInfo(rank, 4)) for rank in range(4)])
 
 
 @pytest.mark.parametrize("kernel", [16, 32])
@@ -184,7 +184,7 @@ def test_kernel_blocks(kernel):
 def test_heads_over_ranks(mine, theirs):
     def ranks(tp):
         held = max(1, 2 // tp)
-        return [worker([full(heads=held)], place=RankInfo(rank, tp)) for rank in range(tp)]
+        return [worker([full(heads=held)], rank_info=RankInfo(rank, tp)) for rank in range(tp)]
 
     for rank in ranks(mine):
         moved(rank, ranks(theirs))
@@ -207,14 +207,14 @@ def test_states_over_ranks_in_both_orders(name, mine, theirs, here, there):
 
     def ranks(tp, order):
         spec = STATES[name](tp, order=order)
-        return [worker([spec], place=RankInfo(rank, tp, state_groups=groups)) for rank in range(tp)]
+        return [worker([spec], rank_info=RankInfo(rank, tp, state_groups=groups)) for rank in range(tp)]
 
     for rank in ranks(mine, here):
         moved(rank, ranks(theirs, there), tokens=(5,))
 
 
 def test_groups_of_state_that_ranks_repeat_are_held_whole():
-    geometry = worker([mamba2(2, groups=1)], place=RankInfo(1, 2, state_groups=1))
+    geometry = worker([mamba2(2, groups=1)], rank_info=RankInfo(1, 2, state_groups=1))
     parts = {part.name: part for part in geometry.layers[0].page.parts}
     assert set(parts) == {"x", "B", "C", "ssm"}
     for name in "BC":
@@ -225,7 +225,7 @@ def test_groups_of_state_that_ranks_repeat_are_held_whole():
 def test_a_hybrid_with_padded_pages_of_state():
     attention = full(block=64)
     state = mamba2(1, padded=attention.page_size_bytes, spec=2)
-    geometry = worker([attention, state], place=RankInfo(state_groups=1))
+    geometry = worker([attention, state], rank_info=RankInfo(state_groups=1))
     assert geometry.groups[1].speculative == 2
     assert len(geometry.regions) == 1
     assert geometry.layers[2].block_stride == attention.page_size_bytes
@@ -285,7 +285,7 @@ def test_contents_that_are_not_known_pair_only_with_their_like(spec):
     with pytest.raises(UnsupportedPairError):
         kvhma.plan(alone, worker([full()]))
     with pytest.raises(UnsupportedPairError, match="tp2"):
-        kvhma.plan(alone, [worker([spec], place=RankInfo(rank, 2)) for rank in range(2)])
+        kvhma.plan(alone, [worker([spec], rank_info=RankInfo(rank, 2)) for rank in range(2)])
 
 
 def test_dtypes_are_compared():

@@ -21,7 +21,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Span
 from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
-from kvhma.vllm.worker.worker import unfilled
+from kvhma.vllm.worker.worker import first_filled_tokens
 from support.tiny import BLOCK, tiny_hybrid
 
 
@@ -54,7 +54,7 @@ def test_hits_are_what_has_a_hash(table, hits):
 )
 def test_groups_that_are_not_filled_from_their_first_block_on(first, token, expected):
     spans = [Span(0, [1]), Span(first, [2, 3]), Span(0, [4])]
-    assert unfilled(tiny_hybrid(10), spans, [0, token, 0]) == expected
+    assert first_filled_tokens(tiny_hybrid(10), spans, [0, token, 0]) == expected
 
 
 def test_of_several_ranks_the_latest_token_counts():

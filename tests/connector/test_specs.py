@@ -33,7 +33,7 @@ from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.vllm import formats
 from kvhma.vllm.engine_config import engine_facts
-from kvhma.vllm.formats import KINDS, LEFT_OUT, REFUSED, Writer, encoding_of, taking_part
+from kvhma.vllm.formats import KINDS, NOT_TRANSFERRED, REFUSED, Writer, encoding_of, transferred_groups
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.settings import Settings
@@ -125,7 +125,7 @@ def config_of(specs: dict[str, Any]) -> tuple[VllmConfig, KVCacheConfig]:
     return config, get_kv_cache_config_from_groups(config, groups, 1 << 16)
 
 
-def worker_of(caches: KVCacheConfig, place: RankInfo = ALONE) -> tuple[Any, Geometry]:
+def worker_of(caches: KVCacheConfig, rank_info: RankInfo = ALONE) -> tuple[Any, Geometry]:
     """Let vLLM allocate and view the caches, and describe them."""
     sizes = [group.kv_cache_spec.block_size for group in caches.kv_cache_groups]
     views = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
@@ -134,7 +134,7 @@ def worker_of(caches: KVCacheConfig, place: RankInfo = ALONE) -> tuple[Any, Geom
         for group in caches.kv_cache_groups
         for layer in group.layer_names
     }
-    return views, geometry_of(caches, views, place, writer=lambda layer: writer(names[layer]))
+    return views, geometry_of(caches, views, rank_info, writer=lambda layer: writer(names[layer]))
 
 
 def layers_of(name: str, beside: bool, **more: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_the_table_has_every_spec_of_the_installed_version():
 def test_the_table_says_what_the_code_says():
     rows = documented()
     assert {name: row.group for name, row in rows.items() if row.page not in ("none", "each")} == KINDS
-    assert {name for name, row in rows.items() if row.group == "left out"} == LEFT_OUT
+    assert {name for name, row in rows.items() if row.group == "left out"} == NOT_TRANSFERRED
     assert {name for name, row in rows.items() if row.group == "refused"} == set(REFUSED)
 
 
@@ -179,7 +179,7 @@ def test_the_table_says_what_the_code_says():
 def test_what_is_described(name, beside):
     row = documented()[name]
     config, caches = config_of(layers_of(name, beside))
-    _, geometry = worker_of(caches, place=RankInfo(state_groups=1))
+    _, geometry = worker_of(caches, rank_info=RankInfo(state_groups=1))
     mine = [layer for layer in geometry.layers if name in layer.name]
     assert len(mine) == 2
     # Layers that keep everything may share a block table.
@@ -197,7 +197,7 @@ def facts_of(config: VllmConfig, caches: KVCacheConfig) -> Any:
     return engine_facts(config, caches, Settings())
 
 
-@pytest.mark.parametrize("name", here(LEFT_OUT))
+@pytest.mark.parametrize("name", here(NOT_TRANSFERRED))
 def test_what_is_left_out(name):
     """vLLM's runner adds encoder-only groups itself, HiSparse its own; both behind what the grouping made."""
     config, caches = config_of(layers_of("FullAttentionSpec", beside=False))
@@ -205,7 +205,7 @@ def test_what_is_left_out(name):
     group = KVCacheGroupSpec(["model.layers.9.more"], spec_of(name), enable_kv_transfer=transferred)
     groups = [group, *caches.kv_cache_groups]
     with_it = KVCacheConfig(caches.num_blocks, caches.kv_cache_tensors, groups)
-    assert taking_part(with_it) == (1,)
+    assert transferred_groups(with_it) == (1,)
     _, geometry = worker_of(with_it)
     assert [layer.name for layer in geometry.layers] == caches.kv_cache_groups[0].layer_names
     assert facts_of(config, with_it).transfer_groups == (1,)
@@ -248,7 +248,7 @@ def test_a_ring_is_moved_between_equal_engines(name, tp):
     """Its one block, whatever the prompt's length, and whatever of the prompt D has already."""
     random = np.random.default_rng(3)
     config = config_of(layers_of(name, beside=True))[1]
-    prefill, decode = ([worker_of(config, place=RankInfo(rank, tp)) for rank in range(tp)] for _ in range(2))
+    prefill, decode = ([worker_of(config, rank_info=RankInfo(rank, tp)) for rank in range(tp)] for _ in range(2))
     for views, _ in (*prefill, *decode):
         memory = memory_of(views)
         memory[:] = random.integers(0, 256, memory.size, dtype=np.uint8)

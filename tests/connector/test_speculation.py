@@ -78,8 +78,8 @@ class Engine:
         tensor = KVCacheTensor(self.raw.numel(), ["mixer"], layer_stride=strides[0], block_stride=strides[1])
         views = create_kv_cache_views(self.raw, spec, BLOCKS, order, tensor)
         config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["mixer"], spec)])
-        place = RankInfo(rank, tp, state_groups=GROUPS)
-        self.geometry: Geometry = geometry_of(config, {"mixer": views[0]}, place)
+        rank_info = RankInfo(rank, tp, state_groups=GROUPS)
+        self.geometry: Geometry = geometry_of(config, {"mixer": views[0]}, rank_info)
 
     def conv(self, block: int) -> Any:
         """The convolution's state of one block, channels by rows, whichever lies behind the other."""

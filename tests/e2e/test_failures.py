@@ -142,7 +142,7 @@ def test_the_question_past_the_deadline(zygote: Zygote, model: Models, tmp_path:
         prompt, other = prompts(name, [301] * 2)
         expected = d.generate(prompt, max_tokens=16).result()
         same(name, hand_over(p, d, prompt), expected)
-        assert (d.sample("vllm:kvhma_fences_total"), failures(d, "expired")) == (1, 0)
+        assert (d.sample("vllm:kvhma_late_checks_total"), failures(d, "expired")) == (1, 0)
         # P's worker still answers reads, but the scheduler that could say so does not.
         told = prefill(p, prompt)
         same(name, hand_over(p, r, other), r.generate(other, max_tokens=16).result())

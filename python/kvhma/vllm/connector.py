@@ -25,10 +25,10 @@ from kvhma.vllm.engine_config import (
     engine_facts,
     host_staged,
     identity_of,
-    place_of,
+    rank_info_of,
     writer_of,
 )
-from kvhma.vllm.formats import taking_part
+from kvhma.vllm.formats import transferred_groups
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.layer_parts import RankInfo
@@ -160,10 +160,25 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             GeometryError: a cache that is not known; the text names the layer and what was found.
         """
         config = self._vllm_config
-        place = place_of(config)
-        geometry, self._memory = self._describe(kv_caches, place)
+        rank_info = rank_info_of(config)
+        groups = (self._kv_cache_config.kv_cache_groups[index] for index in transferred_groups(self._kv_cache_config))
+        names = {name for group in groups for name in group.layer_names}
+        caches = {name: cache for name, cache in kv_caches.items() if name in names}
+        copy = HostStaging(caches) if host_staged(config, self._settings) else None
+        geometry = geometry_of(
+            self._kv_cache_config,
+            caches if copy is None else copy.caches,
+            rank_info,
+            writer=writer_of(config),
+        )
+        if copy is None:
+            self._memory = DeviceMemory(geometry, caches)
+        else:
+            copy.describe(geometry)
+            self._memory = copy
+        engine_id = self._kv_transfer_config.engine_id
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
-        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
+        agent = self._agent(f"kvhma-{engine_id[:64]}-{pp_rank}-{rank_info.tp_rank}-{secrets.token_hex(4)}")
         agent.register(geometry)
         identity = identity_of(config, self._settings)
         self._hello = WorkerHello(agent.hello(geometry, encode_extra(identity, vllm=vllm.__version__)))
@@ -223,8 +238,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy what others will read to host memory, if they read it there."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata) and self._memory is not None:
-            for spans in metadata.copy_to_host:
-                self._memory.leaving(spans)
+            for spans in metadata.stage:
+                self._memory.copy_out(spans)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return what has ended, each request once; failed ones are among the received."""

@@ -15,8 +15,7 @@ from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.formats import Writer, taking_part
+from kvhma.vllm.formats import Writer, transferred_groups
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.layer_parts import RankInfo, kind_of
 from kvhma.vllm.settings import Settings
@@ -75,7 +74,7 @@ def check_config(config: VllmConfig) -> None:
             raise UnsupportedPairError(f"{name} is {found}, the kvhma connector supports only {needed}")
 
 
-def place_of(config: VllmConfig) -> RankInfo:
+def rank_info_of(config: VllmConfig) -> RankInfo:
     """Return where this worker is."""
     parallel = config.parallel_config
     text = config.model_config.hf_text_config
@@ -140,7 +139,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     port = (settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT) + parallel.data_parallel_index
-    groups = taking_part(caches)
+    groups = transferred_groups(caches)
     kinds = {
         kind_of(group.layer_names[0], spec)
         for group in (caches.kv_cache_groups[index] for index in groups)

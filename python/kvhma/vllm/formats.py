@@ -32,7 +32,7 @@ KINDS: dict[str, Kind] = {
 }
 """What a group of layers of a spec is to the planner."""
 
-LEFT_OUT = frozenset({"EncoderOnlyAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec"})
+NOT_TRANSFERRED = frozenset({"EncoderOnlyAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec"})
 """Caches that are not handed over: they have no bytes, or vLLM fills them from other caches after a load."""
 
 REFUSED = {
@@ -128,15 +128,15 @@ class Writer:
 
 def is_left_out(spec: Any) -> bool:
     """Return whether a spec's cache is nothing to hand over."""
-    return type(spec).__name__ in LEFT_OUT
+    return type(spec).__name__ in NOT_TRANSFERRED
 
 
-def taking_part(config: Any) -> tuple[int, ...]:
+def transferred_groups(config: Any) -> tuple[int, ...]:
     """Return which groups of a ``KVCacheConfig`` are handed over; both halves of the connector go by it."""
     return tuple(i for i in config.transfer_group_ids if not is_left_out(config.kv_cache_groups[i].kv_cache_spec))
 
 
-def check_served(name: str, spec: Any) -> None:
+def check_supported(name: str, spec: Any) -> None:
     """Refuse a cache that cannot be right after a load.
 
     Raises:
@@ -167,7 +167,7 @@ def is_by_head(spec: Any, writer: Writer) -> bool:
     return known and _is_plain(spec, writer)
 
 
-def row_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
+def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
     """Return the bytes of a token in each piece of a block without heads; None if that is not known.
 
     A block is the first piece of all its tokens, then the second of all of them.

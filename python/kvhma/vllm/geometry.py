@@ -9,24 +9,24 @@ from typing import Any
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page
 from kvhma.tensors.regions import locate
-from kvhma.vllm.formats import Writer, taking_part
+from kvhma.vllm.formats import Writer, transferred_groups
 from kvhma.vllm.layer_parts import RankInfo, View, kind_of, parts_of
 
 
 def geometry_of(
-    config: Any, caches: Mapping[str, Any], place: RankInfo, *, writer: Callable[[str], Writer] = lambda _: Writer()
+    config: Any, caches: Mapping[str, Any], rank_info: RankInfo, *, writer: Callable[[str], Writer] = lambda _: Writer()
 ) -> Geometry:
     """Describe a worker's caches.
 
     Args:
         config: the worker's ``KVCacheConfig``.
         caches: the 4-dimensional view ``[kernel blocks, heads, states, content]`` of each layer.
-        place: the worker.
+        rank_info: the worker.
         writer: who writes the cache of a layer. A cache whose writer is not known is one part that only an equal
             engine can read.
 
     Returns:
-        One group for each group that takes part (`kvhma.vllm.formats.taking_part`), in their order. Layers that use
+        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order. Layers that use
         the cache of another one are left out.
 
     Raises:
@@ -34,7 +34,7 @@ def geometry_of(
         UnsupportedPairError: a cache that cannot be right after a load.
         AddressOverflowError: an address does not fit 64 bits.
     """
-    taken = [config.kv_cache_groups[number] for number in taking_part(config)]
+    taken = [config.kv_cache_groups[number] for number in transferred_groups(config)]
     names = (name for group in taken for name in group.layer_names if name in caches)
     regions, locations = locate({f"layer {name!r}": caches[name] for name in names})
     groups: list[Group] = []
@@ -65,7 +65,7 @@ def geometry_of(
                     offset=location.offset,
                     num_blocks=config.num_blocks,
                     block_stride=view.strides[0] * ratio,
-                    page=Page(parts_of(name, specs[name], view, place)),
+                    page=Page(parts_of(name, specs[name], view, rank_info)),
                     kernel_stride=None if ratio == 1 else view.strides[0],
                 )
             )
@@ -75,7 +75,7 @@ def geometry_of(
     memories = {region.memory for region in regions}
     if len(memories) > 1:
         raise GeometryError(f"regions: caches are in {' and '.join(sorted(memories))}, one kind is supported")
-    return Geometry(regions, tuple(groups), tuple(layers), place.tp_rank, place.tp_size)
+    return Geometry(regions, tuple(groups), tuple(layers), rank_info.tp_rank, rank_info.tp_size)
 
 
 def _layer_specs(group: Any) -> dict[str, Any]:

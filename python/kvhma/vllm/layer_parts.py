@@ -13,8 +13,8 @@ from typing import Any
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Kind, Part
 from kvhma.models import State, StateKind
-from kvhma.models.pages import ConvOrder, state_parts
-from kvhma.vllm.formats import KINDS, Writer, check_served, encoding_of, is_by_head, row_bytes
+from kvhma.models.vllm_layout import ConvOrder, state_parts
+from kvhma.vllm.formats import KINDS, Writer, check_supported, encoding_of, is_by_head, section_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
 """CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
@@ -64,36 +64,36 @@ def kind_of(name: str, spec: Any) -> Kind:
             spec has to be known by its own name.
         UnsupportedPairError: a cache that cannot be right after a load.
     """
-    check_served(name, spec)
+    check_supported(name, spec)
     found = KINDS.get(type(spec).__name__)
     if found is None:
         raise GeometryError(f"layer {name!r}: spec is {type(spec).__name__}, known are {', '.join(KINDS)}")
     return found
 
 
-def parts_of(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...]:
+def parts_of(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
     """Return the parts of a layer's page.
 
     Args:
         name: the layer, for messages.
         spec: vLLM's spec of the layer.
         view: its cache.
-        place: the worker.
+        rank_info: the worker.
 
     Raises:
         GeometryError: spec and view contradict each other; the text names the layer and both values.
     """
     kind_of(name, spec)
     if type(spec).__name__ == "MambaSpec":
-        return _state(name, spec, view, place)
+        return _state(name, spec, view, rank_info)
     if view.strides[3] != view.item_bytes:
         raise GeometryError(f"layer {name!r}: content stride is {view.strides[3]}, an item has {view.item_bytes} bytes")
     dtype = encoding_of(spec, view.dtype, view.writer)
     if is_by_head(spec, view.writer):
-        heads = _heads(spec, view, place)
-        return _whole(name, spec, view, place) if heads is None else _by_head(name, spec, dtype, view, heads)
-    pieces = row_bytes(spec, view.dtype, view.shape[3] * view.item_bytes, view.writer)
-    return _whole(name, spec, view, place) if pieces is None else _by_row(name, dtype, view, pieces)
+        heads = _heads(spec, view, rank_info)
+        return _whole(name, spec, view, rank_info) if heads is None else _by_head(name, spec, dtype, view, heads)
+    pieces = section_bytes(spec, view.dtype, view.shape[3] * view.item_bytes, view.writer)
+    return _whole(name, spec, view, rank_info) if pieces is None else _by_row(name, dtype, view, pieces)
 
 
 def _by_head(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
@@ -121,16 +121,16 @@ def _by_row(name: str, dtype: str, view: View, pieces: tuple[int, ...]) -> tuple
     return tuple(parts)
 
 
-def _heads(spec: Any, view: View, place: RankInfo) -> Axis | None:
+def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
     """Return the heads of this layer, from this layer alone: layers of one model have different numbers of them."""
-    held, ranks = view.shape[1], place.tp_size
+    held, ranks = view.shape[1], rank_info.tp_size
     shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
     if ranks % shards:
         return None
     # vLLM repeats heads only where a rank would have none: a rank with one head may share it with its neighbours, and
     # neither the spec nor the layer says with how many. The other side may know, and need not.
     may_repeat = held == 1 and ranks > 1 and spec.max_tp_shards is None
-    start = place.tp_rank * shards // ranks * held
+    start = rank_info.tp_rank * shards // ranks * held
     return Axis("heads", held * shards, view.strides[1], start, held, may_repeat=may_repeat)
 
 
@@ -149,7 +149,7 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
     return (Part("kv", dtype, item, 0, (heads, Axis("packed", tokens * width, item))),)
 
 
-def _whole(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...]:
+def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
     """One part that pairs only with the same part of the same rank of an equally large engine."""
     size = math.prod(view.shape[1:]) * view.item_bytes
     dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
@@ -169,41 +169,41 @@ def _whole(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...
     who = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
     encoding = encoding_of(spec, view.dtype, writer)
     dtype = "/".join(
-        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, who), f"tp{place.tp_size}"]
+        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, who), f"tp{rank_info.tp_size}"]
     )
-    return _for_equals(dtype, size, place)
+    return _for_equals(dtype, size, rank_info)
 
 
-def _for_equals(dtype: str, size: int, place: RankInfo) -> tuple[Part, ...]:
+def _for_equals(dtype: str, size: int, rank_info: RankInfo) -> tuple[Part, ...]:
     """Bytes of one rank; `dtype` says all that has to be equal on the other side."""
-    ranks = Axis("bytes", size * place.tp_size, 1, size * place.tp_rank, size)
+    ranks = Axis("bytes", size * rank_info.tp_size, 1, size * rank_info.tp_rank, size)
     return (Part("whole", dtype, 1, 0, (ranks,)),)
 
 
-def _state(name: str, spec: Any, view: View, place: RankInfo) -> tuple[Part, ...]:
+def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
     if math.prod(view.shape[1:]) * view.item_bytes < spec.state_content_size_bytes:
         raise GeometryError(
             f"layer {name!r}: a page has {math.prod(view.shape[1:]) * view.item_bytes} bytes, "
             f"its state {spec.state_content_size_bytes}"
         )
     if spec.tp_replicated:
-        place = RankInfo(state_groups=place.state_groups)
-    known = _known_state(spec, place)
+        rank_info = RankInfo(state_groups=rank_info.state_groups)
+    known = _known_state(spec, rank_info)
     if known is None:
         drafts = f"num_speculative_tokens={spec.num_speculative_blocks}"
-        kinds = f"{spec.mamba_type.name}/{spec.shapes}/{spec.dtypes}/{drafts}/tp{place.tp_size}"
-        return _for_equals(kinds.replace(" ", ""), spec.state_content_size_bytes, place)
+        kinds = f"{spec.mamba_type.name}/{spec.shapes}/{spec.dtypes}/{drafts}/tp{rank_info.tp_size}"
+        return _for_equals(kinds.replace(" ", ""), spec.state_content_size_bytes, rank_info)
     state, conv = known
-    return state_parts(state, place.tp_rank, place.tp_size, conv)
+    return state_parts(state, rank_info.tp_rank, rank_info.tp_size, conv)
 
 
-def _known_state(spec: Any, place: RankInfo) -> tuple[State, ConvOrder] | None:
+def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | None:
     """Return the state over all ranks and the order of its convolution, if both follow from the spec."""
     kind = _STATES.get(spec.mamba_type.name)
     if kind is None or len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
         return None
     conv, ssm = spec.shapes
-    ranks = place.tp_size
+    ranks = rank_info.tp_size
     # A step with drafts keeps the inputs before each of them: a row more for every draft, behind the rows that the
     # next token needs. It writes them before anything reads them. Mamba1 has none.
     drafts = 0 if kind == "mamba1" else spec.num_speculative_blocks
@@ -216,7 +216,7 @@ def _known_state(spec: Any, place: RankInfo) -> tuple[State, ConvOrder] | None:
             fits = grouped == 0
         else:
             held = grouped // (2 * d_state)
-            groups = held * ranks if kind == "gdn" else place.state_groups or 0
+            groups = held * ranks if kind == "gdn" else rank_info.state_groups or 0
             # With fewer groups than ranks each rank has the whole one that its heads use.
             expected = max(1, groups // ranks)
             fits = grouped > 0 and grouped == 2 * d_state * held and groups > 0 and held == expected

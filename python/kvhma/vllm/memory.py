@@ -23,10 +23,10 @@ class Memory(Protocol):
     def zero(self, rows: NDArray[np.uint64]) -> None:
         """Zero ranges: shape (n, 3), address, length in bytes, device. Done when it returns."""
 
-    def arrived(self, spans: Sequence[Span]) -> None:
+    def copy_in(self, spans: Sequence[Span]) -> None:
         """Bring blocks that were read, for each group, to where the engine uses them. Done when it returns."""
 
-    def leaving(self, spans: Sequence[Span]) -> None:
+    def copy_out(self, spans: Sequence[Span]) -> None:
         """Bring blocks that the engine has computed to where others read them. Done when it returns."""
 
 
@@ -46,10 +46,10 @@ class DeviceMemory:
         """See :class:`Memory`."""
         zero_rows(rows, self.kind, self._bytes)
 
-    def arrived(self, spans: Sequence[Span]) -> None:
+    def copy_in(self, spans: Sequence[Span]) -> None:
         """Blocks are where they belong."""
 
-    def leaving(self, spans: Sequence[Span]) -> None:
+    def copy_out(self, spans: Sequence[Span]) -> None:
         """Blocks are where they belong."""
 
 
@@ -88,11 +88,11 @@ class HostStaging:
         """See :class:`Memory`."""
         zero_rows(rows, "DRAM", self._bytes)
 
-    def arrived(self, spans: Sequence[Span]) -> None:
+    def copy_in(self, spans: Sequence[Span]) -> None:
         """Copy blocks to the device."""
         self._copy(spans, to_host=False)
 
-    def leaving(self, spans: Sequence[Span]) -> None:
+    def copy_out(self, spans: Sequence[Span]) -> None:
         """Copy blocks to the host."""
         self._copy(spans, to_host=True)
 

@@ -33,7 +33,7 @@ are those of more tokens than D can take over."""
 
 COUNTS = (
     "handshakes",
-    "fences",
+    "late_checks",
     "expired",
     *(f"failed_{cause}" for cause in CAUSES),
     *(f"computed_{reason}" for reason in REASONS),
@@ -138,7 +138,7 @@ _COUNTERS = {
     "tokens_clipped": "Tokens of loads that lie before every window or chunk of a group, summed over such groups.",
     "zeroed_bytes": "Bytes zeroed behind the tokens of loads.",
     "handshakes": "Handshakes with other engines.",
-    "fences": "Loads that ended close to the end of their lease and were checked with the other engine.",
+    "late_checks": "Loads that ended close to the end of their lease and were checked with the other engine.",
     "expired": "Leases that ended before anybody read the blocks.",
 }
 

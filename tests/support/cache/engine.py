@@ -672,7 +672,7 @@ class Engine:
         if loading.outcome != "ok":
             return WorkerReport({load.request_id: Failure("transfer", loading.outcome, loading.passing)})
         geometry = self.memory.ranks[rank]
-        first = worker_module.unfilled(geometry, load.spans, part.planned.first_tokens)
+        first = worker_module.first_filled_tokens(geometry, load.spans, part.planned.first_tokens)
         return WorkerReport({}, {load.request_id: first} if first else {})
 
     # --- the oracle -------------------------------------------------------------------------------------------

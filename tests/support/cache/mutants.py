@@ -72,7 +72,7 @@ def never_marked(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the worker's report is lost", *WINDOWS)
 def report_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker_module, "unfilled", lambda *_: {})
+    patch.setattr(worker_module, "first_filled_tokens", lambda *_: {})
 
 
 @mutant("the report of one rank stands for all", "full+two windows", "sliding+chunked")

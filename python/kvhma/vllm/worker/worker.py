@@ -339,13 +339,13 @@ class KvhmaWorker:
     def _end(self, moving: ActiveLoad, ended: float) -> None:
         try:
             if moving.error is None:
-                self._memory.arrived(moving.load.spans)
+                self._memory.copy_in(moving.load.spans)
         except Exception as error:
             moving.error = error
         moving.lease.close()
         self._peers.give_back(moving.source)
         with self._lock:
-            self._stats.count("fences", moving.lease.late_checks)
+            self._stats.count("late_checks", moving.lease.fences)
         if moving.error is not None or moving.planned is None:
             self._fail(moving.load.request_id, explain(moving.error or RuntimeError("a load without a plan")))
             return
@@ -360,7 +360,7 @@ class KvhmaWorker:
                 descriptors=numbers["selected_descriptors"],
                 seconds=numbers["transfer_seconds"],
             )
-            if tokens := unfilled(self._geometry, moving.load.spans, moving.planned.first_tokens):
+            if tokens := first_filled_tokens(self._geometry, moving.load.spans, moving.planned.first_tokens):
                 self._told.first_tokens[moving.load.request_id] = tokens
             self._report(moving.load.request_id)
 
@@ -433,7 +433,7 @@ class KvhmaWorker:
             self._stats.data["handshake_seconds"].append(seconds)
 
 
-def unfilled(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
+def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
     """Return the first filled token of each group whose blocks begin before it, by index of the group.
 
     A window or a chunk may begin inside a block of D that holds older tokens too, which P has let go of.

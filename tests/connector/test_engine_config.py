@@ -14,7 +14,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm import engine_config as compat
+from kvhma.vllm import engine_config
 from kvhma.vllm.engine_config import check_config, writer_of
 from kvhma.vllm.formats import Writer
 
@@ -67,8 +67,8 @@ def layer(backend, **more):
 
 
 def written(monkeypatch, found, platform, *, indexer="fp8", mx=False):
-    monkeypatch.setattr(compat, "current_platform", platform)
-    monkeypatch.setattr(compat, "_indexer_has_mx_scales", lambda: mx)
+    monkeypatch.setattr(engine_config, "current_platform", platform)
+    monkeypatch.setattr(engine_config, "_indexer_has_mx_scales", lambda: mx)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": found}),
         attention_config=SimpleNamespace(resolve_indexer_kv_dtype=lambda _: indexer),

@@ -25,7 +25,7 @@ from kvhma.vllm.wire import client as client_module
 from kvhma.vllm.wire import names
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener
 from kvhma.vllm.worker import prefill_engines as peers_module
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.engines.engine import free_port
