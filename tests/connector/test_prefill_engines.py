@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are read from: met, lost in part, named twice, and what others say in their name."""
+"""Engines that are read from: connected, lost in part, named twice, and what others say in their name."""
 
+import contextlib
 import gc
 import json
 import socket
@@ -17,16 +18,16 @@ pytest.importorskip("zmq")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, decode_handshake
-from kvhma.vllm.identity import encode_extra
-from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.nixl import Agent, decode_hello
+from kvhma.vllm.identity import ModelIdentity, encode_extra
+from kvhma.vllm.scheduler.leases import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire import client as client_module
 from kvhma.vllm.wire import names
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener
-from kvhma.vllm.worker import prefill_engines as peers_module
+from kvhma.vllm.worker import prefill_engines
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
@@ -37,19 +38,20 @@ from support.identity import EXTRA, IDENTITY
 class World:
     """A decode worker with two layers, and prefill engines whose workers have one layer each; NIXL is a fake."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: ModelIdentity = IDENTITY, **settings: object) -> None:
         self.net = FakeNet()
         self.memory = labelled(4), labelled(4)
         self.geometry = flat_geometry(*self.memory)
         self.agent = self.make_agent("D")
-        self.shaken = 0
-        self.peers = PrefillEngines(
-            self.agent, self.geometry, IDENTITY, Settings.read({"handshake_timeout": 1}), "d", self.shook
-        )
+        self.handshakes: list[float] = []
+        read = Settings.read({"handshake_timeout": 1, **settings})
+        self.engines = PrefillEngines(self.agent, self.geometry, identity, read, "d", self.handshakes.append)
         self.listeners: list[Listener] = []
 
-    def shook(self, seconds: float) -> None:
-        self.shaken += 1
+    def close(self) -> None:
+        self.engines.close()
+        for listener in self.listeners:
+            listener.close()
 
     def make_agent(self, name: str) -> Agent:
         agent = Agent(name, nixl=FakeNixl(name, self.net))
@@ -70,14 +72,14 @@ class World:
         )
         return Incarnation(address, "p", instance, None)
 
-    def meet(self, life: Incarnation) -> PrefillEngine:
-        """Borrow an engine's source, after a handshake if it needs one."""
+    def acquire(self, remote: Incarnation) -> PrefillEngine:
+        """Acquire an engine, after a handshake if it needs one."""
         for _ in range(2):
             done = threading.Event()
             errors: list[KvhmaError | None] = []
-            source = self.peers.borrow(life, lambda error, to=errors, done=done: (to.append(error), done.set()))
-            if source is not None:
-                return source
+            engine = self.engines.acquire(remote, lambda error, to=errors, done=done: (to.append(error), done.set()))
+            if engine is not None:
+                return engine
             assert done.wait(10)
             if errors[0] is not None:
                 raise errors[0]
@@ -88,45 +90,61 @@ class World:
 def world():
     made = World()
     yield made
-    made.peers.close()
-    for listener in made.listeners:
-        listener.close()
+    made.close()
 
 
-def test_what_was_lost_is_met_again_and_the_rest_kept(world):
-    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
-    first = world.meet(life)
+@pytest.fixture
+def of_model():
+    """Make worlds whose worker runs a model."""
+    with contextlib.ExitStack() as stack:
+
+        def make(identity: ModelIdentity) -> World:
+            made = World(identity)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
+    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    first = world.acquire(remote)
     first.peers[0].gone = "its endpoint was lost"
-    second = world.meet(life)
+    second = world.acquire(remote)
     assert second is not first
     assert second.gone is None
     assert second.peers[1] is first.peers[1], "it was not lost"
-    world.peers.give_back(first)
-    world.peers.give_back(second)
-    assert world.meet(life) is second
-    assert world.shaken == 2
+    world.engines.release(first)
+    world.engines.release(second)
+    assert world.acquire(remote) is second
+    assert len(world.handshakes) == 2
 
 
-def test_an_engine_with_two_addresses(world):
-    hellos = world.worker("P0", 0), world.worker("P1", 1)
-    one, other = world.prefill(*hellos), world.prefill(*hellos)
-    first, second = world.meet(one), world.meet(other)
-    world.peers.give_back(first)
-    world.peers._drop(first)
-    assert second.gone is None
+def test_an_engine_with_two_addresses():
+    world = World(max_peers=2)
+    try:
+        hellos = world.worker("P0", 0), world.worker("P1", 1)
+        one, other = world.prefill(*hellos), world.prefill(*hellos)
+        first, second = world.acquire(one), world.acquire(other)
+        world.engines.release(first)
+        world.acquire(world.prefill(world.worker("Q0", 0), world.worker("Q1", 1), instance=2))
+        assert world.acquire(one) is not first, "it had to go for the third one"
+        assert second.gone is None
+    finally:
+        world.close()
 
 
 def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
     hello = world.worker("P0", 0), world.worker("P1", 1)
-    source = world.meet(world.prefill(*hello))
-    again = world.prefill(world.make_agent("P0").handshake_payload(world.geometry, EXTRA + b" "), instance=2)
+    engine = world.acquire(world.prefill(*hello))
+    again = world.prefill(world.make_agent("P0").hello(world.geometry, EXTRA + b" "), instance=2)
     with pytest.raises(TransferError, match=r"'P0', which is at 127\.0\.0\.1"):
-        world.meet(again)
-    assert source.gone is None
+        world.acquire(again)
+    assert engine.gone is None
 
 
 def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkeypatch):
-    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
     connect = world.agent.connect
 
     def but_one(hello, **more):
@@ -137,27 +155,27 @@ def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkey
     with monkeypatch.context() as patch:
         patch.setattr(world.agent, "connect", but_one)
         with pytest.raises(TransferError, match="not this one"):
-            world.meet(life)
+            world.acquire(remote)
     assert not world.net.agents[world.agent.name].remotes
-    assert world.meet(life).gone is None
+    assert world.acquire(remote).gone is None
 
 
 def test_a_passing_failure_stands_for_nothing(world):
     hellos = world.worker("P0", 0), world.worker("P1", 1)
-    life = world.prefill(*hellos)
+    remote = world.prefill(*hellos)
     world.listeners.pop().close()
     with pytest.raises(HandshakeTimeoutError):
-        world.meet(life)
+        world.acquire(remote)
     world.listeners.append(
         Listener(
-            life.address,
+            remote.address,
             engine_id="p",
-            incarnation_id=1,
+            instance=1,
             hellos={(0, 0): hellos[0], (0, 1): hellos[1]},
-            leases=LeaseTable(30),
+            desk=LeaseTable(30),
         )
     )
-    assert world.meet(life).gone is None, "the next one shakes hands again"
+    assert world.acquire(remote).gone is None, "the next one shakes hands again"
 
 
 def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(world, monkeypatch):
@@ -170,10 +188,10 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
         return client
 
     monkeypatch.setattr(ClientPool, "take", watched)
-    life = world.prefill(b"no hello")
+    remote = world.prefill(b"no hello")
     for _ in range(2):
-        with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
-            world.meet(life)
+        with pytest.raises(HandshakeError, match="a hello of 8 bytes is cut off"):
+            world.acquire(remote)
     gc.collect()
     assert len(clients) == 1, "one handshake for both"
     assert clients[0]() is None, "the frames of the handshake are kept with its error"
@@ -181,7 +199,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
 
 def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(world, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr(peers_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(prefill_engines.time, "monotonic", lambda: clock[0])
     asked = []
     ask = Client.ask
 
@@ -194,12 +212,12 @@ def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(world, monkeyp
 
     monkeypatch.setattr(Client, "ask", slowly)
     with pytest.raises(HandshakeTimeoutError, match="no time left"):
-        world.meet(world.prefill(*[world.worker(f"P{rank}", 0) for rank in range(40)]))
+        world.acquire(world.prefill(*[world.worker(f"P{rank}", 0) for rank in range(40)]))
     assert len(asked) <= 6
 
 
 def test_no_thread_for_a_handshake(world, monkeypatch):
-    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
 
     def none_left(self):
         raise RuntimeError("can't start new thread")
@@ -207,20 +225,20 @@ def test_no_thread_for_a_handshake(world, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
         with pytest.raises(HandshakeTimeoutError, match="can't start new thread"):
-            world.meet(life)
-    assert world.meet(life).gone is None
+            world.acquire(remote)
+    assert world.acquire(remote).gone is None
 
 
 def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
-    life = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
-    named = replace(life, address=Address("localhost", life.address.port))
+    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    named = replace(remote, address=Address("localhost", remote.address.port))
     seen = []
-    open_client = client_module.open_client
-    monkeypatch.setattr(client_module, "open_client", lambda address: (seen.append(address), open_client(address))[1])
-    assert world.meet(named).gone is None
+    open_client = side_channel.open_client
+    monkeypatch.setattr(side_channel, "open_client", lambda address: (seen.append(address), open_client(address))[1])
+    assert world.acquire(named).gone is None
     assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
     with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
-        world.meet(replace(life, address=Address("no-such-host.invalid", 1)))
+        world.acquire(replace(remote, address=Address("no-such-host.invalid", 1)))
 
 
 @pytest.mark.parametrize(
@@ -282,12 +300,10 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
 
 def test_a_rank_that_nothing_is_read_from_takes_no_name(world):
     # A stage without a layer of ours: the planner has no use for it.
-    other = world.make_agent("P0").handshake_payload(
-        Geometry(world.geometry.regions, world.geometry.groups, ()), EXTRA + b" "
-    )
-    source = world.meet(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
-    assert set(source.hellos) == {"M0", "M1"}
-    assert world.meet(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None
+    other = world.make_agent("P0").hello(Geometry(world.geometry.regions, world.geometry.groups, ()), EXTRA + b" ")
+    engine = world.acquire(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
+    assert set(engine.hello_digests) == {"M0", "M1"}
+    assert world.acquire(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None
 
 
 def told(**changes):
@@ -312,7 +328,7 @@ def test_caches_of_another_model_are_refused(world, caplog, changes, text):
     """Two fine-tunes of one shape mixed without a word: each engine said which model it runs, and nobody compared."""
     hellos = [world.worker(f"P{rank}", rank, told(**changes)) for rank in range(2)]
     with pytest.raises(UnsupportedPairError, match=text) as raised:
-        world.meet(world.prefill(*hellos))
+        world.acquire(world.prefill(*hellos))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 1000
     until = time.monotonic() + 5
@@ -324,33 +340,33 @@ def test_caches_of_another_model_are_refused(world, caplog, changes, text):
 def test_one_rank_of_another_model_is_enough(world):
     hellos = [world.worker("P0", 0), world.worker("P1", 1, told(model="org/fine-tune"))]
     with pytest.raises(UnsupportedPairError, match="fine-tune"):
-        world.meet(world.prefill(*hellos))
+        world.acquire(world.prefill(*hellos))
 
 
 @pytest.mark.parametrize("side", ["both", "d", "p", "differ"])
-def test_operators_who_say_which_model_it_is(world, side):
+def test_operators_who_say_which_model_it_is(of_model, side):
     here = {"both": "m", "d": "m", "differ": "m"}.get(side)
     there = {"both": "m", "p": "m", "differ": "other"}.get(side)
-    world.peers._identity = msgspec.structs.replace(IDENTITY, model_id=here)
+    world = of_model(msgspec.structs.replace(IDENTITY, model_id=here))
     extra = told(model="/mnt/elsewhere", revision=None, model_id=there)
-    life = world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1, extra))
+    remote = world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1, extra))
     if side == "both":
-        assert world.meet(life)
+        assert world.acquire(remote)
         return
     with pytest.raises(UnsupportedPairError, match="^model_id of" if side == "differ" else "^model of"):
-        world.meet(life)
+        world.acquire(remote)
 
 
 @pytest.mark.parametrize(("here", "there"), [("draft", None), (None, "draft"), ("draft", "draft"), ("draft", "other")])
-def test_draft_models_are_compared_where_both_sides_have_one(world, here, there):
-    world.peers._identity = msgspec.structs.replace(IDENTITY, draft=here)
+def test_draft_models_are_compared_where_both_sides_have_one(of_model, here, there):
+    world = of_model(msgspec.structs.replace(IDENTITY, draft=here))
     extra = told(draft=there)
-    life = world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1, extra))
+    remote = world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1, extra))
     if there != "other":
-        assert world.meet(life)
+        assert world.acquire(remote)
         return
     with pytest.raises(UnsupportedPairError, match="draft of the model is 'draft' here, 'other' at"):
-        world.meet(life)
+        world.acquire(remote)
 
 
 BAD = [
@@ -369,6 +385,6 @@ BAD = [
 @pytest.mark.parametrize("extra", BAD, ids=range(len(BAD)))
 def test_an_engine_that_does_not_say_which_model_it_runs(world, extra):
     with pytest.raises(HandshakeError, match="the hello does not say which model") as raised:
-        world.meet(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
+        world.acquire(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
     assert str(raised.value).isprintable()
-    assert world.meet(world.prefill(world.worker("Q0", 0), world.worker("Q1", 1))), "it goes on"
+    assert world.acquire(world.prefill(world.worker("Q0", 0), world.worker("Q1", 1))), "it goes on"

@@ -21,7 +21,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Span
 from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
-from kvhma.vllm.worker.worker import first_filled_tokens
+from kvhma.vllm.worker.polling import first_filled_tokens
 from support.tiny import BLOCK, tiny_hybrid
 
 

@@ -210,8 +210,8 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     metadata = d.step(STEP)
     assert (metadata.loads, metadata.refusals) == ([], {})
     assert d.finish(other, tables(d)) == (False, None)
-    assert d.take_stats().data["computed_other_prompt"] == 1
-    assert d.decode.renewer._sessions == {}, "P has not heard of it"
+    assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
+    assert d._courier._peers == {}, "P has not heard of it"
     right = request(params=params)
     d.add(right)
     load(d, right)
@@ -289,8 +289,8 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
     until(lambda: d.matched_tokens(late, 0) == (0, False))
     d.allocated(late, blocks(d), 0)
     assert d.finish(late, tables(d)) == (False, None)
-    assert d.decode.pending == {}
-    assert d.take_stats().data["computed_late_sibling"] == 1
+    assert d._pulls == {}
+    assert d.take_stats().data["computed_prompts"]["late_sibling"] == 1
 
 
 def test_a_sample_does_not_wait_forever_for_an_answer(p, d):
@@ -363,7 +363,7 @@ def test_p_that_went_one_token_too_far(has_state):
         d.add(at_d)
         if has_state:
             assert d.matched_tokens(at_d, 0) == (0, False)
-            assert d.take_stats().data["computed_state_ahead"] == 1
+            assert d.take_stats().data["computed_prompts"]["state_ahead"] == 1
         else:
             assert load(d, at_d, 39).num_tokens == 39
             d.results(output(["r"]))
@@ -401,7 +401,7 @@ def test_windows_that_are_ahead_are_computed_here(p):
         asked = request(params=finished_at(p))
         d.add(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
-        assert d.take_stats().data["computed_state_ahead"] == 1
+        assert d.take_stats().data["computed_prompts"]["state_ahead"] == 1
         until(lambda: p.step(STEP).sent == ["at p"])
     finally:
         d.close()

@@ -226,7 +226,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, StepMetadata):
             self._sent.update(metadata.sent)
             if self._worker is not None:
-                self._worker.order(metadata)
+                self._worker.start_loads(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before a request is scheduled."""

@@ -5,54 +5,67 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-SERIES = (
-    "load_seconds",
-    "post_seconds",
-    "transfer_seconds",
-    "bytes",
-    "selected_descriptors",
-    "posted_descriptors",
-    "zeroed_bytes",
-    "tokens_loaded",
-    "tokens_cached",
-    "tokens_clipped",
-)
-"""One number for each load of each rank."""
 
-CAUSES = ("refused", "handshake", "unsupported", "request", "transfer", "peer_lost", "expired", "internal")
-"""Why loads fail, see :class:`kvhma.vllm.metadata.Failure`."""
+class Metric(NamedTuple):
+    """One metric: a histogram if it has buckets, else a counter, by the values of a label if it has one."""
 
-REASONS = ("other_prompt", "late_sibling", "no_room", "state_ahead")
-"""Why D computes a prompt itself although it was given parameters: they are of another prompt, P let go of the blocks
-after other samples of the prompt had read them, D had no room while it kept blocks for others, or P's states or windows
-are those of more tokens than D can take over."""
+    text: str
+    buckets: list[float] | None = None
+    label: str | None = None
 
-COUNTS = (
-    "handshakes",
-    "late_checks",
-    "expired",
-    *(f"failed_{cause}" for cause in CAUSES),
-    *(f"computed_{reason}" for reason in REASONS),
-)
-"""Sums. ``expired`` counts leases of P that ended unread, ``failed_expired`` loads of D that came too late."""
+
+METRICS = {
+    "load_seconds": Metric(
+        "Time from the scheduler's order to the end of a load, in seconds.", [2**k * 1e-4 for k in range(18)]
+    ),
+    "post_seconds": Metric("Time to hand a load to the transport, in seconds.", [2**k * 1e-5 for k in range(18)]),
+    "transfer_seconds": Metric(
+        "Time from the post of a load to its end, in seconds.", [2**k * 1e-4 for k in range(18)]
+    ),
+    "bytes": Metric("Bytes of a load.", [4.0**k * 1024 for k in range(13)]),
+    "selected_descriptors": Metric("Descriptors that a load was planned with.", [4.0**k for k in range(10)]),
+    "posted_descriptors": Metric("Descriptors that went to the transport.", [4.0**k for k in range(10)]),
+    "handshake_seconds": Metric(
+        "Time of a handshake with another engine, in seconds.", [2**k * 1e-3 for k in range(14)]
+    ),
+    "tokens_loaded": Metric("Tokens whose cache was loaded."),
+    "tokens_cached": Metric("Tokens of loads that were cached already and not moved."),
+    "tokens_clipped": Metric(
+        "Tokens of loads that lie before every window or chunk of a group, summed over such groups."
+    ),
+    "zeroed_bytes": Metric("Bytes zeroed behind the tokens of loads."),
+    "handshakes": Metric("Handshakes with other engines."),
+    "late_checks": Metric("Loads that ended close to the end of their lease and were checked with the other engine."),
+    "expired": Metric("Leases that ended before anybody read the blocks."),
+    "group_bytes": Metric("Bytes moved for a group.", label="group"),
+    "group_descriptors": Metric(
+        "Descriptors of a group. One that goes on into another group's blocks counts for the group of its first byte.",
+        label="group",
+    ),
+    "rank_bytes": Metric("Bytes moved by a rank: more than its share where ranks repeat heads.", label="rank"),
+    "rank_descriptors": Metric("Descriptors that a rank's loads were planned with.", label="rank"),
+    "rank_seconds": Metric("Time of a rank's transfers: the slowest one decides when a request goes on.", label="rank"),
+    "failed_loads": Metric("Loads that failed.", label="cause"),
+    "computed_prompts": Metric(
+        "Prompts with parameters of a prefill engine that were computed here all the same.", label="reason"
+    ),
+}
+"""Every metric by name. A group is named by its index and kind, ``"0 full"``; causes are those of
+:class:`kvhma.vllm.metadata.Failure`; docs/vllm.md explains the reasons."""
 
 
 def _empty() -> dict[str, Any]:
-    sums: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-    return {name: [] for name in SERIES} | sums | {"handshake_seconds": [], "groups": {}, "ranks": {}}
+    """Return no numbers: a list for a histogram, a dictionary by label, or a sum."""
+    return {name: [] if metric.buckets else {} if metric.label else 0 for name, metric in METRICS.items()}
 
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Numbers of one interval. `data` can be pickled and sent as JSON; ranks are joined by appending.
-
-    ``data["groups"]`` maps ``"0 full"`` (index and kind of a group) to bytes and descriptors of all its loads,
-    ``data["ranks"]`` the rank of a worker to bytes, descriptors and seconds of all its loads.
-    """
+    """Numbers of one interval. `data` can be pickled and sent as JSON; ranks are joined by appending and adding."""
 
     data: dict[str, Any] = field(default_factory=_empty)
 
@@ -64,31 +77,26 @@ class TransferStats(KVConnectorStats):
         """Whether nothing was counted."""
         return not any(self.data.values())
 
-    def count(self, name: str, number: int = 1) -> None:
-        """Add to one of `COUNTS`."""
-        self.data[name] += number
+    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
+        """Add to a counter."""
+        if label is None:
+            self.data[name] += number
+        else:
+            self.data[name][label] = self.data[name].get(label, 0) + number
 
     def record(self, **values: float) -> None:
-        """Append to some of `SERIES`."""
+        """Append to histograms."""
         for name, value in values.items():
             self.data[name].append(value)
-
-    def add(self, table: str, name: str, **values: float) -> None:
-        """Add to a row of ``groups`` or ``ranks``."""
-        row = self.data[table].setdefault(name, dict.fromkeys(values, 0))
-        for key, value in values.items():
-            row[key] += value
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         """Add the numbers of another rank or interval."""
         for name, value in other.data.items():
             if isinstance(value, dict):
-                for row, numbers in value.items():
-                    self.add(name, row, **numbers)
-            elif isinstance(value, list):
-                self.data[name] = self.data[name] + value
+                for label, number in value.items():
+                    self.count(name, number, label=label)
             else:
-                self.data[name] += value
+                self.data[name] = self.data[name] + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -107,47 +115,18 @@ class TransferStats(KVConnectorStats):
                 "Throughput (MB/s)": round(nbytes / seconds / 1e6, 1) if seconds else 0.0,
                 "Avg descriptors": round(statistics.fmean(data["selected_descriptors"]), 1),
                 "Avg descriptors posted": round(statistics.fmean(data["posted_descriptors"]), 1),
-                "Tokens loaded": int(sum(data["tokens_loaded"])),
-                "Tokens cached": int(sum(data["tokens_cached"])),
             }
-            if len(data["ranks"]) > 1:
-                for rank, row in sorted(data["ranks"].items()):
-                    line[f"Rank {rank} MB"] = round(row["bytes"] / 1e6, 3)
-                    line[f"Rank {rank} transfer (ms)"] = round(row["seconds"] * 1e3, 2)
-        for name in COUNTS:
-            if data[name]:
-                line[name.replace("_", " ").capitalize()] = data[name]
+        if len(data["rank_bytes"]) > 1:
+            for rank, nbytes in sorted(data["rank_bytes"].items()):
+                line[f"Rank {rank} MB"] = round(nbytes / 1e6, 3)
+                line[f"Rank {rank} transfer (ms)"] = round(data["rank_seconds"][rank] * 1e3, 2)
+        for name, metric in METRICS.items():
+            text = name.replace("_", " ").capitalize()
+            if metric.label in ("cause", "reason"):
+                line |= {f"{text} ({label})": number for label, number in data[name].items()}
+            elif not metric.buckets and not metric.label and data[name]:
+                line[text] = data[name]
         return line
-
-
-_HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
-    "load_seconds": (
-        "Time from the scheduler's order to the end of a load, in seconds.",
-        [2**k * 1e-4 for k in range(18)],
-    ),
-    "post_seconds": ("Time to hand a load to the transport, in seconds.", [2**k * 1e-5 for k in range(18)]),
-    "transfer_seconds": ("Time from the post of a load to its end, in seconds.", [2**k * 1e-4 for k in range(18)]),
-    "bytes": ("Bytes of a load.", [4.0**k * 1024 for k in range(13)]),
-    "selected_descriptors": ("Descriptors that a load was planned with.", [4.0**k for k in range(10)]),
-    "posted_descriptors": ("Descriptors that went to the transport.", [4.0**k for k in range(10)]),
-    "handshake_seconds": ("Time of a handshake with another engine, in seconds.", [2**k * 1e-3 for k in range(14)]),
-}
-_COUNTERS = {
-    "tokens_loaded": "Tokens whose cache was loaded.",
-    "tokens_cached": "Tokens of loads that were cached already and not moved.",
-    "tokens_clipped": "Tokens of loads that lie before every window or chunk of a group, summed over such groups.",
-    "zeroed_bytes": "Bytes zeroed behind the tokens of loads.",
-    "handshakes": "Handshakes with other engines.",
-    "late_checks": "Loads that ended close to the end of their lease and were checked with the other engine.",
-    "expired": "Leases that ended before anybody read the blocks.",
-}
-
-
-_RANK_COUNTERS = {
-    "bytes": "Bytes moved by a rank: more than its share where ranks repeat heads.",
-    "descriptors": "Descriptors that a rank's loads were planned with.",
-    "seconds": "Time of a rank's transfers: the slowest one decides when a request goes on.",
-}
 
 
 class PromMetrics(KVConnectorPromMetrics):
@@ -156,65 +135,28 @@ class PromMetrics(KVConnectorPromMetrics):
     def __init__(self, *args: Any) -> None:
         """Register them."""
         super().__init__(*args)
-        self._histograms = {
-            name: self._per_engine(
-                self._histogram_cls(
-                    name=f"vllm:kvhma_{name}", documentation=text, buckets=buckets, labelnames=self._labelnames
-                )
-            )
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
-        self._counters = {
-            name: self._per_engine(
-                self._counter_cls(name=f"vllm:kvhma_{name}", documentation=text, labelnames=self._labelnames)
-            )
-            for name, text in _COUNTERS.items()
-        }
-        by_group = [*self._labelnames, "group"]
-        self._group_bytes = self._counter_cls(
-            name="vllm:kvhma_group_bytes", documentation="Bytes moved for a group.", labelnames=by_group
-        )
-        self._group_descriptors = self._counter_cls(
-            name="vllm:kvhma_group_descriptors",
-            documentation="Descriptors of a group, before neighbours of other groups are joined.",
-            labelnames=by_group,
-        )
-        by_rank = [*self._labelnames, "rank"]
-        self._ranks = {
-            name: self._counter_cls(name=f"vllm:kvhma_rank_{name}", documentation=text, labelnames=by_rank)
-            for name, text in _RANK_COUNTERS.items()
-        }
-        self._failures = self._counter_cls(
-            name="vllm:kvhma_failed_loads", documentation="Loads that failed.", labelnames=[*self._labelnames, "cause"]
-        )
+        self._metrics: dict[str, Any] = {name: self._register(name, metric) for name, metric in METRICS.items()}
 
-        self._computed = self._counter_cls(
-            name="vllm:kvhma_computed_prompts",
-            documentation="Prompts with parameters of a prefill engine that were computed here all the same.",
-            labelnames=[*self._labelnames, "reason"],
-        )
-
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        return {index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()}
+    def _register(self, name: str, metric: Metric) -> Any:
+        """Return a metric for each engine; one with a label of its own as it is, since its values are not known yet."""
+        # vLLM's types allow a histogram where a counter is meant, and the other way round.
+        make: Any = self._histogram_cls if metric.buckets else self._counter_cls
+        more = {"buckets": metric.buckets} if metric.buckets else {}
+        labels = [*self._labelnames, metric.label] if metric.label else self._labelnames
+        made = make(name=f"vllm:kvhma_{name}", documentation=metric.text, labelnames=labels, **more)
+        if metric.label:
+            return made
+        return {index: made.labels(*values) for index, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take the numbers of one interval."""
-        for name, metrics in self._histograms.items():
-            for value in transfer_stats_data[name]:
-                metrics[engine_idx].observe(value)
-        for name, metrics in self._counters.items():
-            value = transfer_stats_data[name]
-            metrics[engine_idx].inc(sum(value) if isinstance(value, list) else value)
-        labels = self.per_engine_labelvalues[engine_idx]
-        for group, row in transfer_stats_data["groups"].items():
-            self._group_bytes.labels(*labels, group).inc(row["bytes"])
-            self._group_descriptors.labels(*labels, group).inc(row["descriptors"])
-        for rank, row in transfer_stats_data["ranks"].items():
-            for name, counter in self._ranks.items():
-                counter.labels(*labels, rank).inc(row[name])
-        for cause in CAUSES:
-            if transfer_stats_data[f"failed_{cause}"]:
-                self._failures.labels(*labels, cause).inc(transfer_stats_data[f"failed_{cause}"])
-        for reason in REASONS:
-            if transfer_stats_data[f"computed_{reason}"]:
-                self._computed.labels(*labels, reason).inc(transfer_stats_data[f"computed_{reason}"])
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name]
+            if isinstance(value, dict):
+                for label, number in value.items():
+                    metric.labels(*self.per_engine_labelvalues[engine_idx], label).inc(number)
+            elif isinstance(value, list):
+                for one in value:
+                    metric[engine_idx].observe(one)
+            else:
+                metric[engine_idx].inc(value)

@@ -54,7 +54,8 @@ from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import LeaseClaim
-from kvhma.vllm.worker import worker as worker_module
+from kvhma.vllm.wire.side_channel import Outcome
+from kvhma.vllm.worker import polling
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 
 MAX_TOKENS = 2048
@@ -672,7 +673,7 @@ class Engine:
         if loading.outcome != "ok":
             return WorkerReport({load.request_id: Failure("transfer", loading.outcome, loading.passing)})
         geometry = self.memory.ranks[rank]
-        first = worker_module.first_filled_tokens(geometry, load.spans, part.planned.first_tokens)
+        first = polling.first_filled_tokens(geometry, load.spans, part.planned.first_tokens)
         return WorkerReport({}, {load.request_id: first} if first else {})
 
     # --- the oracle -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kvhma.vllm.scheduler import context as context_module
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.worker import worker as worker_module
+from kvhma.vllm.worker import polling
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -72,7 +72,7 @@ def never_marked(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the worker's report is lost", *WINDOWS)
 def report_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker_module, "first_filled_tokens", lambda *_: {})
+    patch.setattr(polling, "first_filled_tokens", lambda *_: {})
 
 
 @mutant("the report of one rank stands for all", "full+two windows", "sliding+chunked")

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connects to the engines of the setting ``prefill_engines`` before a request has to wait for that."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+
+from kvhma.errors import KvhmaError
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.worker.prefill_engines import PrefillEngines
+from kvhma.vllm.worker.results import failure_of
+
+logger = logging.getLogger("vllm.kvhma")
+
+_INTERVAL_SECONDS = 2.0
+_REFUSED_SECONDS = 60.0
+"""How often each engine is asked whether it is still the one that is known, and how long one that cannot be read from
+is left alone."""
+
+
+class Preconnector:
+    """Knows each engine of the setting in each of its incarnations, by a thread of its own."""
+
+    def __init__(self, settings: Settings, engines: PrefillEngines) -> None:
+        """Start the thread, if there are engines to connect to."""
+        self._addresses = settings.prefill_engines
+        self._engines = engines
+        self._closed = threading.Event()
+        self._refused_until: dict[Address, float] = {}
+        self._thread = threading.Thread(target=self._run, name="kvhma-preconnect", daemon=True)
+        if self._addresses:
+            self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Stop."""
+        self._closed.set()
+        if self._addresses:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            for address in self._addresses:
+                if self._closed.is_set():
+                    return
+                if self._refused_until.get(address, 0.0) <= time.monotonic():
+                    self._connect(address)
+            if self._closed.wait(_INTERVAL_SECONDS):
+                return
+
+    def _connect(self, address: Address) -> None:
+        try:
+            self._engines.preconnect(address, partial(self._after_handshake, address))
+        except KvhmaError as error:
+            logger.debug("kvhma: %s of prefill_engines: %s", address, error)
+        except Exception:
+            logger.exception("kvhma: internal error while connecting to %s of prefill_engines", address)
+
+    def _after_handshake(self, address: Address, error: KvhmaError | None) -> None:
+        if error is None:
+            return
+        if not failure_of(error).passing:
+            self._refused_until[address] = time.monotonic() + _REFUSED_SECONDS
+        logger.warning("kvhma: %s of prefill_engines: %s", address, error)
