@@ -14,6 +14,7 @@ def test_given():
     found = Settings.read({"kv_lease_duration": 5, "backends": ["UCX", "GDS"], "host_staged": True, "num_threads": 4})
     assert (found.num_threads, found.progress_delay_us) == (4, 1000)
     assert Settings.read({"progress_delay_us": 0}).progress_delay_us == 0
+    assert Settings.read({"prewarm": True, "switch_interval_us": 500}) == Settings(prewarm=True, switch_interval_us=500)
     assert found.kv_lease_duration == 5.0
     assert found.backends == ("UCX", "GDS")
     assert found.host_staged is True
@@ -43,6 +44,8 @@ def test_addresses():
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),
         ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
+        ({"prewarm": 1}, "prewarm is 1, expected bool"),
+        ({"switch_interval_us": 0}, "switch_interval_us is 0, expected int 10..1000000"),
         ({"host_staged": 1}, "host_staged is 1, expected bool"),
         ({"model_id": 7}, "model_id is 7, expected str"),
         ({"model_id": ""}, "model_id is '', expected 1..512"),

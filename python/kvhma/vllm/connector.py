@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 
-_SWITCH_SECONDS = 5e-4
-
-
 class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands the KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
 
@@ -75,13 +72,9 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
-        # vLLM's threads spin while they wait for each other, and a thread of ours gets its turn only after this long.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-        engine_id = self._kv_transfer_config.engine_id
-        if engine_id is None:
-            raise SettingsError("kv_transfer_config: engine_id is None, expected the name of the engine")
-        self._engine_id = engine_id
-        self._kvhma_scheduler: KvhmaScheduler | None = None
+        if self._settings.switch_interval_us is not None:
+            sys.setswitchinterval(self._settings.switch_interval_us * 1e-6)
+        self._scheduler_half: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
         self._hello: WorkerHello | None = None
         self._sent: set[str] = set()
@@ -208,12 +201,17 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return geometry, staging
 
     def _agent(self, name: str) -> Agent:
-        settings = self._settings
-        agent = Agent(name, AgentOptions(settings.backends, settings.num_threads, settings.progress_delay_us))
-        try:
-            agent.prewarm_transport()
-        except KvhmaError as error:
-            logger.warning("kvhma: the first hand-off will be slower: %s", error)
+        agent = Agent(
+            name,
+            backends=self._settings.backends,
+            num_threads=self._settings.num_threads,
+            progress_delay_us=self._settings.progress_delay_us,
+        )
+        if self._settings.prewarm:
+            try:
+                agent.prewarm_transport()
+            except KvhmaError as error:
+                logger.warning("kvhma: the first hand-off will be slower: %s", error)
         return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -19,11 +19,11 @@ class Settings:
     """Settings of one engine.
 
     Attributes:
-        kv_lease_duration: seconds a prefill engine keeps a request's blocks after its last sign of a reader.
+        kv_lease_duration: seconds a prefill engine keeps a request's blocks after its reader last renewed.
         clock_margin: seconds by which a read has to end before the lease does to count without asking.
         handshake_timeout: seconds to wait for each answer of another engine.
-        load_retries: how often a load that failed for a passing reason is tried again before the engine's
-            ``kv_load_failure_policy`` has its way.
+        load_retries: how often a load that failed for a reason that may pass is tried again before the engine's
+            ``kv_load_failure_policy`` decides.
         prefill_engines: addresses of engines to shake hands with before their first request comes, as ``host:port`` of
             their side channels.
         max_peers: engines whose connection and plan are kept.
@@ -31,6 +31,9 @@ class Settings:
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
         progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause.
+        prewarm: whether a worker prewarms its transport when it starts, see :meth:`kvhma.nixl.Agent.prewarm_transport`.
+        switch_interval_us: microseconds after which a Python thread of the engine's processes gives way to another one
+            that waits, see :func:`sys.setswitchinterval`; None to leave it as it is.
         side_channel_host: name or address that other engines reach this one's scheduler at; None for
             ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
         side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
@@ -51,6 +54,8 @@ class Settings:
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
     progress_delay_us: int = PROGRESS_DELAY_US
+    prewarm: bool = False
+    switch_interval_us: int | None = None
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     kv_cache_layout: str | None = None
@@ -81,11 +86,9 @@ class Settings:
         for name, (kind, low, high) in _RANGES.items():
             if (value := given.get(name)) is not None:
                 given[name] = _number(name, value, kind, low, high)
-        kinds_of = {"side_channel_host": str, "kv_cache_layout": str, "model_id": str, "host_staged": bool}
-        for name, kinds in kinds_of.items():
-            value = given.get(name)
-            if value is not None and not isinstance(value, kinds):
-                raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {kinds.__name__}")
+        for name, expected in _TYPES.items():
+            if (value := given.get(name)) is not None and not isinstance(value, expected):
+                raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {expected.__name__}")
         model_id = given.get("model_id")
         if model_id is not None and not (0 < len(model_id) <= 512 and model_id.isprintable()):
             raise SettingsError(
@@ -106,7 +109,17 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "descriptor_bytes": (int, 0, 1 << 40),
     "num_threads": (int, 0, 256),
     "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
+    "switch_interval_us": (int, 10, 1_000_000),
     "side_channel_port": (int, 1, 65535),
+}
+
+
+_TYPES: dict[str, type[str] | type[bool]] = {
+    "prewarm": bool,
+    "side_channel_host": str,
+    "kv_cache_layout": str,
+    "model_id": str,
+    "host_staged": bool,
 }
 
 
