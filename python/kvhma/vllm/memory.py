@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that is registered: the caches themselves, or a copy in host memory where they cannot be."""
+"""The memory that is registered for transfer: the caches themselves, or a copy in host memory where they cannot be."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Span
 from kvhma.geometry import Memory as MemoryKind
 
@@ -21,7 +22,11 @@ class Memory(Protocol):
     kind: MemoryKind
 
     def zero(self, rows: NDArray[np.uint64]) -> None:
-        """Zero ranges: shape (n, 3), address, length in bytes, device. Done when it returns."""
+        """Zero ranges: shape (n, 3), address, length in bytes, device. Done when it returns.
+
+        Raises:
+            GeometryError: a range that is not in the caches.
+        """
 
     def copy_in(self, spans: Sequence[Span]) -> None:
         """Bring blocks that were read, for each group, to where the engine uses them. Done when it returns."""
@@ -34,17 +39,19 @@ class DeviceMemory:
     """The engine's own caches."""
 
     def __init__(self, geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
-        """Look at the storage behind the caches."""
+        """Look at the storages behind the caches."""
         self.kind: MemoryKind = geometry.regions[0].memory
-        self._bytes: dict[int, torch.Tensor] = {}
-        for cache in caches.values():
-            storage = cache.untyped_storage()
-            flat = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
-            self._bytes.setdefault(storage.data_ptr(), flat)
+        self._storages = [
+            torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+            for cache in {_storage_key(cache): cache for cache in caches.values()}.values()
+        ]
 
     def zero(self, rows: NDArray[np.uint64]) -> None:
         """See :class:`Memory`."""
-        zero_rows(rows, self.kind, self._bytes)
+        if self.kind == "DRAM":
+            zero_host(rows)
+        else:
+            zero_device(rows, self._storages)
 
     def copy_in(self, spans: Sequence[Span]) -> None:
         """Blocks are where they belong."""
@@ -60,21 +67,19 @@ class HostStaging:
 
     def __init__(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Allocate a copy of each storage; the views of the copy are `caches`."""
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[tuple[int, int], torch.Tensor] = {}
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.caches: dict[str, torch.Tensor] = {}
         for name, cache in caches.items():
-            storage = cache.untyped_storage()
-            if storage.data_ptr() not in copies:
-                pin = cache.is_cuda
-                copies[storage.data_ptr()] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-            host = copies[storage.data_ptr()]
+            key = _storage_key(cache)
+            if key not in copies:
+                _, nbytes = key
+                copies[key] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=cache.is_cuda)
             view = torch.empty(0, dtype=cache.dtype).set_(
-                host.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride()
+                copies[key].untyped_storage(), cache.storage_offset(), cache.shape, cache.stride()
             )
             self.caches[name] = view
             self._pairs[name] = (cache, view)
-        self._bytes = {copy.data_ptr(): copy for copy in copies.values()}
         self._layers: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []
 
     def describe(self, geometry: Geometry) -> None:
@@ -86,7 +91,7 @@ class HostStaging:
 
     def zero(self, rows: NDArray[np.uint64]) -> None:
         """See :class:`Memory`."""
-        zero_rows(rows, "DRAM", self._bytes)
+        zero_host(rows)
 
     def copy_in(self, spans: Sequence[Span]) -> None:
         """Copy blocks to the device."""
@@ -103,28 +108,58 @@ class HostStaging:
             if not len(ids):
                 continue
             for cache, view, ratio in layers:
-                kernel = (ids[:, None] * ratio + torch.arange(ratio)).reshape(-1)
-                there = kernel.to(cache.device)
+                # block i:  | kernel block i * ratio | ... | i * ratio + ratio - 1 |
+                on_host = (ids[:, None] * ratio + torch.arange(ratio)).reshape(-1)
+                on_device = on_host.to(cache.device)
                 devices.add(cache.device)
                 if to_host:
-                    view[kernel] = cache[there].to("cpu")
+                    view[on_host] = cache[on_device].to("cpu")
                 else:
-                    cache[there] = view[kernel].to(cache.device)
+                    cache[on_device] = view[on_host].to(cache.device)
         for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            _synchronize(device)
 
 
-def zero_rows(rows: NDArray[np.uint64], kind: MemoryKind, storages: Mapping[int, torch.Tensor]) -> None:
-    """Zero ranges of memory, on the host or through a storage of the device."""
-    if kind == "DRAM":
-        for address, length, _ in rows.tolist():
-            ctypes.memset(address, 0, length)
-        return
-    bases = sorted(storages)
-    device = next(iter(storages.values())).device
+def zero_host(rows: NDArray[np.uint64]) -> None:
+    """Zero ranges of host memory."""
     for address, length, _ in rows.tolist():
-        base = max(base for base in bases if base <= address)
-        storages[base][address - base : address - base + length].zero_()
+        ctypes.memset(address, 0, length)
+
+
+def zero_device(rows: NDArray[np.uint64], storages: Sequence[torch.Tensor]) -> None:
+    """Zero ranges of a device's memory through the storages that they are in, which may overlap.
+
+    ::
+
+        range            |=======|==============|
+        storage    |-------------|
+        another        |-----|          it ends before: the one that reaches furthest is taken
+        the next                 |--------------------|
+
+    Raises:
+        GeometryError: a range that is not in the storages.
+    """
+    for address, length, _ in rows.tolist():
+        at, end = address, address + length
+        while at < end:
+            around = [one for one in storages if one.data_ptr() <= at < one.data_ptr() + one.numel()]
+            if not around:
+                raise GeometryError(f"bytes {at:#x}..{end:#x} to be zeroed are in no storage of the caches")
+            storage = max(around, key=lambda one: one.data_ptr() + one.numel())
+            base = storage.data_ptr()
+            stop = min(end, base + storage.numel())
+            storage[at - base : stop - base].zero_()
+            at = stop
     if len(rows):
+        _synchronize(storages[0].device)
+
+
+def _storage_key(cache: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes: of two storages that begin at the same address one may be longer."""
+    storage = cache.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)

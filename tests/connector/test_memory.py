@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zeroing and copying through the storages of the caches, also where these lie in each other."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvhma.errors import GeometryError
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
+from kvhma.vllm.memory import DeviceMemory, HostStaging, zero_device
+
+BYTES = 64
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def storages(*ranges: tuple[int, int]):
+    """Memory full of ones, and a storage of its own for each range of it."""
+    raw = bytearray(b"\1" * BYTES)
+    base = torch.frombuffer(raw, dtype=torch.uint8)
+    return (
+        raw,
+        base.data_ptr(),
+        [torch.frombuffer(raw, dtype=torch.uint8, offset=start, count=end - start) for start, end in ranges],
+    )
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 64)],
+        [(0, 64), (8, 16)],  # nested, and what is zeroed begins in the inner one
+        [(8, 16), (0, 64)],
+        [(0, 64), (0, 4)],  # of one beginning
+        [(0, 24), (16, 64)],  # one goes on where the other ends
+        [(0, 12), (12, 64)],
+    ],
+)
+@pytest.mark.parametrize(("start", "length"), [(10, 4), (10, 30), (0, 64), (12, 1), (40, 0)])
+def test_exactly_what_is_asked_for_is_zeroed(ranges, start, length):
+    raw, base, made = storages(*ranges)
+    zero_device(np.array([[base + start, length, 0]], np.uint64), made)
+    expected = np.ones(BYTES, np.uint8)
+    expected[start : start + length] = 0
+    assert np.array_equal(np.frombuffer(raw, np.uint8), expected)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 1), (60, 65), (20, 30)])
+def test_what_is_in_no_storage_is_refused(start, end):
+    _, base, made = storages((0, 24), (28, 64))
+    with pytest.raises(GeometryError, match="to be zeroed are in no storage of the caches"):
+        zero_device(np.array([[base + start, end - start, 0]], np.uint64), made)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_caches_of_one_storage_are_zeroed_on_their_device(device):
+    whole = torch.ones(BYTES, dtype=torch.uint8, device=device)
+    geometry = Geometry((Region(whole.data_ptr(), BYTES, "VRAM"),), (), ())
+    memory = DeviceMemory(geometry, {"a": whole[:32], "b": whole[32:]})
+    memory.zero(np.array([[whole.data_ptr() + 30, 4, 0]], np.uint64))
+    assert whole.cpu().nonzero().flatten().tolist() == [*range(30), *range(34, BYTES)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_go_through_the_host(device):
+    """Two layers in one storage, with two kernel blocks per block."""
+    cache = torch.arange(96, dtype=torch.float32, device=device).reshape(2, 8, 6)
+    caches = {"a": cache[0], "b": cache[1]}
+    staging = HostStaging(caches)
+    assert staging.caches["a"].untyped_storage().data_ptr() == staging.caches["b"].untyped_storage().data_ptr()
+    for name, view in staging.caches.items():
+        view.zero_()
+        assert (view.shape, view.stride()) == (caches[name].shape, caches[name].stride())
+    host = staging.caches["a"].untyped_storage()
+    part = Part("kv", "float32", 4, 0, (Axis("tokens", 2, 12), Axis("content", 3, 4)))
+    layers = tuple(
+        Layer(name, 0, 0, 192 * index, 4, 48, Page((part,)), kernel_stride=24) for index, name in enumerate(caches)
+    )
+    group = Group("full", 4, ratio=2)
+    staging.describe(Geometry((Region(host.data_ptr(), host.nbytes()),), (group,), layers))
+    before = cache.cpu().clone()
+    staging.copy_out([Span(0, [3, 1])])
+    expected = torch.zeros_like(before)
+    expected[:, [2, 3, 6, 7]] = before[:, [2, 3, 6, 7]]
+    assert torch.equal(torch.stack([staging.caches["a"], staging.caches["b"]]), expected)
+    for view in staging.caches.values():
+        view += 1000
+    staging.copy_in([Span(0, [1])])
+    after = before.clone()
+    after[:, [2, 3]] += 1000
+    assert torch.equal(cache.cpu(), after)
+
+
+def test_storages_that_begin_together_are_copied_each():
+    raw = bytearray(BYTES)
+    short = torch.frombuffer(raw, dtype=torch.uint8, count=8)
+    long = torch.frombuffer(raw, dtype=torch.uint8)
+    staging = HostStaging({"short": short, "long": long})
+    assert [view.untyped_storage().nbytes() for view in staging.caches.values()] == [8, BYTES]
