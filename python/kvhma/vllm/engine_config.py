@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import vllm
 import vllm.envs
 from vllm.platforms import current_platform
+from vllm.utils import deep_gemm
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from kvhma.errors import UnsupportedPairError
+from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.vllm.formats import Writer, transferred_groups
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.layer_parts import RankInfo, kind_of
@@ -22,7 +23,7 @@ from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 try:
@@ -31,14 +32,6 @@ except ImportError:  # vLLM 0.31 does not tell sources apart
     CACHE_HIT_SOURCE: Any = None
 else:
     CACHE_HIT_SOURCE = CacheHitSource.P2P
-
-try:
-    from vllm.utils.deep_gemm import mqa_logits_use_mx_scales as _indexer_has_mx_scales
-except ImportError:  # vLLM 0.32 always stores floats
-
-    def _indexer_has_mx_scales() -> bool:
-        return False
-
 
 _INDEXERS = frozenset(
     {"DEEPSEEK_V32_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER", "DEEPSEEK_V4_INDEXER"}
@@ -52,7 +45,7 @@ _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 """What configurations of models call the parameters of rotary embeddings."""
 
-_LONGEST_TEXT = 1000
+_MAX_TEXT = 1000
 
 
 def check_config(config: VllmConfig) -> None:
@@ -62,20 +55,20 @@ def check_config(config: VllmConfig) -> None:
         UnsupportedPairError: the text names the setting and both values.
     """
     parallel = config.parallel_config
-    wanted: list[tuple[str, Any, Any]] = [
-        # Not for want of a plan: no engine with stages has shown yet that groups mean the same in each of them.
+    required: list[tuple[str, Any, Any]] = [
+        # A plan could be made. But no engine with stages has shown yet that groups mean the same in each of them.
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1), 1),
         ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1),
         ("enable_return_routed_experts", getattr(config.model_config, "enable_return_routed_experts", False), False),
     ]
-    for name, found, needed in wanted:
-        if found != needed:
-            raise UnsupportedPairError(f"{name} is {found}, the kvhma connector supports only {needed}")
+    for name, found, supported in required:
+        if found != supported:
+            raise UnsupportedPairError(f"{name} is {found}, the kvhma connector supports only {supported}")
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:
-    """Return where this worker is."""
+    """Return the rank of this worker, and what no spec says of the model's states."""
     parallel = config.parallel_config
     text = config.model_config.hf_text_config
     groups = next((getattr(text, name) for name in _GROUPS_OF_STATE if getattr(text, name, None)), None)
@@ -94,7 +87,8 @@ def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
 
     def find(name: str) -> Writer:
         layer = context.get(name)
-        backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else ""
+        get_backend = getattr(layer, "get_attn_backend", None)
+        backend = "" if get_backend is None else get_backend().get_name()
         return Writer(
             backend=backend,
             platform=platform,
@@ -117,10 +111,15 @@ def _cache_dtype(layer: Any) -> str:
 
 
 def _indexer_dtype(config: VllmConfig) -> str:
-    """What the indexer keeps, which is a setting of its own, and how its scales are stored, which hardware decides."""
+    """The cache type of an indexer, a setting of its own, and how its scales are stored, which hardware decides."""
     kept = config.attention_config.resolve_indexer_kv_dtype("fp8")
     scales = "mx" if _indexer_has_mx_scales() else "float32"
     return f"indexer-{kept}/{scales}/{_name_of(current_platform.fp8_dtype())}"
+
+
+def _indexer_has_mx_scales() -> bool:
+    decides = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)  # vLLM 0.32 always stores floats
+    return decides is not None and bool(decides())
 
 
 def _name_of(dtype: Any) -> str:
@@ -131,12 +130,30 @@ def host_staged(config: VllmConfig, settings: Settings) -> bool:
     """Return whether blocks go through host memory."""
     if settings.host_staged is not None:
         return settings.host_staged
-    return bool(config.kv_transfer_config.kv_buffer_device == "cpu" and current_platform.device_type != "cpu")
+    return bool(_transfer_config(config).kv_buffer_device == "cpu" and current_platform.device_type != "cpu")
+
+
+def _transfer_config(config: VllmConfig) -> KVTransferConfig:
+    if config.kv_transfer_config is None:
+        raise SettingsError("kv_transfer_config is None, expected the connector's")
+    return config.kv_transfer_config
+
+
+def engine_id_of(config: VllmConfig) -> str:
+    """Return the engine's name of itself; vLLM makes one up where none is set.
+
+    Raises:
+        SettingsError: it has none.
+    """
+    engine_id: str | None = _transfer_config(config).engine_id
+    if engine_id is None:
+        raise SettingsError("kv_transfer_config: engine_id is None, expected the name of the engine")
+    return engine_id
 
 
 def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
-    """Return what the scheduler's half has to know."""
-    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    """Return what the connector's scheduler has to know of its engine."""
+    parallel = config.parallel_config
     host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     port = (settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT) + parallel.data_parallel_index
     groups = transferred_groups(caches)
@@ -145,20 +162,20 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         for group in (caches.kv_cache_groups[index] for index in groups)
         for spec in iter_layer_specs(group.kv_cache_spec)
     }
-    # D computes the last token of a prompt in any case. Its state is that of the token before, and its window or chunk
-    # may begin where P, one token further, has let go of the blocks: P must not go there.
+    # D computes the last token of a prompt in any case. It needs the state of the token before, and its window or chunk
+    # may begin in a block that P, one token further, has freed: so P stops before the last token.
     keeps_all = kinds <= {"full", "mla"}
     # A draft module of several steps reads tokens that only D knows.
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
-        engine_id=transfer.engine_id,
+        engine_id=engine_id_of(config),
         address=Address(host, port),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         has_state="ssm" in kinds,
         has_windows=not kinds.isdisjoint({"sliding", "chunked"}),
         backoff=max(int(not keeps_all), lookahead),
-        recompute=transfer.kv_load_failure_policy == "recompute",
+        recompute=_transfer_config(config).kv_load_failure_policy == "recompute",
         host_staged=host_staged(config, settings),
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
@@ -198,7 +215,7 @@ def _revision(model: ModelConfig) -> str | None:
 
 
 def _overrides(model: ModelConfig) -> dict[str, Any]:
-    given = model.hf_overrides
+    given: Any = model.hf_overrides
     if isinstance(given, dict):
         given = {name: value for name, value in given.items() if name not in _ROPE}
     else:
@@ -214,7 +231,7 @@ def _overrides(model: ModelConfig) -> dict[str, Any]:
 def _draft(config: VllmConfig) -> str | None:
     speculative = config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
-    # Methods without a draft model name the model itself here; a module of the model is as the model is.
+    # Methods without a draft model name the model itself here: what drafts is part of it.
     if draft is None or draft.model == config.model_config.model:
         return None
     return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}")
@@ -225,7 +242,7 @@ def _json(value: Any) -> str:
 
 
 def _bounded(text: str) -> str:
-    """Return a text of bounded length; of a long one the beginning, and a digest of all of it."""
-    if len(text) <= _LONGEST_TEXT:
+    """Return a text as it is, or the beginning of a long one and a digest of all of it."""
+    if len(text) <= _MAX_TEXT:
         return text
     return f"{text[:100]}... {hashlib.sha256(text.encode()).hexdigest()}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page
-from kvhma.tensors.regions import locate
+from kvhma.tensors.regions import Location, locate
 from kvhma.vllm.formats import Writer, transferred_groups
 from kvhma.vllm.layer_parts import RankInfo, View, kind_of, parts_of
 
@@ -26,56 +26,83 @@ def geometry_of(
             engine can read.
 
     Returns:
-        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order. Layers that use
-        the cache of another one are left out.
+        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order. Layers that use the cache of
+        another one are left out.
 
     Raises:
         GeometryError: a spec, a view or a device that is not known; the text names the layer and what was found.
         UnsupportedPairError: a cache that cannot be right after a load.
         AddressOverflowError: an address does not fit 64 bits.
     """
-    taken = [config.kv_cache_groups[number] for number in transferred_groups(config)]
-    names = (name for group in taken for name in group.layer_names if name in caches)
-    regions, locations = locate({f"layer {name!r}": caches[name] for name in names})
-    groups: list[Group] = []
-    layers: list[Layer] = []
-    for index, group in enumerate(taken):
-        if group.host_resident:
-            raise GeometryError(f"group {index}: its blocks are host_resident, which is not supported")
-        specs = _layer_specs(group)
-        placed: dict[int, str] = {}
-        ratios: dict[int, str] = {}
-        for name in group.layer_names:
-            if name not in caches:
-                raise GeometryError(f"layer {name!r}: no cache was registered, known are {', '.join(caches)}")
-            tensor = caches[name]
-            if placed.setdefault(tensor.data_ptr(), name) != name:
-                continue
-            view = _view(name, tensor, writer(name))
-            ratio, rest = divmod(view.shape[0], config.num_blocks)
-            if rest or not ratio:
-                raise GeometryError(f"layer {name!r}: {view.shape[0]} kernel blocks, {config.num_blocks} blocks")
-            ratios.setdefault(ratio, name)
-            location = locations[f"layer {name!r}"]
-            layers.append(
-                Layer(
-                    name=name,
-                    group=index,
-                    region=location.region,
-                    offset=location.offset,
-                    num_blocks=config.num_blocks,
-                    block_stride=view.strides[0] * ratio,
-                    page=Page(parts_of(name, specs[name], view, rank_info)),
-                    kernel_stride=None if ratio == 1 else view.strides[0],
-                )
-            )
-        if len(ratios) > 1:
-            raise GeometryError(f"group {index}: layers differ in kernel blocks per block: {ratios}")
-        groups.append(_group(index, specs, next(iter(ratios), 1)))
+    transferred = [config.kv_cache_groups[number] for number in transferred_groups(config)]
+    names = (name for group in transferred for name in group.layer_names if name in caches)
+    regions, locations = locate({_label(name): caches[name] for name in names})
     memories = {region.memory for region in regions}
     if len(memories) > 1:
         raise GeometryError(f"regions: caches are in {' and '.join(sorted(memories))}, one kind is supported")
+    groups: list[Group] = []
+    layers: list[Layer] = []
+    for index, group in enumerate(transferred):
+        if group.host_resident:
+            raise GeometryError(f"group {index}: its blocks are host_resident, which is not supported")
+        specs = _layer_specs(group)
+        views = {name: _view(name, cache, writer(name)) for name, cache in _own_caches(group, caches).items()}
+        ratio = _kernel_blocks_per_block(index, views, config.num_blocks)
+        groups.append(_group(index, specs, ratio))
+        for name, view in views.items():
+            page = Page(parts_of(name, specs[name], view, rank_info))
+            layers.append(_layer(name, index, locations[_label(name)], view, config.num_blocks, page))
     return Geometry(regions, tuple(groups), tuple(layers), rank_info.tp_rank, rank_info.tp_size)
+
+
+def _label(name: str) -> str:
+    return f"layer {name!r}"
+
+
+def _layer(name: str, group: int, location: Location, view: View, num_blocks: int, page: Page) -> Layer:
+    """Describe a layer.
+
+    ::
+
+        location
+        | kernel block | kernel block | ... | kernel block | kernel block ...
+        |<-- stride -->|
+        |<------ block_stride = stride * ratio ----------->| the next block
+    """
+    stride = view.strides[0]
+    ratio = view.shape[0] // num_blocks
+    return Layer(
+        name=name,
+        group=group,
+        region=location.region,
+        offset=location.offset,
+        num_blocks=num_blocks,
+        block_stride=stride * ratio,
+        page=page,
+        kernel_stride=None if ratio == 1 else stride,
+    )
+
+
+def _own_caches(group: Any, caches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the caches of a group's layers, each once: the first layer of those that share one has it."""
+    own: dict[int, tuple[str, Any]] = {}
+    for name in group.layer_names:
+        if name not in caches:
+            raise GeometryError(f"{_label(name)}: no cache was registered, known are {', '.join(caches)}")
+        own.setdefault(caches[name].data_ptr(), (name, caches[name]))
+    return dict(own.values())
+
+
+def _kernel_blocks_per_block(index: int, views: Mapping[str, View], num_blocks: int) -> int:
+    ratios: dict[int, str] = {}
+    for name, view in views.items():
+        ratio, rest = divmod(view.shape[0], num_blocks)
+        if rest or not ratio:
+            raise GeometryError(f"{_label(name)}: {view.shape[0]} kernel blocks, {num_blocks} blocks")
+        ratios.setdefault(ratio, name)
+    if len(ratios) > 1:
+        raise GeometryError(f"group {index}: layers differ in kernel blocks per block: {ratios}")
+    return next(iter(ratios), 1)
 
 
 def _layer_specs(group: Any) -> dict[str, Any]:
@@ -108,14 +135,14 @@ def _group(index: int, specs: Mapping[str, Any], ratio: int) -> Group:
 
 def _window(spec: Any, kind: Kind) -> int | None:
     if kind == "sliding":
-        # What a draft module re-reads behind the window has to be there as well.
+        # A draft module reads tokens again that are before the window: they have to be there as well.
         return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
     return int(spec.attention_chunk_size) if kind == "chunked" else None
 
 
 def _view(name: str, tensor: Any, writer: Writer) -> View:
     if tensor.dim() != 4:
-        raise GeometryError(f"layer {name!r}: the cache has shape {tuple(tensor.shape)}, expected four dimensions")
+        raise GeometryError(f"{_label(name)}: the cache has shape {tuple(tensor.shape)}, expected four dimensions")
     item = tensor.element_size()
     a, b, c, d = tensor.shape
     strides = [stride * item for stride in tensor.stride()]

@@ -177,13 +177,13 @@ class LoadPoller:
             "selected_descriptors": transfer.descriptors,
             "posted_descriptors": sum(posted),
         }
-        sums = {
+        sums: dict[str, float] = {
             "zeroed_bytes": int(transfer.zero[:, 1].sum()),
             "tokens_loaded": load.num_tokens - load.cached,
             "tokens_cached": load.cached,
             "tokens_clipped": sum(clipped),
         }
-        by_rank = {
+        by_rank: dict[str, float] = {
             "rank_bytes": transfer.bytes,
             "rank_descriptors": transfer.descriptors,
             "rank_seconds": transfer_seconds,
@@ -197,8 +197,8 @@ class LoadPoller:
             for name, number in by_rank.items():
                 stats.count(name, number, label=str(self._geometry.tp_rank))
             for name, numbers in by_group.items():
-                for index, (group, number) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
-                    stats.count(name, number, label=f"{index} {group.kind}")
+                for index, (group, of_group) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
+                    stats.count(name, of_group, label=f"{index} {group.kind}")
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
