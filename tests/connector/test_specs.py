@@ -150,7 +150,7 @@ def test_every_backend_of_the_lists_is_one_of_vllm_s():
     files = [*root.glob("v1/attention/backends/**/*.py"), *root.glob("models/**/*.py")]
     found = {name for file in files for name in named.findall(file.read_text())}
     newer = set() if SERIES == "0.33" else {"FLASH_ATTN_MLA_SPARSE_FA4"}
-    assert {*formats._BY_HEAD, *formats._LATENT} - found == newer
+    assert {*formats._BACKENDS_BY_HEAD, *formats._BACKENDS_OF_MLA} - found == newer
 
 
 PAGES = {

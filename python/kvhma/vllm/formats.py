@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cache formats are known: those whose writer in vLLM was read, each recognised by everything that decides it.
+"""Which cache formats are known, each recognised by everything that decides it.
 
-A spec says how large a page is, not always what a kernel does with it: on one GPU the indexer of DeepSeek-V3.2 stores
-the keys of a block and then their scales, on another one it shuffles the keys. What is not on a list here is not known.
-docs/formats.md has the same as a table.
+A format is known if the code of vLLM that writes it was read. A spec says how large a page is, not always what a kernel
+does with it: on one GPU the indexer of DeepSeek-V3.2 stores the keys of a block and then their scales, on another one
+it shuffles the keys. docs/formats.md has the lists of this module as a table.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from kvhma.geometry import Kind
 
 KINDS: dict[str, Kind] = {
     "ChunkedLocalAttentionSpec": "chunked",
-    # One block for each request, written in a circle: good for one position only, which is what a state is.
+    # One block for each request, written in a circle: valid at one position only, as a state is.
     "CircularBufferSpec": "ssm",
     "FullAttentionSpec": "full",
     "HiddenStateCacheSpec": "mla",
     "KpoolTailSpec": "ssm",
     "MLAAttentionSpec": "mla",
     "MambaSpec": "ssm",
-    # Lets go of generated tokens only, which are not handed over.
+    # Frees only generated tokens, which are not transferred.
     "RSWASpec": "full",
-    # The sinks are the engine's own, from the model's weights, and in no request's block table.
+    # The sinks come from the model's weights in each engine, and are in no request's block table.
     "SinkFullAttentionSpec": "full",
     "SlidingWindowMLASpec": "sliding",
     "SlidingWindowSpec": "sliding",
 }
-"""What a group of layers of a spec is to the planner."""
+"""The planner's kind of group for each spec."""
 
 NOT_TRANSFERRED = frozenset({"EncoderOnlyAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec"})
-"""Caches that are not handed over: they have no bytes, or vLLM fills them from other caches after a load."""
+"""Caches that are not transferred: they have no bytes, or vLLM fills them from other caches after a load."""
 
 REFUSED = {
     "CrossAttentionSpec": "its blocks hold the encoder's tokens, and vLLM does not run the encoder for a prompt that "
@@ -41,13 +41,13 @@ REFUSED = {
 }
 """Caches that cannot be right after a load, and why."""
 
-_HEADED = frozenset(
+_SPECS_WITH_HEADS = frozenset(
     {"ChunkedLocalAttentionSpec", "FullAttentionSpec", "RSWASpec", "SinkFullAttentionSpec", "SlidingWindowSpec"}
 )
-_LATENTS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
-"""Specs whose layers have a cache of tokens, with and without heads."""
+_SPECS_WITHOUT_HEADS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+"""Specs whose layers cache tokens, with and without heads."""
 
-_BY_HEAD = frozenset(
+_BACKENDS_BY_HEAD = frozenset(
     {
         "FLASH_ATTN",
         "FLASH_ATTN_DIFFKV",
@@ -64,7 +64,7 @@ _BY_HEAD = frozenset(
 )
 """Backends that address token and head by the strides of the view, with K of a token and head before its V."""
 
-_LATENT = frozenset(
+_BACKENDS_OF_MLA = frozenset(
     {
         "AITER_TRITON_MLA",
         "AMX_MLA",
@@ -87,35 +87,36 @@ _LATENT = frozenset(
         "XPU_MLA_SPARSE",
     }
 )
-"""Backends whose cache is written by MLA's common functions: one row a token, latent before positions."""
+"""Backends whose cache is written by MLA's common functions: for each token its latent, then its positions."""
 
-_PLAIN = frozenset({"", "auto", "bfloat16", "float", "float16", "float32", "half"})
+_PLAIN_CACHE_DTYPES = frozenset({"", "auto", "bfloat16", "float", "float16", "float32", "half"})
 """Names of cache types that say no more than the items of the view."""
 
-_ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
-"""Rows of a token that mix numbers of several types, by the name of the cache type."""
+_MIXED_TOKEN_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Bytes of a token of cache types that mix numbers of several types."""
 
-_INDEXER_BYTES = (128, 4)
-_WINDOW_BYTES = (576, 8)
-_MX_WINDOW_BYTES = {"0.31": (512, 16), "0.32": (512, 16), "0.33": (528,)}
-"""V4.1's window: vLLM 0.33 moved the scales of a block to the tokens they belong to."""
+_V32_INDEXER_SECTIONS = (128, 4)
+_V4_WINDOW_SECTIONS = (576, 8)
+_V41_WINDOW_SECTIONS = {"0.31": (512, 16), "0.32": (512, 16), "0.33": (528,)}
+"""Bytes of a token in each section of a block, for DeepSeek. In 0.33 each token of V4.1 has its scales beside it."""
 
-_READ = frozenset(_MX_WINDOW_BYTES)
-"""Versions of vLLM whose writers were read. In others only what a spec itself promises is known."""
+_KNOWN_VERSIONS = frozenset(_V41_WINDOW_SECTIONS)
+"""Versions of vLLM whose writers were read. Of others only what a spec itself promises is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes a layer's cache, which no spec says. What is empty is not known.
+    """What writes a layer's cache, which no spec says. What is empty is not known.
 
     Attributes:
         backend: vLLM's name of the layer's attention backend.
         platform: ``"cuda"``, ``"rocm"``, ``"xpu"`` or ``"cpu"``.
-        capability: what of the device kernels are chosen by, e.g. ``"9.0"``.
+        capability: of the device, by which kernels are chosen, e.g. ``"9.0"``.
         cache_dtype: the cache type as vLLM calls it, with the platform's 8-bit float where it has one, e.g.
             ``"fp8_ds_mla/float8_e4m3fn"``.
         version: vLLM's version.
-        cpu_kernel: what vLLM's CPU attention packs a block for, e.g. ``"amx"``; None for other attention.
+        cpu_kernel: the instructions for which vLLM's CPU attention packs a block, e.g. ``"amx"``; None for other
+            attention.
     """
 
     backend: str = ""
@@ -126,14 +127,16 @@ class Writer:
     cpu_kernel: str | None = None
 
 
-def is_left_out(spec: Any) -> bool:
-    """Return whether a spec's cache is nothing to hand over."""
+def is_not_transferred(spec: Any) -> bool:
+    """Return whether a spec's cache is not transferred."""
     return type(spec).__name__ in NOT_TRANSFERRED
 
 
 def transferred_groups(config: Any) -> tuple[int, ...]:
-    """Return which groups of a ``KVCacheConfig`` are handed over; both halves of the connector go by it."""
-    return tuple(i for i in config.transfer_group_ids if not is_left_out(config.kv_cache_groups[i].kv_cache_spec))
+    """Return the groups of a ``KVCacheConfig`` that are transferred, for the scheduler and for the workers."""
+    return tuple(
+        i for i in config.transfer_group_ids if not is_not_transferred(config.kv_cache_groups[i].kv_cache_spec)
+    )
 
 
 def check_supported(name: str, spec: Any) -> None:
@@ -148,29 +151,32 @@ def check_supported(name: str, spec: Any) -> None:
 
 
 def encoding_of(spec: Any, dtype: str, writer: Writer) -> str:
-    """Return what of a cache's numbers has to be equal on the other side: items, cache type, quantisation."""
+    """Return what has to be equal on the other side of how numbers are stored: items, cache type, quantisation."""
     kind = writer.cache_dtype or getattr(spec, "cache_dtype_str", None) or ""
     mode = spec.kv_quant_mode
-    # Of several modes with one number, Python tells the name of the first.
+    # Where several modes have one value, Python's name of it is that of the first.
     modes = "|".join(name.lower() for name, member in type(mode).__members__.items() if member is mode)
-    special = ["" if kind in _PLAIN else kind, "" if modes == "none" else modes]
+    special = ["" if kind in _PLAIN_CACHE_DTYPES else kind, "" if modes == "none" else modes]
     return "/".join([dtype, *filter(None, special)])
 
 
 def is_by_head(spec: Any, writer: Writer) -> bool:
     """Return whether a page is the bytes of each token and head, addressed by the strides of the view."""
-    if type(spec).__name__ not in _HEADED or spec.num_head_slots is not None or spec.tokens_per_state != 1:
+    if type(spec).__name__ not in _SPECS_WITH_HEADS or spec.num_head_slots is not None or spec.tokens_per_state != 1:
         return False
     if spec.state_content_bytes is not None:
         return _is_per_token_head(spec, writer)
-    known = writer.backend in _BY_HEAD or (writer.backend == "CPU_ATTN" and writer.cpu_kernel is not None)
+    known = writer.backend in _BACKENDS_BY_HEAD or (writer.backend == "CPU_ATTN" and writer.cpu_kernel is not None)
     return known and _is_plain(spec, writer)
 
 
 def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
-    """Return the bytes of a token in each piece of a block without heads; None if that is not known.
+    """Return the bytes of a token in each section of a kernel block without heads; None if that is not known.
 
-    A block is the first piece of all its tokens, then the second of all of them.
+    ::
+
+        | token 0 | token 1 | ... | token 0 | token 1 | ... |
+        |<---- first section ---->|<---- second section --->|
 
     Args:
         spec: vLLM's spec of the layer.
@@ -178,28 +184,30 @@ def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[
         content: bytes of a token in the view.
         writer: who writes it.
     """
-    if type(spec).__name__ not in _LATENTS or spec.num_kv_heads != 1:
+    if type(spec).__name__ not in _SPECS_WITHOUT_HEADS or spec.num_kv_heads != 1:
         return None
     if spec.num_head_slots is not None or spec.tokens_per_state != 1:
         return None
     if getattr(spec, "storage_block_size", None) is not None:  # vLLM 0.31: the view has other blocks than the kernel
         return None
-    if writer.backend in _LATENT:
-        return (content,) if _is_row(spec, content, writer) else None
-    # The rest are caches of one model each, on one platform.
-    if writer.platform != "cuda" or _series(writer) not in _READ:
+    if writer.backend in _BACKENDS_OF_MLA:
+        return (content,) if _is_by_token(spec, content, writer) else None
+    # Each of the others is a cache of one model, on one platform.
+    if writer.platform != "cuda" or _minor_version(writer) not in _KNOWN_VERSIONS:
         return None
     if writer.backend == "DEEPSEEK_V32_INDEXER":
-        return _indexer_bytes(spec, dtype, content, writer)
+        return _indexer_sections(spec, dtype, content, writer)
     if writer.backend == "DEEPSEEK_SPARSE_SWA":
-        return _window_bytes(spec, content, writer)
+        return _window_sections(spec, content, writer)
     if spec.state_content_bytes is not None or not _is_plain(spec, writer):
         return None
-    rows = writer.backend == "MINIMAX_M3_SPARSE_INDEXER" or (writer.backend, dtype) == ("CompressorBackend", "float32")
-    return (content,) if rows else None
+    by_token = writer.backend == "MINIMAX_M3_SPARSE_INDEXER" or (
+        (writer.backend, dtype) == ("CompressorBackend", "float32")
+    )
+    return (content,) if by_token else None
 
 
-def _series(writer: Writer) -> str:
+def _minor_version(writer: Writer) -> str:
     return ".".join(writer.version.split(".")[:2])
 
 
@@ -215,28 +223,34 @@ def _is_per_token_head(spec: Any, writer: Writer) -> bool:
     if writer.backend != "TRITON_ATTN" or mode not in ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"):
         return False
     sizes = spec.head_size + spec.head_size_v
-    return _series(writer) in _READ and writer.cache_dtype != "" and spec.state_content_bytes == sizes + 2 * 4
+    return (
+        _minor_version(writer) in _KNOWN_VERSIONS
+        and writer.cache_dtype != ""
+        and spec.state_content_bytes == sizes + 2 * 4
+    )
 
 
-def _is_row(spec: Any, content: int, writer: Writer) -> bool:
+def _is_by_token(spec: Any, content: int, writer: Writer) -> bool:
     kind = writer.cache_dtype.partition("/")[0] or spec.cache_dtype_str or ""
     if spec.state_content_bytes is None:
-        return kind not in _ROW_BYTES and _is_plain(spec, writer)
-    return _series(writer) in _READ and spec.state_content_bytes == content == _ROW_BYTES.get(kind)
+        return kind not in _MIXED_TOKEN_BYTES and _is_plain(spec, writer)
+    return _minor_version(writer) in _KNOWN_VERSIONS and spec.state_content_bytes == content == _MIXED_TOKEN_BYTES.get(
+        kind
+    )
 
 
-def _indexer_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
+def _indexer_sections(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
     """DeepSeek-V3.2: keys of all tokens of a kernel block, then their scales."""
     role = getattr(getattr(spec, "cache_role", None), "value", None)
     known = role == "indexer" and dtype == "uint8" and spec.state_content_bytes is None
     written = writer.cache_dtype.startswith("indexer-fp8/")
-    return _INDEXER_BYTES if known and written and content == sum(_INDEXER_BYTES) else None
+    return _V32_INDEXER_SECTIONS if known and written and content == sum(_V32_INDEXER_SECTIONS) else None
 
 
-def _window_bytes(spec: Any, content: int, writer: Writer) -> tuple[int, ...] | None:
-    """DeepSeek-V4: 8-bit floats and positions of all tokens, then their scales; V4.1 by version; plain floats: rows."""
+def _window_sections(spec: Any, content: int, writer: Writer) -> tuple[int, ...] | None:
+    """DeepSeek-V4: 8-bit floats and positions of all tokens, then their scales; V4.1 by version; or plain floats."""
     if spec.state_content_bytes is None:
         return (content,) if _is_plain(spec, writer) else None
-    pieces = {584: _WINDOW_BYTES, 528: _MX_WINDOW_BYTES[_series(writer)]}.get(content)
-    packed = getattr(spec, "cache_dtype_str", None) in _ROW_BYTES and spec.state_content_bytes == content
-    return pieces if packed and spec.model_version == "deepseek_v4" else None
+    sections = {584: _V4_WINDOW_SECTIONS, 528: _V41_WINDOW_SECTIONS[_minor_version(writer)]}.get(content)
+    packed = getattr(spec, "cache_dtype_str", None) in _MIXED_TOKEN_BYTES and spec.state_content_bytes == content
+    return sections if packed and spec.model_version == "deepseek_v4" else None

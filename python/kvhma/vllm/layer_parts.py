@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bytes of one layer's page mean: the one place that decides it, from vLLM's spec of the layer.
+"""The parts of a layer's page, from vLLM's spec of the layer and what writes it. Nothing else decides them.
 
-A content that is not known for certain becomes one part that only an equal engine can read; nothing is guessed.
+A page whose content is not known for certain becomes one part that only an equal engine can read; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STATES: dict[str, StateKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_AT
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where a worker is among its engine's ranks, and what of the model no spec says.
+    """Which rank of its engine a worker is, and what no spec says of the model.
 
     Attributes:
-        tp_rank: place among the tensor-parallel ranks.
-        tp_size: tensor-parallel ranks.
+        tp_rank: its tensor-parallel rank.
+        tp_size: number of tensor-parallel ranks.
         state_groups: groups of B and C of Mamba2 over all ranks; None where the model's configuration has none.
     """
 
@@ -92,8 +92,8 @@ def parts_of(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Par
     if is_by_head(spec, view.writer):
         heads = _heads(spec, view, rank_info)
         return _whole(name, spec, view, rank_info) if heads is None else _by_head(name, spec, dtype, view, heads)
-    pieces = section_bytes(spec, view.dtype, view.shape[3] * view.item_bytes, view.writer)
-    return _whole(name, spec, view, rank_info) if pieces is None else _by_row(name, dtype, view, pieces)
+    sections = section_bytes(spec, view.dtype, view.shape[3] * view.item_bytes, view.writer)
+    return _whole(name, spec, view, rank_info) if sections is None else _by_token(name, dtype, view, sections)
 
 
 def _by_head(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
@@ -104,25 +104,30 @@ def _by_head(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple
     return (Part("kv", dtype, view.item_bytes, 0, (heads, tokens, content)),)
 
 
-def _by_row(name: str, dtype: str, view: View, pieces: tuple[int, ...]) -> tuple[Part, ...]:
-    """Content without heads: `pieces` bytes of a token; a kernel block is all of the first piece, then of the next."""
+def _by_token(name: str, dtype: str, view: View, sections: tuple[int, ...]) -> tuple[Part, ...]:
+    """Content without heads, by token; `sections` as :func:`kvhma.vllm.formats.section_bytes` returns them."""
     _, _, tokens, width = view.shape
     item = view.item_bytes
-    if len(pieces) == 1:
+    if len(sections) == 1:
         row = (Axis("tokens", tokens, view.strides[2]), Axis("content", width, item))
         return (Part("kv", dtype, item, 0, row),)
     if view.strides[2] != width * item:
         raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, its kernels need {width * item}")
-    parts, before = [], 0
-    for part, size in zip(("data", "scales"), pieces, strict=True):
+    # | data of token 0 | ... | data of the last | scales of token 0 | ... | scales of the last |
+    # 0                                          offset of "scales"
+    parts, offset = [], 0
+    for part, size in zip(("data", "scales"), sections, strict=True):
         axes = (Axis("tokens", tokens, size), Axis("content", size, 1))
-        parts.append(Part(part, dtype, 1, before, axes))
-        before += tokens * size
+        parts.append(Part(part, dtype, 1, offset, axes))
+        offset += tokens * size
     return tuple(parts)
 
 
 def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
-    """Return the heads of this layer, from this layer alone: layers of one model have different numbers of them."""
+    """Return the heads of this layer, from this layer alone: layers of one model may have different numbers of them.
+
+    None if the ranks cannot hold equal shares of them.
+    """
     held, ranks = view.shape[1], rank_info.tp_size
     shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
     if ranks % shards:
@@ -135,7 +140,13 @@ def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
 
 
 def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
-    """K of all tokens of a head, then V: the kernel takes the four dimensions for a place to put them."""
+    """K of all tokens of a head, then V; the kernel uses the bytes of a page in its own order, not in the view's.
+
+    ::
+
+        one head of a kernel block  |  K: content, tokens  |  V: tokens, content  |
+                                    0                      tokens * size items
+    """
     _, _, tokens, width = view.shape
     item = view.item_bytes
     if view.strides[2] != width * item:
@@ -150,7 +161,7 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
 
 
 def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
-    """One part that pairs only with the same part of the same rank of an equally large engine."""
+    """One part, which pairs only with the same part of the same rank of an engine with as many ranks."""
     size = math.prod(view.shape[1:]) * view.item_bytes
     dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
     dense = view.item_bytes
@@ -161,21 +172,27 @@ def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
                 "set VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         dense *= length
-    # In which order a page has heads and tokens changes what its bytes are.
+    # The order of heads and tokens in a page has to be equal too.
     shape = "".join(f"{letter}{length}" for _, length, letter in reversed(dims) if length > 1)
     fields = (spec.head_size, spec.head_size_v, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
     writer = view.writer
     kernel = "" if writer.cpu_kernel is None else f"cpu-{writer.cpu_kernel}"
-    who = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
+    written_by = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
     encoding = encoding_of(spec, view.dtype, writer)
     dtype = "/".join(
-        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, who), f"tp{rank_info.tp_size}"]
+        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, written_by), f"tp{rank_info.tp_size}"]
     )
-    return _for_equals(dtype, size, rank_info)
+    return _for_equal_engines(dtype, size, rank_info)
 
 
-def _for_equals(dtype: str, size: int, rank_info: RankInfo) -> tuple[Part, ...]:
-    """Bytes of one rank; `dtype` says all that has to be equal on the other side."""
+def _for_equal_engines(dtype: str, size: int, rank_info: RankInfo) -> tuple[Part, ...]:
+    """Bytes of one rank; `dtype` names all that has to be equal on the other side.
+
+    ::
+
+        extent   | rank 0 | rank 1 | ... |
+                          ^ size * tp_rank
+    """
     ranks = Axis("bytes", size * rank_info.tp_size, 1, size * rank_info.tp_rank, size)
     return (Part("whole", dtype, 1, 0, (ranks,)),)
 
@@ -192,7 +209,7 @@ def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
     if known is None:
         drafts = f"num_speculative_tokens={spec.num_speculative_blocks}"
         kinds = f"{spec.mamba_type.name}/{spec.shapes}/{spec.dtypes}/{drafts}/tp{rank_info.tp_size}"
-        return _for_equals(kinds.replace(" ", ""), spec.state_content_size_bytes, rank_info)
+        return _for_equal_engines(kinds.replace(" ", ""), spec.state_content_size_bytes, rank_info)
     state, conv = known
     return state_parts(state, rank_info.tp_rank, rank_info.tp_size, conv)
 
@@ -204,23 +221,15 @@ def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | No
         return None
     conv, ssm = spec.shapes
     ranks = rank_info.tp_size
-    # A step with drafts keeps the inputs before each of them: a row more for every draft, behind the rows that the
-    # next token needs. It writes them before anything reads them. Mamba1 has none.
+    # A step with drafts keeps the inputs before each of them: for every draft one more row of the convolution, after
+    # the rows that the next token needs. It writes them before anything reads them. Mamba1 has none.
     drafts = 0 if kind == "mamba1" else spec.num_speculative_blocks
     heads, head_dim, d_state = (ssm[0], 1, ssm[1]) if kind == "mamba1" else ssm
     inner = heads * head_dim
-    for order, (channels, rows) in (("DS", conv), ("SD", conv[::-1])):
-        grouped = channels - inner
-        if kind == "mamba1":
-            groups = 0
-            fits = grouped == 0
-        else:
-            held = grouped // (2 * d_state)
-            groups = held * ranks if kind == "gdn" else rank_info.state_groups or 0
-            # With fewer groups than ranks each rank has the whole one that its heads use.
-            expected = max(1, groups // ranks)
-            fits = grouped > 0 and grouped == 2 * d_state * held and groups > 0 and held == expected
-        if fits and rows > drafts:
+    orders: tuple[tuple[ConvOrder, tuple[int, int]], ...] = (("DS", conv), ("SD", conv[::-1]))
+    for order, (channels, rows) in orders:
+        groups = _state_groups(kind, channels - inner, d_state, rank_info)
+        if groups is not None and rows > drafts:
             state = State(
                 kind=kind,
                 conv_dim=inner * ranks + 2 * groups * d_state,
@@ -233,5 +242,22 @@ def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | No
                 ssm_dtype=str(spec.dtypes[1]).removeprefix("torch."),
                 draft_rows=drafts,
             )
-            return state, order  # type: ignore[return-value]
+            return state, order
     return None
+
+
+def _state_groups(kind: StateKind, channels: int, d_state: int, rank_info: RankInfo) -> int | None:
+    """Return the groups of B and C over all ranks, if a rank's `channels` besides x are those of whole groups.
+
+    ::
+
+        channels of a convolution   | x: inner | B: held * d_state | C: held * d_state |
+    """
+    if kind == "mamba1":
+        return 0 if channels == 0 else None
+    held, rest = divmod(channels, 2 * d_state)
+    if held < 1 or rest:
+        return None
+    groups = held * rank_info.tp_size if kind == "gdn" else rank_info.state_groups or 0
+    # With fewer groups than ranks each rank has the whole one that its heads use.
+    return groups if groups > 0 and held == max(1, groups // rank_info.tp_size) else None
