@@ -18,15 +18,15 @@ pytest.importorskip("zmq")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, decode_hello
+from kvhma.nixl import Agent, decode_handshake
 from kvhma.vllm.identity import ModelIdentity, encode_extra
-from kvhma.vllm.scheduler.leases import LeaseTable
+from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire import client as client_module
 from kvhma.vllm.wire import names
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.side_channel import Client, ClientPool, Listener
+from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import prefill_engines
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.engines.engine import free_port
@@ -67,9 +67,8 @@ class World:
         """Start to listen for an engine whose workers say this."""
         address = Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
-        self.listeners.append(
-            Listener(address, engine_id="p", incarnation_id=instance, hellos=said, leases=LeaseTable(30))
-        )
+        listener = Listener(address, engine_id="p", incarnation_id=instance, hellos=said, leases=LeaseTable(30))
+        self.listeners.append(listener)
         return Incarnation(address, "p", instance, None)
 
     def acquire(self, remote: Incarnation) -> PrefillEngine:
@@ -137,7 +136,7 @@ def test_an_engine_with_two_addresses():
 def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
     hello = world.worker("P0", 0), world.worker("P1", 1)
     engine = world.acquire(world.prefill(*hello))
-    again = world.prefill(world.make_agent("P0").hello(world.geometry, EXTRA + b" "), instance=2)
+    again = world.prefill(world.make_agent("P0").handshake_payload(world.geometry, EXTRA + b" "), instance=2)
     with pytest.raises(TransferError, match=r"'P0', which is at 127\.0\.0\.1"):
         world.acquire(again)
     assert engine.gone is None
@@ -170,9 +169,9 @@ def test_a_passing_failure_stands_for_nothing(world):
         Listener(
             remote.address,
             engine_id="p",
-            instance=1,
+            incarnation_id=1,
             hellos={(0, 0): hellos[0], (0, 1): hellos[1]},
-            desk=LeaseTable(30),
+            leases=LeaseTable(30),
         )
     )
     assert world.acquire(remote).gone is None, "the next one shakes hands again"
@@ -190,7 +189,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
     monkeypatch.setattr(ClientPool, "take", watched)
     remote = world.prefill(b"no hello")
     for _ in range(2):
-        with pytest.raises(HandshakeError, match="a hello of 8 bytes is cut off"):
+        with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
             world.acquire(remote)
     gc.collect()
     assert len(clients) == 1, "one handshake for both"
@@ -233,8 +232,8 @@ def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
     remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
     named = replace(remote, address=Address("localhost", remote.address.port))
     seen = []
-    open_client = side_channel.open_client
-    monkeypatch.setattr(side_channel, "open_client", lambda address: (seen.append(address), open_client(address))[1])
+    open_client = client_module.open_client
+    monkeypatch.setattr(client_module, "open_client", lambda address: (seen.append(address), open_client(address))[1])
     assert world.acquire(named).gone is None
     assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
     with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
@@ -300,7 +299,8 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
 
 def test_a_rank_that_nothing_is_read_from_takes_no_name(world):
     # A stage without a layer of ours: the planner has no use for it.
-    other = world.make_agent("P0").hello(Geometry(world.geometry.regions, world.geometry.groups, ()), EXTRA + b" ")
+    without_layers = Geometry(world.geometry.regions, world.geometry.groups, ())
+    other = world.make_agent("P0").handshake_payload(without_layers, EXTRA + b" ")
     engine = world.acquire(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
     assert set(engine.hello_digests) == {"M0", "M1"}
     assert world.acquire(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma import Geometry
-from kvhma.nixl import encode_hello
+from kvhma.nixl import encode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
@@ -211,7 +211,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     assert (metadata.loads, metadata.refusals) == ([], {})
     assert d.finish(other, tables(d)) == (False, None)
     assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
-    assert d._courier._peers == {}, "P has not heard of it"
+    assert d.decode.renewer._sessions == {}, "P has not heard of it"
     right = request(params=params)
     d.add(right)
     load(d, right)
@@ -289,7 +289,7 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
     until(lambda: d.matched_tokens(late, 0) == (0, False))
     d.allocated(late, blocks(d), 0)
     assert d.finish(late, tables(d)) == (False, None)
-    assert d._pulls == {}
+    assert d.decode.pending == {}
     assert d.take_stats().data["computed_prompts"]["late_sibling"] == 1
 
 

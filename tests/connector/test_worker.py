@@ -16,8 +16,10 @@ from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
-from kvhma.vllm.wire.side_channel import Client, Listener, Renew
+from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import preconnect
 from kvhma.vllm.worker.worker import KvhmaWorker
 from support.engines.engine import free_port
@@ -41,15 +43,17 @@ class Prefill:
         self.agent = Agent(f"P{next(self.numbers)}")
         self.agent.register(self.geometry)
         self.leases = LeaseTable(30.0)
-        hellos = {(0, 0): self.agent.hello(self.geometry, EXTRA)}
-        self.listener = Listener(address, engine_id="p", instance=self.instance, hellos=hellos, desk=self.leases)
+        hellos = {(0, 0): self.agent.handshake_payload(self.geometry, EXTRA)}
+        self.listener = Listener(
+            address, engine_id="p", incarnation_id=self.instance, hellos=hellos, leases=self.leases
+        )
 
     def remote(self, name: str, blocks: list[int], hold: LeaseKey | None = None) -> PrefillParams:
         return PrefillParams(
             address=self.address,
             engine_id="p",
-            instance=self.instance,
-            hold=hold or self.leases.hold(name),
+            incarnation_id=self.instance,
+            lease_key=hold or self.leases.add(name),
             lease=30.0,
             num_tokens=len(blocks),
             prompt="0" * 32,

@@ -135,7 +135,7 @@ def test_values_are_made_of_their_attributes() -> None:
     assert (loss.group, loss.layer, loss.tokens) == (1, "a", [(0, 3)])
     assert kvhma.Losses([loss], 5) == kvhma.Losses([kvhma.Loss(1, "a", [(0, 3)])], 5) != kvhma.Losses([], 5)
     rows = np.zeros((1, 3), np.uint64)
-    read = kvhma.Read(0, rows, rows, 8, 1)
+    read = kvhma.Read(0, rows, rows, 8, 1, [8], [1])
     assert read.local is rows
     assert kvhma.Transfer([read], rows, 8, 1, 0, [0], [8], [1]).reads == [read]
 

@@ -397,7 +397,7 @@ def test_nixl_posts_as_many(one: Model, options: dict[str, Any], local_options: 
     """NIXL's own counts of descriptors and bytes, for scattered and for contiguous blocks."""
     library = pytest.importorskip("kvhma.nixl.library")
     rng = np.random.default_rng(7)
-    agent = library.open_nixl("compare")
+    agent = library.open_nixl("compare", library.AgentOptions())
     memory, sides = [], []
     for extra in (local_options, {}):
         size = sum(region.bytes + 4096 for region in layout(one, num_blocks=99, **options, **extra).regions)

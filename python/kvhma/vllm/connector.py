@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhma.errors import KvhmaError, SettingsError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent
+from kvhma.nixl import Agent, AgentOptions
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
@@ -74,7 +74,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_config(vllm_config)
         if self._settings.switch_interval_us is not None:
             sys.setswitchinterval(self._settings.switch_interval_us * 1e-6)
-        self._scheduler_half: KvhmaScheduler | None = None
+        engine_id = self._kv_transfer_config.engine_id
+        if engine_id is None:
+            raise SettingsError("kv_transfer_config: engine_id is None, expected the name of the engine")
+        self._engine_id = engine_id
+        self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
         self._hello: WorkerHello | None = None
         self._sent: set[str] = set()
@@ -153,28 +157,13 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             GeometryError: a cache that is not known; the text names the layer and what was found.
         """
         config = self._vllm_config
-        rank_info = rank_info_of(config)
-        groups = (self._kv_cache_config.kv_cache_groups[index] for index in transferred_groups(self._kv_cache_config))
-        names = {name for group in groups for name in group.layer_names}
-        caches = {name: cache for name, cache in kv_caches.items() if name in names}
-        copy = HostStaging(caches) if host_staged(config, self._settings) else None
-        geometry = geometry_of(
-            self._kv_cache_config,
-            caches if copy is None else copy.caches,
-            rank_info,
-            writer=writer_of(config),
-        )
-        if copy is None:
-            self._memory = DeviceMemory(geometry, caches)
-        else:
-            copy.describe(geometry)
-            self._memory = copy
-        engine_id = self._kv_transfer_config.engine_id
+        place = rank_info_of(config)
+        geometry, self._memory = self._describe(kv_caches, place)
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
-        agent = self._agent(f"kvhma-{engine_id[:64]}-{pp_rank}-{rank_info.tp_rank}-{secrets.token_hex(4)}")
+        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
         agent.register(geometry)
         identity = identity_of(config, self._settings)
-        self._hello = WorkerHello(agent.hello(geometry, encode_extra(identity, vllm=vllm.__version__)))
+        self._hello = WorkerHello(agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__)))
         self._worker = KvhmaWorker(self._settings, self._engine_id, identity, geometry, agent, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
@@ -188,7 +177,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> tuple[Geometry, Memory]:
         """Return the geometry of the caches that take part, and the memory in which others read them."""
         config, layout = self._vllm_config, self._kv_cache_config
-        groups = (layout.kv_cache_groups[index] for index in taking_part(layout))
+        groups = (layout.kv_cache_groups[index] for index in transferred_groups(layout))
         names = {name for group in groups for name in group.layer_names}
         caches = {name: cache for name, cache in kv_caches.items() if name in names}
         writer = writer_of(config)
@@ -201,12 +190,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return geometry, staging
 
     def _agent(self, name: str) -> Agent:
-        agent = Agent(
-            name,
-            backends=self._settings.backends,
-            num_threads=self._settings.num_threads,
-            progress_delay_us=self._settings.progress_delay_us,
-        )
+        settings = self._settings
+        agent = Agent(name, AgentOptions(settings.backends, settings.num_threads, settings.progress_delay_us))
         if self._settings.prewarm:
             try:
                 agent.prewarm_transport()
@@ -236,7 +221,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy what others will read to host memory, if they read it there."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata) and self._memory is not None:
-            for spans in metadata.stage:
+            for spans in metadata.copy_to_host:
                 self._memory.copy_out(spans)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import SettingsError, UnsupportedPairError
+from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.formats import Writer, transferred_groups
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.layer_parts import RankInfo, kind_of

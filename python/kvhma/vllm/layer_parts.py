@@ -13,7 +13,7 @@ from typing import Any
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Kind, Part
 from kvhma.models import State, StateKind
-from kvhma.models.vllm_layout import ConvOrder, state_parts
+from kvhma.models.pages import ConvOrder, state_parts
 from kvhma.vllm.formats import KINDS, Writer, check_supported, encoding_of, is_by_head, section_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})

@@ -54,7 +54,6 @@ from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import LeaseClaim
-from kvhma.vllm.wire.side_channel import Outcome
 from kvhma.vllm.worker import polling
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 

@@ -16,6 +16,7 @@ from kvhma.vllm import metadata as metadata_module
 from kvhma.vllm.metadata import Load
 from kvhma.vllm.scheduler import context as context_module
 from kvhma.vllm.scheduler import decode as decode_module
+from kvhma.vllm.scheduler import prefill as prefill_module
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.worker import polling
@@ -51,7 +52,7 @@ def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], 
 @mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)
 def only_the_window(patch: pytest.MonkeyPatch) -> None:
     never_marked(patch)
-    finish, right = KvhmaScheduler.finish, scheduler_module.live_spans
+    finish, right = KvhmaScheduler.finish, prefill_module.live_spans
     tokens: list[int] = []
 
     def wrong(geometry: Any, num_tokens: Any, tables: Any, cached: Any = None) -> list[Span]:
@@ -61,7 +62,7 @@ def only_the_window(patch: pytest.MonkeyPatch) -> None:
         tokens.append(min(request.num_computed_tokens, request.num_prompt_tokens))
         return finish(self, request, tables)
 
-    patch.setattr(scheduler_module, "live_spans", wrong)
+    patch.setattr(prefill_module, "live_spans", wrong)
     patch.setattr(KvhmaScheduler, "finish", finished)
 
 
@@ -133,7 +134,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
 def one_hit(patch: pytest.MonkeyPatch) -> None:
-    load, right = DecodeScheduler._make_load, kvhma.live_spans
+    load, right = DecodeScheduler._make_load, decode_module.live_spans
 
     def wrong(self: DecodeScheduler, request_id: str, pending: Any, blocks: Any, external: int) -> Load:
         cached = pending.num_tokens - external
@@ -142,7 +143,7 @@ def one_hit(patch: pytest.MonkeyPatch) -> None:
             hits = [0 if group.kind == "ssm" else cached // group.block_size for group in geometry.groups]
             return right(geometry, num_tokens, tables, hits)
 
-        with mock.patch.object(kvhma, "live_spans", spans):
+        with mock.patch.object(decode_module, "live_spans", spans):
             return load(self, request_id, pending, blocks, external)
 
     patch.setattr(DecodeScheduler, "_make_load", wrong)
@@ -170,7 +171,7 @@ def chunk_cut(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P's blocks are taken for the ones behind them", "full", "full+sliding")
 def one_further(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler_module.live_spans
+    right = prefill_module.live_spans
 
     def wrong(geometry: Any, num_tokens: Any, tables: Any, hits: Any = None) -> list[Span]:
         spans = right(geometry, num_tokens, tables, hits)
@@ -181,7 +182,7 @@ def one_further(patch: pytest.MonkeyPatch) -> None:
             for group, span in zip(geometry.groups, spans, strict=True)
         ]
 
-    patch.setattr(scheduler_module, "live_spans", wrong)
+    patch.setattr(prefill_module, "live_spans", wrong)
 
 
 @mutant("P computes the last token as well", "full+state", "sliding+state")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import kvhma
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
+from kvhma.planning import live_spans
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
@@ -177,7 +177,7 @@ class DecodeScheduler:
 
     def _compute_here(self, request_id: str, reason: str, text: str) -> None:
         logger.warning("kvhma: request %s is computed here: %s", request_id, text)
-        self._context.stats.count(f"computed_{reason}")
+        self._context.stats.count("computed_prompts", label=reason)
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.
@@ -258,7 +258,7 @@ class DecodeScheduler:
             reader=load.reader,
             num_tokens=load.num_tokens,
             cached=load.num_tokens - external,
-            spans=tuple(kvhma.live_spans(geometry, load.num_tokens, tables, hits)),
+            spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
         )
 
     def results(self, output: KVConnectorOutput) -> None:

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import kvhma
-from kvhma import _kvhma
+from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Span
+from kvhma.planning import live_spans
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.wire.params import PrefillParams, new_nonce
@@ -144,8 +144,8 @@ class PrefillScheduler:
     ) -> list[Span] | None:
         """Return all blocks that are still held; None if one is missing of the windows and chunks after `tokens`."""
         try:
-            spans = kvhma.live_spans(geometry, None, self._context.transfer_tables(tables))
-            needed = _kvhma.first_entries(geometry.core, tokens, [0] * len(spans))
+            spans = live_spans(geometry, None, self._context.transfer_tables(tables))
+            needed = first_entries(geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed over", request_id)
             return None
@@ -175,7 +175,7 @@ class PrefillScheduler:
             self._staged[request_id] = request.num_preemptions
             if geometry is not None and manager is not None:
                 tables = self._context.transfer_tables(manager.get_block_ids(request_id))
-                finished.append(tuple(kvhma.live_spans(geometry, None, tables)))
+                finished.append(tuple(live_spans(geometry, None, tables)))
         return finished
 
 

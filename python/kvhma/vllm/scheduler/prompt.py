@@ -42,7 +42,7 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
         _embeddings(request, num_tokens),
     ]
     # The list itself: a slice of vLLM's public view would be one more pass over all tokens.
-    return _kvhma.digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
+    return digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
 
 
 def _adapter(lora: Any, with_path: bool) -> list[str] | None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from kvhma.errors import HandshakeError
-from kvhma.nixl import MAX_HELLO_BYTES
+from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.text import one_line
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
@@ -21,7 +21,7 @@ PROTOCOL = 2
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
-MAX_ANSWER_BYTES = MAX_HELLO_BYTES + 4096
+MAX_ANSWER_BYTES = MAX_HANDSHAKE_BYTES + 4096
 MAX_CLAIMS = 4096
 """Claims in one message."""
 
@@ -94,7 +94,7 @@ class EngineInfo(msgspec.Struct, tag="roster", frozen=True, rename={"incarnation
 class RankHello(msgspec.Struct, tag="hello", frozen=True):
     """A worker's message of :mod:`kvhma.nixl.handshake`."""
 
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_HELLO_BYTES)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDSHAKE_BYTES)]
 
 
 class Leases(msgspec.Struct, tag="leases", frozen=True):

@@ -15,9 +15,9 @@ from kvhma.errors import KvhmaError, PeerLostError, RequestError
 from kvhma.nixl import Agent
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.scheduler.leases import Lease, claim_all
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import LeaseClaim
+from kvhma.vllm.worker.lease import Lease, claim_all
 from kvhma.vllm.worker.polling import ActiveLoad, LoadPoller
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults, failure_of
@@ -129,7 +129,7 @@ class Loader:
         found: dict[int, tuple[PrefillEngine, list[QueuedLoad]]] = {}
         for queued in batch:
             try:
-                engine = self._engines.acquire(queued.load.remote.life, partial(self._after_handshake, queued))
+                engine = self._engines.acquire(queued.load.remote.incarnation, partial(self._after_handshake, queued))
             except Exception as error:
                 self._results.fail(queued.load.request_id, failure_of(error))
                 continue
@@ -151,7 +151,7 @@ class Loader:
         try:
             leases = claim_all(
                 engine.clients,
-                [LeaseClaim(queued.load.remote.hold, queued.load.reader) for queued in loads],
+                [LeaseClaim(queued.load.remote.lease_key, queued.load.reader) for queued in loads],
                 timeout=self._settings.handshake_timeout,
                 margin=self._settings.clock_margin,
             )

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvhma import _kvhma
+from kvhma._kvhma import Transfer
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.scheduler.leases import Lease
+from kvhma.vllm.worker.lease import Lease
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults, failure_of
 
@@ -49,7 +49,7 @@ class ActiveLoad:
     queued_at: float
     engine: PrefillEngine
     lease: Lease
-    transfer: _kvhma.Transfer
+    transfer: Transfer
     handles: list[TransferHandle] = field(default_factory=list)
     posted_at: float = 0.0
     post_seconds: float = 0.0
@@ -151,7 +151,7 @@ class LoadPoller:
         active.lease.close()
         self._engines.release(active.engine)
         with self._results.stats() as stats:
-            stats.count("late_checks", active.lease.fences)
+            stats.count("late_checks", active.lease.late_checks)
         if active.error is not None:
             self._results.fail(active.load.request_id, failure_of(active.error))
             return

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, Hello, Peer, decode_hello
+from kvhma.nixl import Agent, HandshakePayload, Peer, decode_handshake
+from kvhma.planning import plan as make_plan
 from kvhma.text import one_line
 from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
 from kvhma.vllm.settings import Settings
@@ -31,7 +32,7 @@ _FAILURE_SECONDS = 1.0
 _HANDSHAKE_TIMEOUTS = 4
 """Timeouts of one answer that all answers of a handshake may take together."""
 
-_MAX_HELLO_BYTES = 256 << 20
+_MAX_HANDSHAKE_BYTES = 256 << 20
 """Bytes of the hellos of all ranks of an engine."""
 
 
@@ -148,7 +149,7 @@ class PrefillEngines:
         timeout = self._settings.handshake_timeout
         with Client(resolve(address, timeout), timeout) as client:
             info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        remote = Incarnation(address, info.engine_id, int.from_bytes(info.instance, "big"), None)
+        remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), None)
         engine = self.acquire(remote, after_handshake)
         if engine is not None:
             self.release(engine)
@@ -168,7 +169,7 @@ class PrefillEngines:
         # the addresses that the operator gave stand for others.
         preconnected = (self._engines.get(address) for address in self._settings.prefill_engines)
         for engine in (self._engines.get(remote.address), *preconnected):
-            if engine is not None and engine.instance == remote.instance and engine.gone is None:
+            if engine is not None and engine.instance == remote.incarnation_id and engine.gone is None:
                 return engine
         return None
 
@@ -191,14 +192,14 @@ class PrefillEngines:
             thread.start()
         except RuntimeError as error:
             with self._lock:
-                _, *others = self._waiting.pop((remote.address, remote.instance))
+                _, *others = self._waiting.pop((remote.address, remote.incarnation_id))
             failure = HandshakeTimeoutError(f"no handshake with {remote.address}: {error}")
             for after_handshake in others:
                 after_handshake(failure)
             raise failure from error
 
     def _handshake(self, remote: Incarnation) -> None:
-        key = (remote.address, remote.instance)
+        key = (remote.address, remote.incarnation_id)
         started = time.monotonic()
         dropped: list[PrefillEngine] = []
         failure: KvhmaError | None = None
@@ -248,9 +249,9 @@ class PrefillEngines:
             self._disconnect_peers(peers)
             raise
         clients.give_back(client)
-        return PrefillEngine(remote.address, remote.instance, plan, peers, clients, digests)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, digests)
 
-    def _agree(self, remote: Incarnation, client: Client) -> tuple[_kvhma.Plan, list[Hello], list[bytes]]:
+    def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[HandshakePayload], list[bytes]]:
         """Ask an engine for its workers' hellos and plan what we read; the plan, the hellos, and their bytes."""
         # An engine has as many ranks as it says: all of them together may take no longer than this.
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * self._settings.handshake_timeout
@@ -259,9 +260,9 @@ class PrefillEngines:
         data: list[bytes] = []
         for pp_rank, tp_rank in info.ranks:
             data.append(client.ask(AskHello(pp_rank, tp_rank), RankHello, deadline=deadline).data)
-            if sum(map(len, data)) > _MAX_HELLO_BYTES:
-                raise HandshakeError(f"the hellos of {remote.address} have more than {_MAX_HELLO_BYTES} bytes")
-        hellos = [decode_hello(one) for one in data]
+            if sum(map(len, data)) > _MAX_HANDSHAKE_BYTES:
+                raise HandshakeError(f"the hellos of {remote.address} have more than {_MAX_HANDSHAKE_BYTES} bytes")
+        hellos = [decode_handshake(one) for one in data]
         try:
             plan = self._plan(hellos)
         except UnsupportedPairError as error:
@@ -271,11 +272,11 @@ class PrefillEngines:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
         return plan, hellos, data
 
-    def _plan(self, hellos: list[Hello]) -> _kvhma.Plan:
+    def _plan(self, hellos: list[HandshakePayload]) -> Plan:
         models = [decode_extra(hello.extra).model for hello in hellos]
         for model in models:
             check_same_model(self._identity, model)
-        return kvhma.plan(
+        return make_plan(
             self._geometry,
             [hello.geometry for hello in hellos],
             descriptor_bytes=self._settings.descriptor_bytes,
@@ -292,7 +293,7 @@ class PrefillEngines:
                 for name in engine.hello_digests.keys() & digests.keys():
                     if engine.hello_digests[name] != digests[name]:
                         raise TransferError(
-                            f"{address} says that it has the agent {printable(name)!r}, which is at {engine.address}"
+                            f"{address} says that it has the agent {one_line(name)!r}, which is at {engine.address}"
                         )
 
     def _disconnect(self, engine: PrefillEngine) -> None:
@@ -323,7 +324,7 @@ def _check_info(remote: Incarnation, info: EngineInfo) -> None:
     tp_size = len({tp_rank for _, tp_rank in info.ranks})
     for field_name, expected, found in (
         ("remote_engine_id", remote.engine_id, info.engine_id),
-        ("kvhma.instance", f"{remote.instance:016x}", info.instance.hex()),
+        ("kvhma.instance", f"{remote.incarnation_id:016x}", info.incarnation_id.hex()),
         ("tp_size", remote.tp_size or tp_size, tp_size),
     ):
         if expected != found:
