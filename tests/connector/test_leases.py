@@ -343,11 +343,11 @@ def test_a_connection_is_kept_for_the_next_question_unless_it_waits(clients, tab
     assert socket is kept
     waits = clients.take()
     waits.send(Renew([]))
-    clients.give_back(waits)
+    clients.release(waits)
     assert waits.socket.closed
     idle = clients.take()
     clients.close()
-    clients.give_back(idle)
+    clients.release(idle)
     assert idle.socket.closed
 
 
@@ -372,7 +372,7 @@ def test_a_connection_that_has_ended_for_good_is_not_waited_for(clients, table):
     lease.close()
     dead = clients.take()
     dead.socket.disconnect(dead.socket.LAST_ENDPOINT)  # what is not ZMQ leaves it like this
-    clients.give_back(dead)
+    clients.release(dead)
     begun = time.monotonic()
     (lease,) = claim_all(clients, [claim(table.add("b"))], timeout=2, margin=0.1)
     assert covers(lease, time.monotonic()), "asked over a new one"

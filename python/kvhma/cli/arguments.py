@@ -148,10 +148,10 @@ def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | N
     """
     path = Path(text)
     try:
-        there = path.exists()
+        exists = path.exists()
     except (OSError, ValueError):  # too long for a path, or with a null character
-        there = False
-    if there:
+        exists = False
+    if exists:
         if path.is_file() and "kvhma" in load_json(path):
             return geometry(path)
         return read_config(path, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype)

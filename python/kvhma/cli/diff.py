@@ -41,8 +41,8 @@ def diff(a: str, b: str, as_json: bool, quiet: bool) -> None:
     if type(left) is not type(right):
         raise RequestError(f"{a!a} is a {_word(left)}, {b!a} is a {_word(right)}: only two of a kind can be compared")
     rows = [
-        {"field": path, "a": mine, "b": theirs}
-        for path, mine, theirs in differences(_comparable(left), _comparable(right))
+        {"field": path, "a": first, "b": second}
+        for path, first, second in differences(_comparable(left), _comparable(right))
     ]
     findings = _findings(left, right) if isinstance(left, Geometry) and isinstance(right, Geometry) else None
     if as_json:
@@ -91,8 +91,8 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
             yield from differences(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
     elif isinstance(a, list) and isinstance(b, list):
         for index in range(max(len(a), len(b))):
-            mine, theirs = (side[index] if index < len(side) else None for side in (a, b))
-            yield from differences(mine, theirs, f"{path}[{index}]")
+            first, second = (side[index] if index < len(side) else None for side in (a, b))
+            yield from differences(first, second, f"{path}[{index}]")
     elif a != b:
         yield path, a, b
 

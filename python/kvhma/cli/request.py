@@ -34,11 +34,11 @@ def run(
     """
     if not local or not remote:
         raise click.UsageError("--request needs --local and --remote")
-    ours = geometry(local)
-    theirs = [geometry(path) for path in remote]
-    num_tokens, ours_spans, theirs_spans = _read_request(request)
-    planned = plan(ours, theirs, descriptor_bytes=descriptor_bytes)
-    transfer = planned.transfer(num_tokens, ours_spans, theirs_spans)
+    local_geometry = geometry(local)
+    remote_geometries = [geometry(path) for path in remote]
+    num_tokens, local_spans, remote_spans = _read_request(request)
+    planned = plan(local_geometry, remote_geometries, descriptor_bytes=descriptor_bytes)
+    transfer = planned.transfer(num_tokens, local_spans, remote_spans)
     warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
     form = {**_form(transfer), "findings": warnings}
     if as_json:
@@ -71,8 +71,8 @@ def _form(transfer: Transfer) -> dict[str, Any]:
                 "bytes": read.bytes,
                 "descriptors": read.descriptors,
                 "runs": [
-                    [ours[0], theirs[0], ours[1]]
-                    for ours, theirs in zip(read.local.tolist(), read.remote.tolist(), strict=True)
+                    [local_row[0], remote_row[0], local_row[1]]
+                    for local_row, remote_row in zip(read.local.tolist(), read.remote.tolist(), strict=True)
                 ],
             }
             for read in transfer.reads
@@ -89,8 +89,8 @@ def _print(form: dict[str, Any], quiet: bool) -> None:
         table = Table(title=f"read from source {read['source']}: {read['descriptors']} runs, {read['bytes']:,} bytes")
         for name in ("local address", "remote address", "length"):
             table.add_column(name, justify="right")
-        for ours, theirs, length in read["runs"][:_MAX_ROWS]:
-            table.add_row(hex(ours), hex(theirs), f"{length:,}")
+        for local_address, remote_address, length in read["runs"][:_MAX_ROWS]:
+            table.add_row(hex(local_address), hex(remote_address), f"{length:,}")
         if (more := len(read["runs"]) - _MAX_ROWS) > 0:
             table.caption = f"and {more} more; --json prints all"
         console.print(table)

@@ -22,18 +22,18 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     # NIXL has threads, which a forked process would not survive.
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=_run, args=(theirs, target, arguments), daemon=True)
+    parent_end, child_end = context.Pipe()
+    worker = context.Process(target=_run, args=(child_end, target, arguments), daemon=True)
     worker.start()
-    theirs.close()
+    child_end.close()
     try:
-        yield ours
+        yield parent_end
     finally:
         worker.join(timeout=10)
         if worker.is_alive():
             worker.kill()
             worker.join()
-        ours.close()
+        parent_end.close()
 
 
 def _run(pipe: Connection, target: Any, arguments: tuple[Any, ...]) -> None:

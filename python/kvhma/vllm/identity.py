@@ -83,11 +83,11 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
     if local.draft is not None and remote.draft is not None:
         names.append("draft")
     for name in names:
-        here, there = getattr(local, name), getattr(remote, name)
-        if here != there:
+        on_local, on_remote = getattr(local, name), getattr(remote, name)
+        if on_local != on_remote:
             hint = "; if they are the same, set model_id on both sides" if name in ("model", "revision") else ""
             raise UnsupportedPairError(
-                f"{name} of the model is {_quoted(here)} here, {_quoted(there)} at the prefill engine: "
+                f"{name} of the model is {_quoted(on_local)} here, {_quoted(on_remote)} at the prefill engine: "
                 f"its caches hold other values{hint}"
             )
 

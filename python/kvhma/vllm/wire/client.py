@@ -167,7 +167,7 @@ class ClientPool:
             else:
                 return client
 
-    def give_back(self, client: Client) -> None:
+    def release(self, client: Client) -> None:
         """Keep a client for the next question, unless it still waits for an answer."""
         with self._lock:
             if not client.waiting and not self._closed and len(self._idle) < self._KEPT:

@@ -62,7 +62,7 @@ class RenewCall:
 
     def _give_back(self) -> None:
         if self._client is not None:
-            self._clients.give_back(self._client)
+            self._clients.release(self._client)
             self._client = None
 
 

@@ -248,7 +248,7 @@ class PrefillEngines:
             client.close()
             self._disconnect_peers(peers)
             raise
-        clients.give_back(client)
+        clients.release(client)
         return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, digests)
 
     def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[HandshakePayload], list[bytes]]:
