@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/architecture.md names is there: every file, and every function or class in the file it is said to be in."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+NAMED = re.compile(r"`([\w/]+\.(?:py|rs))(?:: (\w+))?`")
+BARE = re.compile(r"`([a-z_]\w*)`")
+
+
+def places() -> list[tuple[str, str]]:
+    """Files with what is said to be in them; a name alone belongs to the file named last before it."""
+    found = []
+    file = ""
+    for match in re.finditer(r"`[^`\n]+`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)):
+        if named := NAMED.fullmatch(match[0]):
+            file, name = named[1], named[2] or ""
+            found.append((file, name))
+        elif (bare := BARE.fullmatch(match[0])) and file:
+            found.append((file, bare[1]))
+    return found
+
+
+def defined(path: Path) -> set[str]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".rs":
+        return set(re.findall(r"\b(?:fn|struct|enum|trait|type|const)\s+(\w+)", text))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = list(ast.walk(ast.parse(text)))
+    constants = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return constants | {node.name for node in nodes if isinstance(node, kinds)}
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(places())))
+def test_it_is_there(file, name):
+    assert (ROOT / file).is_file()
+    assert not name or name in defined(ROOT / file)
+
+
+def test_the_page_names_much():
+    assert len(places()) > 40
+
+
+def test_the_picture_has_the_rooms_of_the_check():
+    spec = importlib.util.spec_from_file_location("layers", ROOT / "tools/layers.py")
+    layers = sys.modules["layers"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layers)
+    picture = PAGE.split("```")[1]
+    drawn = [name for house in ("python/kvhma", "rust/core/src") for name in layers.rows_of(layers.PICTURES[house])]
+    left_out = {"__init__", "types", "versions", "text", "lib", "digest", "finding"}
+    assert {name for name in drawn if not re.search(rf"\b{name}\b", picture)} <= left_out
