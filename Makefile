@@ -48,13 +48,14 @@ test: dev ## everything: cargo test, then pytest (unit, property, golden, real N
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 .PHONY: lint
-lint: dev ## formatting, clippy, ruff, mypy and the stubs
+lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use which
 	cargo fmt --all --check
 	cargo clippy -q --workspace --all-targets -- -D warnings
 	$(BIN)/ruff format --check python tests benches tools
 	$(BIN)/ruff check python tests benches tools
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvhma._kvhma
+	$(BIN)/python tools/layers.py
 
 .PHONY: format
 format: dev ## format Rust and Python

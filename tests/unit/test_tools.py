@@ -164,6 +164,10 @@ def test_paths_of_rust(file, line, reason, tmp_path, capsys):
         assert len(printed) == 1
 
 
+def test_this_house_has_no_circle(capsys):
+    assert layers.main() == 0, capsys.readouterr().out
+
+
 def test_a_circle_of_modules(tmp_path, capsys):
     files = {
         "geometry/mod.rs": "mod json;\npub struct Geometry;\nfn f() { json::read() }\n",
