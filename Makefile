@@ -56,6 +56,7 @@ lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use w
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvhma._kvhma
 	$(BIN)/python tools/layers.py
+	$(BIN)/python tools/words.py
 
 .PHONY: format
 format: dev ## format Rust and Python

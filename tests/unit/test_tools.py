@@ -204,3 +204,7 @@ def test_good_words_pass(tmp_path, capsys):
     build(tmp_path, "python/kvhma", {"vllm/scheduler/lease_table.py": "class LeaseTable: ...\n"})
     assert words.main(tmp_path) == 0
     assert capsys.readouterr().out == "0 names that have a better one\n"
+
+
+def test_this_house_has_good_words(capsys):
+    assert words.main() == 0, capsys.readouterr().out
