@@ -123,7 +123,7 @@ types: dev $(E2E)/.ready ## mypy strict over the connector, with vLLM's own type
 	$(BIN)/mypy --python-executable $(E2E)/bin/python --cache-dir .mypy_cache/vllm --follow-imports silent python/kvhma/vllm
 
 .PHONY: e2e
-e2e: dev $(E2E)/.ready ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.31.0 for another version)
+e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.31.0 for another version)
 	mkdir -p $(REPORTS)
 	PYTHONPATH=python $(E2E)/bin/python -m pytest -q --junitxml=$(REPORTS)/connector.xml tests/connector tests/tensors
 	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/e2e.xml tests/e2e $(ARGS)
