@@ -49,6 +49,7 @@ class Answer:
         first_seconds: time to the first token, None if there was none.
         seconds: time to the end.
         others: the other samples of the prompt, if more than one was asked for.
+        begun: when the front end began, by its `time.perf_counter`, which all processes of a machine share.
     """
 
     token_ids: list[int]
@@ -61,6 +62,7 @@ class Answer:
     first_seconds: float | None
     seconds: float
     others: tuple[Answer, ...] = ()
+    begun: float = 0.0
 
 
 _given: set[int] = set()

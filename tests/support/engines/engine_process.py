@@ -135,7 +135,8 @@ async def _generate(
         error = f"TimeoutError: no end after {timeout} s"
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    first, *others = [sample | {"error": error, "seconds": time.perf_counter() - begun} for sample in samples]
+    ended = {"error": error, "seconds": time.perf_counter() - begun, "begun": begun}
+    first, *others = [sample | ended for sample in samples]
     return first | {"others": others}
 
 
