@@ -16,13 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvhma.errors import KvhmaError, SettingsError
+from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, AgentOptions
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
     engine_facts,
+    engine_id_of,
     host_staged,
     identity_of,
     rank_info_of,
@@ -74,10 +75,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_config(vllm_config)
         if self._settings.switch_interval_us is not None:
             sys.setswitchinterval(self._settings.switch_interval_us * 1e-6)
-        engine_id = self._kv_transfer_config.engine_id
-        if engine_id is None:
-            raise SettingsError("kv_transfer_config: engine_id is None, expected the name of the engine")
-        self._engine_id = engine_id
+        self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
         self._hello: WorkerHello | None = None
