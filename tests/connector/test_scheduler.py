@@ -290,7 +290,7 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
     d.allocated(late, blocks(d), 0)
     assert d.finish(late, tables(d)) == (False, None)
     assert d.decode.pending == {}
-    assert d.take_stats().data["computed_prompts"]["late_sibling"] == 1
+    assert d.take_stats().data["computed_prompts"]["late_reader"] == 1
 
 
 def test_a_sample_does_not_wait_forever_for_an_answer(p, d):

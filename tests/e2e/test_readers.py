@@ -43,7 +43,7 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
         assert len(answer.others) == 2
         for sample in (answer, *answer.others):
             same(name, sample, expected[301], "of three on one engine")
-        assert (loads(d), computed(d, "late_sibling")) == (3, 0)
+        assert (loads(d), computed(d, "late_reader")) == (3, 0)
         all_free(p)
 
         # As a data-parallel front end spreads them over its engines.
@@ -53,8 +53,8 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
         ]
         for got in answers:
             same(name, got.result(), expected[150], "of four on two engines")
-        assert loads(d) + computed(d, "late_sibling") == 5
-        assert loads(e) + computed(e, "late_sibling") == 2
+        assert loads(d) + computed(d, "late_reader") == 5
+        assert loads(e) + computed(e, "late_reader") == 2
         all_free(p)
 
         answer = decode(d, many, prefill(p, many), n=16, **MANY).result()
@@ -67,9 +67,9 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
         same(name, decode(d, late, params, request_id="0_late").result(), expected[33])
         time.sleep(GRACE)
         all_free(p)
-        before = computed(e, "late_sibling")
+        before = computed(e, "late_reader")
         same(name, decode(e, late, params, request_id="1_late").result(), expected[33], "long after the first")
-        assert computed(e, "late_sibling") == before + 1
+        assert computed(e, "late_reader") == before + 1
         assert failures(d, "expired") == failures(e, "expired") == 0
         for engine in (p, d, e):
             all_free(engine)

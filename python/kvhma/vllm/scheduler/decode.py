@@ -196,7 +196,7 @@ class DecodeScheduler:
         if held is None:
             return None, False
         if not held:
-            reason, text = "late_sibling", "others have read what P held for it, and its lease has ended"
+            reason, text = "late_reader", "others have read what P held for it, and its lease has ended"
         elif self._starved(load):
             reason = "no_room"
             text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
