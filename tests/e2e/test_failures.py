@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         assert loads(other) == 1
 
 
-def test_engines_that_are_met_before_the_first_request(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+def test_engines_that_are_connected_before_the_first_request(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     port = free_port()
     nobody = f"127.0.0.1:{free_port()}"
     settings = {
@@ -232,24 +233,25 @@ def test_engines_that_are_met_before_the_first_request(zygote: Zygote, model: Mo
         "plain": arguments("gemma3"),
     }
 
-    def met(d: Engine, *before: int) -> int:
-        """Wait until D knows another life of P than those before."""
+    def connected(d: Engine, *before: int) -> int:
+        """Wait until D knows another incarnation of P than those before."""
         end = time.monotonic() + 30
         while True:
-            known = d.rpc("e2e_connector", "_worker._peers.instances")[0]
-            if len(known) == 1 and (instance := known[f"127.0.0.1:{port}"]) not in before:
-                return instance
+            known = d.rpc("e2e_connector", "_worker._engines._engines")[0]
+            found = [int(text) for text in re.findall(r"incarnation_id=(\d+)", str(known))]
+            if len(found) == 1 and found[0] not in before:
+                return found[0]
             assert time.monotonic() < end, known
             time.sleep(0.1)
 
     with engines(zygote, model("gemma3"), tmp_path, **settings) as (p, d, plain):
-        first = met(d)
+        first = connected(d)
         compare("gemma3", p, d, plain, [301])
         assert d.sample("vllm:kvhma_handshakes_total") == 1
         p.kill()
         again = replacement(p, tmp_path / "again.log").start().ready()
         try:
-            met(d, first)
+            connected(d, first)
             compare("gemma3", again, d, plain, [300])
             assert d.sample("vllm:kvhma_handshakes_total") == 2
             assert failures(d, "peer_lost") == 0

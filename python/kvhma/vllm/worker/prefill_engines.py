@@ -42,7 +42,7 @@ class PrefillEngine:
 
     Attributes:
         address: where its scheduler listens.
-        instance: random number of its incarnation.
+        incarnation_id: random number of its incarnation.
         plan: what we read from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
@@ -51,7 +51,7 @@ class PrefillEngine:
     """
 
     address: Address
-    instance: int
+    incarnation_id: int
     plan: Plan
     peers: list[Peer | None]
     clients: ClientPool
@@ -169,7 +169,7 @@ class PrefillEngines:
         # the addresses that the operator gave stand for others.
         preconnected = (self._engines.get(address) for address in self._settings.prefill_engines)
         for engine in (self._engines.get(remote.address), *preconnected):
-            if engine is not None and engine.instance == remote.incarnation_id and engine.gone is None:
+            if engine is not None and engine.incarnation_id == remote.incarnation_id and engine.gone is None:
                 return engine
         return None
 
