@@ -284,7 +284,7 @@ class Geometry:
         return layer.kernel_stride or layer.block_stride // self.groups[layer.group].ratio
 
     def to_json(self, *, indent: int | None = None) -> bytes:
-        """Return the UTF-8 JSON form of docs/geometry.md; equal pages are written once."""
+        """Return the UTF-8 JSON form of docs/geometry.md: as it was read, else with equal pages written once."""
         return self.core.to_json(indent)
 
     @classmethod

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -139,15 +139,15 @@ def zero_device(rows: NDArray[np.uint64], storages: Sequence[torch.Tensor]) -> N
     Raises:
         GeometryError: a range that is not in the storages.
     """
+    bounds = [(one.data_ptr(), one.data_ptr() + one.numel(), one) for one in storages]
     for address, length, _ in rows.tolist():
         at, end = address, address + length
         while at < end:
-            around = [one for one in storages if one.data_ptr() <= at < one.data_ptr() + one.numel()]
+            around = [one for one in bounds if one[0] <= at < one[1]]
             if not around:
                 raise GeometryError(f"bytes {at:#x}..{end:#x} to be zeroed are in no storage of the caches")
-            storage = max(around, key=lambda one: one.data_ptr() + one.numel())
-            base = storage.data_ptr()
-            stop = min(end, base + storage.numel())
+            base, last, storage = max(around, key=lambda one: one[1])
+            stop = min(end, last)
             storage[at - base : stop - base].zero_()
             at = stop
     if len(rows):
