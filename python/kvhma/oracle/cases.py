@@ -14,22 +14,13 @@ from typing import Any, Literal, TypeAlias, cast
 
 from kvhma._kvhma import Transfer
 from kvhma.errors import KvhmaError, OracleError, RequestError
-from kvhma.geometry import Geometry, Part, Span
-from kvhma.oracle.labels import by_source, row_axes
+from kvhma.geometry import Geometry, Span
+from kvhma.oracle.labels import by_source, row_bytes
 from kvhma.oracle.simulate import Oracle, Report
 from kvhma.oracle.types import TransferLike
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
-__all__ = [
-    "CASE_VERSION",
-    "MAX_FILE_BYTES",
-    "Case",
-    "Expected",
-    "Verdict",
-    "check",
-    "load",
-    "save",
-]
+__all__ = ["CASE_VERSION", "MAX_FILE_BYTES", "Case", "Expected", "Verdict", "check", "load", "save"]
 
 CASE_VERSION = 1
 """Version of the format, the value of its ``kvhma_case`` key."""
@@ -216,7 +207,8 @@ def _of_refusal(expect: Expected | None, error: KvhmaError) -> Verdict:
         return Verdict("refused", text, error.code, error.field)
     if expect.error is not None and expect.error in text:
         return Verdict("right", text)
-    return Verdict("wrong", f"expected {_words(expect)}, refused with {text}", error.code, error.field)
+    wanted = "runs" if expect.error is None else f"error {expect.error!r}"
+    return Verdict("wrong", f"expected {wanted}, refused with {text}", error.code, error.field)
 
 
 def _problems(case: Case, transfer: Transfer, report: Report) -> Iterator[tuple[str, str]]:
@@ -227,7 +219,7 @@ def _problems(case: Case, transfer: Transfer, report: Report) -> Iterator[tuple[
     if report.excess and not case.descriptor_bytes:
         yield "excess", f"{report.excess} bytes after the last token were moved, descriptor_bytes is 0"
     if expect.error is not None:
-        yield "accepted", f"expected {_words(expect)}, was accepted"
+        yield "accepted", f"expected error {expect.error!r}, was accepted"
     found: dict[str, list[tuple[int, ...]]] = {
         "runs": [
             (read.source, to[0], start[0], to[1])
@@ -240,10 +232,6 @@ def _problems(case: Case, transfer: Transfer, report: Report) -> Iterator[tuple[
         wanted = getattr(expect, name)
         if wanted is not None and sorted(wanted) != sorted(rows):
             yield name, _difference(name, wanted, rows)
-
-
-def _words(expect: Expected) -> str:
-    return f"error {expect.error!r}" if expect.error is not None else "runs"
 
 
 def _difference(name: str, wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> str:
@@ -287,7 +275,7 @@ def _labels(sides: Sequence[tuple[Geometry, Sequence[Span]]]) -> int:
         for layer in geometry.layers:
             for part in layer.page.parts:
                 key = (layer.name, part.name, geometry.groups[layer.group].kind == "ssm")
-                rows[key] = max(rows.get(key, 0), _row_bytes(part))
+                rows[key] = max(rows.get(key, 0), row_bytes(part))
         for group, span in zip(geometry.groups, spans, strict=False):
             if group.kind != "ssm" and len(span.ids):
                 turn = group.block_size * group.cp_size
@@ -295,13 +283,6 @@ def _labels(sides: Sequence[tuple[Geometry, Sequence[Span]]]) -> int:
                 high.append((span.first + len(span.ids)) * turn)
     tokens = max(high) - min(low, default=0)
     return sum(size * (1 if is_state else tokens) for (_, _, is_state), size in rows.items())
-
-
-def _row_bytes(part: Part) -> int:
-    size = part.item_bytes
-    for _, extent in row_axes(part):
-        size *= extent
-    return size
 
 
 # --- Reading --------------------------------------------------------------------------------------------

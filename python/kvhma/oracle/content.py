@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Group, Layer, Part
-from kvhma.oracle.labels import Blocks, Ints, held, kernel_stride, row_strides
+from kvhma.oracle.labels import Blocks, Ints, held, kernel_stride, row_bytes, row_strides
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
@@ -86,10 +86,7 @@ def content_of(layer: Layer, part: Part, tokens: Ints, seed: int) -> Bytes:
     place, _ = tokens_axis(part)
     axes = [axis for axis in part.axes if axis.name != "tokens"]
     first = sum(axis.start * strides[axis.name] for axis in axes)
-    row = part.item_bytes
-    for axis in axes:
-        row *= axis.extent
-    table = _table(1 << (_STARTS + row).bit_length(), seed)
+    table = _table(1 << (_STARTS + row_bytes(part)).bit_length(), seed)
     rows = as_strided(
         table[first:],
         [_STARTS, *(held(axis) for axis in axes), part.item_bytes],

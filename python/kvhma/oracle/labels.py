@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -73,6 +74,11 @@ def row_axes(part: Part) -> tuple[tuple[str, int], ...]:
     return tuple((name, extent) for extent, name in sorted(found))
 
 
+def row_bytes(part: Part) -> int:
+    """Return the bytes of a row over all ranks."""
+    return part.item_bytes * prod(extent for _, extent in row_axes(part))
+
+
 def held(axis: Axis) -> int:
     """Return how many indices of `axis` the rank holds."""
     return axis.extent - axis.start if axis.length is None else axis.length
@@ -104,11 +110,7 @@ class Catalog:
         self.row_bytes = np.array([entry.row_bytes for entry in self.entries], np.int64)
 
     def _add(self, group: Group, layer: Layer, part: Part) -> None:
-        axes = row_axes(part)
-        row = part.item_bytes
-        for _, extent in axes:
-            row *= extent
-        entry = Entry(layer.name, part.name, group.kind == "ssm", axes, part.item_bytes, row)
+        entry = Entry(layer.name, part.name, group.kind == "ssm", row_axes(part), part.item_bytes, row_bytes(part))
         key = (layer.name, part.name)
         if key not in self.index:
             self.index[key] = len(self.entries)

@@ -130,10 +130,20 @@ def check_memory(
     sources = list(zip(remotes, by_source(request.remote_spans, len(remotes)), strict=True))
     for remote, spans in sources:
         check_spans(remote, spans)
+    expected, report = _expected(memory, local, _HeldTokens(sources), request, seed)
+    _compare(memory, expected, local, request.local_spans, seed)
+    if excess_bytes is not None and report.excess != excess_bytes:
+        raise OracleError(f"excess_bytes is {excess_bytes}, {report.excess} came along", code="counts")
+    return report
+
+
+def _expected(
+    memory: Sequence[Bytes], local: Geometry, held: _HeldTokens, request: Request, seed: int
+) -> tuple[list[Bytes], MemoryReport]:
+    """Return what D's memory must hold, where `memory` decides between bytes that are both right."""
     expected = [np.empty_like(region) for region in memory]
     fill_stale(expected, seed=seed)
     moved = excess = zeroed = 0
-    held = _HeldTokens(sources)
     for layer, part in parts_of(local):
         group = local.groups[layer.group]
         blocks = blocks_of(group, request.local_spans[layer.group])
@@ -147,11 +157,8 @@ def check_memory(
             moved += came
             zeroed += content.size - came
             view[ids] = content
-    _compare(memory, expected, local, request.local_spans, seed)
-    if excess_bytes is not None and excess != excess_bytes:
-        raise OracleError(f"excess_bytes is {excess_bytes}, {excess} came along", code="counts")
     total = sum(region.bytes for region in local.regions)
-    return MemoryReport(moved=moved, excess=excess, zeroed=zeroed, untouched=total - moved - zeroed)
+    return expected, MemoryReport(moved=moved, excess=excess, zeroed=zeroed, untouched=total - moved - zeroed)
 
 
 class _Rows:
