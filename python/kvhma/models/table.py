@@ -81,7 +81,7 @@ class State:
         n_groups: groups of ``B`` and ``C``, or key heads for GDN and KDA; 0 for Mamba1 and a short convolution.
         conv_dtype: dtype of the convolution state.
         ssm_dtype: dtype of the recurrent state.
-        draft_rows: rows behind those ``d_conv - 1`` that an engine keeps for draft tokens, one for each. They are
+        draft_rows: rows after those ``d_conv - 1`` that an engine keeps for draft tokens, one for each. They are
             written before they are read, so the other side may have another number of them.
 
     Raises:
@@ -269,11 +269,6 @@ class Model:
                 f"{self.name}: dtype {self.dtype} beside an index: which of two formats of 8 bits the latent has is "
                 "the attention kernel's choice"
             )
-
-    @property
-    def dtype_bytes(self) -> int:
-        """Bytes of one item of K or V."""
-        return item_bytes(self.dtype)
 
     def caches(self) -> tuple[tuple[str, CacheKind], ...]:
         """Return name and kind of every cache in model order; a ``full+mamba2`` layer has two.

@@ -39,12 +39,12 @@ def model_specs(
     # Where K and V lie is decided by `allocate`; the hybrid layout only gives sizes.
     sizes_as: KVForm = "packed" if kv == "packed" else "split"
     geometry = layout(model, num_blocks=1, order="LBHNC", kv=sizes_as, **options)
-    own = dict(model.specs())
+    caches = dict(model.specs())
     groups: list[dict[str, Spec]] = [{} for _ in geometry.groups]
     for layer in geometry.layers:
         group = geometry.groups[layer.group]
         padded = None if layer.block_stride == layer.page.nbytes * group.ratio else layer.block_stride
-        cache = own[layer.name]
+        cache = caches[layer.name]
         if isinstance(cache, Attention):
             spec: StateSpec | TokenSpec = _token_spec(cache, layer.page, group, kv, dim_order)
         else:

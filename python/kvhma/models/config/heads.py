@@ -10,18 +10,18 @@ from kvhma.text import quote
 
 
 def gemma4(fields: Fields) -> tuple[Attention, ...]:
-    """Full attention has longer heads; where K is V too, it has a number of its own of them."""
-    own = fields.get("attention_k_eq_v")
-    if not isinstance(own, bool):
-        raise ConfigError(f"attention_k_eq_v {quote(own)}: must be true or false")
+    """Full attention has longer heads; where K is V too, another number of them."""
+    shared = fields.get("attention_k_eq_v")
+    if not isinstance(shared, bool):
+        raise ConfigError(f"attention_k_eq_v {quote(shared)}: must be true or false")
     heads = fields.size("num_key_value_heads")
-    if own:
+    if shared:
         heads = fields.optional_size("num_global_key_value_heads") or heads
     return (Attention("full", heads, fields.size("global_head_dim")),)
 
 
 def mimo(fields: Fields) -> tuple[Attention, ...]:
-    """Windows have heads of their own."""
+    """Windows have other heads than full attention."""
     queries, others = fields.size("num_attention_heads"), fields.size("swa_num_attention_heads")
     if queries != others:
         raise ConfigError(f"swa_num_attention_heads {others}, num_attention_heads {queries}: must be equal")

@@ -40,7 +40,7 @@ def windowed(fields: Fields) -> list[str]:
 
 
 def late_windows(fields: Fields) -> list[str]:
-    """Windows behind the first layers, where they are switched on."""
+    """Windows after the first layers, where they are switched on."""
     count = fields.layers()
     if not fields.get("use_sliding_window") or not fields.optional_size("sliding_window"):
         return ["full"] * count

@@ -150,10 +150,10 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
     attention = "mla" if architecture.mla else "full"
     if any("state" in kind for kind in kinds) and state is None:
         raise ConfigError("layer_types: this architecture has no recurrent state")
-    own = state.kind if state else ""
+    recurrent = state.kind if state else ""
     kept = len(kinds) - _shared(fields, len(kinds))
     return tuple(
-        kind.replace("full", attention).replace("state", own) if index < kept else "none"
+        kind.replace("full", attention).replace("state", recurrent) if index < kept else "none"
         for index, kind in enumerate(kinds)
     )
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvhma.errors import ConfigError
 from kvhma.models.config.fields import Fields
 from kvhma.models.table import State
@@ -30,12 +32,10 @@ def nemotron_h(fields: Fields, dtype: str) -> State:
     heads, head = fields.size("mamba_num_heads"), fields.size("mamba_head_dim")
     groups = fields.size("n_groups", "mamba_n_groups")
     ssm = _dtype_of(fields, "mamba_ssm_cache_dtype", dtype)
-    return _mamba2(fields, heads, head, fields.size("ssm_state_size"), groups, dtype, ssm)
+    return replace(_mamba2(fields, heads, head, fields.size("ssm_state_size"), groups, dtype), ssm_dtype=ssm)
 
 
-def _mamba2(
-    fields: Fields, heads: int, head: int, columns: int, groups: int, dtype: str, ssm: str | None = None
-) -> State:
+def _mamba2(fields: Fields, heads: int, head: int, columns: int, groups: int, dtype: str) -> State:
     if heads % groups:
         raise ConfigError(f"n_groups {groups}: must divide the {heads} heads of the state")
     return State(
@@ -47,7 +47,7 @@ def _mamba2(
         d_state=columns,
         n_groups=groups,
         conv_dtype=dtype,
-        ssm_dtype=ssm or dtype,
+        ssm_dtype=dtype,
     )
 
 
@@ -90,12 +90,12 @@ def gated_delta_net(fields: Fields, dtype: str) -> State:
 def kimi_delta(fields: Fields, dtype: str) -> State:
     """Read the state of Kimi delta attention; its recurrent part is in float32."""
     lists = fields.get("linear_attn_config")
-    own = Fields(lists if isinstance(lists, dict) else {}, {"short_conv_kernel_size": 4})
-    heads, width = own.size("num_heads"), own.size("head_dim")
+    linear = Fields(lists if isinstance(lists, dict) else {}, {"short_conv_kernel_size": 4})
+    heads, width = linear.size("num_heads"), linear.size("head_dim")
     return State(
         kind="kda",
         conv_dim=3 * heads * width,
-        d_conv=_taps(own, "short_conv_kernel_size"),
+        d_conv=_taps(linear, "short_conv_kernel_size"),
         n_heads=heads,
         head_dim=width,
         d_state=width,
