@@ -49,23 +49,15 @@ def _dtype_option(ctx: click.Context, param: click.Parameter, value: str | None)
         raise click.BadParameter(f"{value}: {error}", ctx, param) from error
 
 
+def _engine_option(name: str, text: str) -> Callable[[F], F]:
+    return click.option(name, metavar="KEY=VALUE,…", default="tp=1", callback=parse_engine, help=text)
+
+
 def hand_off_options(command: F) -> F:
     """Add MODEL and the options that say what is handed over; the command makes :class:`Arguments` of them."""
     options = (
-        click.option(
-            "--prefill",
-            metavar="KEY=VALUE,…",
-            default="tp=1",
-            callback=parse_engine,
-            help=f"The prefill engine; {_ENGINE_HELP}",
-        ),
-        click.option(
-            "--decode",
-            metavar="KEY=VALUE,…",
-            default="tp=1",
-            callback=parse_engine,
-            help="The decode engine; the same keys.",
-        ),
+        _engine_option("--prefill", f"The prefill engine; {_ENGINE_HELP}"),
+        _engine_option("--decode", "The decode engine; the same keys."),
         click.option(
             "--tokens", type=click.IntRange(1, MAX_TOKENS), default=8192, show_default=True, help="Tokens P computed."
         ),
@@ -99,7 +91,7 @@ def hand_off_options(command: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Values of MODEL and of the options that :func:`hand_off_options` adds, but for ``--descriptor-bytes``."""
+    """Values of MODEL and of the options that :func:`hand_off_options` adds."""
 
     model: str | None = None
     prefill: EngineOptions = _DEFAULT_ENGINE
@@ -112,6 +104,7 @@ class Arguments:
     seed: int = 0
     local: Path | None = None
     remote: tuple[Path, ...] = ()
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
 
     def hand_off(self) -> HandOff:
         """Make the hand-off that the arguments ask for.

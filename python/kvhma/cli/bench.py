@@ -22,8 +22,7 @@ from kvhma.cli.arguments import Arguments
 from kvhma.cli.cost import Link, link_file, save_link
 from kvhma.cli.engine_options import EngineOptions, parse_engine
 from kvhma.cli.format import duration, output_options, plural, print_json, printable, size
-from kvhma.cli.svg import Drawing
-from kvhma.errors import RequestError
+from kvhma.cli.svg import Drawing, check_drawing
 
 _SECONDS = 0.2
 """Time that one figure of `maths` is repeated for."""
@@ -79,7 +78,7 @@ def maths(
 @bench.command("link")
 @click.option(
     "--block",
-    "blocks",
+    "sizes",
     multiple=True,
     callback=lambda ctx, param, values: tuple(_size(ctx, param, value) for value in values),
     default=("4KiB", "16KiB", "64KiB", "256KiB", "1MiB"),
@@ -87,7 +86,12 @@ def maths(
     help="Bytes of a block, as 65536 or 64KiB; may be given more than once.",
 )
 @click.option(
-    "--descriptors", type=click.IntRange(2, 65536), default=1024, show_default=True, help="Blocks of a read, at most."
+    "--descriptors",
+    "most",
+    type=click.IntRange(2, 65536),
+    default=1024,
+    show_default=True,
+    help="Blocks of a read, at most.",
 )
 @click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Reads for each figure.")
 @click.option("--backend", default="UCX", show_default=True, help="NIXL's backend.")
@@ -95,17 +99,7 @@ def maths(
 @click.option("--no-save", is_flag=True, help="Do not write the constants.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the figures into this SVG or HTML file.")
 @output_options
-def link_(
-    blocks: tuple[int, ...],
-    descriptors: int,
-    repeats: int,
-    backend: str,
-    save: Path | None,
-    no_save: bool,
-    output: Path | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def link_(save: Path | None, no_save: bool, output: Path | None, as_json: bool, quiet: bool, **reads: Any) -> None:
     """Read memory of a second process over NIXL, in blocks of your sizes, and fit the cost model to it.
 
     Each size is read twice: as blocks with gaps between them, one descriptor each, and as one run. The constants of
@@ -113,17 +107,17 @@ def link_(
     """
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError("bench link needs nixl: pip install 'kvhma[nixl]'")
-    if output is not None and output.suffix not in (".svg", ".html"):
-        raise RequestError(f"--output {output}: its name must end in .svg or .html")
+    if output is not None:
+        check_drawing(output)
     if save is not None and no_save:
         raise click.UsageError("--save and --no-save exclude each other")
     points = []
     with _progress(quiet or as_json) as progress:
-        task = progress.add_task("reading", total=2 * len(blocks))
-        for point in loop_back.measure(blocks, descriptors, repeats, backend):
+        task = progress.add_task("reading", total=2 * len(reads["sizes"]))
+        for point in loop_back.measure(**reads):
             points.append(point)
             progress.advance(task)
-    constants = loop_back.fit(points, f"measured, {backend}, two processes of one machine")
+    constants = loop_back.fit(points, f"measured, {reads['backend']}, two processes of one machine")
     saved = None if no_save else save or link_file()
     if saved is not None:
         save_link(constants, saved)
@@ -214,8 +208,4 @@ def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None
         page.rect(220 + min(model / fastest, 1.1) * 440, y - 2, 1.5, 20, "read", f"model: {model / 1e9:.2f} GB/s")
         page.text(740, y + 13, f"{speed / 1e9:.2f} GB/s", "end")
         y += 22 if apart else 30
-    text = page.svg(y + 10) if output.suffix == ".svg" else page.html(y + 10)
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"--output {output}: {error.strerror or error}") from error
+    page.save(output, y + 10)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvhma.cli.compare.selection import Count, select_all, select_vllm
 from kvhma.cli.format import output_options
-from kvhma.cli.scenario import MAX_TOKENS, Request, Scenario, geometry_of, scenario
+from kvhma.cli.scenario import Request, Scenario, geometry_of, scenario
 from kvhma.cli.subprocess import process, receive
 from kvhma.cli.workers import Outcome, decode, prefill
 from kvhma.models import model as find_model
@@ -33,22 +33,13 @@ _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
     show_default=True,
     help="A model of the built-in table; may be given more than once.",
 )
-@click.option("--tokens", type=click.IntRange(1, MAX_TOKENS), help="Tokens of the longest prompt.")
-@click.option("--requests", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests to move.")
+@click.option("--tokens", type=click.IntRange(1, 10_000_000), help="Tokens of the longest prompt.")
+@click.option("--requests", "count", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests to move.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Other blocks, other bytes.")
 @output_options
 @click.option("--list-models", is_flag=True, help="Print the names of the built-in table and stop.")
 @click.option("--corrupt", is_flag=True, hidden=True, help="Spoil one byte at D before the check.")
-def demo(
-    names: tuple[str, ...],
-    tokens: int | None,
-    requests: int,
-    seed: int,
-    as_json: bool,
-    quiet: bool,
-    list_models: bool,
-    corrupt: bool,
-) -> None:
+def demo(names: tuple[str, ...], as_json: bool, quiet: bool, list_models: bool, corrupt: bool, **given: Any) -> None:
     """Move caches between two processes, and check them.
 
     Hybrid KV caches go from a prefill to a decode process over NIXL. Both processes lay their caches out as vLLM's
@@ -65,9 +56,9 @@ def demo(
     progress = Console(stderr=as_json, quiet=quiet)
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names:
-        plan = scenario(find_model(name), tokens, requests, seed)
+        plan = scenario(find_model(name), **given)
         with progress.status(f"{name}: starting two processes"):
-            rows = [_row(plan, request, outcome) for request, outcome in _run(plan, seed, corrupt, progress)]
+            rows = [_row(plan, request, outcome) for request, outcome in _run(plan, corrupt, progress)]
         results[name] = rows
         if not as_json:
             console.print(_table(name, rows))
@@ -80,8 +71,8 @@ def demo(
         raise SystemExit(1)
 
 
-def _run(plan: Scenario, seed: int, corrupt: bool, console: Console) -> Iterator[tuple[Request, Outcome]]:
-    with process(prefill, plan, seed) as p, process(decode, plan, seed, corrupt) as d:
+def _run(plan: Scenario, corrupt: bool, console: Console) -> Iterator[tuple[Request, Outcome]]:
+    with process(prefill, plan) as p, process(decode, plan, corrupt) as d:
         hello = receive(p, "prefill")
         p.send(receive(d, "decode"))
         d.send(hello)
@@ -114,7 +105,7 @@ def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
 
 
 def _count_all(plan: Scenario, request: Request) -> Count:
-    """Count the hand-off of a connector without groups: its own ids, all blocks of all layers."""
+    """Count the hand-off of a connector without groups: ids from 1 on, all blocks of all layers."""
     geometry = geometry_of(plan.model, 1 << 16)
     size = max(group.block_size for group in geometry.groups if group.kind != "ssm")
     ids = list(range(1, -(-request.num_tokens // size) + 1))

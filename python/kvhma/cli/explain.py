@@ -32,13 +32,14 @@ _KINDS = {
 @click.option("--rank", type=click.IntRange(0), help="Explain this rank of D; else the first one.")
 @click.option("--all-ranks", is_flag=True, help="Explain every rank of D.")
 @output_options
-def explain(rank: int | None, all_ranks: bool, descriptor_bytes: int, as_json: bool, quiet: bool, **given: Any) -> None:
+def explain(rank: int | None, all_ranks: bool, as_json: bool, quiet: bool, **given: Any) -> None:
     """Say in sentences what a request moves, and why.
 
     Takes what `kvhma plan` takes. A pair that cannot be paired is explained too: every difference with its field,
     both values and what would fix it; the exit code is then 1.
     """
-    hand_off = Arguments(**given).hand_off()
+    asked = Arguments(**given)
+    hand_off = asked.hand_off()
     if rank is not None and rank >= len(hand_off.decode):
         raise RequestError(f"--rank {rank}: the decode engine has {plural(len(hand_off.decode), 'rank')}")
     with working("comparing", quiet or as_json):
@@ -47,8 +48,8 @@ def explain(rank: int | None, all_ranks: bool, descriptor_bytes: int, as_json: b
     sentences = engines(hand_off)
     texts: list[str] = []
     if not wrong:
-        sentences += _request(hand_off, descriptor_bytes, quiet or as_json)
-        texts = [hand_off.plan(hand_off.decode[index], descriptor_bytes).explain() for index in chosen]
+        sentences += _request(hand_off, asked.descriptor_bytes, quiet or as_json)
+        texts = [hand_off.plan(hand_off.decode[index], asked.descriptor_bytes).explain() for index in chosen]
     if as_json:
         rows = [{"rank": index, "text": text} for index, text in zip(chosen, texts, strict=False)]
         print_json(

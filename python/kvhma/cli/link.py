@@ -169,7 +169,7 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: i
 
 
 def _rows(size: int, count: int, spaced: bool) -> NDArray[np.uint64]:
-    """Return offset, length and device of what is read: blocks with gaps of their own size, or one run."""
+    """Return offset, length and device of what is read: blocks with gaps as long as they are, or one run."""
     if not spaced:
         return np.array([[0, size * count, 0]], dtype=np.uint64)
     rows = np.zeros((count, 3), dtype=np.uint64)

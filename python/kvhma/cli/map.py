@@ -11,9 +11,8 @@ import click
 from kvhma.cli.arguments import Arguments, hand_off_options
 from kvhma.cli.format import output_options, print_json, working
 from kvhma.cli.scene import draw, scene
+from kvhma.cli.svg import check_drawing
 from kvhma.errors import RequestError
-
-_SUFFIXES = (".svg", ".html")
 
 
 @click.command("map")
@@ -23,36 +22,23 @@ _SUFFIXES = (".svg", ".html")
 @click.option("--source", type=click.IntRange(0), help="Rank of P; else the first one that D's rank reads from.")
 @click.option("--tensors", type=click.IntRange(1, 64), default=6, show_default=True, help="Tensors to draw runs of.")
 @output_options
-def map_(
-    output: Path,
-    rank: int,
-    source: int | None,
-    tensors: int,
-    descriptor_bytes: int,
-    as_json: bool,
-    quiet: bool,
-    **given: Any,
-) -> None:
+def map_(output: Path, rank: int, source: int | None, tensors: int, as_json: bool, quiet: bool, **given: Any) -> None:
     """Draw what a request moves, as one file.
 
     SVG, or HTML if its name ends so: where bytes lie, and which of them move. Takes what `kvhma plan` takes. The file
     needs no network and follows the reader's light or dark setting.
     """
-    if output.suffix not in _SUFFIXES:
-        raise RequestError(f"--output {output}: its name must end in {' or '.join(_SUFFIXES)}")
-    hand_off = Arguments(**given).hand_off()
+    check_drawing(output)
+    asked = Arguments(**given)
+    hand_off = asked.hand_off()
     if rank >= len(hand_off.decode):
         raise RequestError(f"--rank {rank}: the decode engine has ranks 0 to {len(hand_off.decode) - 1}")
     with working("drawing", quiet or as_json):
-        drawn = scene(hand_off, rank, source, descriptor_bytes)
+        drawn = scene(hand_off, rank, source, asked.descriptor_bytes)
         page, height = draw(drawn, tensors)
-    text = page.svg(height) if output.suffix == ".svg" else page.html(height)
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"--output {output}: {error.strerror or error}") from error
+    nbytes = page.save(output, height)
     if as_json:
-        form = {"kvhma_map": 1, "file": str(output), "bytes": len(text.encode()), "decode_rank": rank}
+        form = {"kvhma_map": 1, "file": str(output), "bytes": nbytes, "decode_rank": rank}
         print_json({**form, "prefill_rank": drawn.remote.geometry.tp_rank, "runs": len(drawn.runs)})
     elif not quiet:
         click.echo(f"{click.format_filename(output)}: {drawn.title}; {drawn.lines[0]}")

@@ -25,9 +25,7 @@ _MAX_PAIRS = 16
 @click.option("--request", type=FILE, help="With --local and --remote: block ids of both sides; prints every run.")
 @click.option("--link", type=FILE, help="Constants of the predicted time, as `kvhma bench link --save` writes them.")
 @output_options
-def plan(
-    request: Path | None, link: Path | None, descriptor_bytes: int, as_json: bool, quiet: bool, **given: Any
-) -> None:
+def plan(request: Path | None, link: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Print what a request moves between two engines.
 
     Neither has to be started.
@@ -42,12 +40,13 @@ def plan(
     Beside it stand what a connector without groups ("no HMA") and vLLM 0.32's own would move, and the time the cost
     model predicts: t = a * descriptors + bytes / bandwidth.
     """  # noqa: D301 - click's mark for lines to be left as they are
+    asked = Arguments(**given)
     if request is not None:
-        exact.run(given["local"], given["remote"], request, descriptor_bytes, as_json, quiet)
+        exact.run(asked, request, as_json, quiet)
         return
-    hand_off = Arguments(**given).hand_off()
+    hand_off = asked.hand_off()
     constants = load_link(link)
-    counted = count(hand_off, descriptor_bytes, lambda ranks: watched("planning", ranks, quiet or as_json))
+    counted = count(hand_off, asked.descriptor_bytes, lambda ranks: watched("planning", ranks, quiet or as_json))
     if as_json:
         print_json(form(hand_off, counted, constants))
         return

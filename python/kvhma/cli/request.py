@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhma._kvhma import Transfer
-from kvhma.cli.arguments import geometry
+from kvhma.cli.arguments import Arguments, geometry
 from kvhma.cli.format import print_json, printable
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
@@ -21,9 +21,7 @@ from kvhma.planning import plan
 _MAX_ROWS = 40
 
 
-def run(
-    local: Path | None, remote: tuple[Path, ...], request: Path, descriptor_bytes: int, as_json: bool, quiet: bool
-) -> None:
+def run(asked: Arguments, request: Path, as_json: bool, quiet: bool) -> None:
     """Print what one request with given blocks moves and zeroes.
 
     A request is {"num_tokens": N, "local": [{"first": 0, "ids": [..]}, ..], "remote": [..]} with a span for each group.
@@ -32,19 +30,18 @@ def run(
         click.UsageError: an option is missing.
         KvhmaError: a file, the pair or the request is wrong.
     """
-    if not local or not remote:
+    if not asked.local or not asked.remote:
         raise click.UsageError("--request needs --local and --remote")
-    local_geometry = geometry(local)
-    remote_geometries = [geometry(path) for path in remote]
+    local, remotes = geometry(asked.local), [geometry(path) for path in asked.remote]
     num_tokens, local_spans, remote_spans = _read_request(request)
-    planned = plan(local_geometry, remote_geometries, descriptor_bytes=descriptor_bytes)
+    planned = plan(local, remotes, descriptor_bytes=asked.descriptor_bytes)
     transfer = planned.transfer(num_tokens, local_spans, remote_spans)
     warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
     form = {**_form(transfer), "findings": warnings}
     if as_json:
         print_json(form)
-        return
-    _print(form, quiet)
+    else:
+        _print(form, quiet)
 
 
 def _read_request(path: Path) -> tuple[Any, list[Span], list[Span]]:
@@ -96,7 +93,7 @@ def _print(form: dict[str, Any], quiet: bool) -> None:
         console.print(table)
     zeroed = sum(length for _, length in form["zero"])
     console.print(
-        f"{form['descriptors']} descriptors, {form['bytes']:,} bytes read ({form['excess_bytes']:,} of them behind the "
+        f"{form['descriptors']} descriptors, {form['bytes']:,} bytes read ({form['excess_bytes']:,} of them after the "
         f"last token), {zeroed:,} bytes zeroed in {len(form['zero'])} ranges",
         highlight=False,
     )

@@ -19,7 +19,6 @@ from kvhma.planning import live_spans
 
 MAX_CACHE_BYTES = 768 << 20
 """Of one process; both caches and the copy that is checked against stay below 2 GiB."""
-MAX_TOKENS = 10_000_000
 _PAGE = 4096
 
 
@@ -48,18 +47,15 @@ class Request:
             live_spans(remote, self.num_tokens, self.remote),
         )
 
-    def blocks(self, geometry: Geometry) -> int:
-        """Count the blocks that D fills."""
-        return sum(len(span.ids) for span in live_spans(geometry, self.num_tokens, self.local, self.cached))
-
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A model with a number of blocks, and the requests."""
+    """A model with a number of blocks, the requests, and the seed that chose them."""
 
     model: Model
     num_blocks: int
     requests: tuple[Request, ...]
+    seed: int
 
 
 def geometry_of(model: Model, num_blocks: int, base: int = 1 << 20) -> Geometry:
@@ -89,7 +85,7 @@ def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenari
         model: the model.
         tokens: tokens of the longest prompt; None for one that is well past the window and several blocks long.
         count: number of requests.
-        seed: another seed, other blocks.
+        seed: another seed, other blocks and bytes.
 
     Raises:
         RequestError: the cache for that many tokens would be larger than the demo may be.
@@ -121,7 +117,7 @@ def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenari
         cached = [int(hit * (n // group.block_size)) if group.kind != "ssm" else 0 for group in geometry.groups]
         tables = [_tables(geometry, n, rng, num_blocks, extra) for extra in (1, 0)]
         requests.append(Request(name, n, cached, tables[0], tables[1]))
-    return Scenario(model, num_blocks, tuple(requests))
+    return Scenario(model, num_blocks, tuple(requests), seed)
 
 
 def _default_tokens(model: Model, block: int) -> int:

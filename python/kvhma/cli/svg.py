@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from kvhma.cli.format import printable
+from kvhma.errors import RequestError
 
 _STYLE = """
 svg { background: var(--paper); font: 12px system-ui, sans-serif; --paper: #ffffff; --ink: #1c1f24; --soft: #6b7280;
@@ -64,6 +66,19 @@ class Drawing:
             ET.SubElement(shape, "title").text = printable(hover)
         return shape
 
+    def save(self, output: Path, height: float) -> int:
+        """Write the file, HTML if its name ends so, and return its bytes.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        text = (self.svg(height) if output.suffix == ".svg" else self.html(height)).encode()
+        try:
+            output.write_bytes(text)
+        except OSError as error:
+            raise RequestError(f"--output {output}: {error.strerror or error}") from error
+        return len(text)
+
     def svg(self, height: float) -> str:
         """Return the file, `height` pixels high."""
         self._root.set("viewBox", f"0 0 {self.width} {_number(height)}")
@@ -79,6 +94,12 @@ class Drawing:
             "<style>body{margin:0;background:Canvas}svg{max-width:100%;height:auto;display:block;margin:auto}</style>"
             f"</head><body>\n{self.svg(height)}</body></html>\n"
         )
+
+
+def check_drawing(output: Path) -> None:
+    """Refuse a file whose name says neither SVG nor HTML."""
+    if output.suffix not in (".svg", ".html"):
+        raise RequestError(f"--output {output}: its name must end in .svg or .html")
 
 
 def _number(value: float) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two processes of the demo, each with its own cache and NIXL agent. They talk through the parent's pipes."""
+"""The two processes of the demo, each with a cache and a NIXL agent. They talk through the parent's pipes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from kvhma._kvhma import Transfer
 from kvhma.cli.scenario import Scenario, allocate
 from kvhma.errors import OracleError, TransferError
-from kvhma.nixl import Agent
+from kvhma.nixl import Agent, Peer
+from kvhma.oracle import MemoryReport, check_memory, fill_source, fill_stale
 from kvhma.oracle import Request as OracleRequest
-from kvhma.oracle import check_memory, fill_source, fill_stale
 from kvhma.planning import plan
 
 _TIMEOUT_SECONDS = 60.0
@@ -33,7 +34,7 @@ class Outcome:
     wrong: str | None
 
 
-def prefill(pipe: Connection, scenario: Scenario, seed: int) -> None:
+def prefill(pipe: Connection, scenario: Scenario) -> None:
     """Serve as P: hold the cache, fill it for each request, keep it until D says it has read it."""
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("prefill") as agent:
@@ -42,15 +43,15 @@ def prefill(pipe: Connection, scenario: Scenario, seed: int) -> None:
         agent.connect(pipe.recv())
         for index, request in enumerate(scenario.requests):
             _, spans = request.spans(geometry, geometry)
-            fill_source(regions, geometry, spans, seed=seed + index)
+            fill_source(regions, geometry, spans, seed=scenario.seed + index)
             pipe.send(index)
             _await_notification(agent, f"done {index}".encode())
         pipe.recv()  # the memory has to outlive D's agent
     del owner
 
 
-def decode(pipe: Connection, scenario: Scenario, seed: int, corrupt: bool) -> None:
-    """Serve as D: plan, zero, read, and check every byte of the own cache."""
+def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
+    """Serve as D: plan, zero, read, and check every byte of the cache."""
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("decode") as agent:
         agent.register(geometry)
@@ -58,53 +59,39 @@ def decode(pipe: Connection, scenario: Scenario, seed: int, corrupt: bool) -> No
         peer = agent.connect(pipe.recv())
         planned = plan(geometry, peer.geometry)
         for index, request in enumerate(scenario.requests):
-            fill_stale(regions, seed=seed + index)
+            fill_stale(regions, seed=scenario.seed + index)
             pipe.recv()  # P has filled its cache
             start = time.perf_counter()
-            local, remote = request.spans(geometry, peer.geometry)
-            transfer = planned.transfer(request.num_tokens, local, remote)
-            for address, length, _ in transfer.zero.tolist():
-                ctypes.memset(address, 0, length)
-            for read in transfer.reads:
-                moving = agent.read(peer, read.local, read.remote, f"done {index}".encode())
-                if not moving.wait(_TIMEOUT_SECONDS):
-                    raise TransferError(f"request {index} did not end within {_TIMEOUT_SECONDS} s")
-                told = moving.telemetry
-                if told is None or (told.descriptors, told.nbytes) != (read.descriptors, read.bytes):
-                    raise TransferError(f"NIXL moved {told}, planned were {read.descriptors}, {read.bytes} bytes")
+            asked = OracleRequest(request.num_tokens, *request.spans(geometry, peer.geometry))
+            transfer = planned.transfer(*asked)
+            _move(agent, peer, transfer, index)
             seconds = time.perf_counter() - start
             if corrupt and transfer.reads:
                 at = ctypes.c_uint8.from_address(int(transfer.reads[0].local[0, 0]))
                 at.value ^= 1
-            moved = zeroed = untouched = 0
-            wrong = None
+            report, wrong = MemoryReport(0, 0, 0, 0), None
+            told = {"excess_bytes": transfer.excess_bytes, "seed": scenario.seed + index}
             try:
-                report = check_memory(
-                    regions,
-                    geometry,
-                    [peer.geometry],
-                    OracleRequest(request.num_tokens, local, remote),
-                    excess_bytes=transfer.excess_bytes,
-                    seed=seed + index,
-                )
-                moved, zeroed, untouched = report.moved, report.zeroed, report.untouched
+                report = check_memory(regions, geometry, [peer.geometry], asked, **told)
             except OracleError as error:
                 wrong = str(error)
-            blocks = sum(len(span.ids) for span in local)
-            pipe.send(
-                Outcome(
-                    request.num_tokens,
-                    blocks,
-                    transfer.bytes,
-                    transfer.descriptors,
-                    seconds,
-                    moved,
-                    zeroed,
-                    untouched,
-                    wrong,
-                )
-            )
+            blocks = sum(len(span.ids) for span in asked.local_spans)
+            counts = (request.num_tokens, blocks, transfer.bytes, transfer.descriptors)
+            pipe.send(Outcome(*counts, seconds, report.moved, report.zeroed, report.untouched, wrong))
     del owner
+
+
+def _move(agent: Agent, peer: Peer, transfer: Transfer, index: int) -> None:
+    """Zero and read what a transfer says, and refuse if NIXL counts something else."""
+    for address, length, _ in transfer.zero.tolist():
+        ctypes.memset(address, 0, length)
+    for read in transfer.reads:
+        moving = agent.read(peer, read.local, read.remote, f"done {index}".encode())
+        if not moving.wait(_TIMEOUT_SECONDS):
+            raise TransferError(f"request {index} did not end within {_TIMEOUT_SECONDS} s")
+        told = moving.telemetry
+        if told is None or (told.descriptors, told.nbytes) != (read.descriptors, read.bytes):
+            raise TransferError(f"NIXL moved {told}, planned were {read.descriptors}, {read.bytes} bytes")
 
 
 def _await_notification(agent: Agent, message: bytes) -> None:

@@ -11,7 +11,7 @@ are dense there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -226,7 +226,7 @@ def _check_pair(local: _Rank, remote: _Rank) -> None:
     _check_equal("group kinds", *([group.kind for group in rank.geometry.groups] for rank in (local, remote)))
     _check_equal("kernel block tokens", *([group.kernel_block_size for group in side] for side in groups))
     _check_equal("regions and their groups", *([view.groups for view in rank.views] for rank in (local, remote)))
-    pages = [_first_page(rank.geometry, state=False) for rank in (local, remote)]
+    pages = [next(_pages(rank.geometry), None) for rank in (local, remote)]
     if pages[0] is None or pages[1] is None or pages[0] == pages[1]:
         return
     orders = [_axis_order(page.parts[0]) for page in pages if page]
@@ -241,16 +241,14 @@ def _check_equal(field: str, local: object, remote: object) -> None:
         raise UnsupportedPairError(f"{field}: {local} on D, {remote} on P")
 
 
-def _first_page(geometry: Geometry, *, state: bool) -> Page | None:
-    """Return the page of the first layer with state, or of the first with attention."""
-    found = (layer.page for layer in geometry.layers if (geometry.groups[layer.group].kind == "ssm") == state)
-    return next(found, None)
+def _pages(geometry: Geometry, *, state: bool = False) -> Iterator[Page]:
+    """Yield the pages of layers with state, or of those with attention."""
+    return (layer.page for layer in geometry.layers if (geometry.groups[layer.group].kind == "ssm") == state)
 
 
 def heads_axis(geometry: Geometry, *, state: bool = False) -> Axis | None:
     """Return the axis of heads of the first state that has one, or of KV heads; None if there is none."""
-    pages = (layer.page for layer in geometry.layers if (geometry.groups[layer.group].kind == "ssm") == state)
-    parts = (page.parts[-1 if state else 0] for page in pages)
+    parts = (page.parts[-1 if state else 0] for page in _pages(geometry, state=state))
     return next((axis for part in parts for axis in part.axes if axis.name == "heads"), None)
 
 
