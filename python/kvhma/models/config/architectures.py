@@ -53,7 +53,8 @@ _GDN = {
     "full_attention_interval": 4,
 }
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_HALF = ("sliding_window_pattern", "_sliding_window_pattern")
+_GEMMA = {"sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_sliding_window_pattern")
 
 _UNIFORM = Architecture(layers.uniform)
 _MLA = Architecture(
@@ -65,15 +66,24 @@ _QWEN_VL = Architecture(
     defaults={**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
     refused={"head_dim": "heads of a size of their own"},
 )
-_OWN_HEADS = Architecture(layers.uniform, refused={"num_key_value_heads": "heads that share K and V"})
+_MISTRAL = Architecture(layers.windowed, defaults={"num_key_value_heads": 8, "sliding_window": 4096})
+_GLM = Architecture(layers.uniform, defaults={"num_key_value_heads": 2, "head_dim": 128})
+_FOURTH_FULL = Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
+_QWEN_GDN = Architecture(
+    layers.every_nth_full("state", "full_attention_interval"),
+    states.gated_delta_net,
+    defaults={**_GDN, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
+)
+_LFM2 = Architecture(layers.lfm2, states.short_conv, defaults={"num_key_value_heads": 8, "conv_L_cache": 3})
+_MULTI_HEAD = Architecture(layers.uniform, refused={"num_key_value_heads": "heads that share K and V"})
 _MAMBA1 = Architecture(
     layers.all_state, states.mamba1, listed=False, defaults={"conv_kernel": 4, "state_size": 16, "expand": 2}
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _UNIFORM,
-    "mistral": Architecture(layers.windowed, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "ministral": Architecture(layers.windowed, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "mixtral": Architecture(layers.windowed, defaults={"num_key_value_heads": 8}),
     "qwen2": Architecture(layers.late_windows, defaults=_QWEN),
     "qwen2_moe": Architecture(layers.late_windows, defaults=_QWEN),
@@ -81,48 +91,27 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_moe": Architecture(layers.late_windows, defaults={**_QWEN, "num_key_value_heads": 4}),
     "phi3": Architecture(layers.windowed),
     "gemma": Architecture(layers.uniform, defaults={"head_dim": 256}),
-    "gemma2": Architecture(
-        layers.every_nth_full("sliding", *_HALF),
-        defaults={
-            "sliding_window_pattern": 2,
-            "sliding_window": 4096,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-        },
-    ),
-    "gemma3_text": Architecture(
-        layers.every_nth_full("sliding", *_HALF),
-        defaults={
-            "sliding_window_pattern": 6,
-            "sliding_window": 4096,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-        },
-    ),
+    "gemma2": Architecture(_EVERY_NTH_FULL, defaults={**_GEMMA, "sliding_window_pattern": 2}),
+    "gemma3_text": Architecture(_EVERY_NTH_FULL, defaults={**_GEMMA, "sliding_window_pattern": 6}),
     "gemma3n_text": Architecture(
-        layers.every_nth_full("sliding", *_HALF),
+        _EVERY_NTH_FULL,
         defaults={
+            **_GEMMA,
             "sliding_window_pattern": 5,
             "sliding_window": 512,
             "num_hidden_layers": 35,
-            "num_attention_heads": 8,
             "num_key_value_heads": 2,
-            "head_dim": 256,
             "num_kv_shared_layers": 15,
         },
         reads=frozenset(("num_kv_shared_layers",)),
     ),
     "gemma4_text": Architecture(
-        layers.every_nth_full("sliding", *_HALF),
+        _EVERY_NTH_FULL,
         defaults={
+            **_GEMMA,
             "sliding_window_pattern": 6,
             "sliding_window": 512,
             "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
             "global_head_dim": 512,
             "attention_k_eq_v": False,
             "num_kv_shared_layers": 0,
@@ -131,7 +120,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=frozenset(("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")),
     ),
     "gpt_oss": Architecture(
-        layers.every_nth_full("sliding", *_HALF),
+        _EVERY_NTH_FULL,
         defaults={
             "sliding_window_pattern": 2,
             "sliding_window": 128,
@@ -152,22 +141,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "cohere": _UNIFORM,
-    "cohere2": Architecture(
-        layers.every_nth_full("sliding", *_HALF), defaults={"sliding_window_pattern": 4, "sliding_window": 4096}
-    ),
-    "exaone4": Architecture(
-        layers.every_nth_full("sliding", *_HALF), defaults={"sliding_window_pattern": 4, "sliding_window": 4096}
-    ),
+    "cohere2": _FOURTH_FULL,
+    "exaone4": _FOURTH_FULL,
     "olmo": _UNIFORM,
     "olmo2": _UNIFORM,
-    "olmo3": Architecture(
-        layers.every_nth_full("sliding", *_HALF), defaults={"sliding_window_pattern": 4, "sliding_window": 4096}
-    ),
+    "olmo3": _FOURTH_FULL,
     "olmoe": _UNIFORM,
     "granite": _UNIFORM,
     "granitemoe": _UNIFORM,
-    "glm": Architecture(layers.uniform, defaults={"num_key_value_heads": 2, "head_dim": 128}),
-    "glm4": Architecture(layers.uniform, defaults={"num_key_value_heads": 2, "head_dim": 128}),
+    "glm": _GLM,
+    "glm4": _GLM,
     "glm4_moe": Architecture(layers.uniform, defaults={"num_key_value_heads": 8}),
     "glm4v_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 96, "num_key_value_heads": 8}),
     "glm4_moe_lite": replace(_MLA, refused={"head_dim": "a rotary part of another size"}),
@@ -175,7 +158,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3_vl_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 16, "num_key_value_heads": 16}),
     "phi": _UNIFORM,
-    "gpt_neox": _OWN_HEADS,
+    "gpt_neox": _MULTI_HEAD,
     "starcoder2": Architecture(layers.windowed, defaults={"num_key_value_heads": 2}),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
@@ -221,21 +204,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         reads=frozenset(("attention_head_dim",)),
     ),
-    "qwen3_next": Architecture(
-        layers.every_nth_full("state", "full_attention_interval"),
-        states.gated_delta_net,
-        defaults={**_GDN, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
-    ),
-    "qwen3_5_text": Architecture(
-        layers.every_nth_full("state", "full_attention_interval"),
-        states.gated_delta_net,
-        defaults={**_GDN, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256},
-    ),
-    "qwen3_5_moe_text": Architecture(
-        layers.every_nth_full("state", "full_attention_interval"),
-        states.gated_delta_net,
-        defaults={**_GDN, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
-    ),
+    "qwen3_next": _QWEN_GDN,
+    "qwen3_5_text": replace(_QWEN_GDN, defaults={**_QWEN_GDN.defaults, "num_key_value_heads": 4}),
+    "qwen3_5_moe_text": _QWEN_GDN,
     "jamba": Architecture(
         layers.jamba,
         states.mamba1,
@@ -270,8 +241,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         width=heads.zamba2,
         reads=frozenset(("attention_head_dim",)),
     ),
-    "lfm2": Architecture(layers.lfm2, states.short_conv, defaults={"num_key_value_heads": 8, "conv_L_cache": 3}),
-    "lfm2_moe": Architecture(layers.lfm2, states.short_conv, defaults={"num_key_value_heads": 8, "conv_L_cache": 3}),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "mamba": _MAMBA1,
     "falcon_mamba": _MAMBA1,
     "mamba2": Architecture(
