@@ -14,14 +14,13 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from kvhma.cli import link as loop_back
 from kvhma.cli.arguments import Arguments
 from kvhma.cli.cost import Link, link_file, save_link
 from kvhma.cli.engine_options import EngineOptions, parse_engine
-from kvhma.cli.format import duration, output_options, plural, print_json, printable, size
+from kvhma.cli.format import duration, output_options, plural, print_json, printable, progress, size
 from kvhma.cli.svg import Drawing, check_drawing
 
 _SECONDS = 0.2
@@ -47,8 +46,8 @@ def maths(
 ) -> None:
     """Time planning a pair once, and the descriptors and ids of a request, on a used block pool."""
     rows = []
-    with _progress(quiet or as_json) as progress:
-        task = progress.add_task("measuring", total=3 * len(tokens))
+    with progress(quiet or as_json) as bar:
+        task = bar.add_task("measuring", total=3 * len(tokens))
         for count in tokens:
             hand_off = Arguments(model, prefill, decode, count, pool="used").hand_off()
             local = hand_off.decode[0]
@@ -62,7 +61,7 @@ def maths(
             }
             for name, call in calls.items():
                 row[name] = _best(call)
-                progress.advance(task)
+                bar.advance(task)
             rows.append(row)
     if as_json:
         print_json({"kvhma_bench_maths": 1, "model": hand_off.name, "rows": rows})
@@ -112,11 +111,11 @@ def link_(save: Path | None, no_save: bool, output: Path | None, as_json: bool, 
     if save is not None and no_save:
         raise click.UsageError("--save and --no-save exclude each other")
     points = []
-    with _progress(quiet or as_json) as progress:
-        task = progress.add_task("reading", total=2 * len(reads["sizes"]))
+    with progress(quiet or as_json) as bar:
+        task = bar.add_task("reading", total=2 * len(reads["sizes"]))
         for point in loop_back.measure(**reads):
             points.append(point)
-            progress.advance(task)
+            bar.advance(task)
     constants = loop_back.fit(points, f"measured, {reads['backend']}, two processes of one machine")
     saved = None if no_save else save or link_file()
     if saved is not None:
@@ -143,11 +142,6 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
             f"{text!a}: must be 8 bytes to {size(loop_back.BUDGET)}, as 65536 or 64KiB", ctx, param
         )
     return nbytes
-
-
-def _progress(quiet: bool) -> Progress:
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
 
 
 def _best(call: Callable[[], object]) -> float:

@@ -17,11 +17,10 @@ from typing import Literal, TypeAlias
 
 import click
 from rich.console import Console
-from rich.progress import Progress
 
 from kvhma._kvhma import __version__
 from kvhma.cli import link
-from kvhma.cli.format import duration, output_options, print_json, printable
+from kvhma.cli.format import duration, output_options, print_json, printable, progress
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
 from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, series
@@ -60,13 +59,12 @@ def doctor(as_json: bool, quiet: bool) -> None:
     is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only those lines are
     printed.
     """
-    console = Console(stderr=True)
     rows: list[Row] = []
-    with Progress(console=console, transient=True, disable=quiet or as_json or not console.is_terminal) as progress:
-        task = progress.add_task("looking", total=None)
+    with progress(quiet or as_json) as bar:
+        task = bar.add_task("looking", total=None)
         for row in look():
             rows.append(row)
-            progress.update(task, description=row.name)
+            bar.update(task, description=row.name)
     wrong = [row for row in rows if row.state in ("missing", "failed")]
     if as_json:
         print_json({"kvhma_doctor": 1, "ok": not wrong, "checks": [asdict(row) for row in rows]})

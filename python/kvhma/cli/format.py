@@ -73,6 +73,12 @@ def working(what: str, quiet: bool) -> AbstractContextManager[object]:
     return nullcontext() if quiet or not console.is_terminal else console.status(what)
 
 
+def progress(quiet: bool) -> Progress:
+    """Return bars for the error stream, shown on a terminal only and gone when done."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
 def watched(what: str, items: Sequence[T], quiet: bool) -> Iterable[T]:
     """Go through items; on a terminal a bar on the error stream shows how far."""
     console = Console(stderr=True)

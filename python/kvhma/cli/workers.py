@@ -59,7 +59,8 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
         peer = agent.connect(pipe.recv())
         planned = plan(geometry, peer.geometry)
         for index, request in enumerate(scenario.requests):
-            fill_stale(regions, seed=scenario.seed + index)
+            seed = scenario.seed + index
+            fill_stale(regions, seed=seed)
             pipe.recv()  # P has filled its cache
             start = time.perf_counter()
             asked = OracleRequest(request.num_tokens, *request.spans(geometry, peer.geometry))
@@ -70,9 +71,9 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
                 at = ctypes.c_uint8.from_address(int(transfer.reads[0].local[0, 0]))
                 at.value ^= 1
             report, wrong = MemoryReport(0, 0, 0, 0), None
-            told = {"excess_bytes": transfer.excess_bytes, "seed": scenario.seed + index}
+            excess = transfer.excess_bytes
             try:
-                report = check_memory(regions, geometry, [peer.geometry], asked, **told)
+                report = check_memory(regions, geometry, [peer.geometry], asked, excess_bytes=excess, seed=seed)
             except OracleError as error:
                 wrong = str(error)
             blocks = sum(len(span.ids) for span in asked.local_spans)
