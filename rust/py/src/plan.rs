@@ -16,6 +16,11 @@ fn read_index(source: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(usize::try_from(read_u64("source", source)?).unwrap_or(usize::MAX))
 }
 
+/// What the reads of a request add up to for each group.
+fn sums<'a>(groups: usize, reads: impl Iterator<Item = &'a Vec<u64>> + Clone) -> Vec<u64> {
+    (0..groups).map(|group| reads.clone().map(|numbers| numbers[group]).sum()).collect()
+}
+
 type Rows<'py> = Bound<'py, PyArray2<u64>>;
 type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 
@@ -110,8 +115,11 @@ impl Plan {
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens, bytes_by_group, descriptors_by_group } =
+        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens } =
             py.detach(|| self.core.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
+        let groups = first_tokens.len();
+        let bytes_by_group = sums(groups, reads.iter().map(|read| &read.bytes_by_group));
+        let descriptors_by_group = sums(groups, reads.iter().map(|read| &read.descriptors_by_group));
         let reads = reads.into_iter().map(|read| Read::of_rows(py, read)).collect::<PyResult<_>>()?;
         let mut transfer = Transfer::new(py, reads, zero, excess_bytes, first_tokens)?;
         (transfer.bytes_by_group, transfer.descriptors_by_group) = (bytes_by_group, descriptors_by_group);

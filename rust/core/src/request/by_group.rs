@@ -14,12 +14,6 @@ impl ByGroup {
     pub(crate) fn new(groups: usize) -> Self {
         Self { bytes: vec![0; groups], descriptors: vec![0; groups] }
     }
-
-    pub(crate) fn add(&mut self, other: &Self) {
-        let add = |sums: &mut [u64], more: &[u64]| sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
-        add(&mut self.bytes, &other.bytes);
-        add(&mut self.descriptors, &other.descriptors);
-    }
 }
 
 /// Which local groups some block pairs are of; no pair is of two.

@@ -35,10 +35,6 @@ pub struct Transfer {
     /// For each local group, the first token from which on its blocks are filled up to the request's last token.
     /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
     pub first_tokens: Vec<u64>,
-    /// Bytes read into each local group from all sources.
-    pub bytes_by_group: Vec<u64>,
-    /// Descriptors of each local group for all sources.
-    pub descriptors_by_group: Vec<u64>,
 }
 
 impl Plan {
@@ -60,35 +56,26 @@ impl Plan {
     ) -> Result<Transfer> {
         let request = self.check(num_tokens, local, remote, TailPolicy::Cheapest)?;
         let zero = self.zero(&request)?;
-        let (reads, by_group) = self.reads(&request, &zero, allocate)?;
-        let (excess_bytes, first_tokens) = (request.excess_bytes, request.first_tokens());
-        let ByGroup { bytes: bytes_by_group, descriptors: descriptors_by_group } = by_group;
-        Ok(Transfer { reads, zero, excess_bytes, first_tokens, bytes_by_group, descriptors_by_group })
+        let reads = self.reads(&request, &zero, allocate)?;
+        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() })
     }
 
-    /// The copies of every source, and their numbers. Fails if a byte is written twice, also by `zero`.
-    pub(crate) fn reads(
-        &self,
-        request: &CheckedRequest,
-        zero: &[Descriptor],
-        allocate: Allocate,
-    ) -> Result<(Vec<Read>, ByGroup)> {
-        let mut by_group = ByGroup::new(self.local.groups.len());
+    /// The copies of every source. Fails if a byte is written twice, also by `zero`.
+    pub(crate) fn reads(&self, request: &CheckedRequest, zero: &[Descriptor], allocate: Allocate) -> Result<Vec<Read>> {
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
             let by_pair = self.block_pairs(request, index)?;
-            let mut of_source = ByGroup::new(self.local.groups.len());
-            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate, &mut of_source)?;
-            by_group.add(&of_source);
+            let mut by_group = ByGroup::new(self.local.groups.len());
+            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate, &mut by_group)?;
             if !copies.is_empty() {
-                let ByGroup { bytes, descriptors } = of_source;
-                reads.push(Read { source: index, copies, bytes_by_group: bytes, descriptors_by_group: descriptors });
+                let ByGroup { bytes: bytes_by_group, descriptors: descriptors_by_group } = by_group;
+                reads.push(Read { source: index, copies, bytes_by_group, descriptors_by_group });
             }
         }
         if (reads.len() > 1 || !zero.is_empty()) && !self.is_each_block_once(request) {
             refuse_overlap(reads.iter().map(|read| read.copies.local.as_slice()).chain([zero]))?;
         }
-        Ok((reads, by_group))
+        Ok(reads)
     }
 
     /// Whether a request's blocks alone prove that it writes no byte twice: a layer's items, tokens and blocks are
