@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from kvhma.geometry import Geometry, Group, Kind, Layer, Memory, Region, Span
+from kvhma.geometry import Geometry, Kind, Memory, Span
 from kvhma.types import IdsLike, U64s
 
 __all__ = [
@@ -55,14 +55,7 @@ class CheckedGeometry:
 
     def __new__(cls, json: bytes) -> CheckedGeometry: ...
     @staticmethod
-    def from_values(
-        regions: Sequence[Region],
-        groups: Sequence[Group],
-        layers: Sequence[Layer],
-        tp_rank: int,
-        tp_size: int,
-        null_block: int | None,
-    ) -> CheckedGeometry:
+    def from_values(geometry: Geometry) -> CheckedGeometry:
         """Check a geometry of Python values. Equal pages of layers become one."""
     def to_json(self, indent: int | None = None) -> bytes:
         """Return the JSON form, in one line or with so many spaces for each level."""

@@ -261,9 +261,7 @@ class Geometry:
 
     def __post_init__(self) -> None:
         """Check everything once; nothing below has to."""
-        lists = (self.regions, self.groups, self.layers)
-        core = CheckedGeometry.from_values(*lists, self.tp_rank, self.tp_size, self.null_block)
-        object.__setattr__(self, "core", core)
+        object.__setattr__(self, "core", CheckedGeometry.from_values(self))
 
     if not TYPE_CHECKING:
 

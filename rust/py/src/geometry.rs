@@ -57,16 +57,8 @@ impl CheckedGeometry {
 
     /// Check a geometry of Python values. Equal pages of layers become one.
     #[staticmethod]
-    fn from_values(
-        regions: &Bound<'_, PyAny>,
-        groups: &Bound<'_, PyAny>,
-        layers: &Bound<'_, PyAny>,
-        tp_rank: &Bound<'_, PyAny>,
-        tp_size: &Bound<'_, PyAny>,
-        null_block: &Bound<'_, PyAny>,
-    ) -> PyResult<Self> {
-        let py = regions.py();
-        let form = read_form((regions, groups, layers), (tp_rank, tp_size), null_block)?;
+    fn from_values(py: Python<'_>, geometry: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let form = read_form(geometry)?;
         py.detach(|| Self::check(form)).or_raise(py)
     }
 

@@ -29,11 +29,17 @@ impl<'py> Fields<'_, 'py> {
     }
 
     fn number<T: TryFrom<u64>>(&self, field: &'static str) -> PyResult<T> {
-        number(&self.place, field, &self.get(field)?)
+        let value = self.get(field)?;
+        // True and False are integers to Python, but no sizes.
+        let number = if value.is_instance_of::<PyBool>() { None } else { value.extract::<u64>().ok() };
+        number.and_then(|number| T::try_from(number).ok()).ok_or_else(|| {
+            let expected = format!("has to be an integer in 0..2**{}", 8 * size_of::<T>());
+            self.wrong(field, &value, &expected)
+        })
     }
 
     fn number_or_none(&self, field: &'static str) -> PyResult<Option<u64>> {
-        number_or_none(&self.place, field, &self.get(field)?)
+        if self.get(field)?.is_none() { Ok(None) } else { self.number(field).map(Some) }
     }
 
     fn text(&self, field: &'static str) -> PyResult<String> {
@@ -55,7 +61,8 @@ impl<'py> Fields<'_, 'py> {
     }
 
     fn list(&self, field: &'static str) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        list(&self.place, field, &self.get(field)?)
+        let value = self.get(field)?;
+        value.try_iter().map_err(|_| self.wrong(field, &value, "has to be a tuple or a list"))?.collect()
     }
 
     fn wrong(&self, field: &'static str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
@@ -69,40 +76,18 @@ fn wrong(py: Python<'_>, place: &str, field: &'static str, value: &str, expected
     error.or_raise(py).expect_err("it is one")
 }
 
-fn number<T: TryFrom<u64>>(place: &str, field: &'static str, value: Any<'_, '_>) -> PyResult<T> {
-    // True and False are integers to Python, but no sizes.
-    let number = if value.is_instance_of::<PyBool>() { None } else { value.extract::<u64>().ok() };
-    number.and_then(|number| T::try_from(number).ok()).ok_or_else(|| {
-        let expected = format!("has to be an integer in 0..2**{}", 8 * size_of::<T>());
-        wrong(value.py(), place, field, &show(value), &expected)
-    })
-}
-
-fn number_or_none(place: &str, field: &'static str, value: Any<'_, '_>) -> PyResult<Option<u64>> {
-    if value.is_none() { Ok(None) } else { number(place, field, value).map(Some) }
-}
-
-fn list<'py>(place: &str, field: &'static str, value: Any<'_, 'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let not_one = |_| wrong(value.py(), place, field, &show(value), "has to be a tuple or a list");
-    value.try_iter().map_err(not_one)?.collect()
-}
-
-/// Reads `regions`, `groups` and `layers`; equal pages of layers become one.
-pub(crate) fn read_form(
-    (regions, groups, layers): (Any<'_, '_>, Any<'_, '_>, Any<'_, '_>),
-    (tp_rank, tp_size): (Any<'_, '_>, Any<'_, '_>),
-    null_block: Any<'_, '_>,
-) -> PyResult<Form> {
-    let top = "geometry";
+/// Reads a Python `Geometry`; equal pages of layers become one.
+pub(crate) fn read_form(value: Any<'_, '_>) -> PyResult<Form> {
+    let geometry = Fields { value, class: "Geometry", place: "geometry".to_owned() };
     let mut pages = Pages::default();
     Ok(Form {
         kvhma: SCHEMA_VERSION,
-        tp_rank: number(top, "tp_rank", tp_rank)?,
-        tp_size: number(top, "tp_size", tp_size)?,
-        null_block: number_or_none(top, "null_block", null_block)?,
-        regions: each(list(top, "regions", regions)?, "Region", "region", read_region)?,
-        groups: each(list(top, "groups", groups)?, "Group", "group", read_group)?,
-        layers: each(list(top, "layers", layers)?, "Layer", "layer", |layer| read_layer(layer, &mut pages))?,
+        tp_rank: geometry.number("tp_rank")?,
+        tp_size: geometry.number("tp_size")?,
+        null_block: geometry.number_or_none("null_block")?,
+        regions: each(geometry.list("regions")?, "Region", "region", read_region)?,
+        groups: each(geometry.list("groups")?, "Group", "group", read_group)?,
+        layers: each(geometry.list("layers")?, "Layer", "layer", |layer| read_layer(layer, &mut pages))?,
         pages: pages.list,
     })
 }
