@@ -36,6 +36,7 @@ from kvhma.oracle.labels import (
     check_spans,
     need,
 )
+from kvhma.oracle.memory import MemoryReport
 from kvhma.oracle.settled import settled
 from kvhma.oracle.types import Difference, TransferLike
 
@@ -48,22 +49,14 @@ _BEFORE, _AFTER = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a correct transfer did to D's memory.
+class Report(MemoryReport):
+    """What a correct transfer did to D's simulated memory.
 
     Attributes:
-        moved: bytes that hold P's content now, `excess` included.
-        excess: those of them that belong to tokens after the token count.
-        zeroed: bytes that are zero now.
-        untouched: bytes that hold what they held before.
         mergeable: neighbouring descriptors of one source that could have been one. With 0, no shorter list of
             descriptors moves the same bytes from the same places.
     """
 
-    moved: int
-    excess: int
-    zeroed: int
-    untouched: int
     mergeable: int
 
 
