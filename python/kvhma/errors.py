@@ -7,7 +7,10 @@ found, so a peer's names in them are not made printable as they are in the text.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, InitVar, dataclass
 
+
+@dataclass(eq=False, repr=False)
 class KvhmaError(Exception):
     """Base of all errors of kvhma.
 
@@ -19,22 +22,22 @@ class KvhmaError(Exception):
         reason: why it is wrong; the whole text where nothing more is known.
     """
 
+    text: InitVar[str] = ""
+    _: KW_ONLY
     code: str = "error"
-    place: str
-    field: str
-    reason: str
+    place: str = ""
+    field: str = ""
+    reason: str = ""
 
-    def __init__(
-        self, text: str = "", *, code: str | None = None, place: str = "", field: str = "", reason: str | None = None
-    ) -> None:
-        """Store the text and what it was made from."""
+    def __post_init__(self, text: str) -> None:
+        """Take from the class and from the text what was not given."""
         super().__init__(text)
-        self.code = type(self).code if code is None else code
-        self.place = place
-        self.field = field
-        self.reason = text if reason is None else reason
+        if self.code == KvhmaError.code:
+            self.code = type(self).code
+        self.reason = self.reason or text
 
 
+@dataclass(eq=False, repr=False)
 class InputError(KvhmaError):
     """A value is not what it has to be.
 
@@ -44,24 +47,9 @@ class InputError(KvhmaError):
     """
 
     code = "input"
-    value: int | str
-    expected: int | str
-
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        code: str | None = None,
-        place: str = "",
-        field: str = "",
-        reason: str | None = None,
-        value: int | str = "",
-        expected: int | str = "",
-    ) -> None:
-        """Store the text and what it was made from."""
-        super().__init__(text, code=code, place=place, field=field, reason=reason)
-        self.value = value
-        self.expected = expected
+    _: KW_ONLY
+    value: int | str = ""
+    expected: int | str = ""
 
 
 class GeometryError(InputError, ValueError):
@@ -70,6 +58,7 @@ class GeometryError(InputError, ValueError):
     code = "geometry"
 
 
+@dataclass(eq=False, repr=False)
 class UnsupportedPairError(KvhmaError, NotImplementedError):
     """Two geometries cannot be paired; the text names the field and both values.
 
@@ -84,33 +73,12 @@ class UnsupportedPairError(KvhmaError, NotImplementedError):
     """
 
     code = "pair"
-    local: str
-    remote: str
-    layer: str | None
-    part: str | None
-    axis: str | None
-
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        code: str | None = None,
-        place: str = "",
-        field: str = "",
-        reason: str | None = None,
-        local: str = "",
-        remote: str = "",
-        layer: str | None = None,
-        part: str | None = None,
-        axis: str | None = None,
-    ) -> None:
-        """Store the text and what it was made from."""
-        super().__init__(text, code=code, place=place, field=field, reason=reason)
-        self.local = local
-        self.remote = remote
-        self.layer = layer
-        self.part = part
-        self.axis = axis
+    _: KW_ONLY
+    local: str = ""
+    remote: str = ""
+    layer: str | None = None
+    part: str | None = None
+    axis: str | None = None
 
 
 class RequestError(InputError, ValueError):
