@@ -13,9 +13,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvhma.cli.compare.selection import Count, select_all, select_vllm
+from kvhma.cli.compare.engines import total
+from kvhma.cli.compare.selection import select_all
 from kvhma.cli.format import output_options
-from kvhma.cli.scenario import Request, Scenario, geometry_of, scenario
+from kvhma.cli.hand_off import HandOff, vllm_counts
+from kvhma.cli.scenario import Scenario, scenario
 from kvhma.cli.subprocess import process, receive
 from kvhma.cli.workers import Outcome, decode, prefill
 from kvhma.models import model as find_model
@@ -58,7 +60,7 @@ def demo(names: tuple[str, ...], as_json: bool, quiet: bool, list_models: bool, 
     for name in names:
         plan = scenario(find_model(name), **given)
         with progress.status(f"{name}: starting two processes"):
-            rows = [_row(plan, request, outcome) for request, outcome in _run(plan, corrupt, progress)]
+            rows = [_row(request, outcome) for request, outcome in _run(plan, corrupt, progress)]
         results[name] = rows
         if not as_json:
             console.print(_table(name, rows))
@@ -71,7 +73,7 @@ def demo(names: tuple[str, ...], as_json: bool, quiet: bool, list_models: bool, 
         raise SystemExit(1)
 
 
-def _run(plan: Scenario, corrupt: bool, console: Console) -> Iterator[tuple[Request, Outcome]]:
+def _run(plan: Scenario, corrupt: bool, console: Console) -> Iterator[tuple[HandOff, Outcome]]:
     with process(prefill, plan) as p, process(decode, plan, corrupt) as d:
         hello = receive(p, "prefill")
         p.send(receive(d, "decode"))
@@ -87,29 +89,16 @@ def _run(plan: Scenario, corrupt: bool, console: Console) -> Iterator[tuple[Requ
         p.send(None)
 
 
-def _row(plan: Scenario, request: Request, outcome: Outcome) -> dict[str, Any]:
-    geometry = geometry_of(plan.model, plan.num_blocks)
-    # vLLM pairs lists from their ends, so D's block for the tokens to come must not be in them.
-    ends = [len(table) for table in request.remote]
-    local = zip(request.local, request.cached, ends, strict=True)
-    tables = ([table[cached:end] for table, cached, end in local], request.remote)
-    selected = select_vllm(geometry, geometry, *tables)
-    full = _count_all(plan, request)
+def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
+    geometry = request.decode[0]
+    full = select_all(geometry, geometry, *request.full_tables)
     return {
         "name": request.name,
         **asdict(outcome),
         "verified": outcome.wrong is None,
         "plain": {"descriptors": full.descriptors, "bytes": full.bytes},
-        "vllm": {"descriptors": selected.posted, "bytes": selected.bytes},
+        "vllm": asdict(total(vllm_counts(request))),
     }
-
-
-def _count_all(plan: Scenario, request: Request) -> Count:
-    """Count the hand-off of a connector without groups: ids from 1 on, all blocks of all layers."""
-    geometry = geometry_of(plan.model, 1 << 16)
-    size = max(group.block_size for group in geometry.groups if group.kind != "ssm")
-    ids = list(range(1, -(-request.num_tokens // size) + 1))
-    return select_all(geometry, geometry, ids, ids)
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> Table:

@@ -112,9 +112,8 @@ def _request(hand_off: HandOff, descriptor_bytes: int, quiet: bool) -> list[str]
         if other.refused is not None:
             sentences.append(f"{name} refuses this pair: {other.refused}.")
             continue
-        nbytes = sum(rank.bytes for rank in other.ranks)
-        runs = sum(rank.descriptors for rank in other.ranks)
-        sentences.append(f"{name} would move {size(nbytes)} in {plural(runs, 'descriptor')}.")
+        moved = other.total
+        sentences.append(f"{name} would move {size(moved.bytes)} in {plural(moved.descriptors, 'descriptor')}.")
     return [*sentences, *(f"Note: {note}." for note in notes(hand_off, counted))]
 
 

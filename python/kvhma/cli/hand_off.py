@@ -127,6 +127,11 @@ class OtherCount:
     ranks: tuple[Count, ...] = ()
     refused: str | None = None
 
+    @property
+    def total(self) -> Count:
+        """All ranks together."""
+        return total(self.ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -237,18 +242,20 @@ def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, w
             )
             for read in transfer.reads
         ]
-    vllm, no_groups = _others(hand_off)
+    vllm = _other(hand_off.engines, partial(vllm_counts, hand_off))
+    no_groups = _other(hand_off.engines, partial(count_all, hand_off.engines, *hand_off.full_tables))
     return Counted(tuple(reads), excess, zeroed, tuple(findings), vllm, no_groups)
 
 
-def _others(hand_off: HandOff) -> tuple[OtherCount, OtherCount]:
+def vllm_counts(hand_off: HandOff) -> list[Count]:
+    """Count what vLLM 0.32 would move, by D rank.
+
+    Raises:
+        UnsupportedPairError: vLLM refuses the pair or the request.
+    """
     # vLLM pairs lists from their ends, so what D holds already is cut off at the front.
     local_tables = [table[cached:] for table, cached in zip(hand_off.local_tables, hand_off.cached_blocks, strict=True)]
-    engines = hand_off.engines
-    return (
-        _other(engines, partial(count_vllm, engines, local_tables, hand_off.remote_tables)),
-        _other(engines, partial(count_all, engines, *hand_off.full_tables)),
-    )
+    return count_vllm(hand_off.engines, local_tables, hand_off.remote_tables)
 
 
 def _other(engines: Engines, counts: Callable[[], list[Count]]) -> OtherCount:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,19 @@ def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
             {
                 "decode_rank": hand_off.decode[read.decode_index].tp_rank,
                 "prefill_rank": hand_off.prefill[read.prefill_index].tp_rank,
-                "bytes": read.total.bytes,
-                "descriptors": read.total.descriptors,
+                **asdict(read.total),
                 "seconds": link.seconds(read.total.descriptors, read.total.bytes),
-                "groups": [{"bytes": group.bytes, "descriptors": group.descriptors} for group in read.groups],
+                "groups": [asdict(group) for group in read.groups],
             }
             for read in counted.reads
         ],
-        "bytes": counted.total.bytes,
-        "descriptors": counted.total.descriptors,
+        **asdict(counted.total),
         "excess_bytes": counted.excess,
         "zeroed_bytes": counted.zeroed,
         "seconds": slowest(hand_off, counted, link),
         "vllm": other_form(counted.vllm, link),
         "no_hma": other_form(counted.no_groups, link),
-        "link": {
-            "seconds_per_descriptor": link.seconds_per_descriptor,
-            "bytes_per_second": link.bytes_per_second,
-            "source": link.source,
-        },
+        "link": asdict(link),
         "notes": notes(hand_off, counted),
     }
 
@@ -109,8 +104,7 @@ def other_form(other: OtherCount, link: Link) -> dict[str, Any]:
     if other.refused is not None:
         return {"refused": other.refused}
     return {
-        "bytes": sum(rank.bytes for rank in other.ranks),
-        "descriptors": sum(rank.descriptors for rank in other.ranks),
+        **asdict(other.total),
         "seconds": max(link.seconds(rank.descriptors, rank.bytes) for rank in other.ranks),
     }
 

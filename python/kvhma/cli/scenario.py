@@ -11,41 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.compare.engines import Engines
+from kvhma.cli.hand_off import HandOff, RequestOptions, of_geometries
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Span
+from kvhma.geometry import Geometry
 from kvhma.models import Model
 from kvhma.models.vllm_layout import layout
-from kvhma.planning import live_spans
 
 MAX_CACHE_BYTES = 768 << 20
 """Of one process; both caches and the copy that is checked against stay below 2 GiB."""
 _PAGE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One hand-off.
-
-    Attributes:
-        name: what is special about it.
-        num_tokens: tokens that P computed.
-        cached: for each group, leading table entries that D holds already.
-        local: D's block tables, by group; dropped blocks are the null block.
-        remote: P's block tables.
-    """
-
-    name: str
-    num_tokens: int
-    cached: list[int]
-    local: list[list[int]]
-    remote: list[list[int]]
-
-    def spans(self, local: Geometry, remote: Geometry) -> tuple[list[Span], list[Span]]:
-        """Return the spans to fill on D and the spans P holds."""
-        return (
-            live_spans(local, self.num_tokens, self.local, self.cached),
-            live_spans(remote, self.num_tokens, self.remote),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +29,7 @@ class Scenario:
 
     model: Model
     num_blocks: int
-    requests: tuple[Request, ...]
+    requests: tuple[HandOff, ...]
     seed: int
 
 
@@ -111,12 +86,12 @@ def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenari
     ]
     while len(shapes) < count:
         shapes.append(("arbitrary", rng.randint(1, longest), rng.choice([0.0, 0.3, 0.7])))
-    requests = []
-    for name, n, hit in shapes[:count]:
-        geometry = geometry_of(model, num_blocks)
-        cached = [int(hit * (n // group.block_size)) if group.kind != "ssm" else 0 for group in geometry.groups]
-        tables = [_tables(geometry, n, rng, num_blocks, extra) for extra in (1, 0)]
-        requests.append(Request(name, n, cached, tables[0], tables[1]))
+    geometry = geometry_of(model, num_blocks)
+    engines = Engines([geometry], [geometry])
+    requests = (
+        of_geometries(name, engines, RequestOptions(n, int(hit * n), "used", rng.randrange(1 << 31)))
+        for name, n, hit in shapes[:count]
+    )
     return Scenario(model, num_blocks, tuple(requests), seed)
 
 
@@ -134,18 +109,3 @@ def _num_blocks(probe: Geometry, tokens: int) -> int:
 def _cache_bytes(probe: Geometry, tokens: int) -> int:
     """Bytes of a cache that holds a prompt; `probe` has two blocks."""
     return sum(region.bytes for region in probe.regions) // 2 * _num_blocks(probe, tokens)
-
-
-def _tables(geometry: Geometry, tokens: int, rng: random.Random, pool: int, extra: int = 0) -> list[list[int]]:
-    """Block tables with ids that no two groups share, in the order a used pool hands them out: runs and jumps."""
-    live = [[block != geometry.null_block for block in table.tolist()] for table in sequence_blocks(geometry, tokens)]
-    for group, table in zip(geometry.groups, live, strict=True):
-        if group.kind == "full":
-            table.extend([True] * extra)  # a block allocated for the tokens to come
-    total = sum(map(sum, live))
-    ids = rng.sample(range(1, pool), total) if pool > total else list(range(1, total + 1))
-    # Half of the ids in ascending stretches, half scattered.
-    half = len(ids) // 2
-    fresh = iter(sorted(ids[:half]) + ids[half:])
-    null = geometry.null_block or 0
-    return [[next(fresh) if alive else null for alive in table] for table in live]

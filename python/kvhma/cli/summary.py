@@ -95,7 +95,7 @@ def notes(hand_off: HandOff, counted: Counted) -> list[str]:
     if hand_off.cached and counted.vllm.refused is None and _ratios(hand_off.decode[0]) != _ratios(hand_off.prefill[0]):
         found.append("vLLM 0.32 allows no prefix hit between engines of different block ratio; its count assumes one")
     kernels = [kernel_block_size(ranks[0]) for ranks in (hand_off.decode, hand_off.prefill)]
-    descriptors = sum(rank.descriptors for rank in counted.vllm.ranks)
+    descriptors = counted.vllm.total.descriptors
     if kernels[0] != kernels[1] and 0 < descriptors < counted.total.descriptors:
         found.append(
             f"kernel blocks of {kernels[0]} tokens on D and {kernels[1]} on P: where heads lie outside of tokens, each "

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from kvhma._kvhma import Transfer
+from kvhma.cli.hand_off import HandOff
 from kvhma.cli.scenario import Scenario, allocate
 from kvhma.errors import OracleError, TransferError
+from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Peer
-from kvhma.oracle import MemoryReport, check_memory, fill_source, fill_stale
-from kvhma.oracle import Request as OracleRequest
+from kvhma.oracle import MemoryReport, Request, check_memory, fill_source, fill_stale
 from kvhma.planning import plan
 
 _TIMEOUT_SECONDS = 60.0
@@ -42,7 +43,7 @@ def prefill(pipe: Connection, scenario: Scenario) -> None:
         pipe.send(agent.handshake_payload(geometry))
         agent.connect(pipe.recv())
         for index, request in enumerate(scenario.requests):
-            _, spans = request.spans(geometry, geometry)
+            _, spans = request.spans(geometry)
             fill_source(regions, geometry, spans, seed=scenario.seed + index)
             pipe.send(index)
             _await_notification(agent, f"done {index}".encode())
@@ -63,7 +64,8 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
             fill_stale(regions, seed=seed)
             pipe.recv()  # P has filled its cache
             start = time.perf_counter()
-            asked = OracleRequest(request.num_tokens, *request.spans(geometry, peer.geometry))
+            _, remote_spans = request.spans(geometry)
+            asked = Request(request.tokens, local_spans(request, geometry), remote_spans)
             transfer = planned.transfer(*asked)
             _move(agent, peer, transfer, index)
             seconds = time.perf_counter() - start
@@ -77,9 +79,20 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
             except OracleError as error:
                 wrong = str(error)
             blocks = sum(len(span.ids) for span in asked.local_spans)
-            counts = (request.num_tokens, blocks, transfer.bytes, transfer.descriptors)
+            counts = (request.tokens, blocks, transfer.bytes, transfer.descriptors)
             pipe.send(Outcome(*counts, seconds, report.moved, report.zeroed, report.untouched, wrong))
     del owner
+
+
+def local_spans(request: HandOff, geometry: Geometry) -> list[Span]:
+    """Return the blocks that D fills, and one more of each full group: allocated for the tokens to come."""
+    used = {block for table in request.local_tables for block in table}
+    free = (block for block in range(1, geometry.layers[0].num_blocks) if block not in used)
+    spans, _ = request.spans(geometry)
+    return [
+        Span(span.first, [*span.ids, next(free)]) if group.kind == "full" else span
+        for group, span in zip(geometry.groups, spans, strict=True)
+    ]
 
 
 def _move(agent: Agent, peer: Peer, transfer: Transfer, index: int) -> None:
