@@ -53,13 +53,14 @@ from vllm.v1.kv_cache_interface import (
 import kvhma
 from counts import PAIRINGS, POOLS, Pairing, pool_blocks, vllm_count
 from kvhma import Geometry, Span, lowlevel
-from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, first_needed_token, sequence_blocks
+from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, sequence_blocks
 from kvhma.cli.compare.selection import Count
 from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.shards import conv_split
 from kvhma.models.vllm_layout import cache_groups, layout
+from kvhma.oracle.labels import first_needed
 
 Copies: TypeAlias = NDArray[np.int64]
 """Rows of local address, remote address, length."""
@@ -400,7 +401,7 @@ def sliced(geometry: Geometry, tokens: int, tables: BlockTables) -> list[Span]:
             first, last = 0, len(blocks) - group.speculative
             spans.append(Span(first, blocks[last - 1 : last]))
         else:
-            first = first_needed_token(group, tokens) // group.block_size
+            first = first_needed(group, tokens) // group.block_size
             spans.append(Span(first, blocks[first:]))
     return spans
 

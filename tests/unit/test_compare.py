@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhma.cli.compare.block_tables import first_needed_token, sequence_blocks
+from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import Count, select_all, select_vllm
 from kvhma.cli.compare.views import View, view_ids, vllm_views
 from kvhma.errors import AddressOverflowError, BlockIdError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import Model, State
 from kvhma.models.vllm_layout import layout
+from kvhma.oracle.labels import first_needed
 from support.needed import needed
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
@@ -295,8 +296,8 @@ def test_needed_counts_live_kernel_blocks() -> None:
         (Group("chunked", 16, chunk=32), 100, 96),
     ],
 )
-def test_first_needed_token(group: Group, tokens: int, first: int) -> None:
-    assert first_needed_token(group, tokens) == first
+def test_first_needed(group: Group, tokens: int, first: int) -> None:
+    assert first_needed(group, tokens) == first
 
 
 def test_sequence_blocks() -> None:

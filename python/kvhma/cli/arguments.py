@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from kvhma.cli.compare.block_tables import Pool
 from kvhma.cli.compare.engines import Engines
 from kvhma.cli.engine_options import EngineOptions, dtype, parse_engine
 from kvhma.cli.hand_off import MAX_TOKENS, HandOff, RequestOptions, of_geometries, of_model
@@ -89,19 +88,15 @@ def hand_off_options(command: F) -> F:
     return model_argument(command)
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments(RequestOptions):
     """Values of MODEL and of the options that :func:`hand_off_options` adds."""
 
     model: str | None = None
     prefill: EngineOptions = _DEFAULT_ENGINE
     decode: EngineOptions = _DEFAULT_ENGINE
-    tokens: int = 8192
-    cached: int = 0
     kv_dtype: str | None = None
     ssm_dtype: str | None = None
-    pool: Pool = "fresh"
-    seed: int = 0
     local: Path | None = None
     remote: tuple[Path, ...] = ()
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
@@ -113,20 +108,19 @@ class Arguments:
             click.UsageError: arguments that do not go together.
             KvhmaError: a file, model or request that is wrong.
         """
-        request = RequestOptions(self.tokens, self.cached, self.pool, self.seed)
         if self.local or self.remote:
             if self.model or not self.local or not self.remote:
                 raise click.UsageError("give MODEL, or --local and --remote")
             self._check_defaults()
             engines = Engines([geometry(self.local)], [geometry(file) for file in self.remote])
-            return of_geometries(self.local.stem, engines, request)
+            return of_geometries(self.local.stem, engines, self)
         if self.model is None:
             raise click.UsageError("Missing argument 'MODEL': a config.json or its directory, a name, or a geometry")
         found = model_or_geometry(self.model, self.kv_dtype, self.ssm_dtype)
         if isinstance(found, Geometry):
             self._check_defaults()
-            return of_geometries(Path(self.model).stem, Engines([found], [found]), request)
-        return of_model(found, self.prefill, self.decode, request)
+            return of_geometries(Path(self.model).stem, Engines([found], [found]), self)
+        return of_model(found, self.prefill, self.decode, self)
 
     def _check_defaults(self) -> None:
         if (self.prefill, self.decode) != (_DEFAULT_ENGINE, _DEFAULT_ENGINE) or self.kv_dtype or self.ssm_dtype:

@@ -14,13 +14,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from kvhma.cli import link as loop_back
 from kvhma.cli.arguments import Arguments
 from kvhma.cli.cost import Link, link_file, save_link
 from kvhma.cli.engine_options import EngineOptions, parse_engine
-from kvhma.cli.format import duration, output_options, plural, print_json, printable, progress, size
+from kvhma.cli.format import duration, new_table, output_options, plural, print_json, printable, progress, size
 from kvhma.cli.svg import Drawing, check_drawing
 
 _SECONDS = 0.2
@@ -49,7 +48,7 @@ def maths(
     with progress(quiet or as_json) as bar:
         task = bar.add_task("measuring", total=3 * len(tokens))
         for count in tokens:
-            hand_off = Arguments(model, prefill, decode, count, pool="used").hand_off()
+            hand_off = Arguments(count, pool="used", model=model, prefill=prefill, decode=decode).hand_off()
             local = hand_off.decode[0]
             plan = hand_off.plan(local)
             request = (count, *hand_off.spans(local))
@@ -67,7 +66,7 @@ def maths(
         print_json({"kvhma_bench_maths": 1, "model": hand_off.name, "rows": rows})
         return
     title = f"{printable(hand_off.name)}: best of {_SECONDS} s"
-    table = _table(title, "tokens", "descriptors", "plan", "transfer", "ids")
+    table = new_table(title, "tokens", "descriptors", "plan", "transfer", "ids", words=0)
     for row in rows:
         times = (duration(row[name]) for name in ("plan", "transfer", "ids"))
         table.add_row(f"{row['tokens']:,}", f"{row['descriptors']:,}", *times)
@@ -153,16 +152,9 @@ def _best(call: Callable[[], object]) -> float:
     return best
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _print(points: list[loop_back.Point], constants: Link) -> None:
     fastest = max(point.bytes / point.seconds for point in points)
-    table = _table("two processes, best of the repeats", "blocks", "in", "time", "GB/s", "", "model")
+    table = new_table("two processes, best of the repeats", "blocks", "in", "time", "GB/s", "", "model", words=0)
     table.columns[4].justify = "left"
     for point in points:
         speed = point.bytes / point.seconds

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 from kvhma.errors import RequestError
+from kvhma.models.config import load_json
 
 LINK_VERSION = 1
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,15 @@ def load_link(path: Path | None) -> Link:
     """Read the constants: of a file, else of the usual place, else the defaults.
 
     Raises:
-        RequestError: the file cannot be read, or is something else.
+        ConfigError: the file cannot be read, or is not JSON.
+        RequestError: it is something else.
     """
     if path is None:
         path = link_file()
         if not path.is_file():
             return DEFAULT_LINK
-    try:
-        with path.open("rb") as stream:
-            form = json.loads(stream.read(_MAX_BYTES))
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: not JSON: {error}") from error
-    if not isinstance(form, dict) or form.get("kvhma_link") != LINK_VERSION:
+    form = load_json(path)
+    if form.get("kvhma_link") != LINK_VERSION:
         raise RequestError(f"{path}: not written by `kvhma bench link` (version {LINK_VERSION})")
     numbers = []
     for name in ("seconds_per_descriptor", "bytes_per_second"):

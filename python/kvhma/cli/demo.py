@@ -15,10 +15,10 @@ from rich.table import Table
 
 from kvhma.cli.compare.engines import total
 from kvhma.cli.compare.selection import select_all
-from kvhma.cli.format import output_options
+from kvhma.cli.format import new_table, output_options
 from kvhma.cli.hand_off import HandOff, vllm_counts
 from kvhma.cli.scenario import Scenario, scenario
-from kvhma.cli.subprocess import process, receive
+from kvhma.cli.subprocess import introduce, process, receive
 from kvhma.cli.workers import Outcome, decode, prefill
 from kvhma.models import model as find_model
 from kvhma.models import models
@@ -75,9 +75,7 @@ def demo(names: tuple[str, ...], as_json: bool, quiet: bool, list_models: bool, 
 
 def _run(plan: Scenario, corrupt: bool, console: Console) -> Iterator[tuple[HandOff, Outcome]]:
     with process(prefill, plan) as p, process(decode, plan, corrupt) as d:
-        hello = receive(p, "prefill")
-        p.send(receive(d, "decode"))
-        d.send(hello)
+        introduce(p, d)
         for index, request in enumerate(plan.requests):
             d.send(receive(p, "prefill"))
             outcome = receive(d, "decode")
@@ -102,13 +100,11 @@ def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title=f"{name}: descriptors/MiB of each hand-off", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    table = new_table(
+        f"{name}: descriptors/MiB of each hand-off",
+        *("request", "tokens", "blocks", "all full", "vLLM 0.32", "kvhma", "ms", "verified"),
     )
-    table.add_column("request", no_wrap=True)
-    for column in ("tokens", "blocks", "all full", "vLLM 0.32", "kvhma", "ms"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verified", no_wrap=True)
+    table.columns[-1].justify = "left"
     for row in rows:
         counts = [row["plain"], row["vllm"], row]
         table.add_row(

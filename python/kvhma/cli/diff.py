@@ -10,11 +10,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from kvhma._kvhma import validate
 from kvhma.cli.arguments import model_or_geometry
-from kvhma.cli.format import output_options, plural, print_json, printable
+from kvhma.cli.format import new_table, output_options, plural, print_json, printable
 from kvhma.cli.remedies import remedy
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
@@ -108,7 +107,7 @@ def _print(a: str, b: str, rows: list[dict[str, Any]], findings: list[dict[str, 
     if not rows:
         console.print("nothing differs")
         return
-    table = Table("field", printable(a), printable(b), box=None, padding=(0, 2, 0, 0))
+    table = new_table("", "field", printable(a), printable(b), words=3)
     for row in rows[:_MAX_ROWS]:
         cells = (row["field"], *(_short(row[side]) for side in "ab"))
         table.add_row(*(printable(cell) for cell in cells))

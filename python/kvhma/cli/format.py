@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,6 +66,14 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in found)
+
+
+def new_table(title: str, *columns: str, words: int = 1) -> Table:
+    """Return a table without a frame; of its columns the first `words` are words, the others numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < words else "right", overflow="fold")
+    return table
 
 
 def working(what: str, quiet: bool) -> AbstractContextManager[object]:

@@ -187,7 +187,7 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
     step = 1 << max(blocks * size + (1 << 20) for blocks, size in sizes).bit_length()
     lay_out_decode = partial(decode.ranks, model, decode_blocks, step * (1 + prefill.tp), step)
     engines = Engines(lay_out_decode(), prefill.ranks(model, prefill_blocks, step, step), lay_out_decode)
-    return _hand_off(model.name, engines, request)
+    return of_geometries(model.name, engines, request)
 
 
 def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandOff:
@@ -197,10 +197,6 @@ def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandO
         KvhmaError: the request does not fit into one of them.
     """
     request.check()
-    return _hand_off(name, engines, request)
-
-
-def _hand_off(name: str, engines: Engines, request: RequestOptions) -> HandOff:
     local, remote = engines.decode[0], engines.prefill[0]
     pools = ((local, request.pool, request.seed), (remote, request.pool, request.seed + 1))
     local_tables, remote_tables = (block_tables(rank, request.tokens, pool, seed) for rank, pool, seed in pools)

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.cli.cost import Link
-from kvhma.cli.subprocess import process, receive
+from kvhma.cli.subprocess import connect, introduce, process, receive
 from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
+
+if TYPE_CHECKING:  # NIXL may not be installed
+    from kvhma.nixl import Agent
 
 BUDGET = 64 << 20
 """Bytes that one read moves at most."""
@@ -67,11 +71,9 @@ def measure(sizes: Sequence[int], most: int, repeats: int, backend: str) -> Iter
     """
     memory = 2 * max(blocks_of(size, most) * size for size in sizes)
     with process(_hold, memory, backend) as p, process(_read, memory, list(sizes), most, repeats, backend) as d:
-        hello = _ok(receive(p, "prefill"))
-        p.send(_ok(receive(d, "decode")))
-        d.send(hello)
+        introduce(p, d)
         for _ in range(2 * len(sizes)):
-            yield _ok(receive(d, "decode"))
+            yield receive(d, "decode")
         p.send(None)
 
 
@@ -94,12 +96,6 @@ def fit(points: Sequence[Point], source: str) -> Link:
     return Link(each, 1 / per_byte, source)
 
 
-def _ok(message: object) -> Any:
-    if isinstance(message, KvhmaError):
-        raise message
-    return message
-
-
 def _geometry(memory: NDArray[np.uint8]) -> Geometry:
     page = Page((Part("bytes", "uint8", 1, 0, (Axis("bytes", _PAGE, 1),)),))
     layer = Layer("link", 0, 0, 0, len(memory) // _PAGE, _PAGE, page)
@@ -116,56 +112,54 @@ def _room(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
-    from kvhma.nixl import Agent, AgentOptions
-
-    memory = _pattern(_room(nbytes))
+@contextmanager
+def _telling(pipe: Connection) -> Iterator[None]:
+    """Send what goes wrong through the pipe."""
     try:
-        with Agent("link-prefill", AgentOptions(backends=(backend,))) as agent:
-            geometry = _geometry(memory)
-            agent.register(geometry)
-            pipe.send(agent.handshake_payload(geometry))
-            agent.connect(pipe.recv())
-            while not pipe.poll(0.01):  # until D has read everything
-                agent.notifications()
+        yield
     except (KvhmaError, ImportError) as error:
         pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
     except EOFError:  # the other process failed, and says so itself
         return
 
 
-def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: int, backend: str) -> None:
+def _agent(name: str, backend: str) -> Agent:
     from kvhma.nixl import Agent, AgentOptions
 
+    return Agent(name, AgentOptions(backends=(backend,)))
+
+
+def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
+    memory = _pattern(_room(nbytes))
+    with _telling(pipe), _agent("link-prefill", backend) as agent:
+        connect(pipe, agent, _geometry(memory))
+        while not pipe.poll(0.01):  # until D has read everything
+            agent.notifications()
+
+
+def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: int, backend: str) -> None:
     expected = _pattern(_room(nbytes))
     memory = np.zeros(_room(nbytes), dtype=np.uint8)
-    try:
-        with Agent("link-decode", AgentOptions(backends=(backend,))) as agent:
-            agent.register(_geometry(memory))
-            pipe.send(agent.handshake_payload(_geometry(memory)))
-            peer = agent.connect(pipe.recv())
-            base = peer.geometry.regions[0].base
-            for size in sizes:
-                count = blocks_of(size, most)
-                for spaced in (True, False):
-                    rows = _rows(size, count, spaced)
-                    local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in (memory.ctypes.data, base))
-                    times = []
-                    for _ in range(repeats + 1):
-                        start = time.perf_counter()
-                        moving = agent.read(peer, local, remote, b"")
-                        if not moving.wait(_TIMEOUT_SECONDS):
-                            raise TransferError(f"{count} blocks of {size} bytes did not come in {_TIMEOUT_SECONDS} s")
-                        times.append(time.perf_counter() - start)
-                    for at, length, _ in rows.tolist():
-                        if not np.array_equal(memory[at : at + length], expected[at : at + length]):
-                            raise TransferError(f"a block of {size} bytes at {at} arrived with wrong bytes")
-                    warm = sorted(times[1:])
-                    pipe.send(Point(size, count, len(rows), warm[0], warm[len(warm) // 2]))
-    except (KvhmaError, ImportError) as error:
-        pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
-    except EOFError:
-        return
+    with _telling(pipe), _agent("link-decode", backend) as agent:
+        peer = connect(pipe, agent, _geometry(memory))
+        starts = (memory.ctypes.data, peer.geometry.regions[0].base)
+        for size in sizes:
+            count = blocks_of(size, most)
+            for spaced in (True, False):
+                rows = _rows(size, count, spaced)
+                local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in starts)
+                times = []
+                for _ in range(repeats + 1):
+                    begin = time.perf_counter()
+                    moving = agent.read(peer, local, remote, b"")
+                    if not moving.wait(_TIMEOUT_SECONDS):
+                        raise TransferError(f"{count} blocks of {size} bytes did not come in {_TIMEOUT_SECONDS} s")
+                    times.append(time.perf_counter() - begin)
+                for at, length, _ in rows.tolist():
+                    if not np.array_equal(memory[at : at + length], expected[at : at + length]):
+                        raise TransferError(f"a block of {size} bytes at {at} arrived with wrong bytes")
+                warm = sorted(times[1:])
+                pipe.send(Point(size, count, len(rows), warm[0], warm[len(warm) // 2]))
 
 
 def _rows(size: int, count: int, spaced: bool) -> NDArray[np.uint64]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from kvhma.cli import request as exact
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
 from kvhma.cli.cost import Link, load_link
-from kvhma.cli.format import duration, output_options, plural, print_json, printable, ranges, size, watched
+from kvhma.cli.format import duration, new_table, output_options, plural, print_json, printable, ranges, size, watched
 from kvhma.cli.hand_off import Counted, HandOff, OtherCount, count
 from kvhma.cli.summary import engine_form, groups_form, notes
 
@@ -109,18 +108,11 @@ def other_form(other: OtherCount, link: Link) -> dict[str, Any]:
     }
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), title_style="bold")
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < left else "right", overflow="fold")
-    return table
-
-
 def _print_engines(console: Console, hand_off: HandOff) -> None:
     title = f"{printable(hand_off.name)}: {hand_off.tokens:,} tokens"
     if hand_off.cached:
         title += f", {hand_off.cached:,} of them cached on D"
-    table = _table(title, "engine", "TP", "tensors", "block", "kernel block", "state/layer", "KV/token/layer")
+    table = new_table(title, "engine", "TP", "tensors", "block", "kernel block", "state/layer", "KV/token/layer")
     for name, ranks in (("prefill", hand_off.prefill), ("decode", hand_off.decode)):
         sizes = engine_form(ranks[0])
         kernel = f"{sizes['kernel_block']} × {sizes['ratio']}" if sizes["ratio"] else "–"
@@ -137,7 +129,7 @@ def _print_engines(console: Console, hand_off: HandOff) -> None:
 
 
 def _print_groups(console: Console, hand_off: HandOff, counted: Counted) -> None:
-    table = _table("what is read", "group", "what of it", "layers", "P blocks", "D blocks", "bytes", "runs", left=2)
+    table = new_table("what is read", "group", "what of it", "layers", "P blocks", "D blocks", "bytes", "runs", words=2)
     for row in groups_form(hand_off, counted):
         table.add_row(
             f"{row['group']} {row['kind']}",
@@ -153,7 +145,7 @@ def _print_groups(console: Console, hand_off: HandOff, counted: Counted) -> None
 
 def _print_pairs(console: Console, counted: Counted, link: Link) -> None:
     groups = len(counted.reads[0].groups) if counted.reads else 0
-    table = _table("pairs of ranks", "D rank", "P rank", "groups", "bytes", "runs", "predicted", left=3)
+    table = new_table("pairs of ranks", "D rank", "P rank", "groups", "bytes", "runs", "predicted", words=3)
     for read in counted.reads[:_MAX_PAIRS]:
         moved = [index for index in range(groups) if read.groups[index].bytes]
         table.add_row(
@@ -170,7 +162,7 @@ def _print_pairs(console: Console, counted: Counted, link: Link) -> None:
 
 
 def _print_totals(console: Console, hand_off: HandOff, counted: Counted, link: Link) -> None:
-    table = _table("all ranks", "", "bytes", "descriptors", "predicted", "")
+    table = new_table("all ranks", "", "bytes", "descriptors", "predicted", "")
     total = counted.total
     table.add_row(
         "kvhma",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvhma.cli.arguments import Arguments, geometry
 from kvhma.cli.format import print_json, printable
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
+from kvhma.models.config import load_json
 from kvhma.planning import plan
 
 _MAX_ROWS = 40
@@ -45,12 +45,10 @@ def run(asked: Arguments, request: Path, as_json: bool, quiet: bool) -> None:
 
 
 def _read_request(path: Path) -> tuple[Any, list[Span], list[Span]]:
+    form = load_json(path)
     try:
-        form = json.loads(path.read_bytes())
         sides = [[Span(span["first"], span["ids"]) for span in form[side]] for side in ("local", "remote")]
         return form["num_tokens"], sides[0], sides[1]
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: not JSON: {error}") from error
     except KeyError as error:
         raise RequestError(f"{path}: field {error} is missing") from error
     except TypeError as error:

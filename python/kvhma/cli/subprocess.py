@@ -8,9 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvhma.errors import PeerLostError
+from kvhma.errors import KvhmaError, PeerLostError
+from kvhma.geometry import Geometry
+
+if TYPE_CHECKING:  # NIXL is there for some commands only
+    from kvhma.nixl import Agent, Peer
 
 TIMEOUT_SECONDS = 120.0
 
@@ -47,10 +51,28 @@ def receive(pipe: Connection, name: str, seconds: float = TIMEOUT_SECONDS) -> An
 
     Raises:
         PeerLostError: it ended, or said nothing in time.
+        KvhmaError: the message is one.
     """
     try:
         if pipe.poll(seconds):
-            return pipe.recv()
+            message = pipe.recv()
+            if isinstance(message, KvhmaError):
+                raise message
+            return message
     except (EOFError, ConnectionError):
         raise PeerLostError(f"the {name} process ended early; its output says why") from None
     raise PeerLostError(f"the {name} process said nothing for {seconds:.0f} s")
+
+
+def introduce(p: Connection, d: Connection) -> None:
+    """Give the processes of P and D, which both begin with a handshake, that of the other. Errors as for `receive`."""
+    hello = receive(p, "prefill")
+    p.send(receive(d, "decode"))
+    d.send(hello)
+
+
+def connect(pipe: Connection, agent: Agent, geometry: Geometry) -> Peer:
+    """Send the handshake of this process, and connect to the other one when its own has come."""
+    agent.register(geometry)
+    pipe.send(agent.handshake_payload(geometry))
+    return agent.connect(pipe.recv())

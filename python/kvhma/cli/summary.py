@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvhma.cli.compare.block_tables import first_needed_token, main_group
+from kvhma.cli.compare.block_tables import main_group
 from kvhma.cli.compare.engines import kernel_block_size
 from kvhma.cli.format import plural
 from kvhma.cli.hand_off import Counted, HandOff
 from kvhma.geometry import Geometry, Group
+from kvhma.oracle.labels import first_needed
 
 
 def engine_form(geometry: Geometry) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def _what(group: Group, tokens: int, cached_blocks: int) -> str:
         return "the last state"
     if group.kind == "opaque":
         return "every block"
-    window = first_needed_token(group, tokens)
+    window = first_needed(group, tokens)
     first = max(window, cached_blocks * group.block_size)
     if first >= tokens:
         return "nothing"

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from kvhma._kvhma import Transfer
 from kvhma.cli.hand_off import HandOff
 from kvhma.cli.scenario import Scenario, allocate
+from kvhma.cli.subprocess import connect
 from kvhma.errors import OracleError, TransferError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Peer
@@ -39,9 +40,7 @@ def prefill(pipe: Connection, scenario: Scenario) -> None:
     """Serve as P: hold the cache, fill it for each request, keep it until D says it has read it."""
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("prefill") as agent:
-        agent.register(geometry)
-        pipe.send(agent.handshake_payload(geometry))
-        agent.connect(pipe.recv())
+        connect(pipe, agent, geometry)
         for index, request in enumerate(scenario.requests):
             _, spans = request.spans(geometry)
             fill_source(regions, geometry, spans, seed=scenario.seed + index)
@@ -55,9 +54,7 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
     """Serve as D: plan, zero, read, and check every byte of the cache."""
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("decode") as agent:
-        agent.register(geometry)
-        pipe.send(agent.handshake_payload(geometry))
-        peer = agent.connect(pipe.recv())
+        peer = connect(pipe, agent, geometry)
         planned = plan(geometry, peer.geometry)
         for index, request in enumerate(scenario.requests):
             seed = scenario.seed + index

@@ -12,26 +12,12 @@ from numpy.typing import NDArray
 
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Group
+from kvhma.oracle.labels import first_needed
 
 Pool: TypeAlias = Literal["fresh", "used"]
 BlockTables: TypeAlias = list[list[int]]
 
 _STRETCHES = (1, 1, 1, 2, 3, 5, 8)
-
-
-def first_needed_token(group: Group, num_tokens: int) -> int:
-    """Return the first token that attention still needs after `num_tokens`; 0 for all but windows and chunks.
-
-    Raises:
-        RequestError: a negative number of tokens.
-    """
-    if num_tokens < 0:
-        raise RequestError(f"num_tokens {num_tokens}: must not be negative")
-    if group.kind == "sliding" and group.window is not None:
-        return max(0, num_tokens - group.window + 1)
-    if group.kind == "chunked" and group.chunk is not None:
-        return num_tokens // group.chunk * group.chunk
-    return 0
 
 
 def sequence_blocks(
@@ -52,9 +38,11 @@ def sequence_blocks(
     Raises:
         RequestError: a negative number of tokens.
     """
+    if num_tokens < 0:
+        raise RequestError(f"num_tokens {num_tokens}: must not be negative")
     tables = []
     for group in geometry.groups:
-        dropped = first_needed_token(group, num_tokens) // group.block_size if live_only else 0
+        dropped = first_needed(group, num_tokens) // group.block_size if live_only else 0
         count = 1 + group.speculative if group.kind == "ssm" else -(-num_tokens // group.block_size)
         ids = np.arange(first_id, first_id + count - dropped, dtype=np.int64)
         first_id += len(ids)
