@@ -276,7 +276,10 @@ def blocks_of(group: Group, span: Span) -> Blocks:
 
 
 def first_needed(group: Group, num_tokens: int) -> int:
-    """Return the first token whose cache the next step still reads."""
+    """Return the first token whose cache the next step still reads; `num_tokens` if none of them is.
+
+    A window of one token, or a chunk that just ended, needs nothing of what is there: then nothing is read.
+    """
     if group.kind == "sliding" and group.window is not None:
         return max(0, num_tokens - group.window + 1)
     if group.kind == "chunked" and group.chunk is not None:
@@ -284,26 +287,11 @@ def first_needed(group: Group, num_tokens: int) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a request needs of a group's tokens.
-
-    Attributes:
-        used: bool ``(n,)``, the blocks that are not left alone: those not wholly before `low`.
-        low: first token that is needed; none is if it is `num_tokens`. A window of one token, or a chunk that
-            just ended, needs nothing of what is there: then nothing is read.
-    """
-
-    used: NDArray[np.bool_]
-    low: int
-
-
-def need(group: Group, blocks: Blocks, num_tokens: int) -> Need:
-    """Return what a request of `num_tokens` tokens needs of `blocks`."""
-    if group.kind in ("ssm", "opaque"):
-        return Need(np.ones(blocks.ids.size, bool), 0)
-    low = first_needed(group, num_tokens)
-    return Need(blocks.token + group.block_size > low, low)
+def used_blocks(group: Group, span: Span, num_tokens: int) -> Blocks:
+    """Return the blocks of `span` that a request does not leave alone: those not wholly before what it needs."""
+    blocks = blocks_of(group, span)
+    used = blocks.token + group.block_size > first_needed(group, num_tokens)
+    return Blocks(blocks.ids[used], blocks.token[used])
 
 
 def by_source(spans: RemoteSpans, sources: int) -> list[Sequence[Span]]:

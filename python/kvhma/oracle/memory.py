@@ -18,19 +18,17 @@ from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Group, Layer, Part, Span
 from kvhma.oracle.content import BATCH, Bytes, batches, content_of, parts_of, spread, tile_with, tokens_axis, view_of
 from kvhma.oracle.labels import (
-    Blocks,
     Ints,
     RemoteSpans,
     blocks_of,
     by_source,
     check_spans,
+    first_needed,
     held,
     kernel_stride,
-    need,
+    used_blocks,
 )
 from kvhma.oracle.types import Difference
-
-_NO_IDS: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +144,11 @@ def _expected(
     moved = excess = zeroed = 0
     for layer, part in parts_of(local):
         group = local.groups[layer.group]
-        blocks = blocks_of(group, request.local_spans[layer.group])
+        blocks = used_blocks(group, request.local_spans[layer.group], request.num_tokens)
         rows = _Rows(layer, part, group, request.num_tokens, held)
         view = view_of(expected[layer.region], layer, part, group)
         actual = view_of(memory[layer.region], layer, part, group)
-        for ids, tokens in batches(rows.used(blocks), part, group):
+        for ids, tokens in batches(blocks, part, group):
             content = content_of(layer, part, tokens, seed)
             excess += rows.keep(content, tokens, actual[ids])
             came = int(np.count_nonzero(content))
@@ -175,14 +173,9 @@ class _Rows:
     def __init__(self, layer: Layer, part: Part, group: Group, num_tokens: int, held: _HeldTokens) -> None:
         self._part, self._group, self._num_tokens = part, group, num_tokens
         self._held = held.of(layer.name, part.name)
-        self._low = need(group, Blocks(_NO_IDS, _NO_IDS), num_tokens).low
+        self._low = first_needed(group, num_tokens)
         self._end = held.last_block_end(layer.name, group, num_tokens) if self._low < num_tokens else 0
         self._size = 1 if tokens_axis(part)[0] >= 0 else group.kernel_block_size
-
-    def used(self, blocks: Blocks) -> Blocks:
-        """Return the blocks that are not left alone."""
-        used = need(self._group, blocks, self._num_tokens).used
-        return Blocks(blocks.ids[used], blocks.token[used])
 
     def keep(self, content: Bytes, tokens: Ints, actual: Bytes) -> int:
         """Zero what of P's `content` must not be there, and count the bytes after the last token that came along.
@@ -274,19 +267,11 @@ def _compare(
         if not bad:
             continue
         offset = bad[0] + int(np.argmax(found[bad[0] :][:BATCH] != wanted[bad[0] :][:BATCH]))
-        layer, part, token = _owner(local, spans, index, offset)
         before = np.empty_like(found)
         tile_with(before, seed, f"stale {index}")
         stale = int(before[offset])
-        difference = Difference(
-            region=index,
-            offset=offset,
-            layer=layer,
-            part=part,
-            token=token,
-            expected=_say(int(wanted[offset]), stale),
-            found=_say(int(found[offset]), stale),
-        )
+        said = (_say(int(side[offset]), stale) for side in (wanted, found))
+        difference = Difference(index, offset, *owner_of(local, spans, index, offset), *said)
         wrong = int(np.count_nonzero(found != wanted))
         raise OracleError(f"{wrong} wrong bytes in region {index}, the first: {difference}", code="wrong-bytes")
 
@@ -295,7 +280,7 @@ def _say(byte: int, stale: int) -> str:
     return {0: "zero", stale: f"{byte:#04x} (as before)"}.get(byte, f"{byte:#04x}")
 
 
-def _owner(
+def owner_of(
     geometry: Geometry, spans: Sequence[Span], region: int, offset: int
 ) -> tuple[str | None, str | None, int | None]:
     """Return layer, part and token of a byte: of the request's blocks if it is in one, else of any block."""

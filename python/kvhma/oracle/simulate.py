@@ -34,9 +34,10 @@ from kvhma.oracle.labels import (
     blocks_of,
     by_source,
     check_spans,
-    need,
+    first_needed,
+    used_blocks,
 )
-from kvhma.oracle.memory import MemoryReport
+from kvhma.oracle.memory import MemoryReport, owner_of
 from kvhma.oracle.settled import settled
 from kvhma.oracle.types import Difference, TransferLike
 
@@ -168,9 +169,8 @@ class Oracle:
         wrong = np.flatnonzero(memory != expected)
         if not wrong.size:
             return
-        owner = self._owners(local_spans)
         differences = [
-            self._difference(flat, owner, int(expected[flat]), int(memory[flat]), labels)
+            self._difference(flat, local_spans, int(expected[flat]), int(memory[flat]), labels)
             for flat in wrong[:_MOST_DIFFERENCES].tolist()
         ]
         raise OracleError("\n".join(["wrong bytes:", *map(str, differences)]), code="wrong-bytes")
@@ -231,9 +231,7 @@ class Oracle:
         optional = np.zeros(stale.size, np.int8)
         side = self._local
         for group, template, span in zip(side.geometry.groups, side.templates, spans, strict=True):
-            blocks = blocks_of(group, span)
-            asked = need(group, blocks, num_tokens)
-            blocks = Blocks(blocks.ids[asked.used], blocks.token[asked.used])
+            blocks, low = used_blocks(group, span, num_tokens), first_needed(group, num_tokens)
             flat, content = self._labelled(template, blocks, labels)
             moved = held[content]
             if group.kind not in ("ssm", "opaque"):
@@ -241,8 +239,8 @@ class Oracle:
                 # How far a whole last block may reach: the nearer end of the two sides' last kernel blocks.
                 end = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
                 start = -blocks.token[:, None]
-                moved &= (template.token - end < start) & (asked.low < num_tokens)
-                before = moved & (template.token + template.tokens <= asked.low + start)
+                moved &= (template.token - end < start) & (low < num_tokens)
+                before = moved & (template.token + template.tokens <= low + start)
                 after = moved & (template.token >= num_tokens + start)
                 optional[flat[before]] = _BEFORE
                 optional[flat[after]] = _AFTER
@@ -250,37 +248,10 @@ class Oracle:
             expected[flat] = content
         return expected, optional
 
-    def _owners(self, spans: Sequence[Span]) -> tuple[Ints, Ints]:
-        """Return entry and token of every byte of D: entry -1 for padding, token -1 outside of the spans."""
-        entries = np.full(self._local.size, -1, np.int64)
-        tokens = np.full(self._local.size, -1, np.int64)
-        for template in self._local.templates:
-            if template.offset.size:
-                for block in range(template.num_blocks):
-                    entries[template.offset + block * template.stride] = template.entry
-        for group, template, span in zip(self._local.geometry.groups, self._local.templates, spans, strict=True):
-            blocks = blocks_of(group, span)
-            for block, token in zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True):
-                flat = template.offset + block * template.stride
-                entries[flat] = template.entry
-                tokens[flat] = template.token + token
-        return entries, tokens
-
-    def _difference(
-        self, flat: int, owner: tuple[Ints, Ints], expected: int, found: int, labels: _Labels
-    ) -> Difference:
+    def _difference(self, flat: int, spans: Sequence[Span], expected: int, found: int, labels: _Labels) -> Difference:
         region, offset = self._local.name(flat)
-        entry, token = int(owner[0][flat]), int(owner[1][flat])
-        known = self._catalog.entries[entry] if entry >= 0 else None
-        return Difference(
-            region=region,
-            offset=offset,
-            layer=known.layer if known else None,
-            part=known.part if known else None,
-            token=token if token >= 0 and known and not known.state else None,
-            expected=self._read_label(expected, labels),
-            found=self._read_label(found, labels),
-        )
+        owner = owner_of(self._local.geometry, spans, region, offset)
+        return Difference(region, offset, *owner, self._read_label(expected, labels), self._read_label(found, labels))
 
     def _read_label(self, label: int, labels: _Labels) -> str:
         """Say in words what a label stands for."""
