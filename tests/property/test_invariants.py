@@ -22,7 +22,7 @@ import pytest
 
 import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.oracle import Oracle, TransferLike
+from kvhma.oracle import Oracle
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import generate
 from support.mutate import mutations, plain
@@ -41,7 +41,7 @@ def broken(
     tokens: int,
     local_spans: Sequence[Span],
     remote_spans: Sequence[Span] | Sequence[Sequence[Span]],
-    transfer: TransferLike,
+    transfer: kvhma.Transfer,
 ) -> list[str]:
     """Return which invariants a transfer breaks, one line for the first byte of each."""
     blocks = places(local, local_spans)

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.oracle import TransferLike
+import kvhma
 from support.reference import Read, Transfer
 
 
-def plain(transfer: TransferLike) -> Transfer:
+def plain(transfer: kvhma.Transfer) -> Transfer:
     """Copy a transfer into one that can be changed, with its counts following from its rows."""
     reads = tuple(Read(read.source, read.local.copy(), read.remote.copy()) for read in transfer.reads)
     return Transfer(reads, transfer.zero.copy(), transfer.excess_bytes)

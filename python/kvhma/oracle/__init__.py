@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The byte oracle: proves a transfer right by simulating every byte of it, or by reading real memory."""
 
-from kvhma.oracle.memory import MemoryReport, Request, check_memory, fill_source, fill_stale
+from kvhma.oracle.memory import Difference, MemoryReport, Request, check_memory, fill_source, fill_stale
 from kvhma.oracle.simulate import Oracle, Report
-from kvhma.oracle.types import Difference, ReadLike, TransferLike
 
 __all__ = [
     "Difference",
     "MemoryReport",
     "Oracle",
-    "ReadLike",
     "Report",
     "Request",
-    "TransferLike",
     "check_memory",
     "fill_source",
     "fill_stale",

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import Read, Transfer
 from kvhma.errors import OracleError
 from kvhma.oracle.labels import Ints, Side
-from kvhma.oracle.types import ReadLike, TransferLike
 
 
 def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
@@ -20,9 +20,9 @@ def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
     memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
 
 
-def reads_by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]]:
+def reads_by_source(transfer: Transfer, sources: int) -> list[list[Read]]:
     """Sort reads by source and check the sums."""
-    reads: list[list[ReadLike]] = [[] for _ in range(sources)]
+    reads: list[list[Read]] = [[] for _ in range(sources)]
     total = rows = 0
     for read in transfer.reads:
         if not 0 <= read.source < sources:
@@ -40,7 +40,7 @@ def reads_by_source(transfer: TransferLike, sources: int) -> list[list[ReadLike]
 
 
 def apply_read(
-    local_side: Side, remote_side: Side, read: ReadLike, source: Ints, memory: Ints
+    local_side: Side, remote_side: Side, read: Read, source: Ints, memory: Ints
 ) -> tuple[tuple[Ints, Ints], int]:
     """Copy, and return the local ranges and how many neighbours could have been one row."""
     where = f"source {read.source}"

@@ -17,7 +17,6 @@ from kvhma.errors import KvhmaError, OracleError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.labels import by_source, row_bytes
 from kvhma.oracle.simulate import Oracle, Report
-from kvhma.oracle.types import TransferLike
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
 __all__ = ["CASE_VERSION", "MAX_FILE_BYTES", "Case", "Expected", "Verdict", "check", "load", "save"]
@@ -188,9 +187,7 @@ def check(case: Case) -> Verdict:
     except KvhmaError as error:
         return _of_refusal(case.expect, error)
     try:
-        report = Oracle(case.local, case.remotes).check(
-            case.num_tokens, case.local_spans, case.remote_spans, cast("TransferLike", transfer)
-        )
+        report = Oracle(case.local, case.remotes).check(case.num_tokens, case.local_spans, case.remote_spans, transfer)
     except OracleError as error:
         return Verdict("wrong", str(error), error.code)
     except ValueError as error:

@@ -28,7 +28,6 @@ from kvhma.oracle.labels import (
     kernel_stride,
     used_blocks,
 )
-from kvhma.oracle.types import Difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,35 @@ class MemoryReport:
     excess: int
     zeroed: int
     untouched: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One byte of D that does not hold what it must.
+
+    Attributes:
+        region: index of the region.
+        offset: offset of the byte in the region.
+        layer: layer that the byte belongs to, None for padding.
+        part: part of the layer's page, None for padding.
+        token: absolute token, None for padding, for state and outside of the request's blocks.
+        expected: what the byte must hold, in words.
+        found: what it holds, in words.
+    """
+
+    region: int
+    offset: int
+    layer: str | None
+    part: str | None
+    token: int | None
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        place = f"{self.layer}/{self.part}" if self.layer else "padding"
+        token = "" if self.token is None else f" token {self.token}"
+        where = f"region {self.region} at {self.offset} ({place}{token})"
+        return f"{where}: expected {self.expected}, found {self.found}"
 
 
 def fill_source(memory: Sequence[Bytes], geometry: Geometry, spans: Sequence[Span], *, seed: int = 0) -> None:

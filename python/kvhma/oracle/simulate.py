@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import Transfer
 from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.apply import apply_read, apply_zero, reads_by_source, refuse_overlap
@@ -37,9 +38,8 @@ from kvhma.oracle.labels import (
     first_needed,
     used_blocks,
 )
-from kvhma.oracle.memory import MemoryReport, owner_of
+from kvhma.oracle.memory import Difference, MemoryReport, owner_of
 from kvhma.oracle.settled import settled
-from kvhma.oracle.types import Difference, TransferLike
 
 __all__ = ["Oracle", "Report"]
 
@@ -106,7 +106,7 @@ class Oracle:
         num_tokens: int,
         local_spans: Sequence[Span],
         remote_spans: RemoteSpans,
-        transfer: TransferLike,
+        transfer: Transfer,
     ) -> Report:
         """Simulate `transfer` and return what it did, or raise with the first bytes that are wrong.
 
@@ -114,7 +114,7 @@ class Oracle:
             num_tokens: tokens of the request that P computed.
             local_spans: D's blocks, by D's groups.
             remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
-            transfer: what is under test.
+            transfer: what is under test, or an object with the same attributes.
 
         Raises:
             OracleError: a byte is wrong, a range leaves its region, ranges overlap, or a count is wrong.
@@ -143,7 +143,7 @@ class Oracle:
         return Report(moved, excess, zeroed, self._local.size - moved - zeroed, mergeable)
 
     def _apply(
-        self, transfer: TransferLike, sources: Sequence[Sequence[Span]], labels: _Labels, memory: Ints
+        self, transfer: Transfer, sources: Sequence[Sequence[Span]], labels: _Labels, memory: Ints
     ) -> tuple[NDArray[np.bool_], int]:
         """Do to D's `memory` what `transfer` says.
 
