@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,7 @@ def _comparable(value: Geometry | Model | dict[str, Any]) -> Any:
     if isinstance(value, dict):
         return value
     if isinstance(value, Model):
-        state = value.state and {name: getattr(value.state, name) for name in value.state.__slots__}
-        form = {name: getattr(value, name) for name in value.__slots__ if name != "name"}
-        return {**form, "state": state, "layers": list(value.layers)}
+        return {**asdict(replace(value, name="")), "layers": list(value.layers)}
     form = json.loads(value.to_json())
     form["layers"] = {
         layer["name"]: {**layer, "page": {"parts": _by_name(form["pages"][layer["page"]]["parts"])}}

@@ -86,7 +86,7 @@ def look() -> Iterator[Row]:
         if backends.state == "ok":
             yield _loop_back()
     yield _vllm()
-    yield from _connector()
+    yield _connector()
 
 
 def installed(*names: str) -> tuple[str, str] | None:
@@ -186,13 +186,12 @@ def _vllm() -> Row:
     return Row("vLLM", "ok", f"{name} {text}; {tested}")
 
 
-def _connector() -> Iterator[Row]:
+def _connector() -> Row:
     """Look at what the connector needs beside vLLM, which brings both along."""
     lacking = [name for name in ("msgspec", "pyzmq") if installed(name) is None]
     if lacking:
-        yield Row("connector", "missing", f"{' and '.join(lacking)} not installed", f"pip install {' '.join(lacking)}")
-    else:
-        yield Row("connector", "ok", "msgspec and pyzmq are there")
+        return Row("connector", "missing", f"{' and '.join(lacking)} not installed", f"pip install {' '.join(lacking)}")
+    return Row("connector", "ok", "msgspec and pyzmq are there")
 
 
 def _print(rows: Sequence[Row]) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, get_args
 
 import click
 
-from kvhma.errors import KvhmaError, LayoutError
 from kvhma.geometry import Geometry
 from kvhma.models import Model
 from kvhma.models.pages import ConvOrder
@@ -159,8 +158,3 @@ _KEYS: dict[str, Callable[[str], Any]] = {
     "conv": _one_of(*get_args(ConvOrder)),
     "spec": within(0, 64),
 }
-
-
-def named(option: str, error: KvhmaError) -> LayoutError:
-    """Return the error with the option that it is about in front."""
-    return LayoutError(f"--{option}: {error}")

@@ -90,13 +90,5 @@ def progress(quiet: bool) -> Progress:
 
 def watched(what: str, items: Sequence[T], quiet: bool) -> Iterable[T]:
     """Go through items; on a terminal a bar on the error stream shows how far."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield from items
-        return
-    if len(items) < 2:
-        with console.status(what):
-            yield from items
-        return
-    with Progress(console=console, transient=True) as progress:
-        yield from progress.track(items, description=what)
+    with progress(quiet) as bar:
+        yield from bar.track(items, description=what)

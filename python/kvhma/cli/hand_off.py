@@ -12,8 +12,8 @@ from kvhma._kvhma import Plan
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
 from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
-from kvhma.cli.engine_options import EngineOptions, named
-from kvhma.errors import KvhmaError, RequestError, UnsupportedPairError
+from kvhma.cli.engine_options import EngineOptions
+from kvhma.errors import KvhmaError, LayoutError, RequestError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, live_spans
@@ -54,13 +54,12 @@ class RequestOptions:
             raise RequestError(f"--cached {self.cached}: must be 0 to the {self.tokens:,} of --tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """Two engines and a request between them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOff(Engines):
+    """All ranks of a decode engine (D) and a prefill engine (P), and a request between them.
 
     Attributes:
         name: what is handed over.
-        engines: ranks of the decode engine (D) and of the prefill engine (P).
         tokens: tokens that P computed.
         cached: leading tokens that D holds already, as asked for.
         cached_blocks: per group of D, the block table entries that this makes.
@@ -70,23 +69,12 @@ class HandOff:
     """
 
     name: str
-    engines: Engines
     tokens: int
     cached: int
     cached_blocks: list[int]
     local_tables: BlockTables
     remote_tables: BlockTables
     full_tables: tuple[list[int], list[int]]
-
-    @property
-    def decode(self) -> Sequence[Geometry]:
-        """Ranks of the decode engine."""
-        return self.engines.decode
-
-    @property
-    def prefill(self) -> Sequence[Geometry]:
-        """Ranks of the prefill engine."""
-        return self.engines.prefill
 
     def spans(self, local: Geometry) -> tuple[list[Span], list[Span]]:
         """Return the spans to fill on a rank of D, and those P holds."""
@@ -175,7 +163,7 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
         try:
             sketch = engine.rank(model, 0, 2, 1 << 20)
         except KvhmaError as error:
-            raise named(name, error) from error
+            raise LayoutError(f"--{name}: {error}") from error
         # Enough for the connector without groups too, which drops no block before a window.
         most = max(
             sum(map(len, sequence_blocks(sketch, request.tokens))),
@@ -202,14 +190,16 @@ def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandO
     local_tables, remote_tables = (block_tables(rank, request.tokens, pool, seed) for rank, pool, seed in pools)
     local_table, remote_table = (full_table(rank, request.tokens, pool, seed) for rank, pool, seed in pools)
     return HandOff(
-        name,
-        engines,
-        request.tokens,
-        request.cached,
-        [0 if g.kind == "ssm" else request.cached // (g.block_size * g.cp_size) for g in local.groups],
-        local_tables,
-        remote_tables,
-        (local_table, remote_table),
+        decode=engines.decode,
+        prefill=engines.prefill,
+        lay_out_decode=engines.lay_out_decode,
+        name=name,
+        tokens=request.tokens,
+        cached=request.cached,
+        cached_blocks=[0 if g.kind == "ssm" else request.cached // (g.block_size * g.cp_size) for g in local.groups],
+        local_tables=local_tables,
+        remote_tables=remote_tables,
+        full_tables=(local_table, remote_table),
     )
 
 
@@ -238,8 +228,8 @@ def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, w
             )
             for read in transfer.reads
         ]
-    vllm = _other(hand_off.engines, partial(vllm_counts, hand_off))
-    no_groups = _other(hand_off.engines, partial(count_all, hand_off.engines, *hand_off.full_tables))
+    vllm = _other(hand_off, partial(vllm_counts, hand_off))
+    no_groups = _other(hand_off, partial(count_all, hand_off, *hand_off.full_tables))
     return Counted(tuple(reads), excess, zeroed, tuple(findings), vllm, no_groups)
 
 
@@ -251,7 +241,7 @@ def vllm_counts(hand_off: HandOff) -> list[Count]:
     """
     # vLLM pairs lists from their ends, so what D holds already is cut off at the front.
     local_tables = [table[cached:] for table, cached in zip(hand_off.local_tables, hand_off.cached_blocks, strict=True)]
-    return count_vllm(hand_off.engines, local_tables, hand_off.remote_tables)
+    return count_vllm(hand_off, local_tables, hand_off.remote_tables)
 
 
 def _other(engines: Engines, counts: Callable[[], list[Count]]) -> OtherCount:

@@ -82,17 +82,8 @@ def _differences(local: Geometry, remotes: Sequence[Geometry], code: str) -> lis
 
 
 def _refusal(local: Geometry, wrong: Finding | UnsupportedPairError, text: str, times: int) -> Refusal:
-    return Refusal(
-        wrong.code,
-        wrong.place,
-        wrong.field,
-        wrong.local,
-        wrong.remote,
-        wrong.reason,
-        text,
-        remedy(wrong, local),
-        times,
-    )
+    said = (wrong.code, wrong.place, wrong.field, wrong.local, wrong.remote, wrong.reason)
+    return Refusal(*said, text, remedy(wrong, local), times)
 
 
 def remedy(wrong: Finding | UnsupportedPairError, local: Geometry) -> str:

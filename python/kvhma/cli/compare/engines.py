@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvhma.cli.compare.selection import Count, Selection, heads_axis, select_all, select_vllm
+from kvhma.cli.compare.selection import Count, Selection, clipped, heads_axis, live_blocks, select_all, select_vllm
 from kvhma.cli.compare.views import vllm_views
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group
-from kvhma.lowlevel import window_blocks
 
 Tables = Sequence[Sequence[int]]
 
@@ -167,15 +166,15 @@ def _check_blocks(engines: Engines, local_tables: Tables, remote_tables: Tables)
         return
     sides = zip(local.groups, remote.groups, local_tables, remote_tables, strict=False)
     for local_group, remote_group, local_table, remote_table in sides:
-        asked, held = _kept_blocks(local_group, local_table), _kept_blocks(remote_group, remote_table)
+        asked = _kept_blocks(local, local_group, local_table)
+        held = _kept_blocks(remote, remote_group, remote_table)
         if asked > held:
             raise UnsupportedPairError(f"D has {asked} kernel blocks where P has {held}: its worker asserts")
 
 
-def _kept_blocks(group: Group, table: Sequence[int]) -> int:
+def _kept_blocks(rank: Geometry, group: Group, table: Sequence[int]) -> int:
     """Count the kernel blocks that vLLM's clip leaves of a block table."""
-    live = sum(map(bool, table))
-    return group.ratio * (live if group.window is None else min(live, window_blocks(group.window, group.block_size)))
+    return group.ratio * len(clipped(group, live_blocks(rank, table)))
 
 
 def _has_state(geometry: Geometry) -> bool:

@@ -64,21 +64,6 @@ class Selection(Count):
     remote_ids: NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """One side of a selection.
-
-    Attributes:
-        geometry: the rank.
-        groups: groups as the connector sees them.
-        views: its prepared list.
-    """
-
-    geometry: Geometry
-    groups: Sequence[Group]
-    views: Sequence[View]
-
-
 def select_vllm(
     local: Geometry, remote: Geometry, local_blocks: Sequence[IdsLike], remote_blocks: Sequence[IdsLike]
 ) -> Selection:
@@ -105,18 +90,18 @@ def select_vllm(
     for name, geometry, blocks in (("local", local, local_blocks), ("remote", remote, remote_blocks)):
         if len(blocks) != len(geometry.groups):
             raise RequestError(f"{name}_blocks has {len(blocks)} lists for {len(geometry.groups)} groups")
-    ranks = [_Rank(geometry, geometry.groups, vllm_views(geometry)) for geometry in (local, remote)]
-    _check_pair(*ranks)
+    views = [vllm_views(geometry) for geometry in (local, remote)]
+    _check_pair(local, remote, views)
     pairs = []
     for index, (local_group, remote_group) in enumerate(zip(local.groups, remote.groups, strict=True)):
         kept = [
-            _clipped(local_group, _live(local, local_blocks[index])),
-            _clipped(remote_group, _live(remote, remote_blocks[index])),
+            clipped(local_group, live_blocks(local, local_blocks[index])),
+            clipped(remote_group, live_blocks(remote, remote_blocks[index])),
         ]
         if not _share_heads(local, remote, state=local_group.kind == "ssm"):
             kept = [ids[:0] for ids in kept]
         pairs.append(_paired(local_group, remote_group, *kept))
-    return _selection(ranks, pairs)
+    return _selection(views, pairs)
 
 
 def select_all(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_blocks: IdsLike) -> Selection:
@@ -136,19 +121,14 @@ def select_all(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_
         RequestError: ids that are not integers.
         BlockIdError: an id is out of range.
     """
-    ranks = [_Rank(geometry, [_single_group(geometry)], full_attention_views(geometry)) for geometry in (local, remote)]
-    _check_pair(*ranks)
-    live = _live(local, local_blocks), _live(remote, remote_blocks)
-    return _selection(ranks, [_paired(ranks[0].groups[0], ranks[1].groups[0], *live)])
+    views = [full_attention_views(geometry) for geometry in (local, remote)]
+    _check_pair(local, remote, views)
+    # All layers would be in one group, of the blocks that attention has.
+    blocks = live_blocks(local, local_blocks), live_blocks(remote, remote_blocks)
+    return _selection(views, [_paired(main_group(local), main_group(remote), *blocks)])
 
 
-def _single_group(geometry: Geometry) -> Group:
-    """Return the group that all layers would be in."""
-    group = main_group(geometry)
-    return Group("full", group.block_size, ratio=group.ratio)
-
-
-def _live(geometry: Geometry, ids: IdsLike) -> Ids:
+def live_blocks(geometry: Geometry, ids: IdsLike) -> Ids:
     """Return ids as int64 without null blocks."""
     array = np.asarray(ids)
     if array.size == 0:
@@ -159,7 +139,7 @@ def _live(geometry: Geometry, ids: IdsLike) -> Ids:
     return array if geometry.null_block is None else array[array != geometry.null_block]
 
 
-def _clipped(group: Group, ids: Ids) -> Ids:
+def clipped(group: Group, ids: Ids) -> Ids:
     """Return what is left of a group's blocks after the connector's static clip."""
     if group.kind == "ssm":
         state_slot = max(len(ids) - 1 - group.speculative, 0)
@@ -190,9 +170,9 @@ def _kernel_blocks(ids: Ids, ratio: int) -> Ids:
     return (ids[:, None] * ratio + np.arange(ratio, dtype=np.int64)).reshape(-1)
 
 
-def _selection(ranks: Sequence[_Rank], pairs: Sequence[tuple[Ids, Ids]]) -> Selection:
+def _selection(sides: Sequence[Sequence[View]], pairs: Sequence[tuple[Ids, Ids]]) -> Selection:
     """Count what is asked for: `pairs` has the kernel blocks of both sides, by group."""
-    local, remote = (rank.views for rank in ranks)
+    local, remote = sides
     local_tables, remote_tables = ([pair[side] for pair in pairs] for side in (0, 1))
     total = posted = 0
     for index, groups in sending_order(local):
@@ -201,7 +181,7 @@ def _selection(ranks: Sequence[_Rank], pairs: Sequence[tuple[Ids, Ids]]) -> Sele
         total += length * len(local_ids)
         merged = _is_joined(local[index], local_ids, length) & _is_joined(remote[index], remote_ids, length)
         posted += len(local_ids) - int(np.count_nonzero(merged))
-    for views in (local, remote):
+    for views in sides:
         if (entries := sum(view.count for view in views)) > _MAX_ENTRIES:
             raise AddressOverflowError(f"prepared list of {entries} entries; ids are int32")
     found = [
@@ -220,13 +200,13 @@ def _is_joined(view: View, ids: Ids, length: int) -> NDArray[np.bool_]:
     return joins
 
 
-def _check_pair(local: _Rank, remote: _Rank) -> None:
+def _check_pair(local: Geometry, remote: Geometry, views: Sequence[Sequence[View]]) -> None:
     """Refuse what vLLM 0.32 refuses in the handshake, as far as it changes the selection."""
-    groups = [[group for group in rank.geometry.groups if group.kind != "ssm"] for rank in (local, remote)]
-    _check_equal("group kinds", *([group.kind for group in rank.geometry.groups] for rank in (local, remote)))
+    groups = [[group for group in rank.groups if group.kind != "ssm"] for rank in (local, remote)]
+    _check_equal("group kinds", *([group.kind for group in rank.groups] for rank in (local, remote)))
     _check_equal("kernel block tokens", *([group.kernel_block_size for group in side] for side in groups))
-    _check_equal("regions and their groups", *([view.groups for view in rank.views] for rank in (local, remote)))
-    pages = [next(_pages(rank.geometry), None) for rank in (local, remote)]
+    _check_equal("regions and their groups", *([view.groups for view in side] for side in views))
+    pages = [next(_pages(rank), None) for rank in (local, remote)]
     if pages[0] is None or pages[1] is None or pages[0] == pages[1]:
         return
     orders = [_axis_order(page.parts[0]) for page in pages if page]
