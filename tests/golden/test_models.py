@@ -20,6 +20,7 @@ from kvhma.models.stride_orders import Order
 from kvhma.models.vllm_layout import cache_groups, layout
 from support.needed import needed
 from support.summary import summary
+from support.tables import undropped_blocks
 
 MIB = 2**20
 
@@ -175,7 +176,7 @@ def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int
     The table has the exact figure because its block lists are those of a manager that has freed that block.
     """
     one = geometry_for(name, 32000)
-    live, every = (sequence_blocks(one, 32000, live_only=live_only) for live_only in (True, False))
+    live, every = sequence_blocks(one, 32000), undropped_blocks(one, 32000)
     assert select_vllm(one, one, live, live).descriptors == exact
     assert select_vllm(one, one, every, every).descriptors == static
 
@@ -184,7 +185,7 @@ def test_gemma_4b_4284_to_1650_descriptors() -> None:
     """63 blocks of 64 tokens, K and V apart: 63*34*2 against (6*17+63)*5*2."""
     one = layout(model("gemma-3-4b"), num_blocks=7 * 63 + 1, block_size=64, kv="split")
     assert len(one.regions) == 5
-    blocks = sequence_blocks(one, 63 * 64, live_only=False)
+    blocks = undropped_blocks(one, 63 * 64)
     assert {len(table) for table in blocks} == {63}
     assert select_all(one, one, blocks[-1], blocks[-1]).descriptors == 4284
     chosen = select_vllm(one, one, blocks, blocks)
@@ -199,7 +200,7 @@ def test_gemma_1b_window_of_512() -> None:
     """test_fewer_blocks_with_hma, 1401 tokens: 33 blocks in each sliding group, 88 in the full one."""
     gemma = Model("gemma-3-1b", (("sliding",) * 5 + ("full",)) * 4 + ("sliding",) * 2, 1, 256, window=512)
     one = layout(gemma, num_blocks=1000)
-    tables = sequence_blocks(one, 1401, live_only=False)
+    tables = undropped_blocks(one, 1401)
     rows = vllm_views(one)
     chosen = select_vllm(one, one, tables, tables)
     full = sum(group.kind == "full" for group in one.groups)

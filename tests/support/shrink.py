@@ -14,7 +14,6 @@ from typing import TypeAlias
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Layer, Page, Span
 from kvhma.oracle.cases import Case, check
-from kvhma.oracle.labels import held, kernel_stride
 
 _Side: TypeAlias = "tuple[Geometry, tuple[Span, ...]]"
 _Sides: TypeAlias = "list[_Side]"
@@ -242,10 +241,10 @@ def _end(geometry: Geometry, layer: Layer) -> int:
     """Return one past the last byte of a layer's last page."""
     group = geometry.groups[layer.group]
     page = max(
-        part.offset + part.item_bytes + sum((held(axis) - 1) * axis.stride for axis in part.axes)
+        part.offset + part.item_bytes + sum((axis.shard.held - 1) * axis.stride for axis in part.axes)
         for part in layer.page.parts
     )
-    last = (layer.num_blocks - 1) * layer.block_stride + (group.ratio - 1) * kernel_stride(layer, group)
+    last = (layer.num_blocks - 1) * layer.block_stride + (group.ratio - 1) * geometry.kernel_stride(layer)
     return layer.offset + last + page
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain, count, islice, pairwise
 
 import kvhma
 from support.reference import first_needed_token
@@ -31,6 +31,16 @@ def draw_tables(geometry: kvhma.Geometry, num_tokens: int, rng: random.Random, *
 def count_blocks(geometry: kvhma.Geometry, num_tokens: int, *, ahead: int = 0) -> int:
     """Return how many blocks `draw_tables` takes from the pool."""
     return sum(sum(_alive(group, num_tokens, ahead)) for group in geometry.groups)
+
+
+def undropped_blocks(geometry: kvhma.Geometry, num_tokens: int) -> list[list[int]]:
+    """Return the block tables of a manager that drops nothing before a window: ids from 1 on through all groups."""
+    fresh = count(1)
+    lengths = (
+        1 + group.speculative if group.kind == "ssm" else -(-num_tokens // group.block_size)
+        for group in geometry.groups
+    )
+    return [list(islice(fresh, length)) for length in lengths]
 
 
 def _alive(group: kvhma.Group, num_tokens: int, ahead: int) -> Sequence[bool]:

@@ -19,6 +19,7 @@ from kvhma.models import Model, State
 from kvhma.models.vllm_layout import layout
 from kvhma.oracle.labels import first_needed
 from support.needed import needed
+from support.tables import undropped_blocks
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 40, 4, 4, 8, 4, 1, "bfloat16", "float32")
@@ -303,12 +304,9 @@ def test_first_needed(group: Group, tokens: int, first: int) -> None:
 def test_sequence_blocks() -> None:
     one = layout(SLIDING, num_blocks=40)
     assert [table.tolist() for table in sequence_blocks(one, 100)] == [[0, 0, 0, 0, 1, 2, 3], [*range(4, 11)]]
-    assert [len(table) for table in sequence_blocks(one, 100, live_only=False)] == [7, 7]
+    assert [len(table) for table in undropped_blocks(one, 100)] == [7, 7]
     bare = replace(one, null_block=None)
-    assert [table.tolist() for table in sequence_blocks(bare, 100, first_id=5)] == [
-        [5, 6, 7],
-        [*range(8, 15)],
-    ]
+    assert [table.tolist() for table in sequence_blocks(bare, 100)] == [[1, 2, 3], [*range(4, 11)]]
     hybrid = layout(HYBRID, num_blocks=40, speculative=2)
     assert [len(table) for table in sequence_blocks(hybrid, 17)] == [3, 3, 2]
 

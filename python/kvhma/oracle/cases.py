@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 from kvhma._kvhma import Transfer
 from kvhma.errors import KvhmaError, OracleError, RequestError
 from kvhma.geometry import Geometry, Span
-from kvhma.oracle.labels import by_source, row_bytes
+from kvhma.oracle.labels import by_source, parts_of, row_bytes
 from kvhma.oracle.simulate import Oracle, Report
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
@@ -269,10 +269,9 @@ def _labels(sides: Sequence[tuple[Geometry, Sequence[Span]]]) -> int:
     low, high = [], [1]
     rows: dict[tuple[str, str, bool], int] = {}
     for geometry, spans in sides:
-        for layer in geometry.layers:
-            for part in layer.page.parts:
-                key = (layer.name, part.name, geometry.groups[layer.group].kind == "ssm")
-                rows[key] = max(rows.get(key, 0), row_bytes(part))
+        for layer, part in parts_of(geometry):
+            key = (layer.name, part.name, geometry.groups[layer.group].kind == "ssm")
+            rows[key] = max(rows.get(key, 0), row_bytes(part))
         for group, span in zip(geometry.groups, spans, strict=False):
             if group.kind != "ssm" and len(span.ids):
                 turn = group.block_size * group.cp_size

@@ -15,7 +15,7 @@ zeroed is not mistaken for moved.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Group, Layer, Part
-from kvhma.oracle.labels import Blocks, Ints, held, kernel_stride, row_bytes, row_strides
+from kvhma.oracle.labels import Blocks, Ints, row_bytes, row_strides
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
@@ -41,26 +41,24 @@ _STATE = -1
 """Stands for the token of a state, which has none."""
 
 
-def parts_of(geometry: Geometry) -> Iterator[tuple[Layer, Part]]:
-    """Yield every part of every layer's page."""
-    for layer in geometry.layers:
-        for part in layer.page.parts:
-            yield layer, part
-
-
 def tokens_axis(part: Part) -> tuple[int, int]:
     """Return place and length of the ``tokens`` axis of a part; (-1, 1) if it has none."""
     for place, axis in enumerate(part.axes):
         if axis.name == "tokens":
-            return place, held(axis)
+            return place, axis.shard.held
     return -1, 1
 
 
-def view_of(region: Bytes, layer: Layer, part: Part, group: Group) -> Bytes:
+def view_of(memory: Sequence[Bytes], geometry: Geometry, layer: Layer, part: Part) -> Bytes:
     """Return a part of all blocks of a layer as a view: blocks, kernel blocks, axes, bytes of an item."""
-    shape = [layer.num_blocks, group.ratio, *map(held, part.axes), part.item_bytes]
-    strides = [layer.block_stride, kernel_stride(layer, group), *(axis.stride for axis in part.axes), 1]
-    return as_strided(region[layer.offset + part.offset :], shape, strides)
+    shape = [
+        layer.num_blocks,
+        geometry.groups[layer.group].ratio,
+        *(axis.shard.held for axis in part.axes),
+        part.item_bytes,
+    ]
+    strides = [layer.block_stride, geometry.kernel_stride(layer), *(axis.stride for axis in part.axes), 1]
+    return as_strided(memory[layer.region][layer.offset + part.offset :], shape, strides)
 
 
 def batches(blocks: Blocks, part: Part, group: Group) -> Iterator[tuple[Ints, Ints]]:
@@ -89,7 +87,7 @@ def content_of(layer: Layer, part: Part, tokens: Ints, seed: int) -> Bytes:
     table = _table(1 << (_STARTS + row_bytes(part)).bit_length(), seed)
     rows = as_strided(
         table[first:],
-        [_STARTS, *(held(axis) for axis in axes), part.item_bytes],
+        [_STARTS, *(axis.shard.held for axis in axes), part.item_bytes],
         [1, *(strides[axis.name] for axis in axes), 1],
         writeable=False,
     )

@@ -7,7 +7,7 @@ intersections, so a mistake in the planner has no twin here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
+from kvhma.geometry import Geometry, Group, Layer, Part, Span
 
 Ints: TypeAlias = "NDArray[np.int64]"
 """Flat offsets, positions or labels: int64, one per byte of simulated memory."""
@@ -79,14 +79,11 @@ def row_bytes(part: Part) -> int:
     return part.item_bytes * prod(extent for _, extent in row_axes(part))
 
 
-def held(axis: Axis) -> int:
-    """Return how many indices of `axis` the rank holds."""
-    return axis.extent - axis.start if axis.length is None else axis.length
-
-
-def kernel_stride(layer: Layer, group: Group) -> int:
-    """Return the bytes between two kernel blocks of a logical block."""
-    return layer.block_stride // group.ratio if layer.kernel_stride is None else layer.kernel_stride
+def parts_of(geometry: Geometry) -> Iterator[tuple[Layer, Part]]:
+    """Yield every part of every layer's page."""
+    for layer in geometry.layers:
+        for part in layer.page.parts:
+            yield layer, part
 
 
 class Catalog:
@@ -104,9 +101,8 @@ class Catalog:
         self.entries: list[Entry] = []
         self.index: dict[tuple[str, str], int] = {}
         for geometry in geometries:
-            for layer in geometry.layers:
-                for part in layer.page.parts:
-                    self._add(geometry.groups[layer.group], layer, part)
+            for layer, part in parts_of(geometry):
+                self._add(geometry.groups[layer.group], layer, part)
         self.row_bytes = np.array([entry.row_bytes for entry in self.entries], np.int64)
 
     def _add(self, group: Group, layer: Layer, part: Part) -> None:
@@ -180,7 +176,7 @@ class Side:
         for layer in layers:
             start = int(self.starts[layer.region]) + layer.offset
             for part in layer.page.parts:
-                offset, byte, token = _part_bytes(part, group, kernel_stride(layer, group))
+                offset, byte, token = _part_bytes(part, group, self.geometry.kernel_stride(layer))
                 cut = any(axis.name == "tokens" for axis in part.axes)
                 constants = (
                     layer.block_stride,
@@ -239,7 +235,7 @@ def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints
     token = np.arange(group.ratio, dtype=np.int64) * kernel_tokens
     byte = np.zeros(group.ratio, np.int64)
     for axis in part.axes:
-        local = np.arange(held(axis), dtype=np.int64)
+        local = np.arange(axis.shard.held, dtype=np.int64)
         offset = (offset[:, None] + local * axis.stride).ravel()
         moves = (0, 1) if axis.name == "tokens" else (strides[axis.name], 0)
         byte = (byte[:, None] + (local + axis.start) * moves[0]).ravel()

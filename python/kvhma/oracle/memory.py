@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Group, Layer, Part, Span
-from kvhma.oracle.content import BATCH, Bytes, batches, content_of, parts_of, spread, tile_with, tokens_axis, view_of
+from kvhma.oracle.content import BATCH, Bytes, batches, content_of, spread, tile_with, tokens_axis, view_of
 from kvhma.oracle.labels import (
     Ints,
     RemoteSpans,
@@ -24,8 +24,7 @@ from kvhma.oracle.labels import (
     by_source,
     check_spans,
     first_needed,
-    held,
-    kernel_stride,
+    parts_of,
     used_blocks,
 )
 
@@ -94,7 +93,7 @@ def fill_source(memory: Sequence[Bytes], geometry: Geometry, spans: Sequence[Spa
         tile_with(region, seed, f"junk {index}")
     for layer, part in parts_of(geometry):
         group = geometry.groups[layer.group]
-        view = view_of(memory[layer.region], layer, part, group)
+        view = view_of(memory, geometry, layer, part)
         for ids, tokens in batches(blocks_of(group, spans[layer.group]), part, group):
             view[ids] = content_of(layer, part, tokens, seed)
 
@@ -174,8 +173,8 @@ def _expected(
         group = local.groups[layer.group]
         blocks = used_blocks(group, request.local_spans[layer.group], request.num_tokens)
         rows = _Rows(layer, part, group, request.num_tokens, held)
-        view = view_of(expected[layer.region], layer, part, group)
-        actual = view_of(memory[layer.region], layer, part, group)
+        view = view_of(expected, local, layer, part)
+        actual = view_of(memory, local, layer, part)
         for ids, tokens in batches(blocks, part, group):
             content = content_of(layer, part, tokens, seed)
             excess += rows.keep(content, tokens, actual[ids])
@@ -321,7 +320,7 @@ def owner_of(
         tokens = dict(zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True))
         for block in range(layer.num_blocks):
             for kernel in range(group.ratio):
-                start = layer.offset + block * layer.block_stride + kernel * kernel_stride(layer, group)
+                start = layer.offset + block * layer.block_stride + kernel * geometry.kernel_stride(layer)
                 inside = _token_at(part, offset - start - part.offset)
                 if inside is None:
                     continue
@@ -341,7 +340,7 @@ def _token_at(part: Part, rest: int) -> int | None:
     if rest < 0:
         return None
     for axis in sorted(part.axes, key=lambda axis: axis.stride, reverse=True):
-        index = min(rest // axis.stride, held(axis) - 1) if held(axis) > 1 else 0
+        index = min(rest // axis.stride, axis.shard.held - 1) if axis.shard.held > 1 else 0
         rest -= index * axis.stride
         token = index if axis.name == "tokens" else token
     return token if rest < part.item_bytes else None

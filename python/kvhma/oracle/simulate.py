@@ -36,6 +36,7 @@ from kvhma.oracle.labels import (
     by_source,
     check_spans,
     first_needed,
+    parts_of,
     used_blocks,
 )
 from kvhma.oracle.memory import Difference, MemoryReport, owner_of
@@ -93,13 +94,11 @@ class Oracle:
         # Kernel blocks of P bound how far after the token count a whole last block may reach.
         self._remote_kernel = np.ones(rows, np.int64)
         for side in self._remotes:
-            for layer in side.geometry.layers:
-                group = side.geometry.groups[layer.group]
-                for part in layer.page.parts:
-                    entry = self._catalog.index[layer.name, part.name]
-                    # It only bounds how far a block may be moved whole; sources may differ.
-                    kernel = group.kernel_block_size
-                    self._remote_kernel[entry] = max(self._remote_kernel[entry], kernel)
+            for layer, part in parts_of(side.geometry):
+                entry = self._catalog.index[layer.name, part.name]
+                # It only bounds how far a block may be moved whole; sources may differ.
+                kernel = side.geometry.groups[layer.group].kernel_block_size
+                self._remote_kernel[entry] = max(self._remote_kernel[entry], kernel)
 
     def check(
         self,

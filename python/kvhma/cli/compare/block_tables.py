@@ -20,17 +20,14 @@ BlockTables: TypeAlias = list[list[int]]
 _STRETCHES = (1, 1, 1, 2, 3, 5, 8)
 
 
-def sequence_blocks(
-    geometry: Geometry, num_tokens: int, *, first_id: int = 1, live_only: bool = True
-) -> tuple[NDArray[np.int64], ...]:
+def sequence_blocks(geometry: Geometry, num_tokens: int) -> tuple[NDArray[np.int64], ...]:
     """Return the block tables of a sequence in a fresh pool: ids count up through all groups.
+
+    Blocks before the window or chunk are the null block, as a manager marks them once the tokens are computed.
 
     Args:
         geometry: gives groups and block sizes.
         num_tokens: tokens of the sequence.
-        first_id: first block id.
-        live_only: mark blocks before the window or chunk with the null block, as a manager does once the
-            tokens are computed; else they keep an id.
 
     Returns:
         Per group the logical blocks, int64, shape ``(n,)``; for state, one block and the speculative slots.
@@ -40,9 +37,9 @@ def sequence_blocks(
     """
     if num_tokens < 0:
         raise RequestError(f"num_tokens {num_tokens}: must not be negative")
-    tables = []
+    tables, first_id = [], 1
     for group in geometry.groups:
-        dropped = first_needed(group, num_tokens) // group.block_size if live_only else 0
+        dropped = first_needed(group, num_tokens) // group.block_size
         count = 1 + group.speculative if group.kind == "ssm" else -(-num_tokens // group.block_size)
         ids = np.arange(first_id, first_id + count - dropped, dtype=np.int64)
         first_id += len(ids)
