@@ -17,6 +17,7 @@ from support.generate import generate
 from support.pairs import HERE, THERE, latent, rank
 from support.recipe import draw
 from support.save import as_case, is_sound
+from support.shrink import spans_of
 
 CHUNKS = 4
 PER_CHUNK = 4000
@@ -41,7 +42,7 @@ def test_generated_requests_and_the_same_with_a_block_less() -> None:
         case = as_case(generate(seed, draw(seed), max_tokens=16), 0)
         assert is_sound(case), str(seed)
         rng = random.Random(seed)
-        spans = [list(case.spans_of(index)) for index in range(len(case.remotes))]
+        spans = [list(spans_of(case, index)) for index in range(len(case.remotes))]
         for _ in range(3):
             spoiled = [list(mine) for mine in spans]
             mine = rng.choice(spoiled)

@@ -12,7 +12,7 @@ from kvhma.geometry import Geometry, Group, Span
 from kvhma.oracle import cases
 from support.generate import Case
 from support.reference import Item, first_needed_token
-from support.shrink import failure, shrink
+from support.shrink import failure, shrink, spans_of
 from support.where import Place, places, stands_for
 
 SAVE_CASE = "KVHMA_SAVE_CASE"
@@ -75,7 +75,7 @@ def is_sound(case: cases.Case) -> bool:
     needed = [place.content for place in places(case.local, case.local_spans).values() if _is_needed(case, place)]
     covered: set[Item] = set()
     for index, remote in enumerate(case.remotes):
-        held = {place.content for place in places(remote, case.spans_of(index)).values()}
+        held = {place.content for place in places(remote, spans_of(case, index)).values()}
         shards = _shards(remote)
         for content in needed:
             layer = remote.layer_by_name.get(content.layer)

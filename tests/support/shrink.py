@@ -14,12 +14,18 @@ from typing import TypeAlias
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Layer, Page, Span
 from kvhma.oracle.cases import Case, check
+from kvhma.oracle.labels import by_source
 
 _Side: TypeAlias = "tuple[Geometry, tuple[Span, ...]]"
 _Sides: TypeAlias = "list[_Side]"
 """The local side, then every source, each with its spans."""
 
 _Make: TypeAlias = "Callable[[], Case]"
+
+
+def spans_of(case: Case, source: int) -> tuple[Span, ...]:
+    """Return P's spans of one source."""
+    return tuple(by_source(case.remote_spans, len(case.remotes))[source])
 
 
 def failure(case: Case) -> str | None:
@@ -48,7 +54,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000) 
     """
     tries = max_tries
     sides = [(case.local, case.local_spans)]
-    sides += [(remote, case.spans_of(index)) for index, remote in enumerate(case.remotes)]
+    sides += [(remote, spans_of(case, index)) for index, remote in enumerate(case.remotes)]
     case = _with_sides(case, sides)
     improved = True
     while improved:
@@ -75,7 +81,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000) 
 def _sides(case: Case) -> _Sides:
     return [
         (case.local, case.local_spans),
-        *((remote, case.spans_of(index)) for index, remote in enumerate(case.remotes)),
+        *((remote, spans_of(case, index)) for index, remote in enumerate(case.remotes)),
     ]
 
 
@@ -91,7 +97,7 @@ def _with_sides(case: Case, sides: Sequence[_Side]) -> Case:
 
 def _flat(case: Case) -> Case:
     """Give the spans of sources only once if they are the same for all."""
-    spans = [case.spans_of(index) for index in range(len(case.remotes))]
+    spans = [spans_of(case, index) for index in range(len(case.remotes))]
     return replace(case, remote_spans=spans[0]) if spans and all(other == spans[0] for other in spans) else case
 
 

@@ -24,7 +24,7 @@ from support.pairs import HERE, THERE, latent, rank, state
 from support.recipe import Recipe, draw
 from support.reference import Transfer
 from support.save import SAVE_CASE, as_case, saved
-from support.shrink import failure, shrink
+from support.shrink import failure, shrink, spans_of
 
 SEEDS = range(120)
 
@@ -194,7 +194,7 @@ def test_a_failing_case_shrinks_to_what_matters() -> None:
     assert failure(found) == sort
     assert [group.kind for group in found.local.groups] == ["sliding"]
     assert len(found.local.layers) == len(found.remotes) == len(found.local.regions) == 1
-    assert [len(span.ids) for span in (*found.local_spans, *found.spans_of(0))] == [1, 1]
+    assert [len(span.ids) for span in (*found.local_spans, *spans_of(found, 0))] == [1, 1]
     assert found.num_tokens <= case.num_tokens
     assert found.descriptor_bytes == 0
     assert max(found.local_spans[0].ids) <= 1

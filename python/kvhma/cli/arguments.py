@@ -28,12 +28,8 @@ _DEFAULT_ENGINE = EngineOptions()
 _ENGINE_HELP = "keys: tp, block, kernel (tokens, flashinfer, logical), kv, ssm (dtypes), layout, conv (DS, SD), spec."
 
 
-def model_argument(command: F) -> F:
-    """Add the argument MODEL, which shells complete from the built-in table and from files."""
-    return click.argument("model", required=False, shell_complete=_complete)(command)
-
-
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete MODEL from the built-in table, else from files."""
     return [CompletionItem(name) for name in models() if name.startswith(incomplete)] or [
         CompletionItem(incomplete, type="file")
     ]
@@ -85,7 +81,7 @@ def hand_off_options(command: F) -> F:
     )
     for option in reversed(options):
         command = option(command)
-    return model_argument(command)
+    return click.argument("model", required=False, shell_complete=_complete)(command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

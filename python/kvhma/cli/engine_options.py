@@ -85,11 +85,6 @@ class EngineOptions:
         """Lay all ranks out, `step` bytes apart. Errors as for `rank`."""
         return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.tp)]
 
-    def __str__(self) -> str:
-        default = EngineOptions()
-        told = ((name, getattr(self, name)) for name in self.__slots__)
-        return ",".join(f"{name}={value}" for name, value in told if value != getattr(default, name) or name == "tp")
-
 
 def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> EngineOptions:
     """Parse an option's value; what is wrong is named with its value.

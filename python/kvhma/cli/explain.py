@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from kvhma.cli.arguments import Arguments, hand_off_options
-from kvhma.cli.format import output_options, plural, print_json, printable, size, watched, working
+from kvhma.cli.format import output_options, plural, print_json, printable, size, working
 from kvhma.cli.hand_off import HandOff, count
 from kvhma.cli.remedies import Refusal, refusals
 from kvhma.cli.summary import engine_form, groups_form, notes
@@ -99,7 +99,7 @@ def _engine(geometry: Geometry) -> str:
 
 
 def _request(hand_off: HandOff, descriptor_bytes: int, quiet: bool) -> list[str]:
-    counted = count(hand_off, descriptor_bytes, lambda ranks: watched("planning", ranks, quiet))
+    counted = count(hand_off, descriptor_bytes, quiet)
     total = counted.total
     sentences = [
         f"{plural(len(counted.reads), 'pair')} of ranks move {size(total.bytes)} in {plural(total.descriptors, 'run')}."

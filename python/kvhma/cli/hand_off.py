@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 from kvhma._kvhma import Plan
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
 from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
 from kvhma.cli.engine_options import EngineOptions
+from kvhma.cli.format import watched
 from kvhma.errors import KvhmaError, LayoutError, RequestError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model
@@ -21,9 +21,6 @@ from kvhma.planning import plan as make_plan
 
 MAX_TOKENS = 1 << 22
 """Of one request: more than any model takes, and block tables of it still take only seconds."""
-
-Watch: TypeAlias = Callable[[Sequence[Geometry]], Iterable[Geometry]]
-"""Shows progress over the ranks of D while they are planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +200,8 @@ def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandO
     )
 
 
-def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, watch: Watch = list) -> Counted:
-    """Plan the request on every rank of D.
+def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, quiet: bool = True) -> Counted:
+    """Plan the request on every rank of D, on a terminal with a bar unless `quiet`.
 
     Raises:
         UnsupportedPairError: a rank of D cannot be paired.
@@ -213,7 +210,7 @@ def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, w
     reads: list[ReadCount] = []
     excess = zeroed = 0
     findings: dict[str, None] = {}
-    for index, local in enumerate(watch(hand_off.decode)):
+    for index, local in enumerate(watched("planning", hand_off.decode, quiet)):
         plan = hand_off.plan(local, descriptor_bytes)
         findings |= dict.fromkeys(finding.text for _, finding in plan.findings)
         transfer = plan.transfer(hand_off.tokens, *hand_off.spans(local))

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvhma.cli import request as exact
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
 from kvhma.cli.cost import Link, load_link
-from kvhma.cli.format import duration, new_table, output_options, plural, print_json, printable, ranges, size, watched
+from kvhma.cli.format import duration, new_table, output_options, plural, print_json, printable, ranges, size
 from kvhma.cli.hand_off import Counted, HandOff, OtherCount, count
 from kvhma.cli.summary import engine_form, groups_form, notes
 
@@ -46,7 +46,7 @@ def plan(request: Path | None, link: Path | None, as_json: bool, quiet: bool, **
         return
     hand_off = asked.hand_off()
     constants = load_link(link)
-    counted = count(hand_off, asked.descriptor_bytes, lambda ranks: watched("planning", ranks, quiet or as_json))
+    counted = count(hand_off, asked.descriptor_bytes, quiet or as_json)
     if as_json:
         print_json(form(hand_off, counted, constants))
         return

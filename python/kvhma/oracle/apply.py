@@ -14,9 +14,7 @@ from kvhma.oracle.labels import Ints, Side
 def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
     """Zero what the zero list names."""
     rows = _rows(rows, "zero")
-    flat, _, problem = side.locate(rows)
-    if problem:
-        raise OracleError(f"zero: {problem}", code="outside")
+    flat, _ = side.locate(rows, "zero")
     memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
 
 
@@ -47,12 +45,8 @@ def apply_read(
     local, remote = _rows(read.local, f"{where} local"), _rows(read.remote, f"{where} remote")
     if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
         raise OracleError(f"{where}: local and remote lengths differ", code="lengths")
-    to, to_region, problem = local_side.locate(local)
-    if problem:
-        raise OracleError(f"{where} local: {problem}", code="outside")
-    start, start_region, problem = remote_side.locate(remote)
-    if problem:
-        raise OracleError(f"{where} remote: {problem}", code="outside")
+    to, to_region = local_side.locate(local, f"{where} local")
+    start, start_region = remote_side.locate(remote, f"{where} remote")
     size = local[:, 1].astype(np.int64)
     if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
         raise OracleError(f"{where}: not sorted by local address", code="order")

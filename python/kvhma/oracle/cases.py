@@ -76,27 +76,18 @@ class Case:
 
     def __post_init__(self) -> None:
         """Turn ids into lists of int: arrays neither compare nor serialise."""
-        object.__setattr__(self, "local_spans", _plain(self.local_spans))
-        if _is_nested(self.remote_spans):
-            object.__setattr__(self, "remote_spans", tuple(_plain(cast("Spans", s)) for s in self.remote_spans))
-        else:
-            object.__setattr__(self, "remote_spans", _plain(cast("Spans", self.remote_spans)))
-
-    def spans_of(self, source: int) -> Spans:
-        """Return P's spans of one source."""
-        return tuple(by_source(self.remote_spans, len(self.remotes))[source])
+        for name in ("local_spans", "remote_spans"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
 
     def to_json(self, *, indent: int | None = None) -> bytes:
         """Return the UTF-8 JSON form."""
-        spans = self.remote_spans if _is_nested(self.remote_spans) else [self.remote_spans]
-        remote = [_span_forms(cast("Spans", one)) for one in spans]
         form: dict[str, Any] = {
             "kvhma_case": CASE_VERSION,
             "local": json.loads(self.local.to_json()),
             "remote": [json.loads(other.to_json()) for other in self.remotes],
             "num_tokens": self.num_tokens,
             "local_spans": _span_forms(self.local_spans),
-            "remote_spans": remote if _is_nested(self.remote_spans) else remote[0],
+            "remote_spans": _span_forms(self.remote_spans),
             "descriptor_bytes": self.descriptor_bytes,
         }
         if self.expect is not None:
@@ -382,13 +373,17 @@ def _rows(form: dict[str, Any], name: str, width: int) -> tuple[tuple[int, ...],
     return tuple(rows)
 
 
-def _is_nested(spans: Spans | tuple[Spans, ...]) -> bool:
-    return any(not isinstance(entry, Span) for entry in spans)
+def _plain(spans: Sequence[Any]) -> tuple[Any, ...]:
+    """Return spans, or those of each source, with ids as lists of int."""
+    return tuple(
+        Span(int(entry.first), [int(block) for block in entry.ids]) if isinstance(entry, Span) else _plain(entry)
+        for entry in spans
+    )
 
 
-def _plain(spans: Sequence[Span]) -> Spans:
-    return tuple(Span(int(span.first), [int(block) for block in span.ids]) for span in spans)
-
-
-def _span_forms(spans: Sequence[Span]) -> list[dict[str, object]]:
-    return [{"first": span.first, "ids": list(span.ids)} for span in spans]
+def _span_forms(spans: Sequence[Any]) -> list[object]:
+    """Return spans, or those of each source, as JSON has them."""
+    return [
+        {"first": entry.first, "ids": list(entry.ids)} if isinstance(entry, Span) else _span_forms(entry)
+        for entry in spans
+    ]

@@ -16,6 +16,7 @@ from typing import TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma.errors import OracleError
 from kvhma.geometry import Geometry, Group, Layer, Part, Span
 
 Ints: TypeAlias = "NDArray[np.int64]"
@@ -196,15 +197,18 @@ class Side:
             num_blocks=min((layer.num_blocks for layer in layers), default=1 << 31),
         )
 
-    def locate(self, rows: NDArray[np.uint64]) -> tuple[Ints, Ints, str]:
+    def locate(self, rows: NDArray[np.uint64], what: str) -> tuple[Ints, Ints]:
         """Turn descriptors into offsets in this memory.
 
         Args:
             rows: uint64 ``(n, 3)``: address, length, device.
+            what: name of the descriptors in an error.
 
         Returns:
-            int64 ``(n,)`` flat offsets, int64 ``(n,)`` region indices, and what is wrong with the first bad
-            row (empty if every row is inside one region).
+            int64 ``(n,)`` flat offsets and int64 ``(n,)`` region indices.
+
+        Raises:
+            OracleError: a row is not inside one region.
         """
         flat = np.zeros(len(rows), np.int64)
         region = np.full(len(rows), -1, np.int64)
@@ -218,8 +222,10 @@ class Side:
             flat[good] = self.starts[order[place[good]]] + inside[good].astype(np.int64)
             region[good] = order[place[good]]
         bad = np.flatnonzero(region < 0)
-        problem = f"row {bad[0]} {tuple(map(int, rows[bad[0]]))} is not inside one region" if bad.size else ""
-        return flat, region, problem
+        if bad.size:
+            row = tuple(map(int, rows[bad[0]]))
+            raise OracleError(f"{what}: row {bad[0]} {row} is not inside one region", code="outside")
+        return flat, region
 
     def name(self, flat: int) -> tuple[int, int]:
         """Return the region index and the offset in it of a flat offset."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvhma.geometry import Axis, Geometry, Layer
+from kvhma.oracle.labels import parts_of
 
 _Key = tuple[str, str, str]
 """Layer, part and axis."""
@@ -50,23 +51,14 @@ def settled(geometries: Sequence[Geometry]) -> list[Geometry]:
     """
     meanings: dict[_Key, _Meaning] = {}
     for geometry in geometries:
-        for layer in geometry.layers:
-            for key, axis in _axes(layer):
-                meanings.setdefault(key, _Meaning()).add(axis)
+        for layer, part in parts_of(geometry):
+            for axis in part.axes:
+                meanings.setdefault((layer.name, part.name, axis.name), _Meaning()).add(axis)
     return [_settle(geometry, meanings) for geometry in geometries]
 
 
-def _axes(layer: Layer) -> Iterator[tuple[_Key, Axis]]:
-    for part in layer.page.parts:
-        yield from (((layer.name, part.name, axis.name), axis) for axis in part.axes)
-
-
-def _open(axes: Iterable[tuple[_Key, Axis]]) -> bool:
-    return any(axis.may_repeat or axis.spare for _, axis in axes)
-
-
 def _settle(geometry: Geometry, meanings: dict[_Key, _Meaning]) -> Geometry:
-    if not any(_open(_axes(layer)) for layer in geometry.layers):
+    if not any(axis.may_repeat or axis.spare for _, part in parts_of(geometry) for axis in part.axes):
         return geometry
     return replace(geometry, layers=tuple(_settle_layer(layer, meanings) for layer in geometry.layers))
 

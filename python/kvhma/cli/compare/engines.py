@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvhma.cli.compare.selection import Count, Selection, clipped, heads_axis, live_blocks, select_all, select_vllm
+from kvhma.cli.compare.selection import Count, Selection, heads_axis, kept_blocks, select_all, select_vllm
 from kvhma.cli.compare.views import vllm_views
 from kvhma.errors import UnsupportedPairError
-from kvhma.geometry import Geometry, Group
+from kvhma.geometry import Geometry
 
 Tables = Sequence[Sequence[int]]
 
@@ -166,15 +166,10 @@ def _check_blocks(engines: Engines, local_tables: Tables, remote_tables: Tables)
         return
     sides = zip(local.groups, remote.groups, local_tables, remote_tables, strict=False)
     for local_group, remote_group, local_table, remote_table in sides:
-        asked = _kept_blocks(local, local_group, local_table)
-        held = _kept_blocks(remote, remote_group, remote_table)
+        asked = local_group.ratio * len(kept_blocks(local, local_group, local_table))
+        held = remote_group.ratio * len(kept_blocks(remote, remote_group, remote_table))
         if asked > held:
             raise UnsupportedPairError(f"D has {asked} kernel blocks where P has {held}: its worker asserts")
-
-
-def _kept_blocks(rank: Geometry, group: Group, table: Sequence[int]) -> int:
-    """Count the kernel blocks that vLLM's clip leaves of a block table."""
-    return group.ratio * len(clipped(group, live_blocks(rank, table)))
 
 
 def _has_state(geometry: Geometry) -> bool:

@@ -95,8 +95,8 @@ def select_vllm(
     pairs = []
     for index, (local_group, remote_group) in enumerate(zip(local.groups, remote.groups, strict=True)):
         kept = [
-            clipped(local_group, live_blocks(local, local_blocks[index])),
-            clipped(remote_group, live_blocks(remote, remote_blocks[index])),
+            kept_blocks(local, local_group, local_blocks[index]),
+            kept_blocks(remote, remote_group, remote_blocks[index]),
         ]
         if not _share_heads(local, remote, state=local_group.kind == "ssm"):
             kept = [ids[:0] for ids in kept]
@@ -124,11 +124,22 @@ def select_all(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_
     views = [full_attention_views(geometry) for geometry in (local, remote)]
     _check_pair(local, remote, views)
     # All layers would be in one group, of the blocks that attention has.
-    blocks = live_blocks(local, local_blocks), live_blocks(remote, remote_blocks)
+    blocks = _live(local, local_blocks), _live(remote, remote_blocks)
     return _selection(views, [_paired(main_group(local), main_group(remote), *blocks)])
 
 
-def live_blocks(geometry: Geometry, ids: IdsLike) -> Ids:
+def kept_blocks(geometry: Geometry, group: Group, ids: IdsLike) -> Ids:
+    """Return what is left of a group's blocks after the connector's static clip, null blocks dropped."""
+    live = _live(geometry, ids)
+    if group.kind == "ssm":
+        state_slot = max(len(live) - 1 - group.speculative, 0)
+        return live[state_slot : state_slot + 1]
+    if group.kind == "sliding" and group.window is not None:
+        return live[-window_blocks(group.window, group.block_size) :]
+    return live
+
+
+def _live(geometry: Geometry, ids: IdsLike) -> Ids:
     """Return ids as int64 without null blocks."""
     array = np.asarray(ids)
     if array.size == 0:
@@ -137,16 +148,6 @@ def live_blocks(geometry: Geometry, ids: IdsLike) -> Ids:
         raise RequestError(f"block ids have dtype {array.dtype} and {array.ndim} dimensions; need 1 of integers")
     array = array.astype(np.int64)
     return array if geometry.null_block is None else array[array != geometry.null_block]
-
-
-def clipped(group: Group, ids: Ids) -> Ids:
-    """Return what is left of a group's blocks after the connector's static clip."""
-    if group.kind == "ssm":
-        state_slot = max(len(ids) - 1 - group.speculative, 0)
-        return ids[state_slot : state_slot + 1]
-    if group.kind == "sliding" and group.window is not None:
-        return ids[-window_blocks(group.window, group.block_size) :]
-    return ids
 
 
 def _paired(local: Group, remote: Group, local_ids: Ids, remote_ids: Ids) -> tuple[Ids, Ids]:

@@ -78,7 +78,9 @@ def vllm_views(geometry: Geometry) -> tuple[View, ...]:
     found = list(views.values())
     for start, layers in users.items():
         for layer in [layer for layer in layers if layer.group in states][:1]:
-            found += _state_views(layer, start, _senders(layers, states))
+            stride, senders = layer.block_stride, _senders(layers, states)
+            for part in layer.page.parts:
+                found.append(View(start + part.offset, part.nbytes, layer.num_blocks, stride, stride, 1, senders))
     return tuple(found)
 
 
@@ -199,11 +201,6 @@ def _attention_views(geometry: Geometry, pattern: Layer, start: int, groups: tup
         return
     for offset, length in page_pieces(pattern.page):
         yield View(start + offset, length, count, pattern.block_stride, step, ratio, groups)
-
-
-def _state_views(layer: Layer, start: int, groups: tuple[int, ...]) -> list[View]:
-    stride, count = layer.block_stride, layer.num_blocks
-    return [View(start + part.offset, part.nbytes, count, stride, stride, 1, groups) for part in layer.page.parts]
 
 
 def _is_interleaved(page: Page, kernel_stride: int) -> bool:
