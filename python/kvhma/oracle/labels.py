@@ -127,7 +127,6 @@ class Template:
         byte: byte in the entry's row.
         token: token in the logical block; of a part without ``tokens`` the first token of its kernel block.
         tokens: how many tokens the byte stands for: 1, or a kernel block's for a part without ``tokens``.
-        num_blocks: blocks that every layer of the group has.
     """
 
     offset: Ints
@@ -136,7 +135,6 @@ class Template:
     byte: Ints
     token: Ints
     tokens: Ints
-    num_blocks: int
 
 
 class Side:
@@ -153,8 +151,7 @@ class Side:
     def __init__(self, geometry: Geometry, catalog: Catalog) -> None:
         """Number the bytes of one rank."""
         self.geometry = geometry
-        self.sizes = [region.bytes for region in geometry.regions]
-        self.starts = np.concatenate(([0], np.cumsum(self.sizes, dtype=np.int64))).astype(np.int64)
+        self.starts = np.cumsum([0, *(region.bytes for region in geometry.regions)], dtype=np.int64)
         self.size = int(self.starts[-1])
         self._by_device: dict[int, tuple[NDArray[np.uint64], NDArray[np.uint64], Ints]] = {}
         for device in {region.device for region in geometry.regions}:
@@ -172,30 +169,22 @@ class Side:
 
     def _template(self, index: int, catalog: Catalog) -> Template:
         group = self.geometry.groups[index]
-        layers = [layer for layer in self.geometry.layers if layer.group == index]
         columns: list[tuple[Ints, ...]] = []
-        for layer in layers:
+        for layer, part in parts_of(self.geometry):
+            if layer.group != index:
+                continue
             start = int(self.starts[layer.region]) + layer.offset
-            for part in layer.page.parts:
-                offset, byte, token = _part_bytes(part, group, self.geometry.kernel_stride(layer))
-                cut = any(axis.name == "tokens" for axis in part.axes)
-                constants = (
-                    layer.block_stride,
-                    catalog.index[layer.name, part.name],
-                    1 if cut else group.kernel_block_size,
-                )
-                stride, entry, tokens = (np.full(offset.size, value, np.int64) for value in constants)
-                columns.append((offset + start, stride, entry, byte, token, tokens))
+            offset, byte, token = _part_bytes(part, group, self.geometry.kernel_stride(layer))
+            cut = any(axis.name == "tokens" for axis in part.axes)
+            constants = (
+                layer.block_stride,
+                catalog.index[layer.name, part.name],
+                1 if cut else group.kernel_block_size,
+            )
+            stride, entry, tokens = (np.full(offset.size, value, np.int64) for value in constants)
+            columns.append((offset + start, stride, entry, byte, token, tokens))
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.empty(0, np.int64)] * 6
-        return Template(
-            offset=joined[0],
-            stride=joined[1],
-            entry=joined[2],
-            byte=joined[3],
-            token=joined[4],
-            tokens=joined[5],
-            num_blocks=min((layer.num_blocks for layer in layers), default=1 << 31),
-        )
+        return Template(*joined)
 
     def locate(self, rows: NDArray[np.uint64], what: str) -> tuple[Ints, Ints]:
         """Turn descriptors into offsets in this memory.
