@@ -18,9 +18,10 @@ from kvhma.errors import ConfigError
 from kvhma.geometry import Geometry, Layer
 from kvhma.models.config import model_from_config
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import cache_groups, layout
+from kvhma.models.vllm_layout import layout
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
+from support.groups import cache_groups
 from support.vllm_models import Allocated, allocate
 
 KINDS = {

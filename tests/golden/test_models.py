@@ -17,7 +17,8 @@ from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.pages import state_bytes
 from kvhma.models.shards import conv_split
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import cache_groups, layout
+from kvhma.models.vllm_layout import layout
+from support.groups import cache_groups
 from support.needed import needed
 from support.summary import summary
 from support.tables import undropped_blocks
@@ -125,7 +126,7 @@ def geometry_for(name: str, num_tokens: int) -> Geometry:
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_and_caches(name: str) -> None:
     one = models()[name]
-    assert (len(one.layers), len(one.caches())) == LAYERS[name]
+    assert (len(one.layers), len(one.specs())) == LAYERS[name]
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
@@ -330,7 +331,7 @@ def test_logical_blocks_of_other_runs(
 def test_state_of_a_request(name: str, mib: float) -> None:
     one = model(name)
     assert one.state is not None
-    layers = sum(kind == one.state.kind for _, kind in one.caches())
+    layers = sum(cache.kind == one.state.kind for _, cache in one.specs())
     assert layers * state_bytes(one.state) / MIB == pytest.approx(mib, abs=0.05)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvhma.models import STATE_KINDS, CacheKind, Model
-from kvhma.models.block_size import KernelBlock, has_attention, kernel_block_size, kv_bytes
+from kvhma.models.block_size import KernelBlock, has_attention, kernel_block_size
 from kvhma.models.pages import state_bytes
-from kvhma.models.vllm_layout import cache_groups
+from support.groups import cache_groups, kv_bytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def summary(
     return Summary(
         groups=tuple((kind, sum(group.kind == kind for group in groups)) for kind in kinds),
         tensors=tensors,
-        padded_slots=len(groups) * tensors - len(model.caches()),
+        padded_slots=len(groups) * tensors - len(model.specs()),
         block_size=logical,
         kernel_block=kernel_block_size(kernel_block, logical) if has_attention(model) else logical,
         state_bytes=state_bytes(model.state, tp_size=tp_size) if model.state else 0,

@@ -14,10 +14,11 @@ import pytest
 from kvhma.errors import GeometryError, KvhmaError, LayoutError, UnknownModelError
 from kvhma.geometry import Geometry, Layer
 from kvhma.models import Attention, Model, State, model, models
-from kvhma.models.block_size import flashinfer_kernel_block, hybrid_block_size, kv_bytes
+from kvhma.models.block_size import hybrid_block_size, kernel_block_size
 from kvhma.models.pages import state_bytes
 from kvhma.models.shards import conv_split
-from kvhma.models.vllm_layout import cache_groups, layout
+from kvhma.models.vllm_layout import layout
+from support.groups import cache_groups, kv_bytes
 from support.summary import summary
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
@@ -242,7 +243,7 @@ def test_groups_are_padded_only_when_buckets_are_alike() -> None:
 
 
 def test_kernel_blocks() -> None:
-    assert [flashinfer_kernel_block(size) for size in (16, 48, 96, 128, 400)] == [16, 16, 32, 64, 16]
+    assert [kernel_block_size("flashinfer", size) for size in (16, 48, 96, 128, 400)] == [16, 16, 32, 64, 16]
     one = layout(SLIDING, num_blocks=2, block_size=64, kernel_block=16)
     assert {group.ratio for group in one.groups} == {4}
     assert one.layers[0].kernel_stride is None
@@ -406,5 +407,5 @@ def test_table_of_models() -> None:
 @pytest.mark.parametrize("order", PAGE_ORDERS)
 def test_every_model_of_the_table(name: str, order: Any) -> None:
     one = layout(model(name), num_blocks=3, order=order, kernel_block="flashinfer", tp_rank=1, tp_size=2)
-    assert [layer.name for layer in one.layers] == [layer for layer, _ in model(name).caches()]
+    assert [layer.name for layer in one.layers] == [layer for layer, _ in model(name).specs()]
     assert len(one.groups) == sum(count for _, count in summary(model(name), tp_size=2).groups)

@@ -2,7 +2,6 @@
 """What models cache in each layer, from a table or a ``config.json``, and how vLLM lays it out."""
 
 from kvhma.models.table import (
-    ATTENTION_KINDS,
     LATENT_KINDS,
     STATE_KINDS,
     Attention,
@@ -15,7 +14,6 @@ from kvhma.models.table import (
 )
 
 __all__ = [
-    "ATTENTION_KINDS",
     "LATENT_KINDS",
     "STATE_KINDS",
     "Attention",

@@ -14,6 +14,8 @@ KernelBlock: TypeAlias = "int | Literal['flashinfer'] | None"
 """Tokens of a kernel block, ``"flashinfer"`` for that kernel's choice, or None for the whole logical block."""
 
 _FLASHINFER_BLOCKS = (64, 32, 16)
+"""FlashInfer's kernel blocks: it picks the largest that divides the logical block."""
+
 _SMALLEST_KERNEL_BLOCK = 16
 _MLA_ALIGN = 128
 
@@ -25,17 +27,6 @@ def token_bytes(cache: Attention, *, tp_size: int = 1) -> int:
         LayoutError: heads do not divide over the ranks.
     """
     return kv_heads(cache, 0, tp_size).held * cache.token_bytes
-
-
-def kv_bytes(model: Model, *, tp_size: int = 1) -> int:
-    """Return the bytes of one token on one rank in the attention layer that has the most; 0 without attention.
-
-    Raises:
-        LayoutError: heads do not divide over the ranks.
-    """
-    return max(
-        (token_bytes(spec, tp_size=tp_size) for _, spec in model.specs() if isinstance(spec, Attention)), default=0
-    )
 
 
 def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> int:
@@ -76,24 +67,15 @@ def kernel_block_size(kernel_block: int | str | None, block_size: int) -> int:
     """Return the tokens that the attention kernel addresses as one block of a logical one.
 
     Raises:
-        LayoutError: it does not divide the logical block.
+        LayoutError: it does not divide the logical block, or none of FlashInfer's does.
     """
     if kernel_block == "flashinfer":
-        return flashinfer_kernel_block(block_size)
+        for tokens in _FLASHINFER_BLOCKS:
+            if block_size % tokens == 0:
+                return tokens
+        raise LayoutError(f"block_size {block_size}: FlashInfer needs a multiple of {_FLASHINFER_BLOCKS[-1]}")
     if kernel_block is None:
         return block_size
     if not isinstance(kernel_block, int) or kernel_block < 1 or block_size % kernel_block:
         raise LayoutError(f"kernel_block {kernel_block!r}: must divide the logical block of {block_size} tokens")
     return kernel_block
-
-
-def flashinfer_kernel_block(block_size: int) -> int:
-    """Return the kernel block that FlashInfer picks: the largest of 64, 32, 16 that divides the block.
-
-    Raises:
-        LayoutError: none of them does.
-    """
-    for tokens in _FLASHINFER_BLOCKS:
-        if block_size % tokens == 0:
-            return tokens
-    raise LayoutError(f"block_size {block_size}: FlashInfer needs a multiple of {_FLASHINFER_BLOCKS[-1]}")

@@ -9,11 +9,17 @@ have any size, and groups are formed so that their pages fill about as much of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvhma.errors import LayoutError
-from kvhma.models.table import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, State
+from kvhma.models.block_size import has_attention, hybrid_block_size, token_bytes
+from kvhma.models.pages import state_bytes
+from kvhma.models.shards import kv_heads, shard
+from kvhma.models.table import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, Model, State
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +62,57 @@ class LayerSpec:
 
 
 Members = dict[str, LayerSpec]
-"""Layers of a group by name, in the order in which they lie in memory but for those of one spec, which lie together."""
+"""Layers by name; of a group in the order in which they lie in memory, but that those of one spec lie together."""
 
 
-def group_layers(specs: Mapping[str, LayerSpec], *, block_major: bool) -> list[Members]:
-    """Cut a rank's layers into groups.
+def layer_specs(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> Members:
+    """Return the layers of one rank as the allocator sees them, in model order.
+
+    Args:
+        model: the model.
+        tp_size: tensor-parallel ranks.
+        block_size: as for :func:`kvhma.models.block_size.hybrid_block_size`.
+        align: the same.
+
+    Raises:
+        LayoutError: the model has no cache at all, or something does not divide over the ranks.
+    """
+    if model.query_heads is not None and has_attention(model):
+        shard("query_heads", model.query_heads, 0, tp_size)
+    logical = hybrid_block_size(model, tp_size=tp_size, block_size=block_size, align=align)
+    state = state_bytes(model.state, tp_size=tp_size) if model.state else 0
+    padded = logical * token_bytes(model.token_spec(), tp_size=tp_size) if has_attention(model) else state
+    specs = {}
+    for name, cache in model.specs():
+        if isinstance(cache, State):
+            specs[name] = LayerSpec(cache, (), cache.kind, logical, state, padded)
+        else:
+            held = (kv_heads(cache, 0, tp_size).held, cache.head_dim, cache.v_head_dim, cache.dtype)
+            page = logical * token_bytes(cache, tp_size=tp_size)
+            specs[name] = LayerSpec(cache, held, cache.kind, logical, page, page, cache.window, cache.chunk)
+    if not specs:
+        raise LayoutError(f"layers: {model.name} has no layer with a cache")
+    return specs
+
+
+def group_layers(specs: Members, *, block_major: bool) -> list[Members]:
+    """Cut a rank's layers into groups, as vLLM's allocator does.
+
+    Layers of one sort are cut into groups of the size of the smallest sort. If the largest sort has less than 1.5
+    times the smallest, its size is taken instead. Layers that need blocks for the same tokens, as latents and their
+    index do, are one group even if their pages differ, where there is nothing else.
 
     Args:
         specs: layers by name, in the order in which the engine makes them.
         block_major: whether all layers of a block lie together.
 
     Returns:
-        The groups with their layers' specs, whose block or page can have become larger.
+        The groups with their layers' specs, whose block or page can have become larger: sorts in the order in which
+        the model first uses them, each cut with stride, so that neighbouring layers are in different groups.
 
     Raises:
-        LayoutError: no layers, or pages that cannot get one size.
+        LayoutError: pages that cannot get one size, or cannot be shared out.
     """
-    if not specs:
-        raise LayoutError("layers: no layer has a cache")
     if len({spec.family for spec in specs.values()}) == 1:
         return [dict(specs)]
     if block_major and len({spec.page for spec in specs.values()}) > 1:
@@ -85,14 +124,23 @@ def group_layers(specs: Mapping[str, LayerSpec], *, block_major: bool) -> list[M
         # A window beside a latent, as of a draft model, may get blocks for every token instead.
         if not ("mla" in found and found <= {"full", "sliding", *LATENT_KINDS} and "sliding" in found):
             raise
-    return [{name: _for_every_token(spec) for name, spec in specs.items()}]
+    return [
+        {
+            name: replace(spec, kind="full", window=None) if spec.kind == "sliding" else spec
+            for name, spec in specs.items()
+        }
+    ]
 
 
-def _for_every_token(spec: LayerSpec) -> LayerSpec:
-    return replace(spec, kind="full", window=None) if spec.kind == "sliding" else spec
+def alike(specs: Members, key: Callable[[LayerSpec], _Key]) -> dict[_Key, Members]:
+    """Return layers by what they have in common; within it, and by its first layer, in their own order."""
+    found: dict[_Key, Members] = {}
+    for name, spec in specs.items():
+        found.setdefault(key(spec), {})[name] = spec
+    return found
 
 
-def _equal_pages(specs: Mapping[str, LayerSpec]) -> Members:
+def _equal_pages(specs: Members) -> Members:
     """Give all pages the size of the largest."""
     page = max(spec.page for spec in specs.values())
     equal: Members = {}
@@ -117,15 +165,13 @@ def _equal_counts(specs: Members) -> list[Members]:
     If the largest has not 1.5 times as many, its number is taken: a few empty places cost less than twice the block
     tables.
     """
-    sorts: dict[LayerSpec, list[str]] = {}
-    for name, spec in specs.items():
-        sorts.setdefault(spec, []).append(name)
-    counts = [len(names) for names in sorts.values()]
+    sorts = alike(specs, lambda spec: spec).values()
+    counts = [len(layers) for layers in sorts]
     size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
     groups = []
-    for names in sorts.values():
-        count = -(-len(names) // size)
-        groups += [{name: specs[name] for name in names[first::count]} for first in range(count)]
+    for layers in sorts:
+        count = -(-len(layers) // size)
+        groups += [dict(list(layers.items())[first::count]) for first in range(count)]
     return groups
 
 
@@ -135,11 +181,11 @@ class _Sort:
 
     Attributes:
         layers: all of them.
-        pages: names by bytes of a page.
+        pages: those of each size, by bytes of a page.
     """
 
     layers: Members
-    pages: dict[int, list[str]]
+    pages: dict[int, Members]
 
     @property
     def repeats(self) -> int:
@@ -170,9 +216,12 @@ class _Sort:
         ]
 
 
-def _packed(specs: Mapping[str, LayerSpec]) -> list[Members]:
+def _packed(specs: Members) -> list[Members]:
     """Form groups whose pages, of any size, fill about as much of a block."""
-    sorts = _sorts(specs)
+    sorts = [
+        _Sort(layers, alike(layers, lambda spec: spec.page))
+        for layers in alike(specs, lambda spec: spec.family).values()
+    ]
     patterns = [sort.repeats for sort in sorts if sort.is_pattern]
     least = max((sort.repeats for sort in sorts if sort.is_pattern and len(sort.pages) > 1), default=0)
     each = _least_padding(patterns, least) if least else None
@@ -194,19 +243,6 @@ def _packed(specs: Mapping[str, LayerSpec]) -> list[Members]:
             count = max(count, -(-len(sort.layers) // fit))
         groups += sort.cut(count)
     return groups
-
-
-def _sorts(specs: Mapping[str, LayerSpec]) -> list[_Sort]:
-    families: dict[tuple[object, ...], Members] = {}
-    for name, spec in specs.items():
-        families.setdefault(spec.family, {})[name] = spec
-    sorts = []
-    for layers in families.values():
-        pages: dict[int, list[str]] = {}
-        for name, spec in layers.items():
-            pages.setdefault(spec.page, []).append(name)
-        sorts.append(_Sort(layers, pages))
-    return sorts
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:

@@ -18,9 +18,7 @@ from kvhma.errors import GeometryError, UnknownModelError
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "indexer"]
 StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "kda", "short_conv"]
-CacheKind: TypeAlias = Literal[
-    "full", "sliding", "chunked", "mla", "indexer", "mamba1", "mamba2", "gdn", "kda", "short_conv"
-]
+CacheKind: TypeAlias = AttentionKind | StateKind
 
 ATTENTION_KINDS: frozenset[str] = frozenset(get_args(AttentionKind))
 STATE_KINDS: frozenset[str] = frozenset(get_args(StateKind))
@@ -270,16 +268,10 @@ class Model:
                 "the attention kernel's choice"
             )
 
-    def caches(self) -> tuple[tuple[str, CacheKind], ...]:
-        """Return name and kind of every cache in model order; a ``full+mamba2`` layer has two.
-
-        Raises:
-            GeometryError: a layer kind that is not known.
-        """
-        return tuple((name, spec.kind) for name, spec in self.specs())
-
     def specs(self) -> tuple[tuple[str, Attention | State], ...]:
         """Return name and content of every cache in model order, with nothing left to the model's own fields.
+
+        A ``full+mamba2`` layer has two.
 
         Raises:
             GeometryError: a layer kind that is not known, or a state that the model does not have.
@@ -328,9 +320,11 @@ class Model:
         )
 
 
+@cache
 def models() -> Mapping[str, Model]:
     """Return the table: models by name, in a fixed order."""
-    return _table()
+    text = files("kvhma").joinpath("data/models.json").read_text(encoding="utf-8")
+    return MappingProxyType({name: _model(name, row) for name, row in json.loads(text).items()})
 
 
 def model(name: str) -> Model:
@@ -339,16 +333,10 @@ def model(name: str) -> Model:
     Raises:
         UnknownModelError: no such model; the text lists the known ones.
     """
-    table = _table()
+    table = models()
     if name not in table:
         raise UnknownModelError(f"unknown model {name!r}; known are {', '.join(table)}")
     return table[name]
-
-
-@cache
-def _table() -> Mapping[str, Model]:
-    text = files("kvhma").joinpath("data/models.json").read_text(encoding="utf-8")
-    return MappingProxyType({name: _model(name, row) for name, row in json.loads(text).items()})
 
 
 def _model(name: str, row: dict[str, Any]) -> Model:

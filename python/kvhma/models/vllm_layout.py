@@ -10,22 +10,24 @@ with the block outermost pages of several sizes lie side by side instead. :mod:`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypedDict, cast, get_args
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Memory, Page, Region
-from kvhma.models.block_size import KernelBlock, has_attention, hybrid_block_size, kernel_block_size, token_bytes
-from kvhma.models.grouping import LayerSpec, Members, group_layers
-from kvhma.models.pages import ConvOrder, attention_page, state_bytes, state_parts
-from kvhma.models.shards import check_positive, kv_heads, shard
+from kvhma.models.block_size import KernelBlock, kernel_block_size
+from kvhma.models.grouping import LayerSpec, Members, alike, group_layers, layer_specs
+from kvhma.models.pages import ConvOrder, attention_page, state_parts
+from kvhma.models.shards import check_positive, kv_heads
 from kvhma.models.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
-from kvhma.models.table import LATENT_KINDS, Attention, CacheKind, Model, State
+from kvhma.models.table import LATENT_KINDS, Attention, Model, State
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AllocatorOptions", "CacheGroup", "LayoutOptions", "cache_groups", "layout"]
+__all__ = ["AllocatorOptions", "LayoutOptions", "layout"]
 
 
 class AllocatorOptions(TypedDict, total=False):
@@ -100,53 +102,6 @@ class _Options:
         return self.order[0] == "B"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers that share one block table. Where all pages have one size the j-th of them uses tensor j.
-
-    Attributes:
-        kind: what its layers cache; where they are of several kinds, that of the first.
-        layers: their names; never more than there are tensors.
-        block_size: tokens of a block.
-        pages: bytes of a page of each layer, padding included.
-    """
-
-    kind: CacheKind
-    layers: tuple[str, ...]
-    block_size: int
-    pages: tuple[int, ...]
-
-
-def cache_groups(
-    model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None, order: Order = "LBHNC"
-) -> tuple[CacheGroup, ...]:
-    """Cut a model's layers into groups, as vLLM's allocator does.
-
-    Layers of one sort are cut into groups of the size of the smallest sort. If the largest sort has less than 1.5
-    times the smallest, its size is taken instead. Layers that need blocks for the same tokens, as latents and their
-    index do, are one group even if their pages differ, where there is nothing else.
-
-    Args:
-        model: the model.
-        tp_size: tensor-parallel ranks: heads of a rank say how large a page is.
-        block_size: as for :func:`layout`.
-        align: as for :func:`layout`.
-        order: as for :func:`layout`; those with the block outermost hold pages of several sizes.
-
-    Returns:
-        The groups: sorts in the order in which the model first uses them, each cut with stride, so that
-        neighbouring layers are in different groups.
-
-    Raises:
-        LayoutError: the model has no cache at all, or cannot be laid out so.
-    """
-    groups = _grouped(model, _Options(1, tp_size=tp_size, block_size=block_size, align=align, order=order))
-    return tuple(
-        CacheGroup(_first(group).kind, tuple(group), _first(group).block_size, tuple(y.page for y in group.values()))
-        for group in groups
-    )
-
-
 def layout(model: Model, *, num_blocks: int, **options: Unpack[LayoutOptions]) -> Geometry:
     """Lay a model out as vLLM does and return the geometry of one rank.
 
@@ -156,7 +111,8 @@ def layout(model: Model, *, num_blocks: int, **options: Unpack[LayoutOptions]) -
         **options: see :class:`AllocatorOptions` and :class:`LayoutOptions`.
 
     Returns:
-        The geometry. Regions are the tensors, layers are in model order, groups as in :func:`cache_groups`.
+        The geometry. Regions are the tensors, layers are in model order, groups as
+        :func:`kvhma.models.grouping.group_layers` makes them.
 
     Raises:
         LayoutError: a combination that this allocator cannot make, or with which vLLM does not start an engine; the
@@ -169,51 +125,22 @@ def layout(model: Model, *, num_blocks: int, **options: Unpack[LayoutOptions]) -
     if not 0 <= asked.tp_rank < asked.tp_size:
         raise LayoutError(f"tp_rank {asked.tp_rank}: tp_size is {asked.tp_size}")
     _check_forms(model, asked)
-    groups = _grouped(model, asked)
+    specs = layer_specs(model, tp_size=asked.tp_size, block_size=asked.block_size, align=asked.align)
+    groups = group_layers(specs, block_major=asked.is_block_major)
     _check_pages(groups, asked)
     block_bytes = max(sum(spec.page for spec in group.values()) for group in groups)
-    placed = [_place(group, asked, block_bytes) for group in groups]
-    tensors = _tensors(placed, asked, block_bytes)
-    layers = {
-        name: _layer(name, index, layer, tensors, num_blocks)
-        for index, group in enumerate(placed)
-        for name, layer in group.items()
-    }
+    placed = [layer for index, group in enumerate(groups) for layer in _place(index, group, asked, block_bytes)]
+    regions, layers = _cut(placed, asked, block_bytes * num_blocks)
     return Geometry(
-        regions=_regions(tensors, asked),
+        regions=regions,
         groups=tuple(_group(group, asked) for group in groups),
-        layers=tuple(layers[name] for name, _ in model.caches()),
+        layers=tuple(layers[name] for name in specs),
         tp_rank=asked.tp_rank,
         tp_size=asked.tp_size,
     )
 
 
-# --- Groups and what they can be ------------------------------------------------------------------------
-
-
-def _first(group: Members) -> LayerSpec:
-    return next(iter(group.values()))
-
-
-def _grouped(model: Model, options: _Options) -> list[Members]:
-    """Return the groups of one rank."""
-    tp_size = options.tp_size
-    if model.query_heads is not None and has_attention(model):
-        shard("query_heads", model.query_heads, 0, tp_size)
-    logical = hybrid_block_size(model, tp_size=tp_size, block_size=options.block_size, align=options.align)
-    state = state_bytes(model.state, tp_size=tp_size) if model.state else 0
-    padded = logical * token_bytes(model.token_spec(), tp_size=tp_size) if has_attention(model) else state
-    specs = {}
-    for name, cache in model.specs():
-        if isinstance(cache, State):
-            specs[name] = LayerSpec(cache, (), cache.kind, logical, state, padded)
-        else:
-            held = (kv_heads(cache, 0, tp_size).held, cache.head_dim, cache.v_head_dim, cache.dtype)
-            page = logical * token_bytes(cache, tp_size=tp_size)
-            specs[name] = LayerSpec(cache, held, cache.kind, logical, page, page, cache.window, cache.chunk)
-    if not specs:
-        raise LayoutError(f"layers: {model.name} has no layer with a cache")
-    return group_layers(specs, block_major=options.is_block_major)
+# --- What an order can hold, and groups --------------------------------------------------------------------
 
 
 def _check_forms(model: Model, options: _Options) -> None:
@@ -256,7 +183,8 @@ def _check_pages(groups: list[Members], options: _Options) -> None:
 
 def _group(group: Members, options: _Options) -> Group:
     """Return the group as a geometry has it; that of several kinds is of the first that is no latent."""
-    spec = next((spec for spec in group.values() if spec.kind not in LATENT_KINDS), _first(group))
+    specs = list(group.values())
+    spec = next((spec for spec in specs if spec.kind not in LATENT_KINDS), specs[0])
     if isinstance(spec.cache, State):
         return Group("ssm", spec.block_size, speculative=options.speculative)
     return Group(
@@ -271,25 +199,14 @@ def _group(group: Members, options: _Options) -> Group:
 # --- Where layers lie -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Where a layer is in the memory that all groups share; `size` is the bytes of its own range of it."""
+def _place(index: int, group: Members, options: _Options, block_bytes: int) -> list[Layer]:
+    """Place a group's layers in the memory that all groups share, as one region.
 
-    page: Page
-    offset: int
-    size: int
-    block_stride: int
-    kernel_stride: int | None
-
-
-def _place(group: Members, options: _Options, block_bytes: int) -> dict[str, _Placed]:
-    """Place a group's layers: those of one spec lie together, in the order in which each spec comes first."""
-    sorts: dict[LayerSpec, list[str]] = {}
-    for name, spec in group.items():
-        sorts.setdefault(spec, []).append(name)
-    placed: dict[str, _Placed] = {}
+    Layers of one spec lie together, in the order in which each spec comes first.
+    """
+    placed: list[Layer] = []
     start = 0
-    for spec, names in sorts.items():
+    for spec, names in alike(group, lambda spec: spec).items():
         kernel = spec.block_size if spec.is_state else kernel_block_size(options.kernel_block, spec.block_size)
         ratio = spec.block_size // kernel
         if ratio > 1 and spec.page != spec.content:
@@ -297,12 +214,12 @@ def _place(group: Members, options: _Options, block_bytes: int) -> dict[str, _Pl
                 f"kernel_block {kernel}: a page of {spec.page} bytes with {spec.content} used is not cut further"
             )
         strides = _strides(spec, len(names), kernel, options, block_bytes)
-        pages = {cache: _page(cache, kernel, strides, options) for cache in {group[name].cache for name in names}}
+        pages = {cache: _page(cache, kernel, strides, options) for cache in {one.cache for one in names.values()}}
         # Given only where it is not what a geometry assumes anyway.
         kernel_stride = None if spec.is_state or strides["K"] * ratio == strides["B"] else strides["K"]
-        for index, name in enumerate(names):
-            offset, size = start + index * strides["L"], spec.page * options.num_blocks
-            placed[name] = _Placed(pages[group[name].cache], offset, size, strides["B"], kernel_stride)
+        for at, (name, one) in enumerate(names.items()):
+            offset, page = start + at * strides["L"], pages[one.cache]
+            placed.append(Layer(name, index, 0, offset, options.num_blocks, strides["B"], page, kernel_stride))
         start += len(names) * (spec.page if options.is_block_major else strides["L"])
     return placed
 
@@ -342,34 +259,24 @@ def _strides(spec: LayerSpec, layers: int, kernel: int, options: _Options, block
     return strides
 
 
-def _tensors(placed: list[dict[str, _Placed]], options: _Options, block_bytes: int) -> dict[int, int]:
-    """Return offset and bytes of every region; offsets as those of the layers."""
-    if options.one_storage or options.is_block_major:
-        return {0: block_bytes * options.num_blocks}
-    spans = {layer.offset: layer.size for group in placed for layer in group.values()}
-    return dict(sorted(spans.items()))
+def _cut(placed: list[Layer], options: _Options, total: int) -> tuple[tuple[Region, ...], dict[str, Layer]]:
+    """Return the regions, each at the next multiple of the alignment, and the layers in them by name.
 
+    ::
 
-def _regions(tensors: dict[int, int], options: _Options) -> tuple[Region, ...]:
-    """Return the regions, each at the next multiple of the alignment."""
+        offset of layers   0           1000        2000        total
+        one storage        |<-------------- region 0 ------------->|
+        else               |<- region 0 ->|<- region 1 ->|<- region 2 ->|
+    """
+    is_one = options.one_storage or options.is_block_major
+    starts = [0] if is_one else sorted({layer.offset for layer in placed})
     regions, align = [], options.region_align
-    start = -(-options.base // align) * align
-    for length in tensors.values():
-        regions.append(Region(start, length, options.memory, options.device))
-        start += -(-length // align) * align
-    return tuple(regions)
-
-
-def _layer(name: str, group: int, placed: _Placed, tensors: dict[int, int], num_blocks: int) -> Layer:
-    """Return the layer, in its own region or in the one of all."""
-    shared = len(tensors) == 1
-    return Layer(
-        name=name,
-        group=group,
-        region=0 if shared else list(tensors).index(placed.offset),
-        offset=placed.offset if shared else 0,
-        num_blocks=num_blocks,
-        block_stride=placed.block_stride,
-        page=placed.page,
-        kernel_stride=placed.kernel_stride,
-    )
+    base = -(-options.base // align) * align
+    for start, end in pairwise([*starts, total]):
+        regions.append(Region(base, end - start, options.memory, options.device))
+        base += -(-(end - start) // align) * align
+    layers = {}
+    for layer in placed:
+        region = bisect_right(starts, layer.offset) - 1
+        layers[layer.name] = replace(layer, region=region, offset=layer.offset - starts[region])
+    return tuple(regions), layers

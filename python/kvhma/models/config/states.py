@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvhma.errors import ConfigError
 from kvhma.models.config.fields import Fields
-from kvhma.models.table import State
+from kvhma.models.table import State, StateKind
 from kvhma.text import quote
 
 
@@ -38,17 +38,7 @@ def nemotron_h(fields: Fields, dtype: str) -> State:
 def _mamba2(fields: Fields, heads: int, head: int, columns: int, groups: int, dtype: str) -> State:
     if heads % groups:
         raise ConfigError(f"n_groups {groups}: must divide the {heads} heads of the state")
-    return State(
-        kind="mamba2",
-        conv_dim=heads * head + 2 * groups * columns,
-        d_conv=_taps(fields, "mamba_d_conv", "conv_kernel"),
-        n_heads=heads,
-        head_dim=head,
-        d_state=columns,
-        n_groups=groups,
-        conv_dtype=dtype,
-        ssm_dtype=dtype,
-    )
+    return _state("mamba2", _taps(fields, "mamba_d_conv", "conv_kernel"), (heads, head, columns), groups, dtype)
 
 
 def mamba1(fields: Fields, dtype: str) -> State:
@@ -57,34 +47,16 @@ def mamba1(fields: Fields, dtype: str) -> State:
     inner = expand * fields.size("hidden_size")
     if fields.get("mamba_expand") is None:  # Mamba itself has a field for it, which has the name of an MLP's elsewhere
         inner = fields.size("intermediate_size", derived=inner)
-    return State(
-        kind="mamba1",
-        conv_dim=inner,
-        d_conv=_taps(fields, "mamba_d_conv", "conv_kernel"),
-        n_heads=inner,
-        head_dim=1,
-        d_state=fields.size("mamba_d_state", "state_size"),
-        n_groups=0,
-        conv_dtype=dtype,
-        ssm_dtype=dtype,
-    )
+    taps, columns = _taps(fields, "mamba_d_conv", "conv_kernel"), fields.size("mamba_d_state", "state_size")
+    return _state("mamba1", taps, (inner, 1, columns), 0, dtype)
 
 
 def gated_delta_net(fields: Fields, dtype: str) -> State:
     """Read the state of a gated delta net: key heads are its groups."""
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     key, value = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
-    return State(
-        kind="gdn",
-        conv_dim=2 * keys * key + values * value,
-        d_conv=_taps(fields, "linear_conv_kernel_dim"),
-        n_heads=values,
-        head_dim=value,
-        d_state=key,
-        n_groups=keys,
-        conv_dtype=dtype,
-        ssm_dtype=_dtype_of(fields, "mamba_ssm_dtype", dtype),
-    )
+    state = _state("gdn", _taps(fields, "linear_conv_kernel_dim"), (values, value, key), keys, dtype)
+    return replace(state, ssm_dtype=_dtype_of(fields, "mamba_ssm_dtype", dtype))
 
 
 def kimi_delta(fields: Fields, dtype: str) -> State:
@@ -92,17 +64,8 @@ def kimi_delta(fields: Fields, dtype: str) -> State:
     lists = fields.get("linear_attn_config")
     linear = Fields(lists if isinstance(lists, dict) else {}, {"short_conv_kernel_size": 4})
     heads, width = linear.size("num_heads"), linear.size("head_dim")
-    return State(
-        kind="kda",
-        conv_dim=3 * heads * width,
-        d_conv=_taps(linear, "short_conv_kernel_size"),
-        n_heads=heads,
-        head_dim=width,
-        d_state=width,
-        n_groups=heads,
-        conv_dtype=dtype,
-        ssm_dtype="float32",
-    )
+    state = _state("kda", _taps(linear, "short_conv_kernel_size"), (heads, width, width), heads, dtype)
+    return replace(state, ssm_dtype="float32")
 
 
 def zamba2(fields: Fields, dtype: str) -> State:
@@ -116,14 +79,20 @@ def zamba2(fields: Fields, dtype: str) -> State:
 def short_conv(fields: Fields, dtype: str) -> State:
     """Read the state of a short convolution: its last inputs, and nothing recurrent."""
     channels = fields.size("conv_dim", derived=fields.size("hidden_size"))
+    return _state("short_conv", _taps(fields, "conv_L_cache"), (channels, 1, 0), 0, dtype)
+
+
+def _state(kind: StateKind, taps: int, heads: tuple[int, int, int], groups: int, dtype: str) -> State:
+    """Return a state; `heads` are how many there are, rows of each and columns, as in :class:`State`."""
+    count, rows, columns = heads
     return State(
-        kind="short_conv",
-        conv_dim=channels,
-        d_conv=_taps(fields, "conv_L_cache"),
-        n_heads=channels,
-        head_dim=1,
-        d_state=0,
-        n_groups=0,
+        kind=kind,
+        conv_dim=count * rows + 2 * groups * columns,
+        d_conv=taps,
+        n_heads=count,
+        head_dim=rows,
+        d_state=columns,
+        n_groups=groups,
         conv_dtype=dtype,
         ssm_dtype=dtype,
     )
