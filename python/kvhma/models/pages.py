@@ -78,7 +78,7 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
         LayoutError: heads do not divide over the ranks, or the dtype is not known.
     """
     if cache.kind == "indexer":
-        return Page(_index_parts(tokens))
+        return Page(section_parts("uint8", tokens, (INDEX_KEY, INDEX_SCALE)))
     if cache.dtype is None:
         raise LayoutError(f"dtype None of {cache.kind} attention")
     item = item_bytes(cache.dtype)
@@ -93,10 +93,19 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
     return Page(tuple(Part(name, cache.dtype, item, index * strides["S"], axes) for index, name in enumerate("kv")))
 
 
-def _index_parts(tokens: int) -> tuple[Part, ...]:
-    """Return the parts of an index page as its writer has them: the keys of all tokens, then all scales."""
-    sizes = (("data", 0, INDEX_KEY), ("scales", tokens * INDEX_KEY, INDEX_SCALE))
-    return tuple(
-        Part(name, "uint8", 1, offset, (Axis("tokens", tokens, size), Axis("content", size, 1)))
-        for name, offset, size in sizes
-    )
+def section_parts(dtype: str, tokens: int, sizes: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return the parts of a kernel block that has the data of all tokens, then all scales.
+
+        | data of token 0 | ... | data of the last | scales of token 0 | ... | scales of the last |
+        0                                          offset of "scales"
+
+    Args:
+        dtype: of the items.
+        tokens: tokens of a kernel block.
+        sizes: bytes of a token's data, and of its scales.
+    """
+    parts, offset = [], 0
+    for name, size in zip(("data", "scales"), sizes, strict=True):
+        parts.append(Part(name, dtype, 1, offset, (Axis("tokens", tokens, size), Axis("content", size, 1))))
+        offset += tokens * size
+    return tuple(parts)

@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.formats import Writer, transferred_groups
+from kvhma.vllm.formats import Writer, kind_of, transferred_groups
 from kvhma.vllm.identity import ModelIdentity
-from kvhma.vllm.layer_parts import RankInfo, kind_of
+from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import Address
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvhma.errors import UnsupportedPairError
+from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Kind
 
 KINDS: dict[str, Kind] = {
@@ -127,27 +127,26 @@ class Writer:
     cpu_kernel: str | None = None
 
 
-def is_not_transferred(spec: Any) -> bool:
-    """Return whether a spec's cache is not transferred."""
-    return type(spec).__name__ in NOT_TRANSFERRED
-
-
 def transferred_groups(config: Any) -> tuple[int, ...]:
     """Return the groups of a ``KVCacheConfig`` that are transferred, for the scheduler and for the workers."""
-    return tuple(
-        i for i in config.transfer_group_ids if not is_not_transferred(config.kv_cache_groups[i].kv_cache_spec)
-    )
+    specs = {index: config.kv_cache_groups[index].kv_cache_spec for index in config.transfer_group_ids}
+    return tuple(index for index, spec in specs.items() if type(spec).__name__ not in NOT_TRANSFERRED)
 
 
-def check_supported(name: str, spec: Any) -> None:
-    """Refuse a cache that cannot be right after a load.
+def kind_of(name: str, spec: Any) -> Kind:
+    """Return the kind of group that a layer of this spec belongs to.
 
     Raises:
-        UnsupportedPairError: the text names the layer, the spec and why.
+        GeometryError: a spec that is not known. A subclass may keep other things in its blocks than its base, so a
+            spec has to be known by its own name.
+        UnsupportedPairError: a cache that cannot be right after a load.
     """
-    why = REFUSED.get(type(spec).__name__)
-    if why is not None:
-        raise UnsupportedPairError(f"layer {name!r}: kv_cache_spec is {type(spec).__name__}, which is refused: {why}")
+    found = type(spec).__name__
+    if found in REFUSED:
+        raise UnsupportedPairError(f"layer {name!r}: kv_cache_spec is {found}, which is refused: {REFUSED[found]}")
+    if found not in KINDS:
+        raise GeometryError(f"layer {name!r}: spec is {found}, known are {', '.join(KINDS)}")
+    return KINDS[found]
 
 
 def encoding_of(spec: Any, dtype: str, writer: Writer) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page
 from kvhma.tensors.regions import Location, locate
-from kvhma.vllm.formats import Writer, transferred_groups
-from kvhma.vllm.layer_parts import RankInfo, View, kind_of, parts_of
+from kvhma.vllm.formats import Writer, kind_of, transferred_groups
+from kvhma.vllm.layer_parts import RankInfo, View, parts_of
 
 
 def geometry_of(
@@ -144,7 +144,5 @@ def _view(name: str, tensor: Any, writer: Writer) -> View:
     if tensor.dim() != 4:
         raise GeometryError(f"{_label(name)}: the cache has shape {tuple(tensor.shape)}, expected four dimensions")
     item = tensor.element_size()
-    a, b, c, d = tensor.shape
-    strides = [stride * item for stride in tensor.stride()]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return View((a, b, c, d), (strides[0], strides[1], strides[2], strides[3]), item, dtype, writer)
+    strides = tuple(stride * item for stride in tensor.stride())
+    return View(tuple(tensor.shape), strides, item, str(tensor.dtype).removeprefix("torch."), writer)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvhma.errors import GeometryError
-from kvhma.geometry import Axis, Kind, Part
+from kvhma.geometry import Axis, Part
 from kvhma.models import State, StateKind
-from kvhma.models.pages import ConvOrder, state_parts
-from kvhma.vllm.formats import KINDS, Writer, check_supported, encoding_of, is_by_head, section_bytes
+from kvhma.models.pages import ConvOrder, section_parts, state_parts
+from kvhma.vllm.formats import Writer, encoding_of, is_by_head, kind_of, section_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
 """CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
@@ -49,26 +49,11 @@ class View:
         writer: what writes it.
     """
 
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     item_bytes: int
     dtype: str
     writer: Writer
-
-
-def kind_of(name: str, spec: Any) -> Kind:
-    """Return the kind of group that a layer of this spec belongs to.
-
-    Raises:
-        GeometryError: a spec that is not known. A subclass may keep other things in its blocks than its base, so a
-            spec has to be known by its own name.
-        UnsupportedPairError: a cache that cannot be right after a load.
-    """
-    check_supported(name, spec)
-    found = KINDS.get(type(spec).__name__)
-    if found is None:
-        raise GeometryError(f"layer {name!r}: spec is {type(spec).__name__}, known are {', '.join(KINDS)}")
-    return found
 
 
 def parts_of(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
@@ -113,14 +98,7 @@ def _by_token(name: str, dtype: str, view: View, sections: tuple[int, ...]) -> t
         return (Part("kv", dtype, item, 0, row),)
     if view.strides[2] != width * item:
         raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, its kernels need {width * item}")
-    # | data of token 0 | ... | data of the last | scales of token 0 | ... | scales of the last |
-    # 0                                          offset of "scales"
-    parts, offset = [], 0
-    for part, size in zip(("data", "scales"), sections, strict=True):
-        axes = (Axis("tokens", tokens, size), Axis("content", size, 1))
-        parts.append(Part(part, dtype, 1, offset, axes))
-        offset += tokens * size
-    return tuple(parts)
+    return section_parts(dtype, tokens, sections)
 
 
 def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
