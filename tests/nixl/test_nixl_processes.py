@@ -214,7 +214,7 @@ def check_lost_and_back(reader, peer, start_worker, transport):
     assert time.monotonic() - start < 1
     second = start_worker(seed=2, **transport)
     again = reader.agent.connect(second.payload)
-    assert again.incarnation != peer.incarnation
+    assert again.payload.incarnation != peer.payload.incarnation
     reader.target[:] = 0
     assert reader.read(again, ALL, b"back").wait(SECONDS)
     assert reader.has(second, ALL)

@@ -129,7 +129,7 @@ def test_a_payload_needs_registered_memory(world):
 def test_connecting_warms_up_and_nobody_sees_it(world):
     assert world.p_nixl.inbox == [("D", WARM_UP)]
     assert world.p.notifications() == []
-    assert (world.peer.name, world.peer.incarnation) == ("P", world.p.incarnation)
+    assert (world.peer.name, world.peer.payload.incarnation) == ("P", world.p.incarnation)
     assert world.peer.geometry == world.p_geometry
 
 
@@ -137,7 +137,7 @@ def test_the_same_payload_is_the_same_peer(world):
     payload = world.p.handshake_payload(world.p_geometry, b"clock")
     peer = world.d.connect(payload)
     assert peer is not world.peer
-    assert peer.extra == b"clock"
+    assert peer.payload.extra == b"clock"
     assert world.d.connect(payload) is peer
     with pytest.raises(PeerLostError, match="disconnected"):
         world.read([1], [1])
@@ -209,7 +209,7 @@ def test_a_peer_that_does_not_answer(world):
             world.p.connect(payload, timeout=0.01)
     (warm_up,) = world.p._in_flight.running()
     assert world.p_nixl.released_in_flight == 0
-    warm_up._handle.left, world.net.polls = 1, 0
+    warm_up._work[1].left, world.net.polls = 1, 0
     assert world.p.connect(payload, timeout=1).gone is None
 
 
@@ -422,7 +422,7 @@ def test_close_refuses_while_something_is_in_flight():
     assert world.d_nixl.released_in_flight == 0
     with pytest.raises(TransferError, match="closed"):
         world.read([1], [2])
-    transfer._handle.left = 1
+    transfer._work[1].left = 1
     world.d.close(timeout=1)
     assert transfer.finished
     assert not world.d_nixl.registered
@@ -436,7 +436,7 @@ def test_disconnect_waits_too():
     assert "P" in world.d_nixl.remotes
     with pytest.raises(PeerLostError):
         world.read([1], [2])
-    transfer._handle.left = 1
+    transfer._work[1].left = 1
     world.d.disconnect(world.peer)
     world.d.disconnect(world.peer)
     assert not world.d_nixl.remotes
@@ -474,7 +474,7 @@ def test_a_dead_peer_is_lost_until_it_comes_back():
     assert world.d_nixl.calls["transfer"] == posts
 
     peer = world.d.connect(world.restart_p())
-    assert peer.incarnation != world.peer.incarnation
+    assert peer.payload.incarnation != world.peer.payload.incarnation
     with pytest.raises(PeerLostError):
         world.d.read_ids(local, int32(1), remote, int32(2))
     again = world.d.prepare_remote(peer, views)

@@ -74,7 +74,7 @@ class Agent:
         self.strided = takes_strided(opened) if options.strided is None else options.strided
         self._session = Session(name, opened)
         self._memory = RegisteredMemory()
-        self._prepared = PreparedLists(self._session)
+        self._prepared = PreparedLists(self._session, strided=self.strided)
         self._in_flight = InFlight(self._session)
         # Registered at once, so that all handshake payloads of the agent have the same metadata for it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
@@ -211,7 +211,7 @@ class Agent:
         with self._session.setup:
             with self._session.lock:
                 nixl = self._session.forget(peer)
-                self._prepared.release_of(peer)
+                self._prepared.release_all(peer)
             if nixl is not None:
                 remove_peer(nixl, peer)
 
@@ -258,7 +258,7 @@ class Agent:
             RequestError: another form, or outside what is registered.
             AddressOverflowError: a view ends after 2**64.
         """
-        return self._prepared.prepare(None, views, memory, strided=self.strided)
+        return self._prepared.prepare(None, views, memory)
 
     def prepare_remote(self, peer: Peer, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
         """Let NIXL keep views of a peer's memory, as :meth:`prepare_local` does of this agent's.
@@ -268,7 +268,7 @@ class Agent:
             RequestError: another form, or outside what the peer registered.
             AddressOverflowError: a view ends after 2**64.
         """
-        return self._prepared.prepare(peer, views, memory, strided=self.strided)
+        return self._prepared.prepare(peer, views, memory)
 
     # --- transfers -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ None and lets ``addr + len`` wrap around 2**64 past its range check.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,8 @@ _MAX_IDS = 2**31 - 1
 _ONE = np.uint64(1)
 
 
-def check_rows(array: Any, what: str, columns: int = 3) -> NDArray[np.uint64]:
-    """Return `array` if it is C-contiguous uint64 of shape (n, columns) and no row is empty or wraps.
+def check_rows(array: Any, what: str, columns: int = 3) -> None:
+    """Check that `array` is C-contiguous uint64 of shape (n, columns) and no row is empty or wraps.
 
     ::
 
@@ -43,35 +43,32 @@ def check_rows(array: Any, what: str, columns: int = 3) -> NDArray[np.uint64]:
         AddressOverflowError: an entry ends after 2**64.
     """
     _check_form(array, what, np.dtype(np.uint64), 2)
-    rows = cast("NDArray[np.uint64]", array)
-    if rows.shape[1] != columns:
-        raise RequestError(f"{what}: shape {rows.shape}, expected (n, {columns})")
-    address, length = rows[:, 0], rows[:, 1]
+    if array.shape[1] != columns:
+        raise RequestError(f"{what}: shape {array.shape}, expected (n, {columns})")
+    address, length = array[:, 0], array[:, 1]
     wraps = length > _LAST - address
     if columns == 3:
         empty = length == 0
     else:
-        stride, count = rows[:, 3], rows[:, 4]
-        empty = (rows[:, (1, 3, 4)] == 0).any(axis=1)
+        stride, count = array[:, 3], array[:, 4]
+        empty = (array[:, (1, 3, 4)] == 0).any(axis=1)
         room = _LAST - address - length
         wraps |= count - _ONE > room // np.maximum(stride, _ONE)
     if empty.any():
         raise RequestError(f"{what}: row {int(empty.argmax())} has a length, stride or count of 0")
     if wraps.any():
         raise AddressOverflowError(f"{what}: row {int(wraps.argmax())} ends after 2**64")
-    if columns == 5 and count_entries(rows) > _MAX_IDS:
-        raise RequestError(f"{what}: {count_entries(rows)} entries, ids go to {_MAX_IDS}")
-    return rows
+    if columns == 5 and count_entries(array) > _MAX_IDS:
+        raise RequestError(f"{what}: {count_entries(array)} entries, ids go to {_MAX_IDS}")
 
 
-def check_ids(array: Any, what: str) -> NDArray[np.int32]:
-    """Return `array` if it is C-contiguous int32 of shape (n,), which NIXL takes without a conversion.
+def check_ids(array: Any, what: str) -> None:
+    """Check that `array` is C-contiguous int32 of shape (n,), which NIXL takes without a conversion.
 
     Raises:
         RequestError: another dtype, shape or order.
     """
     _check_form(array, what, np.dtype(np.int32), 1)
-    return cast("NDArray[np.int32]", array)
 
 
 def row_of(region: Region, nbytes: int | None = None) -> NDArray[np.uint64]:

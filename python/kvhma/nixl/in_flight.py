@@ -50,7 +50,7 @@ class InFlight:
             except Exception as exc:
                 what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
                 raise self._session.failure(exc, what, peer, RequestError) from exc
-            transfer = TransferHandle(peer, nixl, handle, self._measure, self._end)
+            transfer = TransferHandle(peer, (nixl, handle), self._measure, self._end)
             self._running.add(transfer)
         transfer.post()
         return transfer

@@ -22,17 +22,13 @@ class Peer:
 
     Attributes:
         name: name of its agent.
-        incarnation: random number; an agent that is started again under the same name has another one.
         geometry: its caches.
-        extra: bytes its engine put into the handshake payload.
+        payload: what its handshake payload said of it, also its incarnation and what its engine put into it.
         gone: why nothing can be read from it any more; None while it is connected.
-        payload: the message it was connected by.
     """
 
     name: str
-    incarnation: int
     geometry: Geometry = field(repr=False)
-    extra: bytes = field(repr=False)
     payload: HandshakePayload = field(repr=False)
     gone: str | None = None
 
@@ -80,7 +76,7 @@ def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[st
         if isinstance(exc, KvhmaError):
             raise
         raise translate(exc, f"cannot connect to {name!r}", HandshakeError) from exc
-    return Peer(name, payload.incarnation, payload.geometry, payload.extra, payload)
+    return Peer(name, payload.geometry, payload)
 
 
 def remove_peer(nixl: NixlAgent, peer: Peer) -> None:

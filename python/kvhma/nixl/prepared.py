@@ -46,40 +46,26 @@ class PreparedList:
 class PreparedLists:
     """The lists of one agent that were not released."""
 
-    def __init__(self, session: Session) -> None:
-        """Begin with none."""
+    def __init__(self, session: Session, *, strided: bool) -> None:
+        """Begin with none; `strided` is whether NIXL takes views as they are, else one row goes to it per entry."""
         self._session = session
+        self._strided = strided
         self._lists: set[PreparedList] = set()
 
-    def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory, *, strided: bool) -> PreparedList:
-        """Let NIXL keep a list of views.
-
-        Args:
-            peer: whose memory it is; None for the agent's own.
-            views: C-contiguous uint64 of shape (n, 5), rows ``(addr, len, device, stride, count)``, n at least 1.
-            memory: kind of the memory.
-            strided: whether NIXL takes the rows as they are; False: one row per entry.
-
-        Raises:
-            PeerLostError: the peer is gone.
-            RequestError: another form, or outside what is registered.
-            AddressOverflowError: a view ends after 2**64.
-        """
+    def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
+        """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare_local`."""
         what = "local views" if peer is None else f"views of {peer.name!r}"
         check_rows(views, what, columns=5)
         if not len(views):
             raise RequestError(f"{what}: no rows")
         nixl = self._session.usable(peer)
         name = LOCAL_SIDE if peer is None else peer.name
-        rows = views if strided else expand_views(views)
+        rows = views if self._strided else expand_views(views)
         try:
             handle = nixl.prep_xfer_dlist(name, rows, memory)
         except Exception as exc:
             failed = f"cannot prepare {what} within registered {memory}"
             raise self._session.failure(exc, failed, peer, RequestError) from exc
-        return self._add(peer, count_entries(views), handle)
-
-    def _add(self, peer: Peer | None, count: int, handle: NixlHandle) -> PreparedList:
         # If the peer was lost while NIXL prepared the list, nothing else would release it.
         with self._session.lock:
             try:
@@ -87,7 +73,7 @@ class PreparedLists:
             except KvhmaError:
                 handle.release()
                 raise
-            prepared = PreparedList(peer, count, handle, self)
+            prepared = PreparedList(peer, count_entries(views), handle, self)
             self._lists.add(prepared)
             return prepared
 
@@ -104,14 +90,9 @@ class PreparedLists:
                 with contextlib.suppress(Exception):  # NIXL tries again when the handle is collected
                     handle.release()
 
-    def release_of(self, peer: Peer) -> None:
-        """Release those of a peer."""
-        with self._session.lock:
-            for prepared in [prepared for prepared in self._lists if prepared.peer is peer]:
-                self.release(prepared)
-
-    def release_all(self) -> None:
-        """Release all."""
+    def release_all(self, peer: Peer | None = None) -> None:
+        """Release those of one peer's memory, or all."""
         with self._session.lock:
             for prepared in list(self._lists):
-                self.release(prepared)
+                if peer is None or prepared.peer is peer:
+                    self.release(prepared)

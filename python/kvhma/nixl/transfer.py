@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvhma.errors import KvhmaError, PeerLostError, TransferError
@@ -36,6 +36,7 @@ class Telemetry:
     transfer_us: int = 0
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class TransferHandle:
     """A read of a peer's memory in flight, as :meth:`Agent.read` and :meth:`Agent.read_ids` return it.
 
@@ -54,43 +55,20 @@ class TransferHandle:
         aborted: whether :meth:`abort` took it over.
     """
 
-    __slots__ = (
-        "_error",
-        "_finished",
-        "_handle",
-        "_lock",
-        "_measure",
-        "_nixl",
-        "_on_end",
-        "aborted",
-        "peer",
-        "telemetry",
-    )
-
-    def __init__(
-        self,
-        peer: Peer,
-        nixl: NixlAgent | None,
-        handle: NixlHandle | None,
-        measure: Callable[[NixlAgent, NixlHandle], Telemetry | None],
-        on_end: Callable[[TransferHandle, KvhmaError | None], None],
-    ) -> None:
-        """Take over a handle that was made and not yet posted."""
-        self.peer = peer
-        self.telemetry: Telemetry | None = None
-        self.aborted = False
-        self._nixl = nixl
-        self._handle = handle
-        self._measure = measure
-        self._on_end = on_end
-        self._error: KvhmaError | None = None
-        self._finished = False
-        self._lock = threading.Lock()
+    peer: Peer
+    _work: tuple[NixlAgent, NixlHandle] | None
+    _measure: Callable[[NixlAgent, NixlHandle], Telemetry | None]
+    _on_end: Callable[[TransferHandle, KvhmaError | None], None]
+    telemetry: Telemetry | None = field(default=None, init=False)
+    aborted: bool = field(default=False, init=False)
+    _error: KvhmaError | None = field(default=None, init=False)
+    _finished: bool = field(default=False, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @classmethod
     def empty(cls, peer: Peer) -> TransferHandle:
         """Return a transfer that had nothing to read and is done."""
-        transfer = cls(peer, None, None, lambda nixl, handle: None, lambda transfer, error: None)
+        transfer = cls(peer, None, lambda nixl, handle: None, lambda transfer, error: None)
         transfer.telemetry = Telemetry(0, 0)
         transfer._finished = True
         return transfer
@@ -146,14 +124,9 @@ class TransferHandle:
     def post(self) -> None:
         """Hand it to the transport; done once, by the agent."""
         with self._lock:
-            if self._nixl is None or self._handle is None:
+            if self._work is None:
                 raise TransferError("the transfer has ended")
-            try:
-                status = self._nixl.transfer(self._handle)
-            except Exception as exc:
-                self._fail(exc, "cannot start")
-            else:
-                self._on_status(status)
+            self._step(first=True)
         if self._error is not None:
             raise self._error
 
@@ -166,37 +139,32 @@ class TransferHandle:
                 self._lock.release()
         return self._finished
 
-    def _step(self) -> None:
-        if self._nixl is None or self._handle is None:
+    def _step(self, *, first: bool = False) -> None:
+        """Post it, or ask how far it is."""
+        if self._work is None:
             return
+        nixl, handle = self._work
         try:
-            status = self._nixl.check_xfer_state(self._handle)
+            status = nixl.transfer(handle) if first else nixl.check_xfer_state(handle)
         except Exception as exc:
-            self._fail(exc, "lost")
-        else:
-            self._on_status(status)
-
-    def _on_status(self, status: str) -> None:
+            # The agent never removes a peer under a transfer, so it is "not found" only where NIXL dropped the peer by
+            # itself, as newer versions do when one of its transfers finds it disconnected. The endpoint has failed
+            # then, and all its transfers with it.
+            gone = type(exc).__name__ == "nixlNotFoundError"
+            what = f"transfer from {self.peer.name!r} {'cannot start' if first else 'lost'}"
+            self._end(translate(exc, what, PeerLostError if gone else TransferError))
+            return
         if status == "DONE":
-            if self._nixl is not None and self._handle is not None:
-                self.telemetry = self._measure(self._nixl, self._handle)
+            self.telemetry = self._measure(nixl, handle)
             self._end(None)
         elif status != "PROC":
             self._end(TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}"))
 
-    def _fail(self, exc: Exception, how: str) -> None:
-        # The agent never removes a peer under a transfer, so it is "not found" only where NIXL dropped the peer by
-        # itself, as newer versions do when one of its transfers finds it disconnected. The endpoint has failed
-        # then, and all its transfers with it.
-        gone = type(exc).__name__ == "nixlNotFoundError"
-        refused = PeerLostError if gone else TransferError
-        self._end(translate(exc, f"transfer from {self.peer.name!r} {how}", refused))
-
     def _end(self, error: KvhmaError | None) -> None:
-        if self._handle is not None:
+        if self._work is not None:
             with contextlib.suppress(Exception):  # it has ended; NIXL keeps what it cannot release yet on a list
-                self._handle.release()
-        self._handle = self._nixl = None
+                self._work[1].release()
+        self._work = None
         self._error = error
         self._finished = True
         self._on_end(self, error)
