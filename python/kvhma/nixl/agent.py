@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,6 @@ from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
 from kvhma.nixl.arrays import check_equal, check_ids, check_rows, row_of
 from kvhma.nixl.handshake import WARM_UP, decode_handshake, encode_handshake
-from kvhma.nixl.in_flight import InFlight
 from kvhma.nixl.library import (
     AgentOptions,
     NixlAgent,
@@ -29,7 +27,7 @@ from kvhma.nixl.memory import RegisteredMemory
 from kvhma.nixl.peer import Peer, add_peer, metadata_start, remove_peer
 from kvhma.nixl.prepared import PreparedList, PreparedLists
 from kvhma.nixl.session import Session
-from kvhma.nixl.transfer import TransferHandle
+from kvhma.nixl.transfer import InFlight, TransferHandle
 
 _DEFAULTS = AgentOptions()
 _READ = "READ"
@@ -79,16 +77,14 @@ class Agent:
         # Registered at once, so that all handshake payloads of the agent have the same metadata for it.
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
-        self._memory.register(opened, self._scratch)
+        self._memory.register(opened, [self._scratch])
         # NIXL does not document the form of its metadata: a peer's is checked only if this agent's has the known form.
         self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
 
     def __enter__(self) -> Agent:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- memory --------------------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ class Agent:
             TransferError: NIXL refused a region.
         """
         with self._session.setup:
-            self._memory.register_all(self._session.open(), geometry)
+            self._memory.register(self._session.open(), geometry.regions)
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -114,7 +110,9 @@ class Agent:
             HandshakeError: a field is too long.
         """
         with self._session.setup:
-            self._memory.check_covers(geometry)
+            for region in geometry.regions:
+                if not self._memory.covers(region):
+                    raise RequestError(f"{region} is not registered")
             metadata = self._session.open().get_agent_metadata()
         return encode_handshake(metadata, geometry, name=self.name, incarnation=self.incarnation, extra=extra)
 
@@ -356,7 +354,7 @@ class Agent:
             if notif:
                 self.notify(peer, notif)
             self._session.usable(peer)
-            return TransferHandle.empty(peer)
+            return self._in_flight.nothing(peer)
         return self._in_flight.start(peer, count, make)
 
     def poll(self) -> list[TransferHandle]:

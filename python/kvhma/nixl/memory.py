@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right, insort
+from collections.abc import Iterable
 from typing import Any
 
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Memory, Region
+from kvhma.geometry import Memory, Region
 from kvhma.nixl.arrays import row_of
 from kvhma.nixl.library import NixlAgent, translate
 
@@ -46,40 +47,23 @@ class RegisteredMemory:
             raise RequestError(f"{region} overlaps registered memory without being part of it")
         return False
 
-    def check_covers(self, geometry: Geometry) -> None:
-        """Check that all regions of a geometry are registered.
-
-        Raises:
-            RequestError: one is not.
-        """
-        for region in geometry.regions:
-            if not self.covers(region):
-                raise RequestError(f"{region} is not registered")
-
-    def register_all(self, nixl: NixlAgent, geometry: Geometry) -> None:
-        """Register the regions of a geometry that are not covered yet.
+    def register(self, nixl: NixlAgent, regions: Iterable[Region]) -> None:
+        """Register regions, those that are not covered yet.
 
         Raises:
             RequestError: a region is covered in part.
             TransferError: NIXL refused a region.
         """
         # Larger ones first, so that a region inside another one is seen to be covered.
-        for region in sorted(geometry.regions, key=lambda r: (r.base, -r.bytes)):
-            if not self.covers(region):
-                self.register(nixl, region)
-
-    def register(self, nixl: NixlAgent, region: Region) -> None:
-        """Register a region that is not covered.
-
-        Raises:
-            TransferError: NIXL refused it.
-        """
-        try:
-            self.registrations.append(nixl.register_memory(row_of(region), region.memory))
-        except Exception as exc:
-            raise translate(exc, f"cannot register {region}") from exc
-        ranges = self._ranges.setdefault((region.memory, region.device), [])
-        insort(ranges, (region.base, region.base + region.bytes))
+        for region in sorted(regions, key=lambda r: (r.base, -r.bytes)):
+            if self.covers(region):
+                continue
+            try:
+                self.registrations.append(nixl.register_memory(row_of(region), region.memory))
+            except Exception as exc:
+                raise translate(exc, f"cannot register {region}") from exc
+            ranges = self._ranges.setdefault((region.memory, region.device), [])
+            insort(ranges, (region.base, region.base + region.bytes))
 
     def deregister_all(self, nixl: NixlAgent) -> None:
         """Deregister everything; what NIXL cannot deregister ends with its agent."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer, from its post until its memory may be used again."""
+"""Transfers, from their post until their memory may be used again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvhma.errors import KvhmaError, PeerLostError, TransferError
+from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
 from kvhma.nixl.library import NixlAgent, NixlHandle, translate
 from kvhma.nixl.peer import Peer
+from kvhma.nixl.session import Session
 
 _LONGEST_SLEEP = 1e-3
+_DRAIN_SLEEP = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +59,12 @@ class TransferHandle:
 
     peer: Peer
     _work: tuple[NixlAgent, NixlHandle] | None
-    _measure: Callable[[NixlAgent, NixlHandle], Telemetry | None]
-    _on_end: Callable[[TransferHandle, KvhmaError | None], None]
+    _owner: InFlight
     telemetry: Telemetry | None = field(default=None, init=False)
     aborted: bool = field(default=False, init=False)
     _error: KvhmaError | None = field(default=None, init=False)
     _finished: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-
-    @classmethod
-    def empty(cls, peer: Peer) -> TransferHandle:
-        """Return a transfer that had nothing to read and is done."""
-        transfer = cls(peer, None, lambda nixl, handle: None, lambda transfer, error: None)
-        transfer.telemetry = Telemetry(0, 0)
-        transfer._finished = True
-        return transfer
 
     @property
     def finished(self) -> bool:
@@ -155,7 +148,7 @@ class TransferHandle:
             self._end(translate(exc, what, PeerLostError if gone else TransferError))
             return
         if status == "DONE":
-            self.telemetry = self._measure(nixl, handle)
+            self.telemetry = self._owner.measure(nixl, handle)
             self._end(None)
         elif status != "PROC":
             self._end(TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}"))
@@ -167,4 +160,98 @@ class TransferHandle:
         self._work = None
         self._error = error
         self._finished = True
-        self._on_end(self, error)
+        self._owner.ended(self, error)
+
+
+class InFlight:
+    """The transfers of one agent from their post to their end, and ended ones that were aborted until they are polled.
+
+    NIXL would release a transfer that nothing refers to while it still writes, so this object keeps them.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Begin with none."""
+        self._session = session
+        self._running: set[TransferHandle] = set()
+        self._unclaimed: list[TransferHandle] = []
+        self._telemetry = True
+
+    def start(self, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
+        """Make and post a transfer.
+
+        Args:
+            peer: whose memory is read.
+            count: how many descriptors it has, for messages.
+            make: makes NIXL's handle of it.
+
+        Raises:
+            RequestError: NIXL refuses the descriptors. Nothing was started.
+            PeerLostError: the peer is gone.
+            TransferError: NIXL cannot start it.
+        """
+        with self._session.lock:
+            nixl = self._session.usable(peer)
+            try:
+                handle = make(nixl)
+            except KvhmaError:
+                raise
+            except Exception as exc:
+                what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
+                raise self._session.failure(exc, what, peer, RequestError) from exc
+            transfer = TransferHandle(peer, (nixl, handle), self)
+            self._running.add(transfer)
+        transfer.post()
+        return transfer
+
+    def nothing(self, peer: Peer) -> TransferHandle:
+        """Return a transfer that had nothing to read and is done."""
+        transfer = TransferHandle(peer, None, self)
+        transfer.telemetry, transfer._finished = Telemetry(0, 0), True
+        return transfer
+
+    def running(self, peer: Peer | None = None) -> list[TransferHandle]:
+        """Return those that have not ended, of one peer or of all."""
+        with self._session.lock:
+            return [transfer for transfer in self._running if peer is None or transfer.peer is peer]
+
+    def poll_aborted(self) -> list[TransferHandle]:
+        """Drive the aborted ones; return those that have ended since the last call."""
+        for transfer in self.running():
+            if transfer.aborted:
+                transfer.drive()
+        with self._session.lock:
+            ended, self._unclaimed = self._unclaimed, []
+        return ended
+
+    def drain(self, timeout: float, what: str, peer: Peer | None = None) -> None:
+        """Drive those of one peer, or of all, until they have ended. Nothing can be started by now.
+
+        Raises:
+            TransferError: some have not ended after `timeout` seconds; `what` begins the message.
+        """
+        transfers = self.running(peer)
+        deadline = time.monotonic() + timeout
+        while transfers := [transfer for transfer in transfers if not transfer.drive()]:
+            if time.monotonic() >= deadline:
+                raise TransferError(f"{what}: {len(transfers)} transfers still in flight after {timeout} s")
+            time.sleep(_DRAIN_SLEEP)
+
+    def measure(self, nixl: NixlAgent, handle: NixlHandle) -> Telemetry | None:
+        """Return what NIXL measured of a transfer, None if it measures nothing."""
+        if not self._telemetry:
+            return None
+        try:
+            raw = nixl.get_xfer_telemetry(handle)
+        except Exception:
+            # NIXL's environment can turn telemetry off; the transfer is good without it, and the next ones have none.
+            self._telemetry = False
+            return None
+        return Telemetry(raw.descCount, raw.totalBytes, raw.startTime, raw.postDuration, raw.xferDuration)
+
+    def ended(self, transfer: TransferHandle, error: KvhmaError | None) -> None:
+        """Take note of a transfer's end."""
+        with self._session.lock:
+            self._running.discard(transfer)
+            if transfer.aborted:
+                self._unclaimed.append(transfer)
+            self._session.note_loss(transfer.peer, error)
