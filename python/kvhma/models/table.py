@@ -286,10 +286,8 @@ class Model:
 
     def token_spec(self) -> Attention:
         """Return the heads of the model's own fields, of the kind that most of its attention is."""
-        kinds = [spec.kind for _, spec in self.specs() if isinstance(spec, Attention)]
-        if "mla" in kinds:
-            return self._complete(Attention("mla", 1, self.head_dim))
-        return self._complete(Attention("full", self.kv_heads, self.head_dim))
+        is_mla = any(spec.kind == "mla" for _, spec in self.specs())
+        return self._own("mla" if is_mla else "full", None)
 
     def _plain(self, word: str, index: int, layer: str) -> Attention | State:
         """Return what a layer of a known kind caches, with the model's own heads."""
@@ -303,10 +301,13 @@ class Model:
         if word not in ATTENTION_KINDS:
             known = ", ".join(sorted(ATTENTION_KINDS | STATE_KINDS))
             raise GeometryError(f"{self.name}: layer {index} is {layer!r}; known are none, {known}")
-        kind = cast("AttentionKind", word)
+        return self._own(cast("AttentionKind", word), self.v_head_dim)
+
+    def _own(self, kind: AttentionKind, v_head_dim: int | None) -> Attention:
+        """Return attention with the model's own heads."""
         if kind == "mla":
             return self._complete(Attention(kind, 1, self.head_dim))
-        return self._complete(Attention(kind, self.kv_heads, self.head_dim, self.v_head_dim))
+        return self._complete(Attention(kind, self.kv_heads, self.head_dim, v_head_dim))
 
     def _complete(self, one: Attention) -> Attention:
         return replace(

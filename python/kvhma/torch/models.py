@@ -10,7 +10,7 @@ import torch
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Group, Page
-from kvhma.models import Attention, Model
+from kvhma.models import Attention, Model, State
 from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import KVForm
 from kvhma.models.vllm_layout import AllocatorOptions, layout
@@ -48,7 +48,7 @@ def model_specs(
         if isinstance(cache, Attention):
             spec: StateSpec | TokenSpec = _token_spec(cache, layer.page, group, kv, dim_order)
         else:
-            spec = _state_spec(model, layer.page, group, options.get("conv", "DS"))
+            spec = _state_spec(cache, layer.page, group, options.get("conv", "DS"))
         groups[layer.group][layer.name] = replace(spec, page_bytes=padded)
     return tuple(groups)
 
@@ -73,17 +73,15 @@ def _token_spec(cache: Attention, page: Page, group: Group, kv: KVForm, dim_orde
     )
 
 
-def _state_spec(model: Model, page: Page, group: Group, conv: ConvOrder) -> StateSpec:
-    if model.state is None:
-        raise LayoutError(f"{model.name}: a group of state, but state is None")
+def _state_spec(state: State, page: Page, group: Group, conv: ConvOrder) -> StateSpec:
     shards = {part.name: {axis.name: axis.shard for axis in part.axes} for part in page.parts}
     return StateSpec(
         conv=tuple(ConvPart(name, axes["channels"]) for name, axes in shards.items() if name != "ssm"),
-        conv_rows=model.state.d_conv - 1 + model.state.draft_rows,
-        conv_dtype=_dtype(model.state.conv_dtype),
-        ssm_heads=shards["ssm"]["heads"] if model.state.is_recurrent else None,
-        ssm_shape=(model.state.head_dim, model.state.d_state),
-        ssm_dtype=_dtype(model.state.ssm_dtype),
+        conv_rows=state.d_conv - 1 + state.draft_rows,
+        conv_dtype=_dtype(state.conv_dtype),
+        ssm_heads=shards["ssm"]["heads"] if state.is_recurrent else None,
+        ssm_shape=(state.head_dim, state.d_state),
+        ssm_dtype=_dtype(state.ssm_dtype),
         conv_order=conv,
         block_size=group.block_size,
         speculative=group.speculative,

@@ -13,7 +13,7 @@ How the slots s and the blocks b lie in memory, by the form of their pages::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -112,28 +112,15 @@ def _shared_dims(
 ) -> tuple[BufferKind, dict[str, int]]:
     """Return kind and dimensions of a buffer whose blocks have the bytes of many layers."""
     members = [specs[name] for slot in slots for name in slot]
-    ratio = _common(_ratio(spec) for spec in members)
-    heads = _common(_full_heads(spec, page) for spec in members)
-    blocks, nbytes = num_blocks * (ratio or 1), page // (ratio or 1)
-    if order == "BHLNC" and ratio and heads:
-        return "ordered", {"blocks": blocks, "heads": heads, "layers": len(slots), "bytes": nbytes // heads}
+    # A state is one kernel block. Heads fill a page where nothing else does, and no padding.
+    ratios = {spec.ratio if isinstance(spec, TokenSpec) else 1 for spec in members}
+    heads = {spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0 for spec in members}
+    ratio = next(iter(ratios)) if len(ratios) == 1 else 1
+    blocks, nbytes = num_blocks * ratio, page // ratio
+    if order == "BHLNC" and len(ratios) == len(heads) == 1 and heads != {0}:
+        count = heads.pop()
+        return "ordered", {"blocks": blocks, "heads": count, "layers": len(slots), "bytes": nbytes // count}
     return "default", {"blocks": blocks, "layers": len(slots), "bytes": nbytes}
-
-
-def _common(values: Iterable[int]) -> int | None:
-    """Return the value that all have; None if they differ."""
-    first, *rest = values
-    return first if all(value == first for value in rest) else None
-
-
-def _ratio(spec: Spec) -> int:
-    """Return the kernel blocks of a block; a state is one."""
-    return spec.ratio if isinstance(spec, TokenSpec) else 1
-
-
-def _full_heads(spec: Spec, page: int) -> int:
-    """Return how many heads fill a page; 0 if something else does, or padding."""
-    return spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,15 @@ WORDS: Mapping[str, str] = {
 _NEMOTRON_LETTERS = {"M": "state", "*": "full", "-": "none", "E": "none"}
 
 
-def uniform(fields: Fields) -> list[str]:
-    """Full attention everywhere."""
-    return ["full"] * fields.layers()
+def everywhere(kind: str) -> Callable[[Fields], list[str]]:
+    """Return a reader of models whose layers are all of one kind."""
+    return lambda fields: [kind] * fields.layers()
+
+
+uniform = everywhere("full")
+all_state = everywhere("state")
+both = everywhere("full+state")
+"""Attention and state in each layer."""
 
 
 def windowed(fields: Fields) -> list[str]:
@@ -88,9 +94,7 @@ def indexed(fields: Fields) -> list[str]:
 def kimi_linear(fields: Fields) -> list[str]:
     """Full attention and state in the layers that are listed, counted from one."""
     count, lists = fields.layers(), fields.get("linear_attn_config")
-    if not isinstance(lists, dict):
-        raise ConfigError(f"linear_attn_config {quote(lists)}: must say full_attn_layers and kda_layers")
-    full, state = lists.get("full_attn_layers"), lists.get("kda_layers")
+    full, state = (lists.get(name) if isinstance(lists, dict) else None for name in ("full_attn_layers", "kda_layers"))
     if not isinstance(full, list) or not isinstance(state, list):
         raise ConfigError(f"linear_attn_config {quote(lists)}: must say full_attn_layers and kda_layers")
     if any(type(index) is not int for index in full + state) or sorted(full + state) != [*range(1, count + 1)]:
@@ -147,16 +151,6 @@ def lfm2(fields: Fields) -> list[str]:
     """Full attention in the layers that are listed, else everywhere."""
     full = fields.indices("full_attn_idxs")
     return ["full" if full is None or index in full else "state" for index in range(fields.layers())]
-
-
-def all_state(fields: Fields) -> list[str]:
-    """State everywhere."""
-    return ["state"] * fields.layers()
-
-
-def both(fields: Fields) -> list[str]:
-    """Attention and state in each layer."""
-    return ["full+state"] * fields.layers()
 
 
 WITHOUT_WINDOWS = frozenset((uniform, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2))
