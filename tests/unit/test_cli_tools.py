@@ -19,7 +19,7 @@ from kvhma.cli.doctor import Row
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.link import Point, blocks_of, fit
 from kvhma.errors import TransferError
-from kvhma.models.config import known_model_types
+from kvhma.models.config.architectures import ARCHITECTURES
 from support.cli_configs import NEMOTRON_3_NANO
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
@@ -324,6 +324,6 @@ def test_documented_names() -> None:
     for key in EngineOptions.__slots__:
         assert f"\n| `{key}` |" in text
     listed = text.partition("also inside a `text_config`:\n")[2].partition(".\n")[0]
-    assert {name.strip() for name in listed.split(",")} == set(known_model_types())
+    assert {name.strip() for name in listed.split(",")} == set(ARCHITECTURES)
     for field in cli("plan", "gpt-oss-20b", "--json").form:
         assert f"`{field}" in text

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
-from kvhma.nixl.arrays import check_equal, check_ids, check_rows, row_of
+from kvhma.nixl.arrays import check_ids, check_rows, row_of
 from kvhma.nixl.handshake import WARM_UP, decode_handshake, encode_handshake
 from kvhma.nixl.library import (
     AgentOptions,
@@ -299,7 +299,8 @@ class Agent:
         """
         check_rows(local, "local descriptors")
         check_rows(remote, "remote descriptors")
-        check_equal(len(local), len(remote), "descriptors")
+        if len(local) != len(remote):
+            raise RequestError(f"{len(local)} local and {len(remote)} remote descriptors")
 
         def make(nixl: NixlAgent) -> NixlHandle:
             local_descriptors = make_descriptors(nixl, local, local_memory)
@@ -335,7 +336,8 @@ class Agent:
         """
         check_ids(local_ids, "local ids")
         check_ids(remote_ids, "remote ids")
-        check_equal(len(local_ids), len(remote_ids), "ids")
+        if len(local_ids) != len(remote_ids):
+            raise RequestError(f"{len(local_ids)} local and {len(remote_ids)} remote ids")
         peer = remote.peer
         if peer is None or local.peer is not None:
             raise RequestError("read_ids takes a list of prepare_local and one of prepare_remote, in this order")

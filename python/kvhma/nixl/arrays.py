@@ -81,16 +81,6 @@ def count_entries(views: NDArray[np.uint64]) -> int:
     return sum(views[:, 4].tolist())
 
 
-def check_equal(local: int, remote: int, what: str) -> None:
-    """Check that the two sides of a read have the same number of descriptors or ids.
-
-    Raises:
-        RequestError: they have not.
-    """
-    if local != remote:
-        raise RequestError(f"{local} local and {remote} remote {what}")
-
-
 def _check_form(array: Any, what: str, dtype: np.dtype[Any], ndim: int) -> None:
     if not isinstance(array, np.ndarray):
         raise RequestError(f"{what}: {type(array).__name__}, expected a numpy array")

@@ -12,6 +12,7 @@ all groups have slot j. Only layers of one :class:`PageClass` share a buffer::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias, get_args
@@ -31,20 +32,17 @@ class CachePlan:
 
     Attributes:
         groups: for each group its layers' specs by name.
+        specs: those of all groups.
         num_blocks: logical blocks, the null block included.
         buffers: in the order in which layers first use them.
         placements: where each layer is, by name.
     """
 
     groups: Groups
+    specs: Mapping[str, Spec]
     num_blocks: int
     buffers: tuple[BufferPlan, ...]
     placements: Mapping[str, LayerPlacement]
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        """Specs of all layers by name."""
-        return {name: spec for group in self.groups for name, spec in group.items()}
 
 
 def arrange(groups: Groups, num_blocks: int, order: Order, shared: Sequence[Sequence[str]] | None = None) -> CachePlan:
@@ -71,7 +69,7 @@ def arrange(groups: Groups, num_blocks: int, order: Order, shared: Sequence[Sequ
     for index, buffer in enumerate(buffers):
         for group in groups:
             placements |= place_layers(buffer, index, group)
-    return CachePlan(groups, num_blocks, tuple(buffers), placements)
+    return CachePlan(groups, specs, num_blocks, tuple(buffers), placements)
 
 
 def _check_groups(groups: Groups, num_blocks: int, order: str) -> dict[str, Spec]:
@@ -137,15 +135,12 @@ def _slots(groups: Groups, classes: Mapping[str, PageClass], order: str) -> Slot
     """Give the j-th layers of each class of pages the same slot, over all groups."""
     slots: Slots = {}
     for group in groups:
-        used: dict[PageClass, int] = {}  # slots of each class that layers of this group have
+        used: Counter[PageClass] = Counter()  # slots of each class that layers of this group have
         for name in group:
             pages = classes[name]
             of_class = slots.setdefault(pages, [])
-            if pages.form == "opaque":  # shares with no layer
-                of_class.append((name,))
-                continue
-            slot = used.get(pages, 0)
-            used[pages] = slot + 1
+            slot = len(of_class) if pages.form == "opaque" else used[pages]  # opaque bytes share with no layer
+            used[pages] += 1
             if slot == len(of_class):
                 of_class.append((name,))
             else:

@@ -108,16 +108,13 @@ def _device(device: torch.device | str) -> torch.device:
 
 def _allocate(plan: CachePlan, device: torch.device, rank: RankOptions) -> Cache:
     tensors = make_buffers(plan.buffers, device)
-    specs, placements = plan.specs, plan.placements
-    views = {
-        name: make_view(tensors[placements[name].buffer], spec, placements[name], plan.num_blocks)
-        for name, spec in specs.items()
-    }
-    layers = {
-        name: LayerTensors(index, parts_of(spec, views[name]))
-        for index, group in enumerate(plan.groups)
-        for name, spec in group.items()
-    }
+    views: dict[str, View] = {}
+    layers: dict[str, LayerTensors] = {}
+    for index, group in enumerate(plan.groups):
+        for name, spec in group.items():
+            placement = plan.placements[name]
+            views[name] = make_view(tensors[placement.buffer], spec, placement, plan.num_blocks)
+            layers[name] = LayerTensors(index, parts_of(spec, views[name]))
     geometry = geometry_from_tensors([next(iter(group.values())).group() for group in plan.groups], layers, **rank)
     buffers = tuple(
         Buffer(
@@ -126,7 +123,7 @@ def _allocate(plan: CachePlan, device: torch.device, rank: RankOptions) -> Cache
             dims=tuple(buffer.dims),
             page_bytes=buffer.page_class.page_bytes,
             layers=buffer.slots,
-            cross_layer=cross_layer_view(tensor, buffer, specs, placements),
+            cross_layer=cross_layer_view(tensor, buffer, plan.specs, plan.placements),
         )
         for buffer, tensor in zip(plan.buffers, tensors, strict=True)
     )

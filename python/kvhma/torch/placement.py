@@ -199,11 +199,10 @@ def _place_in_slot(plan: BufferPlan, buffer: int, slot: int, spec: Spec) -> Laye
     if not isinstance(spec, TokenSpec):
         return LayerPlacement(buffer, slot * page, {"B": slots * page})
     if plan.page_class.form in ("heads", "apart"):
-        axes = stride_axes(plan.order, spec.kv, kernel_blocks_in_page=False).replace("L", "")
-        return LayerPlacement(buffer, 0, _dense(spec, axes, {"B": plan.num_blocks, "K": spec.ratio}))
+        return LayerPlacement(buffer, 0, _dense(spec, plan.order, {"B": plan.num_blocks, "K": spec.ratio}))
     kernel_page = page // spec.ratio
     outer = {"K": slots * kernel_page, "B": slots * page}
-    return LayerPlacement(buffer, slot * kernel_page, _kernel_block(spec, plan.order) | outer)
+    return LayerPlacement(buffer, slot * kernel_page, _dense(spec, plan.order, {}) | outer)
 
 
 def _place_heads_first(
@@ -228,18 +227,12 @@ def _place_heads_first(
             )
         unit = spec.nbytes // spec.ratio // spec.sizes["H"]
         outer = {"H": len(layers) * unit, "K": block // spec.ratio, "B": block}
-        found[name] = LayerPlacement(buffer, offset + index * unit, _kernel_block(spec, plan.order) | outer)
+        found[name] = LayerPlacement(buffer, offset + index * unit, _dense(spec, plan.order, {}) | outer)
     return found
 
 
-def _kernel_block(spec: TokenSpec, order: str) -> dict[str, int]:
-    """Return the strides inside of a dense kernel block."""
-    axes = stride_axes(order, spec.kv, kernel_blocks_in_page=False)
-    return _dense(spec, "".join(axis for axis in axes if axis in spec.sizes), {})
-
-
-def _dense(spec: TokenSpec, axes: str, outer: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes from one index to the next for every axis of a dense array.
+def _dense(spec: TokenSpec, order: str, outer: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes from one index to the next for every axis of a dense kernel block, and of those around it.
 
     ::
 
@@ -248,7 +241,8 @@ def _dense(spec: TokenSpec, axes: str, outer: Mapping[str, int]) -> dict[str, in
     """
     sizes, step = {**spec.sizes, **outer}, spec.dtype.itemsize
     strides: dict[str, int] = {}
-    for axis in reversed(axes):
-        strides[axis] = step
-        step *= sizes[axis]
+    for axis in reversed(stride_axes(order, spec.kv, kernel_blocks_in_page=False)):
+        if axis in sizes:
+            strides[axis] = step
+            step *= sizes[axis]
     return strides

@@ -4,6 +4,6 @@
 from __future__ import annotations
 
 from kvhma.models.config.files import load_json, read_config
-from kvhma.models.config.model import known_model_types, model_from_config
+from kvhma.models.config.model import model_from_config
 
-__all__ = ["known_model_types", "load_json", "model_from_config", "read_config"]
+__all__ = ["load_json", "model_from_config", "read_config"]

@@ -42,7 +42,6 @@ class Architecture:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-_LATENT = frozenset(("kv_lora_rank", "v_head_dim"))
 _MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 _GDN = {
     "linear_conv_kernel_dim": 4,
@@ -58,9 +57,14 @@ _EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_s
 
 _UNIFORM = Architecture(layers.uniform)
 _MLA = Architecture(
-    layers.uniform, mla=True, listed=False, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, reads=_LATENT
+    layers.uniform,
+    mla=True,
+    listed=False,
+    defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    reads=frozenset(("kv_lora_rank", "v_head_dim")),
 )
-_HUNYUAN = Architecture(layers.uniform, width=heads.given)
+# The file has to say it: without it the model's own class fails.
+_HUNYUAN = Architecture(layers.uniform, width=lambda fields: fields.size("head_dim"))
 _QWEN_VL = Architecture(
     layers.late_windows,
     defaults={**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
@@ -174,19 +178,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "kimi_k2": _MLA,
-    "deepseek_v32": Architecture(
-        layers.indexed,
-        mla=True,
-        listed=False,
-        defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048, "index_head_dim": 128},
-        reads=_LATENT | {"index_topk"},
+    "deepseek_v32": replace(
+        _MLA,
+        layers=layers.indexed,
+        defaults={**_MLA.defaults, "index_topk": 2048, "index_head_dim": 128},
+        reads=_MLA.reads | {"index_topk"},
     ),
     "kimi_linear": Architecture(
         layers.kimi_linear,
         states.kimi_delta,
         mla=True,
         listed=False,
-        reads=_LATENT | {"linear_attn_config"},
+        reads=_MLA.reads | {"linear_attn_config"},
     ),
     "nemotron_h": Architecture(
         layers.nemotron_h,

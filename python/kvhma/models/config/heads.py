@@ -29,11 +29,6 @@ def mimo(fields: Fields) -> tuple[Attention, ...]:
     return (Attention("sliding", heads, width, fields.size("swa_v_head_dim", derived=width)),)
 
 
-def given(fields: Fields) -> int:
-    """The file has to say it: without it the model's own class fails."""
-    return fields.size("head_dim")
-
-
 def zamba2(fields: Fields) -> int:
     """Attention runs over the hidden state beside the embedding: heads are twice as long as they would be."""
     queries = fields.size("num_attention_heads")

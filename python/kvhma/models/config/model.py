@@ -72,11 +72,6 @@ def _usual_width(text: Mapping[str, Any]) -> Any:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
-def known_model_types() -> tuple[str, ...]:
-    """Return the ``model_type`` values that can be read."""
-    return tuple(ARCHITECTURES)
-
-
 def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, ssm_dtype: str | None = None) -> Model:
     """Turn a configuration into a model, named by its ``model_type``.
 
@@ -208,15 +203,12 @@ def _width(fields: Fields, queries: int) -> int:
 
 def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """Return the dtype the model runs in: that of the checkpoint."""
-    for source in (text, form):
-        for name in ("dtype", "torch_dtype"):
-            if (value := source.get(name)) is None:
-                continue
-            short = value.removeprefix("torch.") if isinstance(value, str) else value
-            if not isinstance(short, str) or short not in _DTYPES:
-                raise ConfigError(f"{name} {quote(value)}: known are {', '.join(_DTYPES)}")
-            return _DTYPES[short]
-    return "bfloat16"
+    said = ((name, source.get(name)) for source in (text, form) for name in ("dtype", "torch_dtype"))
+    name, value = next((one for one in said if one[1] is not None), ("dtype", "bfloat16"))
+    short = value.removeprefix("torch.") if isinstance(value, str) else value
+    if not isinstance(short, str) or short not in _DTYPES:
+        raise ConfigError(f"{name} {quote(value)}: known are {', '.join(_DTYPES)}")
+    return _DTYPES[short]
 
 
 def _kv_dtype(form: Mapping[str, Any], dtype: str) -> str:
