@@ -270,7 +270,7 @@ def orders() -> None:
         source.connect(reader.handshake_payload(local))
         plan = kvhma.plan(local, remote)
         mine, theirs = plan.views(0)
-        prepared = reader.prepare_local(mine), reader.prepare_remote(peer, theirs)
+        prepared = reader.prepare(None, mine), reader.prepare(peer, theirs)
         up = list(range(1, count + 1))
         rng = random.Random(5)
         shuffled = rng.sample(up, count)
@@ -335,7 +335,7 @@ def prepared() -> None:
             peer = reader.connect(source.handshake_payload(remote))
             plan = kvhma.plan(local, remote)
             start = time.perf_counter()
-            lists = [reader.prepare_local(plan.views(0)[0]), reader.prepare_remote(peer, plan.views(0)[1])]
+            lists = [reader.prepare(None, plan.views(0)[0]), reader.prepare(peer, plan.views(0)[1])]
             once = (time.perf_counter() - start) * 1e6
             for pool in POOLS:
                 tables = [block_tables(geometry, tokens, pool, seed) for seed, geometry in enumerate((local, remote))]

@@ -106,7 +106,7 @@ def test_plans(world: World) -> None:
             for source in plan.sources:
                 local_views, remote_views = plan.views(source)
                 peer = world.peers[source]
-                prepared[source] = agent.prepare_local(local_views), agent.prepare_remote(peer, remote_views)
+                prepared[source] = agent.prepare(None, local_views), agent.prepare(peer, remote_views)
             moved = plan.ids(*request)
         except UnsupportedPairError:
             continue

@@ -207,7 +207,7 @@ def check_lost_and_back(reader, peer, start_worker, transport):
     for call in (
         lambda: reader.read(peer, [1]),
         lambda: reader.agent.notify(peer, b"x"),
-        lambda: reader.agent.prepare_remote(peer, np.array([(PAGE, 8, 0, 8, 1)], np.uint64)),
+        lambda: reader.agent.prepare(peer, np.array([(PAGE, 8, 0, 8, 1)], np.uint64)),
     ):
         with pytest.raises(PeerLostError, match="connect again"):
             call()

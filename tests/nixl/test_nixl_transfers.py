@@ -108,7 +108,7 @@ def test_ids_with_strided_and_written_out_views(pair, local_cuts, remote_cuts, s
     found = []
     for agent, peer in pair.peers.items():
         pair.target[:] = 0
-        local_list, remote_list = agent.prepare_local(local), agent.prepare_remote(peer, remote)
+        local_list, remote_list = agent.prepare(None, local), agent.prepare(peer, remote)
         transfer = agent.read_ids(local_list, local_ids, remote_list, remote_ids, b"ids")
         assert transfer.wait(10)
         assert (pair.target == wanted).all()
@@ -127,7 +127,7 @@ def test_a_whole_dense_view_is_one_descriptor(pair):
     cuts = pair.views(pair.target, DENSE), pair.views(pair.source, DENSE)
     ids = np.arange(PAGES, dtype=np.int32)
     for agent, peer in pair.peers.items():
-        transfer = agent.read_ids(agent.prepare_local(cuts[0]), ids, agent.prepare_remote(peer, cuts[1]), ids)
+        transfer = agent.read_ids(agent.prepare(None, cuts[0]), ids, agent.prepare(peer, cuts[1]), ids)
         assert transfer.wait(10)
         assert (transfer.telemetry.descriptors, transfer.telemetry.nbytes) == (1, PAGES * PAGE)
         assert transfer.telemetry.transfer_us >= transfer.telemetry.post_us > 0
@@ -192,9 +192,9 @@ def test_nixl_refuses_before_anything_is_posted(pair):
     remote_row, beyond = rows_of(pair.source, [0]), rows_of(pair.source, [PAGES])
     shorter = inside.copy()
     shorter[0, 1] = 8
-    local = d.prepare_local(pair.views(pair.target, DENSE))
-    remote = d.prepare_remote(peer, pair.views(pair.source, DENSE))
-    halves = d.prepare_remote(peer, pair.views(pair.source, HALVES))
+    local = d.prepare(None, pair.views(pair.target, DENSE))
+    remote = d.prepare(peer, pair.views(pair.source, DENSE))
+    halves = d.prepare(peer, pair.views(pair.source, HALVES))
 
     def ids(*values):
         return np.array(values, np.int32)
@@ -207,8 +207,8 @@ def test_nixl_refuses_before_anything_is_posted(pair):
         lambda: d.read_ids(local, ids(PAGES), remote, ids(0)),
         lambda: d.read_ids(local, ids(0), remote, ids(-1)),
         lambda: d.read_ids(local, ids(0), halves, ids(0)),
-        lambda: d.prepare_local(pair.views(pair.target, [(0, PAGE, PAGE, PAGES + 1)])),
-        lambda: d.prepare_remote(peer, pair.views(pair.source, [(PAGE, PAGE, PAGE, PAGES)])),
+        lambda: d.prepare(None, pair.views(pair.target, [(0, PAGE, PAGE, PAGES + 1)])),
+        lambda: d.prepare(peer, pair.views(pair.source, [(PAGE, PAGE, PAGE, PAGES)])),
     ):
         with pytest.raises(RequestError) as info:
             call()
@@ -220,13 +220,13 @@ def test_nixl_refuses_before_anything_is_posted(pair):
 def test_a_list_of_an_earlier_connection_is_lost(pair):
     d, peer = pair.d, pair.peers[pair.d]
     views = pair.views(pair.source, DENSE)
-    local, old = d.prepare_local(pair.views(pair.target, DENSE)), d.prepare_remote(peer, views)
+    local, old = d.prepare(None, pair.views(pair.target, DENSE)), d.prepare(peer, views)
     d.disconnect(peer)
     again = pair.peers[d] = d.connect(pair.p.handshake_payload(flat_geometry(pair.source)))
     one = np.array([1], np.int32)
     with pytest.raises(PeerLostError, match="connect again"):
         d.read_ids(local, one, old, one)
-    assert d.read_ids(local, one, d.prepare_remote(again, views), one).wait(10)
+    assert d.read_ids(local, one, d.prepare(again, views), one).wait(10)
     assert (pair.target[PAGE : 2 * PAGE] == pair.source[PAGE : 2 * PAGE]).all()
 
 
@@ -256,8 +256,8 @@ def test_a_geometry_beyond_what_is_registered(pair):
 def test_many_threads(pair):
     """Readers, a poller, notifications and handshakes with somebody else, all at once."""
     d, peer = pair.d, pair.peers[pair.d]
-    local = d.prepare_local(pair.views(pair.target, DENSE))
-    remote = d.prepare_remote(peer, pair.views(pair.source, DENSE))
+    local = d.prepare(None, pair.views(pair.target, DENSE))
+    remote = d.prepare(peer, pair.views(pair.source, DENSE))
     failures: list[BaseException] = []
     share = PAGES // 4
 

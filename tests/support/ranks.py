@@ -184,7 +184,7 @@ def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Iterator
     lists = {}
     for source in plan.sources:
         views = plan.views(source)
-        lists[source] = agent.prepare_local(views[0]), agent.prepare_remote(peers[source], views[1])
+        lists[source] = agent.prepare(None, views[0]), agent.prepare(peers[source], views[1])
     try:
         yield lambda read: agent.read_ids(lists[read.source][0], read.local, lists[read.source][1], read.remote)
     finally:

@@ -75,7 +75,7 @@ def test_two_processes(agent, prefill, one, decode_form, prefill_form, tokens):
     agent.register(decode.geometry)
     peer = agent.connect(prefill.allocate({"one": one, "num_blocks": sizes[1], **prefill_form}, remote, SEED))
     planned = kvhma.plan(decode.geometry, peer.geometry)
-    lists = [agent.prepare_local(planned.views(0)[0]), agent.prepare_remote(peer, planned.views(0)[1])]
+    lists = [agent.prepare(None, planned.views(0)[0]), agent.prepare(peer, planned.views(0)[1])]
     request = tokens, local, remote
     moved = planned.transfer(*request)
     (rows,) = moved.reads

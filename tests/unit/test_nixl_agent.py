@@ -242,8 +242,8 @@ def test_read_by_ids(strided):
     world = World(strided=strided)
     assert world.d.strided is strided
     local, remote = (
-        world.d.prepare_local(views_of(world.target)),
-        world.d.prepare_remote(world.peer, views_of(world.source)),
+        world.d.prepare(None, views_of(world.target)),
+        world.d.prepare(world.peer, views_of(world.source)),
     )
     assert (local.count, remote.count, local.peer, remote.peer) == (PAGES, PAGES, None, world.peer)
     local_ids, remote_ids = int32(1, 2, 3, 9, 8), int32(5, 6, 7, 2, 1)
@@ -266,8 +266,8 @@ def test_an_empty_read_only_notifies(world):
     assert not transfer.abort()
     assert transfer.telemetry == Telemetry(0, 0)
     assert world.p.notifications() == [("D", b"skip")]
-    local = world.d.prepare_local(views_of(world.target))
-    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    local = world.d.prepare(None, views_of(world.target))
+    remote = world.d.prepare(world.peer, views_of(world.source))
     assert world.d.read_ids(local, int32(), remote, int32()).wait(0)
     assert world.p.notifications() == []
     assert "transfer" not in world.d_nixl.calls
@@ -278,8 +278,8 @@ def test_an_empty_read_only_notifies(world):
 
 def test_nothing_starts_if_the_arrays_do_not_fit(world):
     local_rows, remote_rows = rows_of(world.target, [1, 2]), rows_of(world.source, [1, 2])
-    local = world.d.prepare_local(views_of(world.target))
-    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    local = world.d.prepare(None, views_of(world.target))
+    remote = world.d.prepare(world.peer, views_of(world.source))
     outside = np.zeros(PAGE, np.uint8)
     shorter = local_rows.copy()
     shorter[0, 1] = 8
@@ -296,10 +296,10 @@ def test_nothing_starts_if_the_arrays_do_not_fit(world):
         lambda: world.d.read_ids(local, np.array([1]), remote, int32(1)),
         lambda: world.d.read_ids(remote, int32(1), local, int32(1)),
         lambda: world.d.read_ids(local, int32(1), local, int32(1)),
-        lambda: world.d.prepare_local(views_of(outside)),
-        lambda: world.d.prepare_remote(world.peer, views_of(outside)),
-        lambda: world.d.prepare_local(np.empty((0, 5), np.uint64)),
-        lambda: world.d.prepare_local(local_rows),
+        lambda: world.d.prepare(None, views_of(outside)),
+        lambda: world.d.prepare(world.peer, views_of(outside)),
+        lambda: world.d.prepare(None, np.empty((0, 5), np.uint64)),
+        lambda: world.d.prepare(None, local_rows),
     ]
     for call in bad:
         with pytest.raises(RequestError):
@@ -320,9 +320,9 @@ def test_none_for_descriptors_is_an_error(world, monkeypatch):
 
 
 def test_a_released_or_foreign_list_is_refused(world):
-    local = world.d.prepare_local(views_of(world.target))
-    remote = world.d.prepare_remote(world.peer, views_of(world.source))
-    foreign = world.p.prepare_local(views_of(world.source))
+    local = world.d.prepare(None, views_of(world.target))
+    remote = world.d.prepare(world.peer, views_of(world.source))
+    foreign = world.p.prepare(None, views_of(world.source))
     with pytest.raises(RequestError, match="another agent"):
         world.d.read_ids(foreign, int32(1), remote, int32(1))
     local.release()
@@ -390,8 +390,8 @@ def test_a_transfer_nobody_holds_is_kept():
 
 def test_close_waits_and_then_gives_everything_back():
     world = World(polls=5)
-    local = world.d.prepare_local(views_of(world.target))
-    world.d.prepare_remote(world.peer, views_of(world.source))
+    local = world.d.prepare(None, views_of(world.target))
+    world.d.prepare(world.peer, views_of(world.source))
     transfer = world.read([1], [2])
     with world.d:
         pass
@@ -401,7 +401,7 @@ def test_close_waits_and_then_gives_everything_back():
     world.d.close()
     for call in (
         lambda: world.read([1], [2]),
-        lambda: world.d.prepare_local(views_of(world.target)),
+        lambda: world.d.prepare(None, views_of(world.target)),
         lambda: world.d.register(world.d_geometry),
         lambda: world.d.handshake_payload(world.d_geometry),
         lambda: world.d.connect(world.p.handshake_payload(world.p_geometry)),
@@ -449,7 +449,7 @@ def test_disconnect_waits_too():
 def test_a_dead_peer_is_lost_until_it_comes_back():
     world = World(polls=2)
     views = views_of(world.source)
-    local, remote = world.d.prepare_local(views_of(world.target)), world.d.prepare_remote(world.peer, views)
+    local, remote = world.d.prepare(None, views_of(world.target)), world.d.prepare(world.peer, views)
     running, aborted = world.read([1], [2]), world.read([3], [4])
     aborted.abort()
     world.net.kill("P")
@@ -466,7 +466,7 @@ def test_a_dead_peer_is_lost_until_it_comes_back():
     for call in (
         lambda: world.read([1], [2]),
         lambda: world.d.read_ids(local, int32(1), remote, int32(2)),
-        lambda: world.d.prepare_remote(world.peer, views),
+        lambda: world.d.prepare(world.peer, views),
         lambda: world.d.notify(world.peer, b"x"),
     ):
         with pytest.raises(PeerLostError, match="connect again"):
@@ -477,7 +477,7 @@ def test_a_dead_peer_is_lost_until_it_comes_back():
     assert peer.payload.incarnation != world.peer.payload.incarnation
     with pytest.raises(PeerLostError):
         world.d.read_ids(local, int32(1), remote, int32(2))
-    again = world.d.prepare_remote(peer, views)
+    again = world.d.prepare(peer, views)
     assert world.d.read_ids(local, int32(1), again, int32(2)).wait(1)
     assert world.page(world.target, 1) == world.page(world.source, 2)
     assert world.d_nixl.released_in_flight == 0
@@ -544,8 +544,8 @@ def test_a_restarted_peer_replaces_itself_after_its_transfers_ended():
 
 
 def test_many_threads(world):
-    local = world.d.prepare_local(views_of(world.target))
-    remote = world.d.prepare_remote(world.peer, views_of(world.source))
+    local = world.d.prepare(None, views_of(world.target))
+    remote = world.d.prepare(world.peer, views_of(world.source))
     failures = []
 
     def work(block):

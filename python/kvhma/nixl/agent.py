@@ -244,26 +244,18 @@ class Agent:
 
     # --- prepared lists ------------------------------------------------------------------------------------
 
-    def prepare_local(self, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
-        """Let NIXL keep views of this agent's memory; docs/nixl.md says when that is worth it.
+    def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
+        """Let NIXL keep views of memory; docs/nixl.md says when that is worth it.
 
         Args:
+            peer: whose memory it is; None for this agent's own.
             views: C-contiguous uint64 of shape (n, 5), rows ``(addr, len, device, stride, count)``, n at
                 least 1.
             memory: kind of the memory.
 
         Raises:
-            RequestError: another form, or outside what is registered.
-            AddressOverflowError: a view ends after 2**64.
-        """
-        return self._prepared.prepare(None, views, memory)
-
-    def prepare_remote(self, peer: Peer, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
-        """Let NIXL keep views of a peer's memory, as :meth:`prepare_local` does of this agent's.
-
-        Raises:
             PeerLostError: the peer is gone.
-            RequestError: another form, or outside what the peer registered.
+            RequestError: another form, or outside what is registered.
             AddressOverflowError: a view ends after 2**64.
         """
         return self._prepared.prepare(peer, views, memory)
@@ -323,9 +315,9 @@ class Agent:
         each.
 
         Args:
-            local: a list of :meth:`prepare_local`.
+            local: a list of :meth:`prepare`, of this agent's own memory.
             local_ids: C-contiguous int32 of shape (n,); n may be 0.
-            remote: a list of :meth:`prepare_remote`.
+            remote: one of a peer's memory.
             remote_ids: the same for the peer.
             notif: message to the peer, sent by the poll that finds the read done; empty for none.
 
@@ -340,7 +332,7 @@ class Agent:
             raise RequestError(f"{len(local_ids)} local and {len(remote_ids)} remote ids")
         peer = remote.peer
         if peer is None or local.peer is not None:
-            raise RequestError("read_ids takes a list of prepare_local and one of prepare_remote, in this order")
+            raise RequestError("read_ids takes a list of own memory and one of a peer's, in this order")
 
         def make(nixl: NixlAgent) -> NixlHandle:
             local_handle, remote_handle = self._prepared.handle(local), self._prepared.handle(remote)

@@ -53,7 +53,7 @@ class PreparedLists:
         self._lists: set[PreparedList] = set()
 
     def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
-        """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare_local`."""
+        """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare` says."""
         what = "local views" if peer is None else f"views of {peer.name!r}"
         check_rows(views, what, columns=5)
         if not len(views):
