@@ -27,7 +27,7 @@ from kvhma.nixl.memory import RegisteredMemory
 from kvhma.nixl.peer import Peer, add_peer, metadata_start, remove_peer
 from kvhma.nixl.prepared import PreparedList, PreparedLists
 from kvhma.nixl.session import Session
-from kvhma.nixl.transfer import InFlight, TransferHandle
+from kvhma.nixl.transfer import InFlight, Telemetry, TransferHandle
 
 _DEFAULTS = AgentOptions()
 _READ = "READ"
@@ -348,7 +348,7 @@ class Agent:
             if notif:
                 self.notify(peer, notif)
             self._session.usable(peer)
-            return self._in_flight.nothing(peer)
+            return TransferHandle(peer, None, self._in_flight, Telemetry(0, 0))
         return self._in_flight.start(peer, count, make)
 
     def poll(self) -> list[TransferHandle]:

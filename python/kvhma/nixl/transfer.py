@@ -60,16 +60,15 @@ class TransferHandle:
     peer: Peer
     _work: tuple[NixlAgent, NixlHandle] | None
     _owner: InFlight
-    telemetry: Telemetry | None = field(default=None, init=False)
+    telemetry: Telemetry | None = None
     aborted: bool = field(default=False, init=False)
     _error: KvhmaError | None = field(default=None, init=False)
-    _finished: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def finished(self) -> bool:
         """Whether it ended, well or badly: nothing will be written to its destination any more."""
-        return self._finished
+        return self._work is None
 
     def poll(self) -> Literal["running", "done"]:
         """Make progress and return the state.
@@ -82,7 +81,7 @@ class TransferHandle:
             self._step()
         if self._error is not None:
             raise self._error
-        return "done" if self._finished else "running"
+        return "done" if self.finished else "running"
 
     def wait(self, timeout: float) -> bool:
         """Poll for at most `timeout` seconds; return whether it is done, False if it is still running.
@@ -110,9 +109,9 @@ class TransferHandle:
             Whether it is still in flight. False: it has ended, and :meth:`Agent.poll` will not return it.
         """
         with self._lock:
-            if not self._finished:
+            if not self.finished:
                 self.aborted = True
-            return not self._finished
+            return not self.finished
 
     def post(self) -> None:
         """Hand it to the transport; done once, by the agent."""
@@ -130,7 +129,7 @@ class TransferHandle:
                 self._step()
             finally:
                 self._lock.release()
-        return self._finished
+        return self.finished
 
     def _step(self, *, first: bool = False) -> None:
         """Post it, or ask how far it is."""
@@ -157,9 +156,8 @@ class TransferHandle:
         if self._work is not None:
             with contextlib.suppress(Exception):  # it has ended; NIXL keeps what it cannot release yet on a list
                 self._work[1].release()
-        self._work = None
         self._error = error
-        self._finished = True
+        self._work = None
         self._owner.ended(self, error)
 
 
@@ -201,12 +199,6 @@ class InFlight:
             transfer = TransferHandle(peer, (nixl, handle), self)
             self._running.add(transfer)
         transfer.post()
-        return transfer
-
-    def nothing(self, peer: Peer) -> TransferHandle:
-        """Return a transfer that had nothing to read and is done."""
-        transfer = TransferHandle(peer, None, self)
-        transfer.telemetry, transfer._finished = Telemetry(0, 0), True
         return transfer
 
     def running(self, peer: Peer | None = None) -> list[TransferHandle]:

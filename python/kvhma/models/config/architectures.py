@@ -203,7 +203,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ssm_state_size": 128,
             "n_groups": 8,
             "conv_kernel": 4,
-            "mamba_ssm_cache_dtype": "float32",
         },
         reads=frozenset(("attention_head_dim",)),
     ),

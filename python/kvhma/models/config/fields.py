@@ -32,10 +32,6 @@ class Fields:
                     return source[name]
         return None
 
-    def default(self, name: str) -> Any:
-        """Return what the architecture has for a field that is left out, or None."""
-        return self._defaults.get(name)
-
     def size(self, *names: str, derived: int | None = None) -> int:
         """Return a positive integer.
 

@@ -31,7 +31,7 @@ def nemotron_h(fields: Fields, dtype: str) -> State:
     """Read a Mamba2 state as NemotronH writes it; its recurrent part is in float32 unless the file says otherwise."""
     heads, head = fields.size("mamba_num_heads"), fields.size("mamba_head_dim")
     groups = fields.size("n_groups", "mamba_n_groups")
-    ssm = _dtype_of(fields, "mamba_ssm_cache_dtype", dtype)
+    ssm = _dtype_of(fields, "mamba_ssm_cache_dtype", dtype, "float32")
     return replace(_mamba2(fields, heads, head, fields.size("ssm_state_size"), groups, dtype), ssm_dtype=ssm)
 
 
@@ -105,8 +105,8 @@ def _taps(fields: Fields, *names: str) -> int:
     return taps
 
 
-def _dtype_of(fields: Fields, name: str, dtype: str) -> str:
-    value = fields.get(name) or fields.default(name)
+def _dtype_of(fields: Fields, name: str, dtype: str, usual: str | None = None) -> str:
+    value = fields.get(name) or usual
     if value in (None, "auto"):
         return dtype
     if value not in ("float32", "bfloat16", "float16"):
