@@ -47,14 +47,9 @@ class LayerSpec:
     chunk: int | None = None
 
     @property
-    def is_state(self) -> bool:
-        """Whether a page is one state, whatever the block's tokens."""
-        return self.kind in STATE_KINDS
-
-    @property
     def family(self) -> tuple[object, ...]:
         """What layers of one group have in common, if their pages may differ: they need blocks for the same tokens."""
-        if self.is_state:
+        if isinstance(self.cache, State):
             return ("state", self.page)
         if self.kind in ("sliding", "chunked"):
             return (self.kind, self.window, self.chunk, self.block_size)
@@ -145,7 +140,7 @@ def _equal_pages(specs: Members) -> Members:
     page = max(spec.page for spec in specs.values())
     equal: Members = {}
     for name, spec in specs.items():
-        if not spec.is_state and page % spec.page == 0:
+        if not isinstance(spec.cache, State) and page % spec.page == 0:
             times = page // spec.page
             content = spec.content if times == 1 else spec.content * times
             equal[name] = replace(spec, block_size=spec.block_size * times, content=content, page=page)

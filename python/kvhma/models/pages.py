@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Axis, Page, Part
-from kvhma.models.shards import conv_split, kv_heads, state_heads
+from kvhma.models.shards import conv_split, kv_heads, shard
 from kvhma.models.table import INDEX_KEY, INDEX_SCALE, Attention, State, item_bytes
 
 ConvOrder: TypeAlias = Literal["DS", "SD"]
@@ -41,21 +41,21 @@ def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Pa
     """
     channels = conv_split(state, tp_rank=tp_rank, tp_size=tp_size)
     item, rows = item_bytes(state.conv_dtype), state.d_conv - 1 + state.draft_rows
-    width = sum(shard.held for shard in channels.values())
+    width = sum(one.held for one in channels.values())
     channel_stride, row_stride = (rows * item, item) if conv == "DS" else (item, width * item)
     parts, first_channel = [], 0
-    for name, shard in channels.items():
+    for name, one in channels.items():
         axes = (
-            Axis("channels", shard.extent, channel_stride, shard.start, shard.length),
+            Axis("channels", one.extent, channel_stride, one.start, one.length),
             Axis("rows", rows, row_stride, spare=state.draft_rows),
         )
         parts.append(Part(name, state.conv_dtype, item, first_channel * channel_stride, axes))
-        first_channel += shard.held
+        first_channel += one.held
     if not state.is_recurrent:
         return tuple(parts)
     cell = item_bytes(state.ssm_dtype)
     content = state.head_dim * state.d_state
-    heads = state_heads(state, tp_rank, tp_size)
+    heads = shard("state.n_heads", state.n_heads, tp_rank, tp_size)
     axes = (
         Axis("heads", heads.extent, content * cell, heads.start, heads.length),
         Axis("content", content, cell),
@@ -85,8 +85,8 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
     token_axis = Axis("tokens", tokens, strides["N"])
     if cache.kind == "mla":
         return Page((Part("kv", cache.dtype, item, 0, (token_axis, Axis("content", cache.head_dim, item))),))
-    shard = kv_heads(cache, tp_rank, tp_size)
-    heads = Axis("heads", shard.extent, strides["H"], shard.start, shard.length)
+    held = kv_heads(cache, tp_rank, tp_size)
+    heads = Axis("heads", held.extent, strides["H"], held.start, held.length)
     if "S" not in strides:
         return Page((Part("kv", cache.dtype, item, 0, (heads, token_axis, Axis("content", cache.items, item))),))
     axes = (heads, token_axis, Axis("content", cache.head_dim, item))

@@ -48,15 +48,6 @@ def kv_heads(cache: Attention, tp_rank: int, tp_size: int) -> Shard:
     return shard("kv_heads", cache.kv_heads, tp_rank, tp_size, may_repeat=True)
 
 
-def state_heads(state: State, tp_rank: int, tp_size: int) -> Shard:
-    """Return a rank's heads of a recurrent state.
-
-    Raises:
-        LayoutError: heads do not divide over the ranks; vLLM does not start such an engine.
-    """
-    return shard("state.n_heads", state.n_heads, tp_rank, tp_size)
-
-
 def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> dict[str, Shard]:
     """Return the channels of every part of the convolution state that a rank holds, by name, in memory order.
 
@@ -69,7 +60,7 @@ def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> dict[str,
     channels = {}
     for name, extent in state.conv_parts:
         if name in ("x", "v"):
-            items = state_heads(state, tp_rank, tp_size)
+            items = shard("state.n_heads", state.n_heads, tp_rank, tp_size)
         else:
             repeats = state.kind == "mamba2" and state.n_groups == 1
             items = shard("state.n_groups", state.n_groups, tp_rank, tp_size, may_repeat=repeats)

@@ -169,7 +169,7 @@ def _check_pages(groups: list[Members], options: _Options) -> None:
     """Refuse orders in which pages of several sizes or shapes would lie in each other's bytes."""
     specs = [spec for group in groups for spec in group.values()]
     sizes = ", ".join(sorted({f"{spec.page} bytes of {spec.block_size} tokens" for spec in specs}))
-    padded = any(spec.page != spec.content and not spec.is_state for spec in specs)
+    padded = any(spec.page != spec.content and not isinstance(spec.cache, State) for spec in specs)
     if options.kv == "apart" and padded:
         raise LayoutError(f"kv 'apart': padded pages ({sizes}) must be whole")
     if options.order in PAGE_ORDERS:
@@ -207,7 +207,8 @@ def _place(index: int, group: Members, options: _Options, block_bytes: int) -> l
     placed: list[Layer] = []
     start = 0
     for spec, names in alike(group, lambda spec: spec).items():
-        kernel = spec.block_size if spec.is_state else kernel_block_size(options.kernel_block, spec.block_size)
+        is_state = isinstance(spec.cache, State)
+        kernel = spec.block_size if is_state else kernel_block_size(options.kernel_block, spec.block_size)
         ratio = spec.block_size // kernel
         if ratio > 1 and spec.page != spec.content:
             raise LayoutError(
@@ -216,7 +217,7 @@ def _place(index: int, group: Members, options: _Options, block_bytes: int) -> l
         strides = _strides(spec, len(names), kernel, options, block_bytes)
         pages = {cache: _page(cache, kernel, strides, options) for cache in {one.cache for one in names.values()}}
         # Given only where it is not what a geometry assumes anyway.
-        kernel_stride = None if spec.is_state or strides["K"] * ratio == strides["B"] else strides["K"]
+        kernel_stride = None if is_state or strides["K"] * ratio == strides["B"] else strides["K"]
         for at, (name, one) in enumerate(names.items()):
             offset, page = start + at * strides["L"], pages[one.cache]
             placed.append(Layer(name, index, 0, offset, options.num_blocks, strides["B"], page, kernel_stride))

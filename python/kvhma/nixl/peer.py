@@ -68,7 +68,11 @@ def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[st
         raise translate(exc, f"NIXL cannot take on {name!r}", HandshakeError) from exc
     loaded = added.decode(errors="replace") if isinstance(added, bytes) else added
     try:
-        _check_loaded(nixl, payload, loaded)
+        if loaded != name:
+            raise HandshakeError(f"the metadata in the handshake payload of {name!r} is of agent {loaded!r}")
+        for region in payload.geometry.regions:
+            if not nixl.check_remote_metadata(loaded, make_descriptors(nixl, row_of(region), region.memory)):
+                raise HandshakeError(f"{name!r} did not register {region}")
     except Exception as exc:
         if loaded not in connected:
             with contextlib.suppress(Exception):
@@ -91,11 +95,3 @@ def remove_peer(nixl: NixlAgent, peer: Peer) -> None:
         # Newer versions of NIXL remove an agent by themselves once a transfer finds it disconnected.
         if type(exc).__name__ != "nixlNotFoundError":
             raise translate(exc, f"cannot remove peer {peer.name!r}") from exc
-
-
-def _check_loaded(nixl: NixlAgent, payload: HandshakePayload, loaded: str) -> None:
-    if loaded != payload.name:
-        raise HandshakeError(f"the metadata in the handshake payload of {payload.name!r} is of agent {loaded!r}")
-    for region in payload.geometry.regions:
-        if not nixl.check_remote_metadata(loaded, make_descriptors(nixl, row_of(region), region.memory)):
-            raise HandshakeError(f"{payload.name!r} did not register {region}")
