@@ -171,17 +171,15 @@ def _layer(name: str, layer: LayerTensors, group: Group, locations: Mapping[str,
 
 def _start(name: str, layer: LayerTensors, locations: Mapping[str, Location]) -> Location:
     """Return where the first byte of all parts is."""
-    first = layer.parts[0]
-    region, offset = locations[_label(name, first)]
-    for part in layer.parts:
-        location = locations[_label(name, part)]
+    found = [locations[_label(name, part)] for part in layer.parts]
+    region, first = found[0].region, layer.parts[0].name
+    for part, location in zip(layer.parts, found, strict=True):
         if location.region != region:
             raise GeometryError(
-                f"layer {name!r}: part {first.name!r} is in region {region}, part {part.name!r} in region "
+                f"layer {name!r}: part {first!r} is in region {region}, part {part.name!r} in region "
                 f"{location.region}; a layer lies in one: register memory that has both, or make it two layers"
             )
-        offset = min(offset, location.offset)
-    return Location(region, offset)
+    return Location(region, min(location.offset for location in found))
 
 
 def _part(at: str, part: TensorPart, ratio: int, offset: int) -> tuple[_Blocks, Part]:
