@@ -70,6 +70,17 @@ pub struct Finding {
 }
 
 impl Finding {
+    /// A difference that refuses the pair.
+    pub(crate) fn error(
+        code: &'static str,
+        place: Place,
+        field: &'static str,
+        (local, remote): (String, String),
+        reason: &'static str,
+    ) -> Self {
+        Self { code, severity: Severity::Error, place, field, local, remote, reason }
+    }
+
     /// One sentence that both sides word alike: the smaller value is first, whichever side is local.
     pub fn text(&self) -> String {
         if self.local <= self.remote { self.sentence() } else { self.say(&self.remote, &self.local) }
@@ -92,8 +103,7 @@ mod tests {
 
     fn finding(local: &str, remote: &str) -> Finding {
         let place = Place::layer("a\n").part("kv");
-        let (local, remote) = (local.to_owned(), remote.to_owned());
-        Finding { code: "dtype", severity: Severity::Error, place, field: "dtype", local, remote, reason: "one; two" }
+        Finding::error("dtype", place, "dtype", (local.to_owned(), remote.to_owned()), "one; two")
     }
 
     #[test]

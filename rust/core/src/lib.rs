@@ -34,7 +34,7 @@ mod request;
 
 pub use bytes::rows::{Descriptor, View};
 pub use digest::TokenDigest;
-pub use error::{Error, Result};
+pub use error::{Class, Error, Result, Value, Wrong};
 pub use finding::{Finding, Place, Severity};
 pub use geometry::types::{Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region};
 pub use pairing::plan::Plan;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-use kvhma_core::TokenDigest;
+use kvhma_core::{TokenDigest, Value};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::convert::read_item;
-use crate::error::{Value, argument_error};
+use crate::error::argument_error;
 
 const WHAT: &str = "tokens";
 

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBool;
 
 use crate::convert::{show, type_name};
-use crate::error::OrRaise;
+use crate::error::raise;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -71,9 +71,7 @@ impl<'py> Fields<'_, 'py> {
 }
 
 fn wrong(py: Python<'_>, place: &str, field: &'static str, value: &str, expected: &str) -> PyErr {
-    let (place, value, expected) = (place.to_owned(), value.to_owned(), expected.to_owned());
-    let error: kvhma_core::Result<()> = Err(Error::Geometry { place, field, value, expected });
-    error.or_raise(py).expect_err("it is one")
+    raise(py, &Error::geometry(place, field, value.to_owned(), expected.to_owned()))
 }
 
 /// Reads a Python `Geometry`; equal pages of layers become one.

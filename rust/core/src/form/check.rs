@@ -62,7 +62,7 @@ fn check_regions(regions: &[Region]) -> Result<()> {
         not_zero(&place, "bytes", region.bytes)?;
         if region.base.checked_add(region.bytes).is_none() {
             let what = format!("base {:#x} + bytes {:#x}", region.base, region.bytes);
-            return Err(Error::Overflow { place, what, bits: 64 });
+            return Err(Error::overflow(&place, what, 64));
         }
     }
     Ok(())
@@ -172,7 +172,7 @@ fn check_extent(place: &str, geometry: &Geometry, layer: &Layer, page_end: u64) 
     let kernel_blocks = layer.num_blocks.checked_mul(ratio).filter(|&blocks| blocks <= i32::MAX as u64);
     if kernel_blocks.is_none() {
         let what = format!("num_blocks {} x ratio {ratio}", layer.num_blocks);
-        return Err(Error::Overflow { place: place.to_owned(), what, bits: 31 });
+        return Err(Error::overflow(place, what, 31));
     }
     let end = (layer.num_blocks - 1)
         .checked_mul(layer.block_stride)
@@ -181,7 +181,7 @@ fn check_extent(place: &str, geometry: &Geometry, layer: &Layer, page_end: u64) 
     let Some(end) = end else {
         let Layer { offset, num_blocks, block_stride, .. } = layer;
         let what = format!("offset {offset} + ({num_blocks} blocks - 1) x stride {block_stride} + page {page_end}");
-        return Err(Error::Overflow { place: place.to_owned(), what, bits: 64 });
+        return Err(Error::overflow(place, what, 64));
     };
     let bytes = geometry.regions[layer.region].bytes;
     if end > bytes {

@@ -77,7 +77,7 @@ fn check_part(place: &str, part: written::Part) -> Result<(Part, u64)> {
 ///   |------------|               here it is 8, and the part is two pieces
 /// ```
 fn check_strides(place: &str, part: &Part) -> Result<u64> {
-    let overflow = |what: String| Error::Overflow { place: place.to_owned(), what, bits: 64 };
+    let overflow = |what: String| Error::overflow(place, what, 64);
     let mut by_stride: Vec<&Axis> = part.axes.iter().filter(|axis| axis.length > 1).collect();
     by_stride.sort_by_key(|axis| axis.stride);
     let mut inner = part.item_bytes;

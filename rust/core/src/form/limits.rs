@@ -18,7 +18,7 @@ pub(crate) const MAX_CP_SIZE: u64 = 1 << 6;
 const MAX_NAME: usize = 256;
 
 pub(crate) fn wrong(place: &str, field: &'static str, value: impl Display, expected: impl Display) -> Error {
-    Error::Geometry { place: place.to_owned(), field, value: value.to_string(), expected: expected.to_string() }
+    Error::geometry(place, field, value.to_string(), expected.to_string())
 }
 
 pub(crate) fn at_most(place: &str, field: &'static str, count: usize, limit: usize) -> Result<()> {

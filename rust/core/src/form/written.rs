@@ -199,9 +199,9 @@ impl Form {
     /// Reads the JSON form. Safe on any input.
     pub fn from_json(json: &[u8]) -> Result<Self> {
         if json.len() > MAX_JSON_BYTES {
-            return Err(Error::TooLarge { bytes: json.len(), limit: MAX_JSON_BYTES });
+            return Err(Error::too_large(json.len(), MAX_JSON_BYTES));
         }
-        let bad = |reason: String| Error::Json { version: SCHEMA_VERSION, reason };
+        let bad = |reason: String| Error::json(SCHEMA_VERSION, reason);
         let Object(form): Object<Self> = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
         if form.kvhma != SCHEMA_VERSION {
             return Err(bad(format!("its kvhma field is {}", form.kvhma)));

@@ -16,7 +16,7 @@ pub fn clip_blocks(
 ) -> Result<Vec<Vec<i64>>> {
     for (what, got) in [("keep", keep.len()), ("speculative", speculative.len())] {
         if got != groups.len() {
-            return Err(Error::Count { what, got, expected: groups.len() });
+            return Err(Error::count(what, got, groups.len()));
         }
     }
     Ok(groups
@@ -38,20 +38,19 @@ pub fn clip_blocks(
 /// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`.
 pub fn expand_blocks(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
     if ratio == 0 {
-        let expected = "has to be at least 1".into();
-        return Err(Error::Value { place: String::new(), field: "ratio", value: 0, expected });
+        return Err(Error::value("", "ratio", 0, "has to be at least 1".into()));
     }
     let limit = i32::MAX as u64 / ratio;
     let total = (ids.len() as u64).checked_mul(ratio).filter(|&total| total <= i32::MAX as u64);
     let Some(total) = total else {
         let what = format!("{} blocks x ratio {ratio}", ids.len());
-        return Err(Error::Overflow { place: "block ids".into(), what, bits: 31 });
+        return Err(Error::overflow("block ids", what, 31));
     };
     let mut out = Vec::with_capacity(total as usize);
     for (index, &id) in ids.iter().enumerate() {
         match u64::try_from(id) {
             Ok(block) if block < limit => out.extend((block * ratio..(block + 1) * ratio).map(|kernel| kernel as i32)),
-            _ => return Err(Error::BlockRange { side: "logical", group: 0, index, id, num_blocks: limit }),
+            _ => return Err(Error::block_range(("logical", 0), index, id, limit)),
         }
     }
     Ok(out)
@@ -62,7 +61,7 @@ pub fn expand_blocks(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
 /// `counts[v]` is the number of entries of view `v`, `groups_of[v]` the groups whose blocks it holds.
 pub fn descriptor_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> Result<Vec<i32>> {
     if counts.len() != groups_of.len() {
-        return Err(Error::Count { what: "groups of views", got: groups_of.len(), expected: counts.len() });
+        return Err(Error::count("groups of views", groups_of.len(), counts.len()));
     }
     let total = check_ids(groups, counts, groups_of)?;
     let mut out = Vec::with_capacity(total);
@@ -89,20 +88,19 @@ fn check_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> R
         for &group in members {
             let Some(&(low, high)) = bounds.get(group) else {
                 let expected = format!("there are {} groups", groups.len());
-                let (place, field) = (String::new(), "group of a view");
-                return Err(Error::Value { place, field, value: group as i128, expected });
+                return Err(Error::value("", "group of a view", group as i128, expected));
             };
             if !groups[group].is_empty() && (low < 0 || high as u64 >= count) {
                 let bad = |&(_, &id): &(usize, &i64)| id < 0 || id as u64 >= count;
                 let (index, &id) = groups[group].iter().enumerate().find(bad).unwrap_or((0, &low));
-                return Err(Error::BlockRange { side: "view", group, index, id, num_blocks: count });
+                return Err(Error::block_range(("view", group), index, id, count));
             }
             total = total.saturating_add(groups[group].len());
         }
         entries = entries.saturating_add(count);
     }
     if entries > i32::MAX as u64 {
-        return Err(Error::Overflow { place: "views".into(), what: format!("{entries} entries"), bits: 31 });
+        return Err(Error::overflow("views", format!("{entries} entries"), 31));
     }
     Ok(total)
 }
@@ -111,15 +109,11 @@ fn check_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> R
 pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
     for (field, value) in [("window", window), ("block_size", block_size)] {
         if value == 0 {
-            let expected = "has to be at least 1".into();
-            return Err(Error::Value { place: String::new(), field, value: 0, expected });
+            return Err(Error::value("", field, 0, "has to be at least 1".into()));
         }
     }
-    window.div_ceil(block_size).checked_add(1).ok_or_else(|| Error::Overflow {
-        place: "window_blocks".into(),
-        what: format!("{window} / {block_size} + 1"),
-        bits: 64,
-    })
+    let overflow = || Error::overflow("window_blocks", format!("{window} / {block_size} + 1"), 64);
+    window.div_ceil(block_size).checked_add(1).ok_or_else(overflow)
 }
 
 /// For each group, the first block table entry that a request of `num_tokens` tokens still needs and that is not among
@@ -127,7 +121,7 @@ pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
 pub fn first_entries(geometry: &Geometry, num_tokens: u64, cached_blocks: &[u64]) -> Result<Vec<u64>> {
     let groups = geometry.groups();
     if cached_blocks.len() != groups.len() {
-        return Err(Error::Count { what: "cached", got: cached_blocks.len(), expected: groups.len() });
+        return Err(Error::count("cached", cached_blocks.len(), groups.len()));
     }
     let first = |(group, &cached): (&Group, &u64)| match group.kind {
         Kind::Ssm { .. } => 0,

@@ -40,10 +40,9 @@ pub fn state_views(
     let mut views = Vec::with_capacity(bases.len().saturating_mul(parts.len()));
     for region in 0..bases.len() {
         for &(offset, length) in parts {
-            let address = bases[region].checked_add(offset).ok_or_else(|| Error::Overflow {
-                place: format!("region {region}"),
-                what: format!("base {:#x} + offset {offset}", bases[region]),
-                bits: 64,
+            let address = bases[region].checked_add(offset).ok_or_else(|| {
+                let what = format!("base {:#x} + offset {offset}", bases[region]);
+                Error::overflow(&format!("region {region}"), what, 64)
             })?;
             views.push([address, length, devices[region], strides[region], counts[region]]);
         }
@@ -54,7 +53,7 @@ pub fn state_views(
 
 fn same_length(expected: usize, lists: &[(&'static str, &[u64])]) -> Result<()> {
     match lists.iter().find(|(_, list)| list.len() != expected) {
-        Some(&(what, list)) => Err(Error::Count { what, got: list.len(), expected }),
+        Some(&(what, list)) => Err(Error::count(what, list.len(), expected)),
         None => Ok(()),
     }
 }
@@ -65,23 +64,18 @@ pub fn check_views(views: &[View]) -> Result<u64> {
     for (index, &[address, length, _, stride, count]) in views.iter().enumerate() {
         for (field, value) in [("length", length), ("stride", stride), ("count", count)] {
             if value == 0 {
-                let (place, expected) = (format!("view {index}"), "has to be at least 1".to_owned());
-                return Err(Error::Value { place, field, value: 0, expected });
+                return Err(Error::value(&format!("view {index}"), field, 0, "has to be at least 1".to_owned()));
             }
         }
         let end = (count - 1).checked_mul(stride).and_then(|far| far.checked_add(length)?.checked_add(address));
         if end.is_none() {
             let what = format!("{address:#x} + ({count} - 1) x {stride} + {length}");
-            return Err(Error::Overflow { place: format!("view {index}"), what, bits: 64 });
+            return Err(Error::overflow(&format!("view {index}"), what, 64));
         }
         // Ids into a list are int32, so a longer list could never be addressed.
         total = total.saturating_add(count);
         if total > i32::MAX as u64 {
-            return Err(Error::Overflow {
-                place: format!("view {index}"),
-                what: format!("{total} descriptors"),
-                bits: 31,
-            });
+            return Err(Error::overflow(&format!("view {index}"), format!("{total} descriptors"), 31));
         }
     }
     Ok(total)

@@ -43,7 +43,7 @@ impl Plan {
     /// Fails with the first reason why a source cannot be paired, or why an item has no source.
     pub fn new(local: Arc<Geometry>, remotes: Vec<Arc<Geometry>>, descriptor_bytes: u64) -> Result<Self> {
         if remotes.is_empty() {
-            return Err(Error::Count { what: "remote geometries", got: 0, expected: 1 });
+            return Err(Error::count("remote geometries", 0, 1));
         }
         let mut all = vec![local];
         all.extend(remotes);
@@ -101,7 +101,7 @@ impl Plan {
     pub(crate) fn view_table(&self, source: usize) -> Result<&ViewTable> {
         let Some(Source { table, views, .. }) = self.sources.get(source) else {
             let expected = format!("there are {} sources", self.sources.len());
-            return Err(Error::Value { place: String::new(), field: "source", value: source as i128, expected });
+            return Err(Error::value("", "source", source as i128, expected));
         };
         let table = views.get_or_init(|| ViewTable::new(&self.geometries(source), table));
         table.as_ref().map_err(Clone::clone)

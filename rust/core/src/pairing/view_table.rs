@@ -92,7 +92,7 @@ fn number(views: impl Iterator<Item = View>) -> Result<BTreeMap<View, u64>> {
         next += count;
     }
     if next > i32::MAX as u64 {
-        return Err(Error::Overflow { place: "views".into(), what: format!("{next} entries"), bits: 31 });
+        return Err(Error::overflow("views", format!("{next} entries"), 31));
     }
     Ok(starts)
 }

@@ -82,8 +82,7 @@ fn token_pairs(paired: &PairedSpans, tokens: Interval) -> PairsByCut {
 fn state_pair(paired: &PairedSpans) -> Result<PairsByCut> {
     let mut pairs = PairsByCut::default();
     if let Some(local) = state_block(&paired.local) {
-        let missing = Error::Count { what: "remote state slots", got: 0, expected: 1 };
-        let remote = state_block(&paired.remote).ok_or(missing)?;
+        let remote = state_block(&paired.remote).ok_or_else(|| Error::count("remote state slots", 0, 1))?;
         pairs.push(BlockPair { local, remote, cut: TokenCut::STATE });
     }
     Ok(pairs)
@@ -96,7 +95,7 @@ fn entry_pairs(paired: &PairedSpans) -> Result<PairsByCut> {
     let mut pairs = PairsByCut::default();
     for entry in first..end {
         if !remote.span.has(entry) {
-            return Err(Error::MissingTokens { side: remote.side, group: remote.index, token: entry, first, end });
+            return Err(Error::missing_tokens((remote.side, remote.index), entry, first, end));
         }
         let local_blocks = local.group.kernel_blocks(local.span.block(entry));
         let remote_blocks = remote.group.kernel_blocks(remote.span.block(entry));

@@ -108,7 +108,7 @@ impl Copies {
         runs.sort_by_key(|run| run.local);
         if let Some(pair) = runs.windows(2).find(|pair| pair[0].local + pair[0].len > pair[1].local) {
             let end = |run: &ByteRun| run.local + run.len;
-            return Err(overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
+            return Err(Error::overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
         }
         let mut copies = Self::new(allocate, runs.len());
         for run in runs {
@@ -125,13 +125,9 @@ pub(crate) fn refuse_overlap<'a>(lists: impl Iterator<Item = &'a [Descriptor]>) 
     #[allow(clippy::stable_sort_primitive, reason = "it only merges lists that are sorted already")]
     all.sort();
     match all.windows(2).find(|pair| pair[0].1 > pair[1].0) {
-        Some(pair) => Err(overlap(pair[0], pair[1])),
+        Some(pair) => Err(Error::overlap(pair[0], pair[1])),
         None => Ok(()),
     }
-}
-
-fn overlap(first: (u64, u64), second: (u64, u64)) -> Error {
-    Error::Overlap { first: first.0, first_end: first.1, second: second.0, second_end: second.1 }
 }
 
 #[cfg(test)]
@@ -158,6 +154,6 @@ mod tests {
     fn ranges_that_touch_do_not_overlap() {
         let lists = |second: Descriptor| refuse_overlap([[[0, 8, 0], [20, 4, 0]].as_slice(), &[second]].into_iter());
         assert_eq!(lists([8, 12, 0]), Ok(()));
-        assert_eq!(lists([8, 13, 0]), Err(overlap((8, 21), (20, 24))));
+        assert_eq!(lists([8, 13, 0]), Err(Error::overlap((8, 21), (20, 24))));
     }
 }

@@ -99,7 +99,7 @@ impl GroupSpan<'_> {
     /// Fails unless the span holds every one of the tokens that is this rank's.
     pub(crate) fn require(&self, needed: Interval) -> Result<()> {
         let Interval { start: first, end } = needed;
-        let missing = |token| Error::MissingTokens { side: self.side, group: self.index, token, first, end };
+        let missing = |token| Error::missing_tokens((self.side, self.index), token, first, end);
         let start = self.next_held(first);
         if start >= end {
             return Ok(());
@@ -129,6 +129,7 @@ impl GroupSpan<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Value;
     use crate::geometry::types::{BlockId, Kind};
 
     const fn group(cp_rank: u64, cp_size: u64) -> Group {
@@ -173,11 +174,11 @@ mod tests {
         let alone = group(0, 1);
         let two = span(1, &[5, 9]); // tokens 8..24
         let first_missing = |start, end| match of(&alone, &two).require(Interval { start, end }) {
-            Err(Error::MissingTokens { token, .. }) => Some(token),
+            Err(Error::Input(wrong)) if wrong.code == "missing-tokens" => Some(wrong.value),
             _ => None,
         };
         assert_eq!(first_missing(8, 24), None);
-        assert_eq!(first_missing(7, 24), Some(7));
-        assert_eq!(first_missing(8, 25), Some(24));
+        assert_eq!(first_missing(7, 24), Some(Value::Number(7)));
+        assert_eq!(first_missing(8, 25), Some(Value::Number(24)));
     }
 }

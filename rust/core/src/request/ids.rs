@@ -75,8 +75,8 @@ impl Plan {
         let ends: Vec<u64> = views.iter().map(|view| view[4]).scan(0, add).collect();
         let total = ends.last().copied().unwrap_or(0);
         let descriptor = |(index, &id): (usize, &i32)| {
-            let outside = Error::BlockRange { side: "view", group: source, index, id: id.into(), num_blocks: total };
-            let id = u64::try_from(id).ok().filter(|&id| id < total).ok_or(outside)?;
+            let outside = || Error::block_range(("view", source), index, id.into(), total);
+            let id = u64::try_from(id).ok().filter(|&id| id < total).ok_or_else(outside)?;
             let view = ends.partition_point(|&end| end <= id);
             let [address, length, device, stride, count] = views[view];
             Ok([address + (id - (ends[view] - count)) * stride, length, device])

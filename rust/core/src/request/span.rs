@@ -53,13 +53,11 @@ pub(crate) struct RequestSpans {
 impl RequestSpans {
     pub(crate) fn new(plan: &Plan, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Self> {
         if num_tokens == 0 || num_tokens > MAX_TOKENS {
-            let expected = format!("has to be 1 to {MAX_TOKENS}");
-            let (place, field) = (String::new(), "num_tokens");
-            return Err(Error::Value { place, field, value: num_tokens.into(), expected });
+            return Err(Error::value("", "num_tokens", num_tokens, format!("has to be 1 to {MAX_TOKENS}")));
         }
         let sources = plan.sources.len();
         if remote.len() != 1 && remote.len() != sources {
-            return Err(Error::Count { what: "remote spans by source", got: remote.len(), expected: sources });
+            return Err(Error::count("remote spans by source", remote.len(), sources));
         }
         let local = check_spans("local", &plan.local, local)?;
         let of_source = |index: usize| &remote[if remote.len() == 1 { 0 } else { index }];
@@ -73,42 +71,37 @@ impl RequestSpans {
 fn check_spans(side: &'static str, geometry: &Geometry, spans: &[Span]) -> Result<Vec<CheckedSpan>> {
     if spans.len() != geometry.groups.len() {
         let what = if side == "local" { "local spans" } else { "remote spans" };
-        return Err(Error::Count { what, got: spans.len(), expected: geometry.groups.len() });
+        return Err(Error::count(what, spans.len(), geometry.groups.len()));
     }
     spans.iter().enumerate().map(|(group, span)| check_span(side, geometry, group, span)).collect()
 }
 
 fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span) -> Result<CheckedSpan> {
+    let place = || format!("{side} group {group}");
     let max_first = MAX_POSITION / geometry.groups[group].tokens_per_turn() - i32::MAX as u64;
     if span.first > max_first {
-        return Err(Error::Value {
-            place: format!("{side} group {group}"),
-            field: "first",
-            value: span.first.into(),
-            expected: format!("has to be at most {max_first}"),
-        });
+        return Err(Error::value(&place(), "first", span.first, format!("has to be at most {max_first}")));
     }
     let num_blocks = geometry.num_blocks[group];
     if span.ids.len() as u64 > num_blocks {
-        let (place, field) = (format!("{side} group {group}"), "number of block ids");
         let expected = format!("has to be at most the {num_blocks} blocks there are");
-        return Err(Error::Value { place, field, value: span.ids.len() as i128, expected });
+        return Err(Error::value(&place(), "number of block ids", span.ids.len() as i128, expected));
     }
     let mut ids = Vec::with_capacity(span.ids.len());
     for (index, &id) in span.ids.iter().enumerate() {
         match u64::try_from(id) {
             Ok(block) if block < num_blocks => {
                 if geometry.null_block == Some(block) {
-                    return Err(Error::NullBlock { side, group, index, id });
+                    return Err(Error::null_block((side, group), index, id));
                 }
                 // Kernel blocks of a geometry are at most 2^31, so its logical blocks fit.
                 ids.push(BlockId(block as u32));
             }
-            _ => return Err(Error::BlockRange { side, group, index, id, num_blocks }),
+            _ => return Err(Error::block_range((side, group), index, id, num_blocks)),
         }
     }
     if let Some(id) = duplicate(&ids, num_blocks) {
-        return Err(Error::DuplicateBlock { side, group, id: id.0.into() });
+        return Err(Error::duplicate_block((side, group), id.0));
     }
     Ok(CheckedSpan { first: span.first, ids })
 }
