@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvhma_core::lowlevel::ids;
-use kvhma_core::{Class, Descriptor, Error, Geometry, IdTransfer, Plan, Severity, Span, Transfer, View, validate};
+use kvhma_core::{Class, Descriptor, Error, Geometry, Ids, Plan, Severity, Span, Transfer, View, validate};
 use serde_json::Value;
 
 use crate::case::Case;
@@ -83,8 +83,8 @@ fn transfer(plan: &Plan, moved: &Transfer) -> Vec<(usize, Vec<Copy>)> {
         let (local, remote) = (&read.copies.local, &read.copies.remote);
         assert_eq!(local.len(), remote.len());
         assert!(!local.is_empty());
-        assert_eq!(apart(local), read.copies.bytes);
-        bytes += read.copies.bytes;
+        assert_eq!(apart(local), read.copies.bytes());
+        bytes += read.copies.bytes();
         local.iter().for_each(|&row| inside(plan.local(), row));
         remote.iter().for_each(|&row| inside(plan.remote(read.source), row));
         written.extend(local);
@@ -114,7 +114,7 @@ fn expand(views: &[View], ids: &[i32]) -> Vec<Descriptor> {
     ids.iter().map(row).collect()
 }
 
-fn id_transfer(plan: &Plan, moved: &IdTransfer) -> Vec<(usize, Vec<Copy>)> {
+fn id_transfer(plan: &Plan, moved: &Transfer<Ids>) -> Vec<(usize, Vec<Copy>)> {
     let mut written: Vec<Descriptor> = moved.zero.clone();
     apart(&moved.zero);
     moved.zero.iter().for_each(|&row| inside(plan.local(), row));

@@ -41,6 +41,6 @@ pub use pairing::plan::Plan;
 pub use pairing::validate::validate;
 pub use report::losses::{Loss, Losses};
 pub use request::copies::{Allocate, Copies};
-pub use request::ids::{IdTransfer, Ids};
+pub use request::ids::Ids;
 pub use request::span::Span;
 pub use request::transfer::{Read, Transfer};

@@ -118,7 +118,7 @@ proptest! {
             }
         }
         prop_assert_eq!(&got, &expected);
-        prop_assert_eq!(copies.bytes, expected.len() as u64);
+        prop_assert_eq!(copies.bytes(), expected.len() as u64);
         let breaks = expected.iter().zip(expected.iter().skip(1)).filter(|(a, b)| (a.0 + 1, a.1 + 1) != (*b.0, *b.1)).count();
         prop_assert_eq!(copies.len(), breaks + 1);
     }

@@ -118,8 +118,8 @@ impl Plan {
         let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens } =
             py.detach(|| self.core.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
         let groups = first_tokens.len();
-        let bytes_by_group = sums(groups, reads.iter().map(|read| &read.bytes_by_group));
-        let descriptors_by_group = sums(groups, reads.iter().map(|read| &read.descriptors_by_group));
+        let bytes_by_group = sums(groups, reads.iter().map(|read| &read.copies.bytes_by_group));
+        let descriptors_by_group = sums(groups, reads.iter().map(|read| &read.copies.descriptors_by_group));
         let reads = reads.into_iter().map(|read| Read::of_rows(py, read)).collect::<PyResult<_>>()?;
         let mut transfer = Transfer::new(py, reads, zero, excess_bytes, first_tokens)?;
         (transfer.bytes_by_group, transfer.descriptors_by_group) = (bytes_by_group, descriptors_by_group);
@@ -135,7 +135,7 @@ impl Plan {
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let kvhma_core::IdTransfer { reads, zero, excess_bytes, first_tokens } =
+        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens } =
             py.detach(|| self.core.ids(num_tokens, &local, &remote)).or_raise(py)?;
         let reads = reads.into_iter().map(|read| Read::of_ids(py, read)).collect();
         Transfer::new(py, reads, zero, excess_bytes, first_tokens)

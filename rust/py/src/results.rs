@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What plans and comparisons answer: plain values that are made of their attributes, so copies and pickles work.
 #![allow(clippy::too_many_arguments, reason = "a value's constructor takes all of its attributes")]
+use kvhma_core::Copies;
 use numpy::PyArray2;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -114,10 +115,10 @@ impl Read {
 
 impl Read {
     pub(crate) fn of_rows(py: Python<'_>, read: kvhma_core::Read) -> PyResult<Self> {
-        let kvhma_core::Read { source, copies, bytes_by_group, descriptors_by_group } = read;
-        let (bytes, descriptors) = (copies.bytes, copies.len() as u64);
-        let (local, remote) = (rows(py, copies.local)?.into_any(), rows(py, copies.remote)?.into_any());
-        let (local, remote) = (local.unbind(), remote.unbind());
+        let kvhma_core::Read { source, copies } = read;
+        let (bytes, descriptors) = (copies.bytes(), copies.len() as u64);
+        let Copies { local, remote, bytes_by_group, descriptors_by_group, .. } = copies;
+        let (local, remote) = (rows(py, local)?.into_any().unbind(), rows(py, remote)?.into_any().unbind());
         Ok(Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group })
     }
 

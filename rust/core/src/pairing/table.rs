@@ -12,6 +12,18 @@ pub(crate) struct PairCut {
     pub(crate) cut: usize,
 }
 
+/// What fills some templates, and how much those are.
+#[derive(Debug)]
+pub(crate) struct Fillers {
+    pub(crate) cuts: Vec<PairCut>,
+    /// Bytes that a block pair moves through all of the templates.
+    pub(crate) bytes: u64,
+    /// How many of the templates are dense.
+    pub(crate) dense: u64,
+    /// How many are not.
+    pub(crate) spaced: u64,
+}
+
 /// A template, and which block pairs it is repeated for.
 #[derive(Debug)]
 pub(crate) struct Entry {
@@ -28,7 +40,7 @@ pub(crate) struct Table {
     /// By local address.
     pub(crate) entries: Vec<Entry>,
     /// Distinct sets of what fills a template.
-    pub(crate) fillers: Vec<Vec<PairCut>>,
+    pub(crate) fillers: Vec<Fillers>,
 }
 
 impl Table {
@@ -43,14 +55,18 @@ impl Table {
             }
         }
         let mut known: BTreeMap<Vec<PairCut>, usize> = BTreeMap::new();
-        let mut fillers = Vec::new();
+        let mut fillers: Vec<Fillers> = Vec::new();
         let entries = filled
             .into_iter()
             .map(|(template, set)| {
                 let filled_by = *known.entry(set).or_insert_with_key(|set| {
-                    fillers.push(set.clone());
+                    fillers.push(Fillers { cuts: set.clone(), bytes: 0, dense: 0, spaced: 0 });
                     fillers.len() - 1
                 });
+                let Fillers { bytes, dense, spaced, .. } = &mut fillers[filled_by];
+                // Layers that alias can add up to more than there is memory; nothing can be moved into them then.
+                *bytes = bytes.saturating_add(template.piece.len);
+                *(if template.is_dense() { dense } else { spaced }) += 1;
                 Entry { template, filled_by }
             })
             .collect();
@@ -89,7 +105,7 @@ mod tests {
         let table = |local, remote| {
             let plan = Plan::new(geometry(4096, local), vec![geometry(1 << 20, remote)], 0).expect("pairs");
             let table = &plan.sources[0].table;
-            let fillers = |index: usize| table.fillers[table.entries[index].filled_by].len();
+            let fillers = |index: usize| table.fillers[table.entries[index].filled_by].cuts.len();
             (0..table.entries.len()).map(fillers).collect::<Vec<_>>()
         };
         assert_eq!(table(1, 1), [2]);

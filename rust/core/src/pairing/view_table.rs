@@ -68,7 +68,7 @@ fn refuse_irregular(table: &Table) -> Result<()> {
 fn views(geometries: &Geometries, table: &Table, entry: &Entry) -> (View, View) {
     let Geometries { local, remote } = geometries;
     // Groups that alias may have different numbers of blocks: all blocks of the largest are in the view.
-    let pairs = || table.fillers[entry.filled_by].iter().map(|filler| &table.group_pairs[filler.group_pair]);
+    let pairs = || table.fillers[entry.filled_by].cuts.iter().map(|filler| &table.group_pairs[filler.group_pair]);
     let local_blocks = pairs().map(|pair| local.num_blocks[pair.local_group]).max().unwrap_or(0);
     let remote_blocks = pairs().map(|pair| remote.num_blocks[pair.remote_group]).max().unwrap_or(0);
     let (piece, strides) = (entry.template.piece, entry.template.strides);

@@ -5,9 +5,14 @@ use crate::geometry::ranges::Interval;
 use crate::geometry::types::KernelBlockId;
 use crate::request::group_span::GroupSpan;
 
-/// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct PackedPair(u64);
+/// Kernel blocks that meet, and the local group that they are read into.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct PackedPair {
+    /// Both ids, packed so that they sort by the local one: `local << 32 | remote`. Kernel ids fit 31 bits.
+    ids: u64,
+    /// There are fewer groups than that.
+    group: u16,
+}
 
 pub(crate) type Pairs = Vec<PackedPair>;
 
@@ -15,26 +20,30 @@ impl PackedPair {
     /// From a pair to that of the next blocks on both sides.
     const NEXT: u64 = 1 << 32 | 1;
 
-    pub(crate) fn new(local: KernelBlockId, remote: KernelBlockId) -> Self {
-        Self(local.0 << 32 | remote.0)
+    pub(crate) fn new(group: usize, local: KernelBlockId, remote: KernelBlockId) -> Self {
+        Self { ids: local.0 << 32 | remote.0, group: group as u16 }
     }
 
     pub(crate) fn local(self) -> KernelBlockId {
-        KernelBlockId(self.0 >> 32)
+        KernelBlockId(self.ids >> 32)
     }
 
     pub(crate) fn remote(self) -> KernelBlockId {
-        KernelBlockId(self.0 & 0xffff_ffff)
+        KernelBlockId(self.ids & 0xffff_ffff)
+    }
+
+    pub(crate) fn group(self) -> usize {
+        self.group.into()
     }
 
     /// The pair so many blocks later on both sides.
     pub(crate) fn plus(self, blocks: u64) -> Self {
-        Self(self.0 + blocks * Self::NEXT)
+        Self { ids: self.ids + blocks * Self::NEXT, ..self }
     }
 }
 
 /// Block pairs that follow each other on both sides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct BlockRun {
     pub(crate) first: PackedPair,
     pub(crate) count: u64,
@@ -90,7 +99,9 @@ pub(crate) fn pair_whole_blocks(
             |blocks: &GroupSpan| (first - blocks.span.first) as usize..(last.max(first) - blocks.span.first) as usize;
         let (local_ids, remote_ids) = (&local.span.ids[entries(local)], &remote.span.ids[entries(remote)]);
         let kernel = |id: u32| KernelBlockId(id.into());
-        pairs.extend(local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(kernel(l.0), kernel(r.0))));
+        pairs.extend(
+            local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(local.index, kernel(l.0), kernel(r.0))),
+        );
         return Some(last * size);
     }
     // Sorting the few runs here spares sorting the many pairs later.
@@ -101,35 +112,34 @@ pub(crate) fn pair_whole_blocks(
         let count = (per_block.0 - local_index).min(per_block.1 - remote_index).min(last - block);
         let local_block = local.group.kernel_block(local.span.block(block / per_block.0), local_index);
         let remote_block = remote.group.kernel_block(remote.span.block(block / per_block.1), remote_index);
-        runs.push(BlockRun { first: PackedPair::new(local_block, remote_block), count });
+        runs.push(BlockRun { first: PackedPair::new(local.index, local_block, remote_block), count });
         block += count;
     }
-    runs.sort_unstable();
+    runs.sort_unstable_by_key(|run| run.first.ids);
     pairs.extend(runs.iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step))));
     Some(last * size)
 }
 
 /// Whether the pairs are sorted, and no local block is in two of them.
 pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
-    // The numbers themselves: a derived order of the types around them is compared more slowly.
     pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
 }
 
 /// Sorts by local id. Block lists are short and their ids small, so two or three counting passes do.
 pub(crate) fn sort(pairs: &mut Pairs) {
     const BITS: u32 = 11;
-    if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
+    if pairs.is_sorted_by(|one, next| one.ids <= next.ids) {
         return;
     }
     if pairs.len() < 128 {
-        pairs.sort_unstable();
+        pairs.sort_unstable_by_key(|pair| pair.ids);
         return;
     }
     let largest = pairs.iter().map(|pair| pair.local().0).max().unwrap_or(0);
-    let mut sorted = vec![PackedPair(0); pairs.len()];
+    let mut sorted = vec![PackedPair::default(); pairs.len()];
     let mut shift = 32;
     while largest >> (shift - 32) > 0 {
-        let digit = |pair: PackedPair| (pair.0 >> shift) as usize & ((1 << BITS) - 1);
+        let digit = |pair: PackedPair| (pair.ids >> shift) as usize & ((1 << BITS) - 1);
         let mut starts = [0u32; 1 << BITS];
         for &pair in pairs.iter() {
             starts[digit(pair)] += 1;
@@ -148,19 +158,19 @@ pub(crate) fn sort(pairs: &mut Pairs) {
     }
 }
 
-/// Runs of sorted pairs.
+/// Runs of sorted pairs; one that goes on from group to group is of the group of its first pair.
 pub(crate) fn runs(pairs: &[PackedPair]) -> Vec<BlockRun> {
     let mut found: Vec<BlockRun> = Vec::new();
     let Some((&first, rest)) = pairs.split_first() else { return found };
-    let (mut run, mut next) = (BlockRun { first, count: 1 }, first.plus(1));
+    let (mut run, mut next) = (BlockRun { first, count: 1 }, first.plus(1).ids);
     for &pair in rest {
-        if pair == next {
+        if pair.ids == next {
             run.count += 1;
         } else {
             found.push(run);
             run = BlockRun { first: pair, count: 1 };
         }
-        next = pair.plus(1);
+        next = pair.plus(1).ids;
     }
     found.push(run);
     found
@@ -174,7 +184,20 @@ mod tests {
     use proptest::prelude::*;
 
     fn packed(local: u64, remote: u64) -> PackedPair {
-        PackedPair::new(KernelBlockId(local), KernelBlockId(remote))
+        PackedPair::new(0, KernelBlockId(local), KernelBlockId(remote))
+    }
+
+    #[test]
+    fn a_run_is_of_the_group_that_it_begins_in() {
+        let pair = |(group, block)| PackedPair::new(group, KernelBlockId(block), KernelBlockId(block));
+        // Group 4 has blocks 1, 2, 5, 6 and 9, group 7 has 3, 8 and 0: the runs are 0..=3 of group 7, 5..=6 of group 4
+        // and 8..=9 of group 7.
+        let mut pairs = [(4, 5), (4, 6), (4, 1), (4, 2), (4, 9), (7, 3), (7, 8), (7, 0)].map(pair).to_vec();
+        sort(&mut pairs);
+        let found: Vec<_> =
+            runs(&pairs).iter().map(|run| (run.first.group(), run.first.local().0, run.count)).collect();
+        assert_eq!(found, [(7, 0, 4), (4, 5, 2), (7, 8, 2)]);
+        assert_eq!(pairs.iter().map(|pair| pair.group()).collect::<Vec<_>>(), [7, 4, 4, 7, 4, 4, 7, 4]);
     }
 
     #[test]
@@ -202,8 +225,8 @@ mod tests {
             sort(&mut pairs);
             let keys = |list: &Pairs| list.iter().map(|pair| pair.local()).collect::<Vec<_>>();
             prop_assert_eq!(keys(&pairs), keys(&expected));
-            pairs.sort_unstable();
-            expected.sort_unstable();
+            pairs.sort_unstable_by_key(|pair| pair.ids);
+            expected.sort_unstable_by_key(|pair| pair.ids);
             prop_assert_eq!(pairs, expected);
         }
 

@@ -3,7 +3,6 @@
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
 use crate::pairing::group_pair::{Geometries, StridePair};
-use crate::request::by_group::ByGroup;
 
 /// Regions of a copy on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,7 +31,7 @@ pub(crate) struct ByteRun {
     pub(crate) len: u64,
     pub(crate) regions: RegionPair,
     /// Local group of the first byte.
-    pub(crate) group: u16,
+    pub(crate) group: usize,
 }
 
 /// Allocates for so many descriptors; a caller who hands them on may know better where.
@@ -45,15 +44,25 @@ pub struct Copies {
     pub local: Vec<Descriptor>,
     /// Where from, with equal lengths.
     pub remote: Vec<Descriptor>,
-    /// Bytes of all copies.
-    pub bytes: u64,
+    /// Bytes read into each local group.
+    pub bytes_by_group: Vec<u64>,
+    /// Copies of each local group; one that goes on from group to group counts for the group of its first byte.
+    pub descriptors_by_group: Vec<u64>,
     /// Regions of the last copy.
     last: RegionPair,
 }
 
 impl Copies {
-    pub(crate) fn new(allocate: Allocate, count: usize) -> Self {
-        Self { local: allocate(count), remote: allocate(count), bytes: 0, last: RegionPair::default() }
+    /// None yet, of the bytes that all will have.
+    pub(crate) fn new(allocate: Allocate, count: usize, bytes_by_group: Vec<u64>) -> Self {
+        let (local, remote) = (allocate(count), allocate(count));
+        let descriptors_by_group = vec![0; bytes_by_group.len()];
+        Self { local, remote, bytes_by_group, descriptors_by_group, last: RegionPair::default() }
+    }
+
+    /// Bytes of all copies.
+    pub fn bytes(&self) -> u64 {
+        self.bytes_by_group.iter().sum()
     }
 
     /// Number of copies.
@@ -66,34 +75,31 @@ impl Copies {
         self.local.is_empty()
     }
 
-    /// Appends a copy after all others and returns true, or lengthens the last one if it goes on on both sides.
-    pub(crate) fn push(&mut self, run: ByteRun, devices: (u64, u64)) -> bool {
-        self.bytes += run.len;
+    /// Appends a copy after all others, or lengthens the last one if it goes on on both sides.
+    pub(crate) fn push(&mut self, run: ByteRun, devices: (u64, u64)) {
         if let (Some(local), Some(remote)) = (self.local.last_mut(), self.remote.last_mut()) {
             let goes_on = local[0] + local[1] == run.local && remote[0] + remote[1] == run.remote;
             if goes_on && self.last == run.regions {
                 local[1] += run.len;
                 remote[1] += run.len;
-                return false;
+                return;
             }
         }
         self.last = run.regions;
         self.local.push([run.local, run.len, devices.0]);
         self.remote.push([run.remote, run.len, devices.1]);
-        true
+        self.descriptors_by_group[run.group] += 1;
     }
 
-    /// Appends copies `(local, remote, length)` that neither touch each other nor the last one, `bytes` in all.
+    /// Appends copies `(local, remote, length)` that neither touch each other nor the last one, and are counted apart.
     pub(crate) fn extend(
         &mut self,
         runs: impl Iterator<Item = (u64, u64, u64)> + Clone,
-        bytes: u64,
         regions: RegionPair,
         devices: (u64, u64),
     ) {
         self.local.extend(runs.clone().map(|(local, _, len)| [local, len, devices.0]));
         self.remote.extend(runs.map(|(_, remote, len)| [remote, len, devices.1]));
-        self.bytes += bytes;
         self.last = regions;
     }
 
@@ -102,7 +108,7 @@ impl Copies {
         mut runs: Vec<ByteRun>,
         geometries: &Geometries,
         allocate: Allocate,
-        by_group: &mut ByGroup,
+        bytes_by_group: Vec<u64>,
     ) -> Result<Self> {
         // Templates come out ascending one after the other: the stable sort finds what is ascending and only merges it.
         runs.sort_by_key(|run| run.local);
@@ -110,10 +116,9 @@ impl Copies {
             let end = |run: &ByteRun| run.local + run.len;
             return Err(Error::overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
         }
-        let mut copies = Self::new(allocate, runs.len());
+        let mut copies = Self::new(allocate, runs.len(), bytes_by_group);
         for run in runs {
-            let is_new = copies.push(run, run.regions.devices(geometries));
-            by_group.descriptors[usize::from(run.group)] += u64::from(is_new);
+            copies.push(run, run.regions.devices(geometries));
         }
         Ok(copies)
     }
@@ -140,14 +145,17 @@ mod tests {
 
     #[test]
     fn a_copy_goes_on_only_where_both_sides_and_the_region_do() {
-        let mut copies = Copies::new(Vec::with_capacity, 4);
-        let new: Vec<bool> = [run(0, 100, 8, 0), run(8, 108, 8, 0), run(16, 200, 8, 0), run(24, 208, 8, 1)]
-            .map(|run| copies.push(run, (3, 4)))
-            .into();
-        assert_eq!(new, [true, false, true, true]);
+        let mut copies = Copies::new(Vec::with_capacity, 4, vec![0; 2]);
+        let runs = [run(0, 100, 8, 0), run(8, 108, 8, 0), run(16, 200, 8, 0), run(24, 208, 8, 1)];
+        let mut new = Vec::new();
+        for (index, one) in runs.into_iter().enumerate() {
+            copies.push(ByteRun { group: index / 3, ..one }, (3, 4));
+            new.push(copies.len());
+        }
+        assert_eq!(new, [1, 1, 2, 3]);
+        assert_eq!(copies.descriptors_by_group, [2, 1]);
         assert_eq!(copies.local, [[0, 16, 3], [16, 8, 3], [24, 8, 3]]);
         assert_eq!(copies.remote, [[100, 16, 4], [200, 8, 4], [208, 8, 4]]);
-        assert_eq!(copies.bytes, 32);
     }
 
     #[test]

@@ -1,52 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The templates of a table repeated for a request's block pairs.
+use crate::bytes::pieces::TokenCut;
 use crate::bytes::rows::Descriptor;
 use crate::error::Result;
 use crate::geometry::types::KernelBlockId;
-use crate::pairing::group_pair::{CopyTemplate, Geometries};
-use crate::pairing::table::{PairCut, Table};
+use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair};
+use crate::pairing::table::{Fillers, PairCut, Table};
 use crate::request::block_pairs::{BlockRun, PackedPair, Pairs, is_each_local_block_once, runs, sort};
-use crate::request::by_group::{ByGroup, Owners};
 use crate::request::copies::{Allocate, ByteRun, Copies, RegionPair};
 use crate::request::pairs_by_cut::PairsByCut;
 
 /// Block pairs that fill the same templates.
-pub(crate) struct Filling<'a> {
+pub(crate) struct Filling {
     /// Sorted by local id.
     pub(crate) pairs: Pairs,
     runs: Vec<BlockRun>,
-    owners: Owners<'a>,
-    /// Number of runs by the group that they begin in.
-    runs_by_group: Vec<(usize, u64)>,
 }
 
-impl<'a> Filling<'a> {
-    fn new(pairs: Pairs, owners: Owners<'a>) -> Self {
+impl Filling {
+    fn new(pairs: Pairs) -> Self {
         let runs = runs(&pairs);
-        let runs_by_group = owners.count_runs(&runs);
-        Self { pairs, runs, owners, runs_by_group }
-    }
-
-    /// Adds the bytes of a template whose pieces are `length` bytes.
-    fn add_bytes(&self, length: u64, by_group: &mut ByGroup) {
-        for (group, pairs) in self.owners.count_pairs() {
-            // Blocks that overlap can add up to more than there is memory; they are refused later.
-            by_group.bytes[group] = pairs.saturating_mul(length).saturating_add(by_group.bytes[group]);
-        }
+        Self { pairs, runs }
     }
 }
 
 /// A template and the block pairs that it is repeated for.
 struct Filled<'a> {
     template: &'a CopyTemplate,
-    filling: &'a Filling<'a>,
+    filling: &'a Filling,
 }
 
 impl Table {
     /// Block pairs of each set of fillers, sorted by local id. `by_pair` has those of each group pair.
     pub(crate) fn gather(&self, by_pair: &[PairsByCut]) -> Vec<Pairs> {
-        let gather = |fillers: &Vec<PairCut>| {
-            let lists: Vec<&[PackedPair]> = fillers.iter().map(|&filler| self.pairs_of(filler, by_pair)).collect();
+        let gather = |fillers: &Fillers| {
+            let lists: Vec<&[PackedPair]> = fillers.cuts.iter().map(|&cut| self.pairs_of(cut, by_pair)).collect();
             let mut pairs = lists.concat();
             sort(&mut pairs);
             pairs
@@ -56,13 +44,6 @@ impl Table {
 
     fn pairs_of<'a>(&self, filler: PairCut, by_pair: &'a [PairsByCut]) -> &'a [PackedPair] {
         by_pair[filler.group_pair].get(self.group_pairs[filler.group_pair].cuts[filler.cut].cut)
-    }
-
-    fn fillings<'a>(&self, by_pair: &'a [PairsByCut]) -> Vec<Filling<'a>> {
-        let owner =
-            |filler: &PairCut| (self.group_pairs[filler.group_pair].local_group, self.pairs_of(*filler, by_pair));
-        let owners = self.fillers.iter().map(|fillers| Owners::new(fillers.iter().map(owner).collect()));
-        self.gather(by_pair).into_iter().zip(owners).map(|(pairs, owners)| Filling::new(pairs, owners)).collect()
     }
 
     /// Whether the pairs are surely written without overlap, and clear of sorted `others`: a look at every template, not
@@ -77,62 +58,83 @@ impl Table {
             && filled().all(|filled| others.iter().all(|other| is_clear(other, filled)))
     }
 
-    /// The copies of a request's block pairs; what they move of each local group is added to `by_group`.
-    pub(crate) fn copies(
-        &self,
-        geometries: &Geometries,
-        by_pair: &[PairsByCut],
-        allocate: Allocate,
-        by_group: &mut ByGroup,
-    ) -> Result<Copies> {
-        let fillings = self.fillings(by_pair);
+    /// The copies of a request's block pairs.
+    pub(crate) fn copies(&self, geometries: &Geometries, by_pair: &[PairsByCut], allocate: Allocate) -> Result<Copies> {
+        let fillings: Vec<Filling> = self.gather(by_pair).into_iter().map(Filling::new).collect();
         let filled = || {
             let filled = self.entries.iter();
             filled.map(|entry| Filled { template: &entry.template, filling: &fillings[entry.filled_by] })
         };
-        filled().for_each(|filled| filled.filling.add_bytes(filled.template.piece.len, by_group));
         let is_in_order = fillings.iter().all(|filling| is_each_local_block_once(&filling.pairs))
             && is_ascending(filled().map(|filled| (filled.template, filled.filling.pairs.as_slice())));
+        let mut bytes = self.bytes_by_group(geometries, by_pair);
         if is_in_order && !self.has_rare_cuts(by_pair) {
-            let mut copies = Copies::new(allocate, filled().map(|filled| filled.count()).sum());
-            filled().for_each(|filled| filled.append(geometries, &mut copies, by_group));
+            let mut copies = Copies::new(allocate, filled().map(|filled| filled.count()).sum(), bytes);
+            filled().for_each(|filled| filled.append(geometries, &mut copies));
+            self.count_extended(&fillings, &mut copies.descriptors_by_group);
             return Ok(copies);
         }
-        let groups: Vec<Vec<u16>> = fillings.iter().map(|filling| filling.owners.sorted()).collect();
         let mut runs = Vec::new();
-        for (filled, entry) in filled().zip(&self.entries) {
-            filled.byte_runs(&groups[entry.filled_by], &mut runs);
+        filled().for_each(|filled| filled.byte_runs(&mut runs));
+        let kept = runs.len();
+        self.add_rare_cuts(geometries, by_pair, &mut runs)?;
+        for run in &runs[kept..] {
+            bytes[run.group] = bytes[run.group].saturating_add(run.len);
         }
-        self.add_rare_cuts(geometries, by_pair, &mut runs, by_group)?;
-        Copies::from_runs(runs, geometries, allocate, by_group)
+        Copies::from_runs(runs, geometries, allocate, bytes)
     }
 
-    /// Whether blocks are cut in ways that the plan has no templates for.
-    pub(crate) fn has_rare_cuts(&self, by_pair: &[PairsByCut]) -> bool {
-        let mut pairs = self.group_pairs.iter().zip(by_pair);
-        pairs.any(|(group_pair, cuts)| cuts.iter().any(|(cut, _)| !group_pair.keeps(cut)))
+    /// Bytes of all templates that are kept with the plan.
+    fn bytes_by_group(&self, geometries: &Geometries, by_pair: &[PairsByCut]) -> Vec<u64> {
+        let mut bytes = vec![0u64; geometries.local.groups.len()];
+        for fillers in &self.fillers {
+            for &cut in &fillers.cuts {
+                let of_group = &mut bytes[self.group_pairs[cut.group_pair].local_group];
+                // Blocks that overlap can add up to more than there is memory; they are refused later.
+                let pairs = self.pairs_of(cut, by_pair).len() as u64;
+                *of_group = pairs.saturating_mul(fillers.bytes).saturating_add(*of_group);
+            }
+        }
+        bytes
     }
 
-    fn add_rare_cuts(
-        &self,
-        geometries: &Geometries,
-        by_pair: &[PairsByCut],
-        runs: &mut Vec<ByteRun>,
-        by_group: &mut ByGroup,
-    ) -> Result<()> {
-        for (group_pair, cuts) in self.group_pairs.iter().zip(by_pair) {
-            for (cut, pairs) in cuts.iter().filter(|(cut, _)| !group_pair.keeps(*cut)) {
-                let mut sorted = pairs.to_vec();
-                sort(&mut sorted);
-                let filling = Filling::new(sorted, Owners::new(vec![(group_pair.local_group, pairs)]));
-                let groups = filling.owners.sorted();
-                for template in group_pair.templates(geometries, cut)? {
-                    filling.add_bytes(template.piece.len, by_group);
-                    Filled { template: &template, filling: &filling }.byte_runs(&groups, runs);
-                }
+    /// Counts the copies that the templates were extended by: all but the first of each.
+    fn count_extended(&self, fillings: &[Filling], descriptors_by_group: &mut [u64]) {
+        for (fillers, filling) in self.fillers.iter().zip(fillings) {
+            if fillers.dense > 0 {
+                filling.runs.iter().skip(1).for_each(|run| descriptors_by_group[run.first.group()] += fillers.dense);
+            }
+            if fillers.spaced > 0 {
+                filling.pairs.iter().skip(1).for_each(|pair| descriptors_by_group[pair.group()] += fillers.spaced);
+            }
+        }
+    }
+
+    /// Block pairs that are cut in ways that the plan has no templates for.
+    fn rare_cuts<'a>(
+        &'a self,
+        by_pair: &'a [PairsByCut],
+    ) -> impl Iterator<Item = (&'a GroupPair, TokenCut, &'a [PackedPair])> {
+        let cuts = |(group_pair, cuts): (&'a GroupPair, &'a PairsByCut)| {
+            cuts.iter().filter(|(cut, _)| !group_pair.keeps(*cut)).map(move |(cut, pairs)| (group_pair, cut, pairs))
+        };
+        self.group_pairs.iter().zip(by_pair).flat_map(cuts)
+    }
+
+    fn add_rare_cuts(&self, geometries: &Geometries, by_pair: &[PairsByCut], runs: &mut Vec<ByteRun>) -> Result<()> {
+        for (group_pair, cut, pairs) in self.rare_cuts(by_pair) {
+            let mut sorted = pairs.to_vec();
+            sort(&mut sorted);
+            let filling = Filling::new(sorted);
+            for template in group_pair.templates(geometries, cut)? {
+                Filled { template: &template, filling: &filling }.byte_runs(runs);
             }
         }
         Ok(())
+    }
+
+    pub(crate) fn has_rare_cuts(&self, by_pair: &[PairsByCut]) -> bool {
+        self.rare_cuts(by_pair).next().is_some()
     }
 }
 
@@ -178,9 +180,9 @@ impl Filled<'_> {
     }
 
     /// Appends evenly spaced copies that lie after all others.
-    fn append(&self, geometries: &Geometries, copies: &mut Copies, by_group: &mut ByGroup) {
-        let Self { template: CopyTemplate { piece, strides }, filling } = self;
-        let Some(&first) = filling.pairs.first() else { return };
+    fn append(&self, geometries: &Geometries, copies: &mut Copies) {
+        let Self { template: CopyTemplate { piece, strides }, filling: Filling { pairs, runs } } = self;
+        let Some(&first) = pairs.first() else { return };
         let regions = RegionPair::of(*strides);
         let devices = regions.devices(geometries);
         let (local_step, remote_step) = (strides.local.step(), strides.remote.step());
@@ -188,47 +190,30 @@ impl Filled<'_> {
             (piece.local + pair.local().0 * local_step, piece.remote + pair.remote().0 * remote_step, count * piece.len)
         };
         // Only the first can touch the template before: within one, runs and spaced entries do not touch.
-        let (is_new, by_owner) = if self.template.is_dense() {
-            let (local, remote, len) = copy(first, filling.runs[0].count);
-            let is_new = copies.push(ByteRun { local, remote, len, regions, group: 0 }, devices);
-            let rest = filling.runs[1..].iter().map(|run| copy(run.first, run.count));
-            copies.extend(rest, filling.pairs.len() as u64 * piece.len - len, regions, devices);
-            (is_new, &filling.runs_by_group)
+        let (local, remote, len) = copy(first, if self.template.is_dense() { runs[0].count } else { 1 });
+        copies.push(ByteRun { local, remote, len, regions, group: first.group() }, devices);
+        if self.template.is_dense() {
+            copies.extend(runs[1..].iter().map(|run| copy(run.first, run.count)), regions, devices);
         } else {
-            let (local, remote, len) = copy(first, 1);
-            let is_new = copies.push(ByteRun { local, remote, len, regions, group: 0 }, devices);
-            let rest = filling.pairs[1..].iter().map(|&pair| copy(pair, 1));
-            copies.extend(rest, (filling.pairs.len() as u64 - 1) * piece.len, regions, devices);
-            (is_new, &filling.owners.count_pairs().collect())
-        };
-        for &(group, count) in by_owner {
-            by_group.descriptors[group] += count;
-        }
-        if !is_new {
-            by_group.descriptors[filling.owners.of(first)] -= 1;
+            copies.extend(pairs[1..].iter().map(|&pair| copy(pair, 1)), regions, devices);
         }
     }
 
-    /// Appends copies in any order and spacing. `groups` has the local group of each pair.
-    fn byte_runs(&self, groups: &[u16], runs: &mut Vec<ByteRun>) {
+    /// Appends copies in any order and spacing.
+    fn byte_runs(&self, runs: &mut Vec<ByteRun>) {
         let CopyTemplate { piece, strides } = self.template;
         let regions = RegionPair::of(*strides);
-        let byte_run = |pair: PackedPair, count: u64, group: u16| ByteRun {
+        let byte_run = |pair: PackedPair, count: u64| ByteRun {
             local: piece.local + strides.local.offset(pair.local()),
             remote: piece.remote + strides.remote.offset(pair.remote()),
             len: count * piece.len,
             regions,
-            group,
+            group: pair.group(),
         };
         if self.template.is_dense() {
-            let mut index = 0;
-            runs.extend(self.filling.runs.iter().map(|run| {
-                let group = groups[index];
-                index += run.count as usize;
-                byte_run(run.first, run.count, group)
-            }));
+            runs.extend(self.filling.runs.iter().map(|run| byte_run(run.first, run.count)));
         } else {
-            runs.extend(self.filling.pairs.iter().zip(groups).map(|(&pair, &group)| byte_run(pair, 1, group)));
+            runs.extend(self.filling.pairs.iter().map(|&pair| byte_run(pair, 1)));
         }
     }
 }

@@ -7,19 +7,7 @@ use crate::pairing::view_table::ViewTable;
 use crate::request::block_pairs::{PackedPair, Pairs, runs};
 use crate::request::span::Span;
 use crate::request::token_ranges::TailPolicy;
-
-/// What one request moves and zeroes, as ids.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct IdTransfer {
-    /// One entry for each source that something is read from.
-    pub reads: Vec<Ids>,
-    /// Local ranges to zero before the reads are posted.
-    pub zero: Vec<Descriptor>,
-    /// Bytes of tokens after the request's: views have whole kernel blocks only.
-    pub excess_bytes: u64,
-    /// As in [`Transfer`](crate::Transfer).
-    pub first_tokens: Vec<u64>,
-}
+use crate::request::transfer::Transfer;
 
 /// Ids into the prepared views of both sides, pair by pair.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -38,7 +26,7 @@ pub struct Ids {
 
 impl Plan {
     /// The request as ids into the views of each source. Views have whole kernel blocks, so a last block is moved whole.
-    pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<IdTransfer> {
+    pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer<Ids>> {
         let request = self.check(num_tokens, local, remote, TailPolicy::Whole)?;
         let zero = self.zero(&request)?;
         let mut reads: Vec<Ids> = Vec::new();
@@ -62,7 +50,7 @@ impl Plan {
             // Several sources, interleaved views, or an overlap: what is written where has to be looked at one by one.
             self.reads(&request, &zero, Vec::with_capacity)?;
         }
-        Ok(IdTransfer { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() })
+        Ok(Transfer::new(reads, zero, &request))
     }
 
     /// Descriptors of the local side that ids of a source stand for.
@@ -124,7 +112,7 @@ mod tests {
             filled_by: 0,
         };
         let table = ViewTable { local: vec![], remote: vec![], pairs: vec![pair(0, 100, true), pair(10, 200, false)] };
-        let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
+        let packed = |(local, remote)| PackedPair::new(0, KernelBlockId(local), KernelBlockId(remote));
         let ids = encode(3, &table, &[[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);
         assert_eq!(ids.remote, [105, 106, 101, 205, 206, 201]);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What one request moves and zeroes.
 pub(crate) mod block_pairs;
-pub(crate) mod by_group;
 pub(crate) mod checked;
 pub(crate) mod copies;
 pub(crate) mod fill;

@@ -4,7 +4,6 @@ use crate::bytes::rows::Descriptor;
 use crate::error::Result;
 use crate::geometry::sharing::no_block_twice;
 use crate::pairing::plan::Plan;
-use crate::request::by_group::ByGroup;
 use crate::request::checked::CheckedRequest;
 use crate::request::copies::{Allocate, Copies, refuse_overlap};
 use crate::request::span::Span;
@@ -17,24 +16,26 @@ pub struct Read {
     pub source: usize,
     /// What is copied where.
     pub copies: Copies,
-    /// Bytes read into each local group.
-    pub bytes_by_group: Vec<u64>,
-    /// Descriptors of each local group; one that goes on from group to group counts for the group of its first byte.
-    pub descriptors_by_group: Vec<u64>,
 }
 
-/// What one request moves and zeroes.
+/// What one request moves and zeroes: as descriptors, or as [`Ids`](crate::Ids).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Transfer {
+pub struct Transfer<Reads = Read> {
     /// One entry for each source that something is read from.
-    pub reads: Vec<Read>,
+    pub reads: Vec<Reads>,
     /// Local ranges to zero before the reads are posted.
     pub zero: Vec<Descriptor>,
-    /// Bytes of tokens after the request's that came along because a whole block was cheaper.
+    /// Bytes of tokens after the request's that came along because a whole block was cheaper, or views have no others.
     pub excess_bytes: u64,
     /// For each local group, the first token from which on its blocks are filled up to the request's last token.
     /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
     pub first_tokens: Vec<u64>,
+}
+
+impl<Reads> Transfer<Reads> {
+    pub(crate) fn new(reads: Vec<Reads>, zero: Vec<Descriptor>, request: &CheckedRequest) -> Self {
+        Self { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() }
+    }
 }
 
 impl Plan {
@@ -57,7 +58,7 @@ impl Plan {
         let request = self.check(num_tokens, local, remote, TailPolicy::Cheapest)?;
         let zero = self.zero(&request)?;
         let reads = self.reads(&request, &zero, allocate)?;
-        Ok(Transfer { reads, zero, excess_bytes: request.excess_bytes, first_tokens: request.first_tokens() })
+        Ok(Transfer::new(reads, zero, &request))
     }
 
     /// The copies of every source. Fails if a byte is written twice, also by `zero`.
@@ -65,11 +66,9 @@ impl Plan {
         let mut reads: Vec<Read> = Vec::new();
         for (index, source) in self.sources.iter().enumerate() {
             let by_pair = self.block_pairs(request, index)?;
-            let mut by_group = ByGroup::new(self.local.groups.len());
-            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate, &mut by_group)?;
+            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate)?;
             if !copies.is_empty() {
-                let ByGroup { bytes: bytes_by_group, descriptors: descriptors_by_group } = by_group;
-                reads.push(Read { source: index, copies, bytes_by_group, descriptors_by_group });
+                reads.push(Read { source: index, copies });
             }
         }
         if (reads.len() > 1 || !zero.is_empty()) && !self.is_each_block_once(request) {

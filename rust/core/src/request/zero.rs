@@ -11,7 +11,6 @@ use crate::pairing::group_pair::{Geometries, GroupPair};
 use crate::pairing::plan::Plan;
 use crate::pairing::table::Table;
 use crate::request::block_pairs::{BlockPair, visit_pairs};
-use crate::request::by_group::ByGroup;
 use crate::request::checked::{CheckedRequest, state_block};
 use crate::request::copies::refuse_overlap;
 use crate::request::pairs_by_cut::PairsByCut;
@@ -39,14 +38,13 @@ impl Plan {
     fn ranges(&self, table: &Table, blocks: impl Fn(&GroupPair) -> PairsByCut) -> Result<Vec<Descriptor>> {
         let by_pair: Vec<PairsByCut> = table.group_pairs.iter().map(blocks).collect();
         let geometries = Geometries { local: &self.local, remote: &self.local };
-        let mut not_moved = ByGroup::new(self.local.groups.len());
-        Ok(table.copies(&geometries, &by_pair, Vec::with_capacity, &mut not_moved)?.local)
+        Ok(table.copies(&geometries, &by_pair, Vec::with_capacity)?.local)
     }
 
     /// Blocks of a group with the tokens before and after those that are moved.
     fn around_moved_tokens(&self, request: &CheckedRequest, pair: &GroupPair) -> PairsByCut {
         let local = self.local_span(&request.spans, pair.local_group);
-        let mut pairs = PairsByCut::default();
+        let mut pairs = PairsByCut::new(pair.local_group);
         if let Some(range) = request.token_ranges[pair.local_group] {
             let end = local.end_token();
             let before = Interval { start: range.first_kept_token, end: range.start.min(end) };
@@ -60,7 +58,7 @@ impl Plan {
     /// Blocks of a group with the tokens or the state that are moved of its other layers.
     fn moved_blocks(&self, request: &CheckedRequest, pair: &GroupPair) -> PairsByCut {
         let local = self.local_span(&request.spans, pair.local_group);
-        let mut pairs = PairsByCut::default();
+        let mut pairs = PairsByCut::new(pair.local_group);
         let itself = |block: KernelBlockId| BlockPair { local: block, remote: block, cut: TokenCut::STATE };
         match (request.token_ranges[pair.local_group], local.group.kind) {
             (Some(range), _) => visit_pairs(&local, &local, range.moved(), |pair| pairs.push(pair)),
