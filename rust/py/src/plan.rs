@@ -16,11 +16,6 @@ fn read_index(source: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(usize::try_from(read_u64("source", source)?).unwrap_or(usize::MAX))
 }
 
-/// What the reads of a request add up to for each group.
-fn sums<'a>(groups: usize, reads: impl Iterator<Item = &'a Vec<u64>> + Clone) -> Vec<u64> {
-    (0..groups).map(|group| reads.clone().map(|numbers| numbers[group]).sum()).collect()
-}
-
 type Rows<'py> = Bound<'py, PyArray2<u64>>;
 type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 
@@ -115,15 +110,9 @@ impl Plan {
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens } =
-            py.detach(|| self.core.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
-        let groups = first_tokens.len();
-        let bytes_by_group = sums(groups, reads.iter().map(|read| &read.copies.bytes_by_group));
-        let descriptors_by_group = sums(groups, reads.iter().map(|read| &read.copies.descriptors_by_group));
-        let reads = reads.into_iter().map(|read| Read::of_rows(py, read)).collect::<PyResult<_>>()?;
-        let mut transfer = Transfer::new(py, reads, zero, excess_bytes, first_tokens)?;
-        (transfer.bytes_by_group, transfer.descriptors_by_group) = (bytes_by_group, descriptors_by_group);
-        Ok(transfer)
+        let transfer = py.detach(|| self.core.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
+        let groups = transfer.first_tokens.len();
+        Transfer::new(py, transfer, groups, Read::of_rows)
     }
 
     /// Compute what a request moves, as ids into `views`. Arguments and errors as for `transfer`.
@@ -135,10 +124,8 @@ impl Plan {
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens } =
-            py.detach(|| self.core.ids(num_tokens, &local, &remote)).or_raise(py)?;
-        let reads = reads.into_iter().map(|read| Read::of_ids(py, read)).collect();
-        Transfer::new(py, reads, zero, excess_bytes, first_tokens)
+        let transfer = py.detach(|| self.core.ids(num_tokens, &local, &remote)).or_raise(py)?;
+        Transfer::new(py, transfer, 0, Read::of_ids)
     }
 
     /// Map failed local descriptors of a request back to layers and tokens.

@@ -10,8 +10,8 @@ use crate::convert::{column, rows};
 use crate::error::printable;
 
 /// What a value's constructor takes: its attributes, which pickle and copies keep.
-fn attributes<'py>(value: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'py, PyTuple>> {
-    PyTuple::new(value.py(), names.iter().map(|name| value.getattr(*name)).collect::<PyResult<Vec<_>>>()?)
+fn attributes<'py>(value: &Bound<'py, PyAny>, names: &str) -> PyResult<Bound<'py, PyTuple>> {
+    PyTuple::new(value.py(), names.split(' ').map(|name| value.getattr(name)).collect::<PyResult<Vec<_>>>()?)
 }
 
 /// One difference between two geometries; `UnsupportedPairError` carries the same words.
@@ -49,10 +49,7 @@ impl Finding {
     }
 
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
-        attributes(
-            slf,
-            &["code", "severity", "place", "layer", "part", "axis", "field", "local", "remote", "reason", "text"],
-        )
+        attributes(slf, "code severity place layer part axis field local remote reason text")
     }
 }
 
@@ -102,10 +99,7 @@ pub(crate) struct Read {
 #[pymethods]
 impl Read {
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
-        attributes(
-            slf,
-            &["source", "local", "remote", "bytes", "descriptors", "bytes_by_group", "descriptors_by_group"],
-        )
+        attributes(slf, "source local remote bytes descriptors bytes_by_group descriptors_by_group")
     }
 
     fn __repr__(&self) -> String {
@@ -122,11 +116,12 @@ impl Read {
         Ok(Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group })
     }
 
-    pub(crate) fn of_ids(py: Python<'_>, read: kvhma_core::Ids) -> Self {
+    #[allow(clippy::unnecessary_wraps, reason = "as `of_rows`")]
+    pub(crate) fn of_ids(py: Python<'_>, read: kvhma_core::Ids) -> PyResult<Self> {
         let kvhma_core::Ids { source, local, remote, bytes, merged: descriptors } = read;
         let (local, remote) = (column(py, local).into_any().unbind(), column(py, remote).into_any().unbind());
         let (bytes_by_group, descriptors_by_group) = (Vec::new(), Vec::new());
-        Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group }
+        Ok(Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group })
     }
 }
 
@@ -146,27 +141,15 @@ pub(crate) struct Transfer {
     /// For each local group, the first token from which on its blocks are filled up to the request's last token.
     first_tokens: Vec<u64>,
     /// Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``.
-    pub(crate) bytes_by_group: Vec<u64>,
+    bytes_by_group: Vec<u64>,
     /// Descriptors of each local group, in the same order; their sum is ``descriptors``.
-    pub(crate) descriptors_by_group: Vec<u64>,
+    descriptors_by_group: Vec<u64>,
 }
 
 #[pymethods]
 impl Transfer {
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
-        attributes(
-            slf,
-            &[
-                "reads",
-                "zero",
-                "bytes",
-                "descriptors",
-                "excess_bytes",
-                "first_tokens",
-                "bytes_by_group",
-                "descriptors_by_group",
-            ],
-        )
+        attributes(slf, "reads zero bytes descriptors excess_bytes first_tokens bytes_by_group descriptors_by_group")
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -181,22 +164,27 @@ impl Transfer {
 }
 
 impl Transfer {
-    pub(crate) fn new(
+    /// What the core answers, with each of its reads made a `Read`; `groups` of them are counted.
+    pub(crate) fn new<R>(
         py: Python<'_>,
-        reads: Vec<Read>,
-        zero: Vec<kvhma_core::Descriptor>,
-        excess_bytes: u64,
-        first_tokens: Vec<u64>,
+        transfer: kvhma_core::Transfer<R>,
+        groups: usize,
+        read: impl Fn(Python<'_>, R) -> PyResult<Read>,
     ) -> PyResult<Self> {
+        let kvhma_core::Transfer { reads, zero, excess_bytes, first_tokens } = transfer;
+        let reads = reads.into_iter().map(|one| read(py, one)).collect::<PyResult<Vec<_>>>()?;
+        let sums = |of: fn(&Read) -> &Vec<u64>| {
+            (0..groups).map(|group| reads.iter().map(|read| of(read)[group]).sum()).collect()
+        };
         Ok(Self {
             bytes: reads.iter().map(|read| read.bytes).sum(),
             descriptors: reads.iter().map(|read| read.descriptors).sum(),
+            bytes_by_group: sums(|read| &read.bytes_by_group),
+            descriptors_by_group: sums(|read| &read.descriptors_by_group),
             reads: reads.into_iter().map(|read| Py::new(py, read)).collect::<PyResult<_>>()?,
             zero: rows(py, zero)?.unbind(),
             excess_bytes,
             first_tokens,
-            bytes_by_group: Vec::new(),
-            descriptors_by_group: Vec::new(),
         })
     }
 }
@@ -216,7 +204,7 @@ pub(crate) struct Loss {
 #[pymethods]
 impl Loss {
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
-        attributes(slf, &["group", "layer", "tokens"])
+        attributes(slf, "group layer tokens")
     }
 
     fn __repr__(&self) -> String {
@@ -244,7 +232,7 @@ pub(crate) struct Losses {
 #[pymethods]
 impl Losses {
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
-        attributes(slf, &["layers", "whole_prefix"])
+        attributes(slf, "layers whole_prefix")
     }
 
     fn __repr__(&self) -> String {

@@ -5,14 +5,12 @@ use crate::geometry::ranges::Interval;
 use crate::geometry::types::KernelBlockId;
 use crate::request::group_span::GroupSpan;
 
-/// Kernel blocks that meet, and the local group that they are read into.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct PackedPair {
-    /// Both ids, packed so that they sort by the local one: `local << 32 | remote`. Kernel ids fit 31 bits.
-    ids: u64,
-    /// There are fewer groups than that.
-    group: u16,
-}
+/// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct PackedPair(u64);
+
+/// A pair and the local group that it is of. There are fewer groups than that.
+pub(crate) type OwnedPair = (PackedPair, u16);
 
 pub(crate) type Pairs = Vec<PackedPair>;
 
@@ -20,25 +18,21 @@ impl PackedPair {
     /// From a pair to that of the next blocks on both sides.
     const NEXT: u64 = 1 << 32 | 1;
 
-    pub(crate) fn new(group: usize, local: KernelBlockId, remote: KernelBlockId) -> Self {
-        Self { ids: local.0 << 32 | remote.0, group: group as u16 }
+    pub(crate) fn new(local: KernelBlockId, remote: KernelBlockId) -> Self {
+        Self(local.0 << 32 | remote.0)
     }
 
     pub(crate) fn local(self) -> KernelBlockId {
-        KernelBlockId(self.ids >> 32)
+        KernelBlockId(self.0 >> 32)
     }
 
     pub(crate) fn remote(self) -> KernelBlockId {
-        KernelBlockId(self.ids & 0xffff_ffff)
-    }
-
-    pub(crate) fn group(self) -> usize {
-        self.group.into()
+        KernelBlockId(self.0 & 0xffff_ffff)
     }
 
     /// The pair so many blocks later on both sides.
     pub(crate) fn plus(self, blocks: u64) -> Self {
-        Self { ids: self.ids + blocks * Self::NEXT, ..self }
+        Self(self.0 + blocks * Self::NEXT)
     }
 }
 
@@ -46,7 +40,9 @@ impl PackedPair {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BlockRun {
     pub(crate) first: PackedPair,
-    pub(crate) count: u64,
+    pub(crate) count: u32,
+    /// Of the first pair.
+    pub(crate) group: u16,
 }
 
 /// A local and a remote kernel block, and the tokens that are in both.
@@ -99,78 +95,78 @@ pub(crate) fn pair_whole_blocks(
             |blocks: &GroupSpan| (first - blocks.span.first) as usize..(last.max(first) - blocks.span.first) as usize;
         let (local_ids, remote_ids) = (&local.span.ids[entries(local)], &remote.span.ids[entries(remote)]);
         let kernel = |id: u32| KernelBlockId(id.into());
-        pairs.extend(
-            local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(local.index, kernel(l.0), kernel(r.0))),
-        );
+        pairs.extend(local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(kernel(l.0), kernel(r.0))));
         return Some(last * size);
     }
     // Sorting the few runs here spares sorting the many pairs later.
-    let mut runs: Vec<BlockRun> = Vec::new();
+    let mut runs: Vec<(PackedPair, u64)> = Vec::new();
     let mut block = first;
     while block < last {
         let (local_index, remote_index) = (block % per_block.0, block % per_block.1);
         let count = (per_block.0 - local_index).min(per_block.1 - remote_index).min(last - block);
         let local_block = local.group.kernel_block(local.span.block(block / per_block.0), local_index);
         let remote_block = remote.group.kernel_block(remote.span.block(block / per_block.1), remote_index);
-        runs.push(BlockRun { first: PackedPair::new(local.index, local_block, remote_block), count });
+        runs.push((PackedPair::new(local_block, remote_block), count));
         block += count;
     }
-    runs.sort_unstable_by_key(|run| run.first.ids);
-    pairs.extend(runs.iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step))));
+    runs.sort_unstable();
+    pairs.extend(runs.iter().flat_map(|(first, count)| (0..*count).map(|step| first.plus(step))));
     Some(last * size)
 }
 
 /// Whether the pairs are sorted, and no local block is in two of them.
 pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
+    // The numbers themselves: a derived order of the types around them is compared more slowly.
     pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
 }
 
-/// Sorts by local id. Block lists are short and their ids small, so two or three counting passes do.
-pub(crate) fn sort(pairs: &mut Pairs) {
+/// Sorts what belongs to pairs by their local id. Block lists are short and their ids small, so two or three counting
+/// passes do.
+pub(crate) fn sort<T: Copy + Default>(items: &mut Vec<T>, pair: impl Fn(T) -> PackedPair) {
     const BITS: u32 = 11;
-    if pairs.is_sorted_by(|one, next| one.ids <= next.ids) {
+    if items.is_sorted_by(|one, next| pair(*one).0 <= pair(*next).0) {
         return;
     }
-    if pairs.len() < 128 {
-        pairs.sort_unstable_by_key(|pair| pair.ids);
+    if items.len() < 128 {
+        items.sort_unstable_by_key(|&item| pair(item).0);
         return;
     }
-    let largest = pairs.iter().map(|pair| pair.local().0).max().unwrap_or(0);
-    let mut sorted = vec![PackedPair::default(); pairs.len()];
+    let largest = items.iter().map(|&item| pair(item).local().0).max().unwrap_or(0);
+    let mut sorted = vec![T::default(); items.len()];
     let mut shift = 32;
     while largest >> (shift - 32) > 0 {
-        let digit = |pair: PackedPair| (pair.ids >> shift) as usize & ((1 << BITS) - 1);
+        let digit = |item: T| (pair(item).0 >> shift) as usize & ((1 << BITS) - 1);
         let mut starts = [0u32; 1 << BITS];
-        for &pair in pairs.iter() {
-            starts[digit(pair)] += 1;
+        for &item in items.iter() {
+            starts[digit(item)] += 1;
         }
         let mut sum = 0;
         for start in &mut starts {
             sum += std::mem::replace(start, sum);
         }
-        for &pair in pairs.iter() {
-            let slot = &mut starts[digit(pair)];
-            sorted[*slot as usize] = pair;
+        for &item in items.iter() {
+            let slot = &mut starts[digit(item)];
+            sorted[*slot as usize] = item;
             *slot += 1;
         }
-        std::mem::swap(pairs, &mut sorted);
+        std::mem::swap(items, &mut sorted);
         shift += BITS;
     }
 }
 
 /// Runs of sorted pairs; one that goes on from group to group is of the group of its first pair.
-pub(crate) fn runs(pairs: &[PackedPair]) -> Vec<BlockRun> {
+pub(crate) fn runs(mut pairs: impl Iterator<Item = OwnedPair>) -> Vec<BlockRun> {
     let mut found: Vec<BlockRun> = Vec::new();
-    let Some((&first, rest)) = pairs.split_first() else { return found };
-    let (mut run, mut next) = (BlockRun { first, count: 1 }, first.plus(1).ids);
-    for &pair in rest {
-        if pair.ids == next {
+    let Some((first, group)) = pairs.next() else { return found };
+    let (mut run, mut next) = (BlockRun { first, count: 1, group }, first.plus(1));
+    for (pair, group) in pairs {
+        if pair == next {
             run.count += 1;
         } else {
             found.push(run);
-            run = BlockRun { first: pair, count: 1 };
+            run = BlockRun { first: pair, count: 1, group };
         }
-        next = pair.plus(1).ids;
+        next = pair.plus(1);
     }
     found.push(run);
     found
@@ -184,20 +180,20 @@ mod tests {
     use proptest::prelude::*;
 
     fn packed(local: u64, remote: u64) -> PackedPair {
-        PackedPair::new(0, KernelBlockId(local), KernelBlockId(remote))
+        PackedPair::new(KernelBlockId(local), KernelBlockId(remote))
     }
 
     #[test]
     fn a_run_is_of_the_group_that_it_begins_in() {
-        let pair = |(group, block)| PackedPair::new(group, KernelBlockId(block), KernelBlockId(block));
         // Group 4 has blocks 1, 2, 5, 6 and 9, group 7 has 3, 8 and 0: the runs are 0..=3 of group 7, 5..=6 of group 4
         // and 8..=9 of group 7.
-        let mut pairs = [(4, 5), (4, 6), (4, 1), (4, 2), (4, 9), (7, 3), (7, 8), (7, 0)].map(pair).to_vec();
-        sort(&mut pairs);
-        let found: Vec<_> =
-            runs(&pairs).iter().map(|run| (run.first.group(), run.first.local().0, run.count)).collect();
-        assert_eq!(found, [(7, 0, 4), (4, 5, 2), (7, 8, 2)]);
-        assert_eq!(pairs.iter().map(|pair| pair.group()).collect::<Vec<_>>(), [7, 4, 4, 7, 4, 4, 7, 4]);
+        let mut pairs = [(5, 4), (6, 4), (1, 4), (2, 4), (9, 4), (3, 7), (8, 7), (0, 7)]
+            .map(|(block, group)| (packed(block, block), group))
+            .to_vec();
+        sort(&mut pairs, |pair| pair.0);
+        assert_eq!(pairs.iter().map(|pair| pair.1).collect::<Vec<_>>(), [7, 4, 4, 7, 4, 4, 7, 4]);
+        let found: Vec<_> = runs(pairs.into_iter()).iter().map(|run| (run.group, run.first, run.count)).collect();
+        assert_eq!(found, [(7, packed(0, 0), 4), (4, packed(5, 5), 2), (7, packed(8, 8), 2)]);
     }
 
     #[test]
@@ -222,19 +218,20 @@ mod tests {
             let mut pairs: Pairs = ids.iter().map(|&id| packed(id >> bits, id & 0x7fff_ffff)).collect();
             let mut expected = pairs.clone();
             expected.sort_by_key(|pair| pair.local());
-            sort(&mut pairs);
+            sort(&mut pairs, |pair| pair);
             let keys = |list: &Pairs| list.iter().map(|pair| pair.local()).collect::<Vec<_>>();
             prop_assert_eq!(keys(&pairs), keys(&expected));
-            pairs.sort_unstable_by_key(|pair| pair.ids);
-            expected.sort_unstable_by_key(|pair| pair.ids);
+            pairs.sort_unstable();
+            expected.sort_unstable();
             prop_assert_eq!(pairs, expected);
         }
 
         #[test]
         fn runs_say_the_same(starts in proptest::collection::vec((0u64..100, 0u64..100, 1u64..5), 0..20)) {
             let pairs: Pairs = starts.iter().flat_map(|&(l, r, n)| (0..n).map(move |i| packed(l + i, r + i))).collect();
+            let found = runs(pairs.iter().map(|&pair| (pair, 0)));
             let back: Pairs =
-                runs(&pairs).iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step))).collect();
+                found.iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step.into()))).collect();
             prop_assert_eq!(back, pairs);
         }
     }

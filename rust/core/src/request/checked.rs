@@ -68,7 +68,7 @@ impl Plan {
 /// Pairs of the kernel blocks that hold the same tokens.
 fn token_pairs(paired: &PairedSpans, tokens: Interval) -> PairsByCut {
     let PairedSpans { local, remote, .. } = paired;
-    let mut pairs = PairsByCut::new(local.index);
+    let mut pairs = PairsByCut::default();
     if tokens.start < tokens.end {
         let whole = TokenCut { local: 0, remote: 0, count: local.group.kernel_tokens() };
         let paired_up_to = pair_whole_blocks(local, remote, tokens, pairs.list(whole));
@@ -80,7 +80,7 @@ fn token_pairs(paired: &PairedSpans, tokens: Interval) -> PairsByCut {
 
 /// The state-bearing block of either side.
 fn state_pair(paired: &PairedSpans) -> Result<PairsByCut> {
-    let mut pairs = PairsByCut::new(paired.local.index);
+    let mut pairs = PairsByCut::default();
     if let Some(local) = state_block(&paired.local) {
         let remote = state_block(&paired.remote).ok_or_else(|| Error::count("remote state slots", 0, 1))?;
         pairs.push(BlockPair { local, remote, cut: TokenCut::STATE });
@@ -92,7 +92,7 @@ fn state_pair(paired: &PairedSpans) -> Result<PairsByCut> {
 fn entry_pairs(paired: &PairedSpans) -> Result<PairsByCut> {
     let PairedSpans { local, remote, .. } = paired;
     let (first, end) = (local.span.first, local.span.end());
-    let mut pairs = PairsByCut::new(local.index);
+    let mut pairs = PairsByCut::default();
     for entry in first..end {
         if !remote.span.has(entry) {
             return Err(Error::missing_tokens((remote.side, remote.index), entry, first, end));

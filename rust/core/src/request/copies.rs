@@ -31,7 +31,7 @@ pub(crate) struct ByteRun {
     pub(crate) len: u64,
     pub(crate) regions: RegionPair,
     /// Local group of the first byte.
-    pub(crate) group: usize,
+    pub(crate) group: u16,
 }
 
 /// Allocates for so many descriptors; a caller who hands them on may know better where.
@@ -88,7 +88,7 @@ impl Copies {
         self.last = run.regions;
         self.local.push([run.local, run.len, devices.0]);
         self.remote.push([run.remote, run.len, devices.1]);
-        self.descriptors_by_group[run.group] += 1;
+        self.descriptors_by_group[usize::from(run.group)] += 1;
     }
 
     /// Appends copies `(local, remote, length)` that neither touch each other nor the last one, and are counted apart.
@@ -149,7 +149,7 @@ mod tests {
         let runs = [run(0, 100, 8, 0), run(8, 108, 8, 0), run(16, 200, 8, 0), run(24, 208, 8, 1)];
         let mut new = Vec::new();
         for (index, one) in runs.into_iter().enumerate() {
-            copies.push(ByteRun { group: index / 3, ..one }, (3, 4));
+            copies.push(ByteRun { group: index as u16 / 3, ..one }, (3, 4));
             new.push(copies.len());
         }
         assert_eq!(new, [1, 1, 2, 3]);

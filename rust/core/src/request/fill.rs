@@ -6,21 +6,23 @@ use crate::error::Result;
 use crate::geometry::types::KernelBlockId;
 use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair};
 use crate::pairing::table::{Fillers, PairCut, Table};
-use crate::request::block_pairs::{BlockRun, PackedPair, Pairs, is_each_local_block_once, runs, sort};
+use crate::request::block_pairs::{BlockRun, OwnedPair, PackedPair, Pairs, is_each_local_block_once, runs, sort};
 use crate::request::copies::{Allocate, ByteRun, Copies, RegionPair};
 use crate::request::pairs_by_cut::PairsByCut;
 
 /// Block pairs that fill the same templates.
-pub(crate) struct Filling {
+struct Filling {
     /// Sorted by local id.
-    pub(crate) pairs: Pairs,
+    pairs: Pairs,
+    /// The same with the group of each.
+    owned: Vec<OwnedPair>,
     runs: Vec<BlockRun>,
 }
 
 impl Filling {
-    fn new(pairs: Pairs) -> Self {
-        let runs = runs(&pairs);
-        Self { pairs, runs }
+    fn new(mut owned: Vec<OwnedPair>) -> Self {
+        sort(&mut owned, |(pair, _)| pair);
+        Self { pairs: owned.iter().map(|(pair, _)| *pair).collect(), runs: runs(owned.iter().copied()), owned }
     }
 }
 
@@ -36,7 +38,7 @@ impl Table {
         let gather = |fillers: &Fillers| {
             let lists: Vec<&[PackedPair]> = fillers.cuts.iter().map(|&cut| self.pairs_of(cut, by_pair)).collect();
             let mut pairs = lists.concat();
-            sort(&mut pairs);
+            sort(&mut pairs, |pair| pair);
             pairs
         };
         self.fillers.iter().map(gather).collect()
@@ -44,6 +46,19 @@ impl Table {
 
     fn pairs_of<'a>(&self, filler: PairCut, by_pair: &'a [PairsByCut]) -> &'a [PackedPair] {
         by_pair[filler.group_pair].get(self.group_pairs[filler.group_pair].cuts[filler.cut].cut)
+    }
+
+    fn local_group(&self, filler: PairCut) -> usize {
+        self.group_pairs[filler.group_pair].local_group
+    }
+
+    fn fill(&self, fillers: &Fillers, by_pair: &[PairsByCut]) -> Filling {
+        let lists = || fillers.cuts.iter().map(|&cut| (self.pairs_of(cut, by_pair), self.local_group(cut)));
+        let mut owned = Vec::with_capacity(lists().map(|(pairs, _)| pairs.len()).sum());
+        for (pairs, group) in lists() {
+            owned.extend(pairs.iter().map(|&pair| (pair, group as u16)));
+        }
+        Filling::new(owned)
     }
 
     /// Whether the pairs are surely written without overlap, and clear of sorted `others`: a look at every template, not
@@ -60,7 +75,7 @@ impl Table {
 
     /// The copies of a request's block pairs.
     pub(crate) fn copies(&self, geometries: &Geometries, by_pair: &[PairsByCut], allocate: Allocate) -> Result<Copies> {
-        let fillings: Vec<Filling> = self.gather(by_pair).into_iter().map(Filling::new).collect();
+        let fillings: Vec<Filling> = self.fillers.iter().map(|fillers| self.fill(fillers, by_pair)).collect();
         let filled = || {
             let filled = self.entries.iter();
             filled.map(|entry| Filled { template: &entry.template, filling: &fillings[entry.filled_by] })
@@ -71,7 +86,7 @@ impl Table {
         if is_in_order && !self.has_rare_cuts(by_pair) {
             let mut copies = Copies::new(allocate, filled().map(|filled| filled.count()).sum(), bytes);
             filled().for_each(|filled| filled.append(geometries, &mut copies));
-            self.count_extended(&fillings, &mut copies.descriptors_by_group);
+            self.count_extended(by_pair, &fillings, &mut copies.descriptors_by_group);
             return Ok(copies);
         }
         let mut runs = Vec::new();
@@ -79,7 +94,8 @@ impl Table {
         let kept = runs.len();
         self.add_rare_cuts(geometries, by_pair, &mut runs)?;
         for run in &runs[kept..] {
-            bytes[run.group] = bytes[run.group].saturating_add(run.len);
+            let of_group = &mut bytes[usize::from(run.group)];
+            *of_group = run.len.saturating_add(*of_group);
         }
         Copies::from_runs(runs, geometries, allocate, bytes)
     }
@@ -89,7 +105,7 @@ impl Table {
         let mut bytes = vec![0u64; geometries.local.groups.len()];
         for fillers in &self.fillers {
             for &cut in &fillers.cuts {
-                let of_group = &mut bytes[self.group_pairs[cut.group_pair].local_group];
+                let of_group = &mut bytes[self.local_group(cut)];
                 // Blocks that overlap can add up to more than there is memory; they are refused later.
                 let pairs = self.pairs_of(cut, by_pair).len() as u64;
                 *of_group = pairs.saturating_mul(fillers.bytes).saturating_add(*of_group);
@@ -99,14 +115,15 @@ impl Table {
     }
 
     /// Counts the copies that the templates were extended by: all but the first of each.
-    fn count_extended(&self, fillings: &[Filling], descriptors_by_group: &mut [u64]) {
-        for (fillers, filling) in self.fillers.iter().zip(fillings) {
-            if fillers.dense > 0 {
-                filling.runs.iter().skip(1).for_each(|run| descriptors_by_group[run.first.group()] += fillers.dense);
+    fn count_extended(&self, by_pair: &[PairsByCut], fillings: &[Filling], descriptors_by_group: &mut [u64]) {
+        for (fillers, Filling { runs, .. }) in self.fillers.iter().zip(fillings) {
+            let Some(first) = runs.first() else { continue };
+            runs[1..].iter().for_each(|run| descriptors_by_group[usize::from(run.group)] += fillers.dense);
+            for &cut in &fillers.cuts {
+                let pairs = self.pairs_of(cut, by_pair).len() as u64;
+                descriptors_by_group[self.local_group(cut)] += pairs * fillers.spaced;
             }
-            if fillers.spaced > 0 {
-                filling.pairs.iter().skip(1).for_each(|pair| descriptors_by_group[pair.group()] += fillers.spaced);
-            }
+            descriptors_by_group[usize::from(first.group)] -= fillers.spaced;
         }
     }
 
@@ -123,9 +140,8 @@ impl Table {
 
     fn add_rare_cuts(&self, geometries: &Geometries, by_pair: &[PairsByCut], runs: &mut Vec<ByteRun>) -> Result<()> {
         for (group_pair, cut, pairs) in self.rare_cuts(by_pair) {
-            let mut sorted = pairs.to_vec();
-            sort(&mut sorted);
-            let filling = Filling::new(sorted);
+            let group = group_pair.local_group as u16;
+            let filling = Filling::new(pairs.iter().map(|&pair| (pair, group)).collect());
             for template in group_pair.templates(geometries, cut)? {
                 Filled { template: &template, filling: &filling }.byte_runs(runs);
             }
@@ -181,7 +197,7 @@ impl Filled<'_> {
 
     /// Appends evenly spaced copies that lie after all others.
     fn append(&self, geometries: &Geometries, copies: &mut Copies) {
-        let Self { template: CopyTemplate { piece, strides }, filling: Filling { pairs, runs } } = self;
+        let Self { template: CopyTemplate { piece, strides }, filling: Filling { pairs, runs, .. } } = self;
         let Some(&first) = pairs.first() else { return };
         let regions = RegionPair::of(*strides);
         let devices = regions.devices(geometries);
@@ -190,10 +206,10 @@ impl Filled<'_> {
             (piece.local + pair.local().0 * local_step, piece.remote + pair.remote().0 * remote_step, count * piece.len)
         };
         // Only the first can touch the template before: within one, runs and spaced entries do not touch.
-        let (local, remote, len) = copy(first, if self.template.is_dense() { runs[0].count } else { 1 });
-        copies.push(ByteRun { local, remote, len, regions, group: first.group() }, devices);
+        let (local, remote, len) = copy(first, if self.template.is_dense() { runs[0].count.into() } else { 1 });
+        copies.push(ByteRun { local, remote, len, regions, group: runs[0].group }, devices);
         if self.template.is_dense() {
-            copies.extend(runs[1..].iter().map(|run| copy(run.first, run.count)), regions, devices);
+            copies.extend(runs[1..].iter().map(|run| copy(run.first, run.count.into())), regions, devices);
         } else {
             copies.extend(pairs[1..].iter().map(|&pair| copy(pair, 1)), regions, devices);
         }
@@ -203,17 +219,17 @@ impl Filled<'_> {
     fn byte_runs(&self, runs: &mut Vec<ByteRun>) {
         let CopyTemplate { piece, strides } = self.template;
         let regions = RegionPair::of(*strides);
-        let byte_run = |pair: PackedPair, count: u64| ByteRun {
+        let byte_run = |pair: PackedPair, count: u32, group: u16| ByteRun {
             local: piece.local + strides.local.offset(pair.local()),
             remote: piece.remote + strides.remote.offset(pair.remote()),
-            len: count * piece.len,
+            len: u64::from(count) * piece.len,
             regions,
-            group: pair.group(),
+            group,
         };
         if self.template.is_dense() {
-            runs.extend(self.filling.runs.iter().map(|run| byte_run(run.first, run.count)));
+            runs.extend(self.filling.runs.iter().map(|run| byte_run(run.first, run.count, run.group)));
         } else {
-            runs.extend(self.filling.pairs.iter().map(|&pair| byte_run(pair, 1)));
+            runs.extend(self.filling.owned.iter().map(|&(pair, group)| byte_run(pair, 1, group)));
         }
     }
 }

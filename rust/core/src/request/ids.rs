@@ -80,7 +80,11 @@ fn encode(source: usize, table: &ViewTable, gathered: &[Pairs]) -> Ids {
         .iter()
         .map(|pairs| {
             let ids = |of: fn(PackedPair) -> i32| pairs.iter().map(|&pair| of(pair)).collect();
-            (ids(|pair| pair.local().0 as i32), ids(|pair| pair.remote().0 as i32), runs(pairs).len() as u64)
+            (
+                ids(|pair| pair.local().0 as i32),
+                ids(|pair| pair.remote().0 as i32),
+                runs(pairs.iter().map(|&pair| (pair, 0))).len() as u64,
+            )
         })
         .collect();
     let total = table.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
@@ -112,7 +116,7 @@ mod tests {
             filled_by: 0,
         };
         let table = ViewTable { local: vec![], remote: vec![], pairs: vec![pair(0, 100, true), pair(10, 200, false)] };
-        let packed = |(local, remote)| PackedPair::new(0, KernelBlockId(local), KernelBlockId(remote));
+        let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
         let ids = encode(3, &table, &[[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);
         assert_eq!(ids.remote, [105, 106, 101, 205, 206, 201]);

@@ -4,9 +4,8 @@ use crate::bytes::pieces::TokenCut;
 use crate::request::block_pairs::{BlockPair, PackedPair, Pairs};
 
 /// Block pairs of one group pair, by how they cut each other.
+#[derive(Default)]
 pub(crate) struct PairsByCut {
-    /// Local group.
-    group: usize,
     /// Sorted by the cut.
     lists: Vec<(TokenCut, Pairs)>,
     /// The list in use: nearly all pairs of a request are cut like the one before.
@@ -14,10 +13,6 @@ pub(crate) struct PairsByCut {
 }
 
 impl PairsByCut {
-    pub(crate) fn new(group: usize) -> Self {
-        Self { group, lists: Vec::new(), last: 0 }
-    }
-
     /// The pairs of a cut, to add to.
     pub(crate) fn list(&mut self, cut: TokenCut) -> &mut Pairs {
         if self.lists.get(self.last).is_none_or(|list| list.0 != cut) {
@@ -30,8 +25,7 @@ impl PairsByCut {
     }
 
     pub(crate) fn push(&mut self, pair: BlockPair) {
-        let packed = PackedPair::new(self.group, pair.local, pair.remote);
-        self.list(pair.cut).push(packed);
+        self.list(pair.cut).push(PackedPair::new(pair.local, pair.remote));
     }
 
     /// The pairs of a cut.
@@ -53,7 +47,7 @@ mod tests {
     #[test]
     fn pairs_come_by_cut_in_the_order_they_were_pushed() {
         let cut = |local| TokenCut { local, remote: 0, count: 1 };
-        let mut pairs = PairsByCut::new(0);
+        let mut pairs = PairsByCut::default();
         for (block, local) in [(1, 5), (2, 5), (3, 0), (4, 5)] {
             pairs.push(BlockPair { local: KernelBlockId(block), remote: KernelBlockId(9), cut: cut(local) });
         }

@@ -44,7 +44,7 @@ impl Plan {
     /// Blocks of a group with the tokens before and after those that are moved.
     fn around_moved_tokens(&self, request: &CheckedRequest, pair: &GroupPair) -> PairsByCut {
         let local = self.local_span(&request.spans, pair.local_group);
-        let mut pairs = PairsByCut::new(pair.local_group);
+        let mut pairs = PairsByCut::default();
         if let Some(range) = request.token_ranges[pair.local_group] {
             let end = local.end_token();
             let before = Interval { start: range.first_kept_token, end: range.start.min(end) };
@@ -58,7 +58,7 @@ impl Plan {
     /// Blocks of a group with the tokens or the state that are moved of its other layers.
     fn moved_blocks(&self, request: &CheckedRequest, pair: &GroupPair) -> PairsByCut {
         let local = self.local_span(&request.spans, pair.local_group);
-        let mut pairs = PairsByCut::new(pair.local_group);
+        let mut pairs = PairsByCut::default();
         let itself = |block: KernelBlockId| BlockPair { local: block, remote: block, cut: TokenCut::STATE };
         match (request.token_ranges[pair.local_group], local.group.kind) {
             (Some(range), _) => visit_pairs(&local, &local, range.moved(), |pair| pairs.push(pair)),
