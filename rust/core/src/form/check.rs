@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use crate::error::{Error, Result};
 use crate::form::check_page::check_page;
 use crate::form::limits::{
-    MAX_BLOCK_SIZE, MAX_CP_SIZE, MAX_GROUPS, MAX_LAYERS, MAX_PAGES, MAX_REGIONS, at_most, check_name, not_zero, wrong,
+    MAX_BLOCK_SIZE, MAX_CP_SIZE, MAX_GROUPS, MAX_LAYERS, MAX_PAGES, MAX_REGIONS, at_most, check_name, not_zero,
+    require, wrong,
 };
 use crate::form::written;
 use crate::form::written::Form;
@@ -50,10 +51,8 @@ fn check_lists(form: &Form) -> Result<()> {
     at_most(top, "pages", form.pages.len(), MAX_PAGES)?;
     at_most(top, "layers", form.layers.len(), MAX_LAYERS)?;
     not_zero(top, "tp_size", form.tp_size.into())?;
-    if form.tp_rank >= form.tp_size {
-        return Err(wrong(top, "tp_rank", form.tp_rank, format!("has to be below tp_size {}", form.tp_size)));
-    }
-    Ok(())
+    let expected = format_args!("has to be below tp_size {}", form.tp_size);
+    require(form.tp_rank < form.tp_size, top, "tp_rank", form.tp_rank, expected)
 }
 
 fn check_regions(regions: &[Region]) -> Result<()> {
@@ -70,9 +69,9 @@ fn check_regions(regions: &[Region]) -> Result<()> {
 
 fn check_layer_names(layers: &[Layer]) -> Result<()> {
     let mut names = HashSet::new();
-    match layers.iter().enumerate().find(|(_, layer)| !names.insert(layer.name.as_str())) {
-        Some((index, layer)) => {
-            Err(wrong(&format!("layer {index}"), "name", &layer.name, "is the name of another layer too"))
+    match layers.iter().position(|layer| !names.insert(layer.name.as_str())) {
+        Some(index) => {
+            Err(wrong(&format!("layer {index}"), "name", &layers[index].name, "is the name of another layer too"))
         }
         None => Ok(()),
     }
@@ -82,30 +81,18 @@ fn check_group(place: &str, group: &written::Group) -> Result<Group> {
     for (field, value) in [("block_size", group.block_size), ("ratio", group.ratio), ("cp_size", group.cp_size)] {
         not_zero(place, field, value)?;
     }
-    if group.block_size > MAX_BLOCK_SIZE {
-        return Err(wrong(place, "block_size", group.block_size, format!("has to be at most {MAX_BLOCK_SIZE}")));
-    }
-    if group.cp_size > MAX_CP_SIZE {
-        return Err(wrong(place, "cp_size", group.cp_size, format!("has to be at most {MAX_CP_SIZE}")));
-    }
-    if group.block_size % group.ratio != 0 {
-        return Err(wrong(place, "ratio", group.ratio, format!("has to divide block_size {}", group.block_size)));
-    }
-    if group.cp_rank >= group.cp_size {
-        return Err(wrong(place, "cp_rank", group.cp_rank, format!("has to be below cp_size {}", group.cp_size)));
-    }
+    let written::Group { block_size, ratio, cp_rank, cp_size, .. } = *group;
+    let below =
+        |field, value, limit| require(value <= limit, place, field, value, format_args!("has to be at most {limit}"));
+    below("block_size", block_size, MAX_BLOCK_SIZE)?;
+    below("cp_size", cp_size, MAX_CP_SIZE)?;
+    let divides = block_size % ratio == 0;
+    require(divides, place, "ratio", ratio, format_args!("has to divide block_size {block_size}"))?;
+    require(cp_rank < cp_size, place, "cp_rank", cp_rank, format_args!("has to be below cp_size {cp_size}"))?;
     let kind = check_kind(place, group)?;
-    if !kind.is_attention() && group.cp_size != 1 {
-        let expected = format!("has to be 1 in a {} group: it has no positions", kind.word());
-        return Err(wrong(place, "cp_size", group.cp_size, expected));
-    }
-    Ok(Group {
-        kind,
-        block_size: group.block_size,
-        kernel_blocks_per_block: group.ratio,
-        cp_rank: group.cp_rank,
-        cp_size: group.cp_size,
-    })
+    let expected = format_args!("has to be 1 in a {} group: it has no positions", kind.word());
+    require(kind.is_attention() || cp_size == 1, place, "cp_size", cp_size, expected)?;
+    Ok(Group { kind, block_size, kernel_blocks_per_block: ratio, cp_rank, cp_size })
 }
 
 /// The kind with the numbers that it needs, after a check that no other is given.
@@ -121,13 +108,11 @@ fn check_kind(place: &str, group: &written::Group) -> Result<Kind> {
     };
     let window = of_kind("window", group.window, written::Kind::Sliding)?;
     let chunk = of_kind("chunk", group.chunk, written::Kind::Chunked)?;
-    if group.kind == written::Kind::Ssm {
-        if group.ratio != 1 {
-            return Err(wrong(place, "ratio", group.ratio, "has to be 1: state is never split into kernel blocks"));
-        }
-    } else if group.speculative != 0 {
-        return Err(wrong(place, "speculative", group.speculative, format!("has to be 0 in a {word} group")));
-    }
+    let (is_state, speculative) = (group.kind == written::Kind::Ssm, group.speculative);
+    let expected = "has to be 1: state is never split into kernel blocks";
+    require(!is_state || group.ratio == 1, place, "ratio", group.ratio, expected)?;
+    let expected = format_args!("has to be 0 in a {word} group");
+    require(is_state || speculative == 0, place, "speculative", speculative, expected)?;
     Ok(match group.kind {
         written::Kind::Full => Kind::Full,
         written::Kind::Sliding => Kind::Sliding { window },
@@ -146,9 +131,7 @@ fn check_layer(geometry: &Geometry, index: usize, layer: written::Layer, page_en
         ("page", layer.page, geometry.pages.len()),
         ("region", layer.region, geometry.regions.len()),
     ] {
-        if value >= count {
-            return Err(wrong(&place, field, value, format!("there are {count}")));
-        }
+        require(value < count, &place, field, value, format_args!("there are {count}"))?;
     }
     let group = &geometry.groups[layer.group];
     not_zero(&place, "num_blocks", layer.num_blocks)?;
@@ -184,11 +167,8 @@ fn check_extent(place: &str, geometry: &Geometry, layer: &Layer, page_end: u64) 
         return Err(Error::overflow(place, what, 64));
     };
     let bytes = geometry.regions[layer.region].bytes;
-    if end > bytes {
-        let expected = format!("but the last page ends at byte {end} of region {}, which has {bytes}", layer.region);
-        return Err(wrong(place, "offset", layer.offset, expected));
-    }
-    Ok(())
+    let expected = format_args!("but the last page ends at byte {end} of region {}, which has {bytes}", layer.region);
+    require(end <= bytes, place, "offset", layer.offset, expected)
 }
 
 fn kernel_stride(place: &str, layer: &written::Layer, group: &Group) -> Result<u64> {
@@ -207,16 +187,12 @@ fn check_tokens(place: &str, group: &Group, page: &Page) -> Result<()> {
     for part in &page.parts {
         let Some(axis) = part.tokens() else { continue };
         let place = format!("{place} part {:?} axis \"tokens\"", part.name);
-        if !group.kind.is_attention() {
-            let expected = format!("a {} group has no token axis", group.kind.word());
-            return Err(wrong(&place, "extent", axis.extent, expected));
-        }
+        let expected = format_args!("a {} group has no token axis", group.kind.word());
+        require(group.kind.is_attention(), &place, "extent", axis.extent, expected)?;
+        let Group { block_size, kernel_blocks_per_block: ratio, .. } = group;
         let tokens = group.kernel_tokens();
-        if axis.extent != tokens {
-            let Group { block_size, kernel_blocks_per_block: ratio, .. } = group;
-            let expected = format!("has to be block_size {block_size} / ratio {ratio} = {tokens}");
-            return Err(wrong(&place, "extent", axis.extent, expected));
-        }
+        let expected = format_args!("has to be block_size {block_size} / ratio {ratio} = {tokens}");
+        require(axis.extent == tokens, &place, "extent", axis.extent, expected)?;
     }
     Ok(())
 }

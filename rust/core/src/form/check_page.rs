@@ -2,31 +2,26 @@
 //! Checks what a page holds: names, shards, strides, and that no two parts share a byte.
 use crate::bytes::pieces::{Cutout, PageBases, TokenCut, part_pieces};
 use crate::error::{Error, Result};
-use crate::form::limits::{MAX_AXES, MAX_PARTS, MAX_PIECES, at_most, check_name, not_zero, wrong};
+use crate::form::limits::{MAX_AXES, MAX_PARTS, MAX_PIECES, at_most, check_name, not_zero, require, wrong};
 use crate::form::written;
 use crate::geometry::types::{Axis, Page, Part};
 
 /// Checks a page. `pieces` counts the contiguous pieces of all pages.
 pub(crate) fn check_page(place: &str, page: written::Page, pieces: &mut u64) -> Result<Page> {
-    if page.parts.is_empty() {
-        return Err(wrong(place, "parts", "empty", "a page has at least one part"));
-    }
+    require(!page.parts.is_empty(), place, "parts", "empty", "a page has at least one part")?;
     at_most(place, "parts", page.parts.len(), MAX_PARTS)?;
     let mut checked = Page { parts: Vec::with_capacity(page.parts.len()) };
     for part in page.parts {
         let place = format!("{place} part {:?}", part.name);
         check_name(&place, "name", &part.name)?;
-        if checked.part(&part.name).is_some() {
-            return Err(wrong(&place, "name", &part.name, "is the name of another part of the page too"));
-        }
+        let is_new = checked.part(&part.name).is_none();
+        require(is_new, &place, "name", &part.name, "is the name of another part of the page too")?;
         let (part, part_pieces) = check_part(&place, part)?;
         checked.parts.push(part);
         *pieces = pieces.saturating_add(part_pieces);
     }
-    if *pieces > MAX_PIECES {
-        let value = format!("cut into {pieces} pieces with the pages before");
-        return Err(wrong(place, "parts", value, format!("at most {MAX_PIECES} are allowed")));
-    }
+    let value = format_args!("cut into {pieces} pieces with the pages before");
+    require(*pieces <= MAX_PIECES, place, "parts", value, format_args!("at most {MAX_PIECES} are allowed"))?;
     check_parts_overlap(place, &checked)?;
     Ok(checked)
 }
@@ -42,9 +37,8 @@ fn check_parts_overlap(place: &str, page: &Page) -> Result<()> {
     }
     pieces.sort_unstable_by_key(|piece| piece.local);
     for pair in pieces.windows(2) {
-        if pair[0].local + pair[0].len > pair[1].local {
-            return Err(wrong(place, "parts", format!("two at byte {}", pair[1].local), "parts may not overlap"));
-        }
+        let (end, start) = (pair[0].local + pair[0].len, pair[1].local);
+        require(end <= start, place, "parts", format_args!("two at byte {start}"), "parts may not overlap")?;
     }
     Ok(())
 }
@@ -59,9 +53,8 @@ fn check_part(place: &str, part: written::Part) -> Result<(Part, u64)> {
     for axis in axes {
         let place = format!("{place} axis {:?}", axis.name);
         check_name(&place, "name", &axis.name)?;
-        if part.axis(&axis.name).is_some() {
-            return Err(wrong(&place, "name", &axis.name, "is the name of another axis of the part too"));
-        }
+        let is_new = part.axis(&axis.name).is_none();
+        require(is_new, &place, "name", &axis.name, "is the name of another axis of the part too")?;
         part.axes.push(check_axis(&place, axis)?);
     }
     let pieces = check_strides(place, &part)?;
@@ -109,21 +102,16 @@ fn check_axis(place: &str, axis: written::Axis) -> Result<Axis> {
     not_zero(place, "extent", extent)?;
     not_zero(place, "stride", stride)?;
     not_zero(place, "length", length)?;
-    if start.checked_add(length).is_none_or(|end| end > extent) {
-        let value = format!("{length} behind start {start}");
-        return Err(wrong(place, "length", value, format!("has to end within extent {extent}")));
-    }
-    if may_repeat && (length != 1 || axis.is_tokens()) {
-        let expected = "has to be 1 on an axis that may repeat, which is not tokens";
-        return Err(wrong(place, "length", length, expected));
-    }
-    if spare > 0 && (spare >= extent || length != extent || axis.is_tokens()) {
-        let expected = format!("has to be below the extent {extent}, on an axis held whole that is not tokens");
-        return Err(wrong(place, "spare", spare, expected));
-    }
-    if axis.is_tokens() && length != extent {
-        let expected = format!("has to be the extent {extent}: tokens of a block are not sharded");
-        return Err(wrong(place, "length", length, expected));
-    }
+    let is_inside = start.checked_add(length).is_some_and(|end| end <= extent);
+    let value = format_args!("{length} behind start {start}");
+    require(is_inside, place, "length", value, format_args!("has to end within extent {extent}"))?;
+    let is_one = length == 1 && !axis.is_tokens();
+    let expected = "has to be 1 on an axis that may repeat, which is not tokens";
+    require(!may_repeat || is_one, place, "length", length, expected)?;
+    let is_more = spare < extent && length == extent && !axis.is_tokens();
+    let expected = format_args!("has to be below the extent {extent}, on an axis held whole that is not tokens");
+    require(spare == 0 || is_more, place, "spare", spare, expected)?;
+    let expected = format_args!("has to be the extent {extent}: tokens of a block are not sharded");
+    require(!axis.is_tokens() || length == extent, place, "length", length, expected)?;
     Ok(axis)
 }

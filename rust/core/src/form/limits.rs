@@ -21,21 +21,28 @@ pub(crate) fn wrong(place: &str, field: &'static str, value: impl Display, expec
     Error::geometry(place, field, value.to_string(), expected.to_string())
 }
 
+/// Fails unless what has to be of a field holds.
+pub(crate) fn require(
+    holds: bool,
+    place: &str,
+    field: &'static str,
+    value: impl Display,
+    expected: impl Display,
+) -> Result<()> {
+    if holds { Ok(()) } else { Err(wrong(place, field, value, expected)) }
+}
+
 pub(crate) fn at_most(place: &str, field: &'static str, count: usize, limit: usize) -> Result<()> {
-    if count > limit {
-        return Err(wrong(place, field, format!("a list of {count}"), format!("at most {limit} are allowed")));
-    }
-    Ok(())
+    let expected = format_args!("at most {limit} are allowed");
+    require(count <= limit, place, field, format_args!("a list of {count}"), expected)
 }
 
 pub(crate) fn not_zero(place: &str, field: &'static str, value: u64) -> Result<()> {
-    if value == 0 { Err(wrong(place, field, 0, "has to be at least 1")) } else { Ok(()) }
+    require(value != 0, place, field, 0, "has to be at least 1")
 }
 
 pub(crate) fn check_name(place: &str, field: &'static str, text: &str) -> Result<()> {
-    if text.is_empty() || text.len() > MAX_NAME {
-        let value = format!("{} bytes long", text.len());
-        return Err(wrong(place, field, value, format!("has to have 1 to {MAX_NAME} bytes")));
-    }
-    Ok(())
+    let expected = format_args!("has to have 1 to {MAX_NAME} bytes");
+    let value = format_args!("{} bytes long", text.len());
+    require(!text.is_empty() && text.len() <= MAX_NAME, place, field, value, expected)
 }

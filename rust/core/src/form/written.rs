@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A geometry as it is written: as JSON, or as the values of a caller. Nothing here is checked.
-use std::fmt;
-use std::marker::PhantomData;
-
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{MapAccess, Visitor};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use serde_json::ser::PrettyFormatter;
 
 use crate::error::{Error, Result};
+use crate::geometry::objects::{Object, objects};
+use crate::geometry::types;
 use crate::geometry::types::Region;
 
 /// Version of the JSON form.
@@ -92,56 +89,12 @@ pub struct Group {
     pub cp_size: u64,
 }
 
-/// One dimension of a part.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Axis {
-    /// What meets what.
-    pub name: String,
-    /// Size over all ranks.
-    pub extent: u64,
-    /// Bytes from one index to the next.
-    pub stride: u64,
-    /// First global index on this rank.
-    #[serde(default)]
-    pub start: u64,
-    /// Indices on this rank; all from `start` on if left out.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub length: Option<u64>,
-    /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
-    /// counts ranks, and the true extent is a divisor of it.
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub may_repeat: bool,
-    /// Last indices whose items are written before they are read: they need not be moved.
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub spare: u64,
-}
-
-/// A named piece of a page.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Part {
-    /// Parts meet by name.
-    pub name: String,
-    /// Encoding of an item.
-    pub dtype: String,
-    /// Bytes of an item.
-    pub item_bytes: u64,
-    /// Bytes from the start of the page.
-    pub offset: u64,
-    /// Dimensions in any order.
-    #[serde(deserialize_with = "objects")]
-    pub axes: Vec<Axis>,
-}
-
-/// The bytes of one layer in one kernel block.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Page {
-    /// What it holds; other bytes are padding.
-    #[serde(deserialize_with = "objects")]
-    pub parts: Vec<Part>,
-}
+/// An axis whose length may be left out: it then has all indices from `start` on.
+pub type Axis = types::Axis<Option<u64>>;
+/// A part of such axes.
+pub type Part = types::Part<Option<u64>>;
+/// A page of such parts.
+pub type Page = types::Page<Option<u64>>;
 
 /// Where one layer's pages are.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
@@ -224,36 +177,6 @@ impl Form {
         written.expect("numbers and strings have a JSON form, and memory takes it");
         out
     }
-}
-
-/// A value written as an object. By itself serde takes an array of the fields' values for one too.
-struct Object<T>(T);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Fields<T>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
-            type Value = Object<T>;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
-                formatter.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<Self::Value, A::Error> {
-                T::deserialize(MapAccessDeserializer::new(map)).map(Object)
-            }
-        }
-        deserializer.deserialize_map(Fields(PhantomData))
-    }
-}
-
-fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> std::result::Result<Vec<T>, D::Error> {
-    let list: Vec<Object<T>> = Vec::deserialize(deserializer)?;
-    Ok(list.into_iter().map(|object| object.0).collect())
-}
-
-fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
 }
 
 fn one() -> u64 {

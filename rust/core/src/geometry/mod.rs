@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One worker's cache, checked, and which of its groups share memory.
+pub(crate) mod objects;
 pub(crate) mod ranges;
 pub(crate) mod sharing;
 pub(crate) mod types;

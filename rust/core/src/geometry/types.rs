@@ -2,6 +2,7 @@
 //! One worker's cache, checked: nothing in it is missing, no address of it overflows or leaves its region.
 use serde::{Deserialize, Serialize};
 
+use crate::geometry::objects::{is_default, objects};
 use crate::geometry::ranges::Interval;
 
 /// Kind of memory, in the transfer library's words.
@@ -182,9 +183,10 @@ pub(crate) fn state_slot(count: usize, num_speculative_blocks: u64) -> Option<us
     Some(last - last.min(usize::try_from(num_speculative_blocks).unwrap_or(last)))
 }
 
-/// One dimension of a part.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Axis {
+/// One dimension of a part. `Length` is a number, or an option where it is written.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, bound(serialize = "Length: Serialize + Default + PartialEq"))]
+pub struct Axis<Length = u64> {
     /// What meets what.
     pub name: String,
     /// Size over all ranks.
@@ -192,13 +194,17 @@ pub struct Axis {
     /// Bytes from one index to the next.
     pub stride: u64,
     /// First global index on this rank.
+    #[serde(default)]
     pub start: u64,
     /// Indices on this rank.
-    pub length: u64,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub length: Length,
     /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
     /// counts ranks, and the true extent is a divisor of it.
+    #[serde(default, skip_serializing_if = "is_default")]
     pub may_repeat: bool,
     /// Last indices whose items are written before they are read: they need not be moved.
+    #[serde(default, skip_serializing_if = "is_default")]
     pub spare: u64,
 }
 
@@ -218,8 +224,9 @@ impl Axis {
 }
 
 /// A named piece of a page.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, bound = "Axis<Length>: Serialize + for<'a> Deserialize<'a>")]
+pub struct Part<Length = u64> {
     /// Parts meet by name.
     pub name: String,
     /// Encoding of an item.
@@ -229,7 +236,8 @@ pub struct Part {
     /// Bytes from the start of the page.
     pub offset: u64,
     /// Dimensions in any order.
-    pub axes: Vec<Axis>,
+    #[serde(deserialize_with = "objects")]
+    pub axes: Vec<Axis<Length>>,
 }
 
 impl Part {
@@ -260,10 +268,12 @@ impl Part {
 }
 
 /// The bytes of one layer in one kernel block.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Page {
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, bound = "Part<Length>: Serialize + for<'a> Deserialize<'a>")]
+pub struct Page<Length = u64> {
     /// What it holds; other bytes are padding.
-    pub parts: Vec<Part>,
+    #[serde(deserialize_with = "objects")]
+    pub parts: Vec<Part<Length>>,
 }
 
 impl Page {

@@ -78,15 +78,9 @@ fn one_sided(name: &str, local: &str, remote: &str) -> Finding {
 }
 
 fn no_common_layer(local: &Geometry, remote: &Geometry) -> Finding {
-    Finding {
-        code: "no-common-layer",
-        severity: Severity::Error,
-        place: Place::default(),
-        field: "layers",
-        local: format!("{} layers", local.layers.len()),
-        remote: format!("{} layers", remote.layers.len()),
-        reason: "no layer has the same name on both sides",
-    }
+    let layers = |geometry: &Geometry| format!("{} layers", geometry.layers.len());
+    let reason = "no layer has the same name on both sides";
+    Finding::error("no-common-layer", Place::default(), "layers", (layers(local), layers(remote)), reason)
 }
 
 /// Size of an axis over all ranks, as far as the rank knows it.
@@ -125,20 +119,16 @@ struct Comparison<'a> {
     findings: &'a mut Vec<Finding>,
 }
 
-/// What is said of a difference, whatever the values are.
-#[derive(Clone, Copy)]
-struct Difference {
-    code: &'static str,
-    field: &'static str,
-    reason: &'static str,
-}
-
 impl Comparison<'_> {
-    fn add(&mut self, place: &Place, difference: Difference, local: String, remote: String) {
-        let Difference { code, field, reason } = difference;
-        let (local, remote) = (shortened(local), shortened(remote));
-        let severity = Severity::Error;
-        self.findings.push(Finding { code, severity, place: place.clone(), field, local, remote, reason });
+    fn add(
+        &mut self,
+        place: &Place,
+        (code, field): (&'static str, &'static str),
+        (local, remote): (String, String),
+        reason: &'static str,
+    ) {
+        let values = (shortened(local), shortened(remote));
+        self.findings.push(Finding::error(code, place.clone(), field, values, reason));
     }
 
     fn layers(&mut self, place: &Place) {
@@ -146,8 +136,7 @@ impl Comparison<'_> {
         let both_attention = kind.is_attention() && other.is_attention();
         if !both_attention && kind.word() != other.word() {
             let reason = "attention, state and opaque content do not hold the same bytes";
-            let difference = Difference { code: "kind", field: "kind", reason };
-            self.add(place, difference, kind.word().into(), other.word().into());
+            self.add(place, ("kind", "kind"), (kind.word().into(), other.word().into()), reason);
         } else if kind == Kind::Opaque && !self.same_opaque() {
             self.opaque(place);
         } else {
@@ -171,15 +160,15 @@ impl Comparison<'_> {
         };
         let (local, remote) = (describe(&self.local), describe(&self.remote));
         let reason = "opaque pages are moved only between equal geometries";
-        self.add(place, Difference { code: "opaque", field: "page", reason }, local, remote);
+        self.add(place, ("opaque", "page"), (local, remote), reason);
     }
 
     fn parts(&mut self, place: &Place) {
         let part_names = |page: &Page| names(page.parts.iter().map(|part| &part.name));
         let (local, remote) = (part_names(self.local.page), part_names(self.remote.page));
         if local != remote {
-            let difference = Difference { code: "parts", field: "parts", reason: "parts meet by name" };
-            return self.add(place, difference, local, remote);
+            let reason = "parts meet by name";
+            return self.add(place, ("parts", "parts"), (local, remote), reason);
         }
         let (local, remote) = (self.local.page, self.remote.page);
         for part in &local.parts {
@@ -191,16 +180,18 @@ impl Comparison<'_> {
     fn part(&mut self, place: &Place, local: &Part, remote: &Part) {
         if local.dtype != remote.dtype && local.name == WHOLE {
             let reason = "how these bytes are split is not known, so only engines with equal pages and ranks can pair";
-            let difference = Difference { code: "equal-engines", field: "content", reason };
-            return self.add(place, difference, local.dtype.clone(), remote.dtype.clone());
+            return self.add(place, ("equal-engines", "content"), (local.dtype.clone(), remote.dtype.clone()), reason);
         }
         let reason = "bytes are moved, never converted";
         if local.dtype != remote.dtype {
-            let difference = Difference { code: "dtype", field: "dtype", reason };
-            self.add(place, difference, local.dtype.clone(), remote.dtype.clone());
+            self.add(place, ("dtype", "dtype"), (local.dtype.clone(), remote.dtype.clone()), reason);
         } else if local.item_bytes != remote.item_bytes {
-            let difference = Difference { code: "dtype", field: "item_bytes", reason };
-            self.add(place, difference, local.item_bytes.to_string(), remote.item_bytes.to_string());
+            self.add(
+                place,
+                ("dtype", "item_bytes"),
+                (local.item_bytes.to_string(), remote.item_bytes.to_string()),
+                reason,
+            );
         }
         self.axes(place, local, remote);
     }
@@ -210,23 +201,20 @@ impl Comparison<'_> {
         let (local_names, remote_names) = (axis_names(local), axis_names(remote));
         if local_names != remote_names {
             let reason = "axes meet by name; content without a token axis cannot be cut by tokens";
-            let difference = Difference { code: "axes", field: "axes", reason };
-            return self.add(place, difference, local_names, remote_names);
+            return self.add(place, ("axes", "axes"), (local_names, remote_names), reason);
         }
         for axis in local.sharded_axes() {
             let Some(other) = remote.axis(&axis.name) else { continue };
             // What is still open could not be settled.
             if axis.extent != other.extent || axis.may_repeat != other.may_repeat {
                 let reason = "both sides have to mean the same whole";
-                let difference = Difference { code: "extent", field: "extent", reason };
-                self.add(&place.axis(&axis.name), difference, extent(axis), extent(other));
+                self.add(&place.axis(&axis.name), ("extent", "extent"), (extent(axis), extent(other)), reason);
             }
         }
         let (tokens, other_tokens) = (self.local.group.kernel_tokens(), self.remote.group.kernel_tokens());
         if self.local.group.kind.is_attention() && local.tokens().is_none() && tokens != other_tokens {
             let reason = "content without a token axis moves by whole kernel blocks, so these have to be equal";
-            let difference = Difference { code: "block-size", field: "kernel block", reason };
-            self.add(place, difference, tokens.to_string(), other_tokens.to_string());
+            self.add(place, ("block-size", "kernel block"), (tokens.to_string(), other_tokens.to_string()), reason);
         }
     }
 }
