@@ -59,7 +59,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.shards import conv_split
-from kvhma.models.vllm_layout import cache_groups, layout
+from kvhma.models.vllm_layout import LayoutOptions, cache_groups, layout
 from kvhma.oracle.labels import first_needed
 
 Copies: TypeAlias = NDArray[np.int64]
@@ -569,7 +569,9 @@ REQUESTS = (
 def pair_of(name: str, tokens: int) -> Pair:
     one = model(name)
     blocks = len(cache_groups(one)) * (tokens // hybrid_block_size(one) + 2) + 1
-    local, remote = (layout(one, num_blocks=blocks, kernel_block="flashinfer", base=1 << bits) for bits in (40, 56))
+    local, remote = (
+        layout(one, LayoutOptions(num_blocks=blocks, kernel_block="flashinfer", base=1 << bits)) for bits in (40, 56)
+    )
     return Pair(one, local, [remote])
 
 
@@ -685,9 +687,9 @@ def cuts() -> None:
     regions, blocks = 64, 20_000
     for sources in (2, 8):
         one = Model("full", ("full",) * regions, 8, 128)
-        local = layout(one, num_blocks=blocks, base=1 << 40)
+        local = layout(one, LayoutOptions(num_blocks=blocks, base=1 << 40))
         remotes = [
-            layout(one, num_blocks=blocks, tp_rank=rank, tp_size=sources, base=rank + 1 << 50)
+            layout(one, LayoutOptions(num_blocks=blocks, tp_rank=rank, tp_size=sources, base=rank + 1 << 50))
             for rank in range(sources)
         ]
         worker = Worker("D", one, local)
@@ -746,7 +748,9 @@ def plans() -> None:
             engines = []
             for base in (1 << 40, 1 << 56):
                 options = {"num_blocks": blocks, "tp_size": 8, "kernel_block": "flashinfer"}
-                engines.append([layout(one, tp_rank=rank, base=base + (rank << 52), **options) for rank in range(8)])
+                engines.append(
+                    [layout(one, LayoutOptions(tp_rank=rank, base=base + (rank << 52), **options)) for rank in range(8)]
+                )
             local, remotes = engines[0][3], engines[1]
             calls[f"{blocks}"] = partial(kvhma.plan, local, remotes)
             lasting[f"{blocks}"] = lambda local=local, remotes=remotes: kvhma.plan(local, remotes).views(3)

@@ -21,7 +21,7 @@ from kvhma.errors import LayoutError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, models
 from kvhma.models.block_size import hybrid_block_size
-from kvhma.models.vllm_layout import cache_groups, layout
+from kvhma.models.vllm_layout import LayoutOptions, cache_groups, layout
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 Reason: TypeAlias = Literal["", "heads", "absent", "strided", "unexplained"]
@@ -48,7 +48,12 @@ class Engine:
     def ranks(self, one: Model, num_blocks: int, base: int, **other: Any) -> list[Geometry]:
         options = {"kernel_block": "flashinfer", **self.options, **other}
         return [
-            layout(one, num_blocks=num_blocks, tp_rank=rank, tp_size=self.tp, base=base + (rank << 50), **options)
+            layout(
+                one,
+                LayoutOptions(
+                    num_blocks=num_blocks, tp_rank=rank, tp_size=self.tp, base=base + (rank << 50), **options
+                ),
+            )
             for rank in range(self.tp)
         ]
 

@@ -27,7 +27,7 @@ from counts import POOLS, block_tables, pool_blocks
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlevel
 from kvhma._kvhma import CheckedGeometry
 from kvhma.models import model, models
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.vllm.scheduler.prompt import prompt_digest
 
 REPEATS = 7
@@ -356,11 +356,11 @@ def mapped(name: str, tokens: int, order: Any) -> Geometry:
     """Return a cache in memory that is mapped and never touched."""
     one = model(name)
     blocks = pool_blocks(one, tokens)
-    size = sum(region.bytes + 4096 for region in layout(one, num_blocks=blocks, order=order).regions)
+    size = sum(region.bytes + 4096 for region in layout(one, LayoutOptions(num_blocks=blocks, order=order)).regions)
     memory = mmap.mmap(-1, size + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     MAPPED.append(memory)
     base = np.frombuffer(memory, np.uint8).ctypes.data
-    return layout(one, num_blocks=blocks, order=order, base=base, region_align=4096)
+    return layout(one, LayoutOptions(num_blocks=blocks, order=order, base=base, region_align=4096))
 
 
 def made(reader: Any, plan: kvhma.Plan, request: tuple[Any, ...], lists: list[Any]) -> list[float]:
@@ -410,7 +410,9 @@ def digests() -> None:
 
 def geometries() -> None:
     """A peer's geometry is read once: Rust's parse and check is nearly all of it."""
-    largest = max((layout(one, num_blocks=200, kernel_block="flashinfer") for one in models().values()), key=size)
+    largest = max(
+        (layout(one, LayoutOptions(num_blocks=200, kernel_block="flashinfer")) for one in models().values()), key=size
+    )
     many = replace(
         largest, layers=tuple(replace(largest.layers[-1], name=f"model.layers.{index}.attn") for index in range(16_000))
     )

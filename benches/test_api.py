@@ -9,7 +9,7 @@ import kvhma
 from kvhma import Span, lowlevel
 from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.models import model
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 
 MODELS = {"gemma-3-27b": (8192, 2000), "gpt-oss-120b": (131_072, 9000), "NVIDIA-Nemotron-3-Nano-30B-A3B": (131_072, 90)}
 
@@ -19,7 +19,7 @@ def case(request):
     """A plan, and one request with scattered blocks."""
     tokens, blocks = MODELS[request.param]
     sides = [
-        layout(model(request.param), num_blocks=blocks, kernel_block="flashinfer", base=base)
+        layout(model(request.param), LayoutOptions(num_blocks=blocks, kernel_block="flashinfer", base=base))
         for base in (1 << 30, 1 << 45)
     ]
     rng = random.Random(1)

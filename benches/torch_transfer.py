@@ -24,7 +24,7 @@ import torch
 import kvhma
 from kvhma.models import Model, model
 from kvhma.nixl import Agent, Peer
-from kvhma.torch import Cache, allocate, model_specs
+from kvhma.torch import AllocatorOptions, Cache, allocate, model_specs
 
 MODELS = ("gemma-3-27b", "gpt-oss-120b", "Qwen3-Next-80B-A3B")
 BLOCK_SIZES = (16, 64)
@@ -52,7 +52,7 @@ class Shape:
 
 def shape_of(one: Model, block_size: int) -> Shape:
     """Take as many blocks as fit and as many tokens as fill them."""
-    probe = allocate(model_specs(one, block_size=block_size), 1, layout="BLHNC", device="meta")
+    probe = allocate(model_specs(one, AllocatorOptions(block_size=block_size)), 1, layout="BLHNC", device="meta")
     num_blocks = CACHE_BYTES // sum(buffer.tensor.nbytes for buffer in probe.buffers)
     logical = max(group.block_size for group in probe.geometry.groups if group.kind != "ssm")
     blocks = 1
@@ -86,7 +86,7 @@ def spans(geometry: kvhma.Geometry, shape: Shape, style: str, rng: random.Random
 
 
 def caches(shape: Shape) -> dict[str, Cache]:
-    specs = model_specs(shape.model, block_size=shape.block_size)
+    specs = model_specs(shape.model, AllocatorOptions(block_size=shape.block_size))
     return {name: allocate(specs, shape.num_blocks, layout=layout) for name, layout in LAYOUTS.items()}
 
 

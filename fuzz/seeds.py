@@ -13,8 +13,8 @@ import shutil
 from pathlib import Path
 
 from kvhma.errors import LayoutError
-from kvhma.models.vllm_layout import layout
 from kvhma.models import models
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.generate import generate
 from support.recipe import draw
 from support.tiny import tiny_hybrid
@@ -33,7 +33,7 @@ def geometries():
     for model, order, kv in itertools.product(models().values(), ["LBHNC", "BLNHC"], ["packed", "split"]):
         one_of_each = dataclasses.replace(model, layers=tuple(dict.fromkeys(model.layers)))
         try:
-            yield layout(one_of_each, num_blocks=4, order=order, kv=kv, speculative=1)
+            yield layout(one_of_each, LayoutOptions(num_blocks=4, order=order, kv=kv, speculative=1))
         except LayoutError:
             continue
 

@@ -29,7 +29,7 @@ from kvhma.errors import LayoutError
 from kvhma.models import Attention, Model, State
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.pages import state_bytes
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.groups import cache_groups
 
 BLOCKS = 5
@@ -111,12 +111,7 @@ def same(one: Model, tp: int, block: int, order: str) -> None:
     groups, places, size = allocated(specs_of(one, tp, block), order)
     geometry = layout(
         one,
-        num_blocks=BLOCKS,
-        tp_size=tp,
-        block_size=block,
-        order=order,
-        one_storage=True,
-        base=0,  # type: ignore[arg-type]
+        LayoutOptions(num_blocks=BLOCKS, tp_size=tp, block_size=block, order=order, one_storage=True, base=0),  # type: ignore[arg-type]
     )
     names = [layer.name for layer in geometry.layers]
     members = [[n for n, y in zip(names, geometry.layers, strict=True) if y.group == at] for at in range(len(groups))]
@@ -207,7 +202,7 @@ def compare(one: Model, tp: int, block: int, order: str) -> bool:
         same(one, tp, block, order)
         return True
     with pytest.raises(LayoutError):
-        layout(one, num_blocks=BLOCKS, tp_size=tp, block_size=block, order=order)  # type: ignore[arg-type]
+        layout(one, LayoutOptions(num_blocks=BLOCKS, tp_size=tp, block_size=block, order=order))  # type: ignore[arg-type]
     return False
 
 

@@ -18,7 +18,7 @@ from kvhma.errors import ConfigError
 from kvhma.geometry import Geometry, Layer
 from kvhma.models.config import model_from_config
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
 from support.groups import cache_groups
@@ -67,7 +67,9 @@ def same_rank(found: Allocated, form: dict[str, Any], tp: int, rank: int, order:
     # vLLM's CPU platform keeps states in float32 whatever the model says.
     one = model_from_config(form, ssm_dtype="float32")
     block = found.config.cache_config.block_size
-    geometry = layout(one, num_blocks=2, tp_size=tp, tp_rank=rank, block_size=asked(found, block), order=order)
+    geometry = layout(
+        one, LayoutOptions(num_blocks=2, tp_size=tp, tp_rank=rank, block_size=asked(found, block), order=order)
+    )
     groups = [group.kv_cache_spec for group in found.groups]
     own = [
         {

@@ -17,7 +17,7 @@ from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.pages import state_bytes
 from kvhma.models.shards import conv_split
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.groups import cache_groups
 from support.needed import needed
 from support.summary import summary
@@ -120,7 +120,7 @@ def geometry_for(name: str, num_tokens: int) -> Geometry:
     one = model(name)
     groups = len(cache_groups(one))
     blocks = groups * (num_tokens // hybrid_block_size(one) + 2) + 1
-    return layout(one, num_blocks=blocks, kernel_block="flashinfer")
+    return layout(one, LayoutOptions(num_blocks=blocks, kernel_block="flashinfer"))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -184,7 +184,7 @@ def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int
 
 def test_gemma_4b_4284_to_1650_descriptors() -> None:
     """63 blocks of 64 tokens, K and V apart: 63*34*2 against (6*17+63)*5*2."""
-    one = layout(model("gemma-3-4b"), num_blocks=7 * 63 + 1, block_size=64, kv="split")
+    one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64, kv="split"))
     assert len(one.regions) == 5
     blocks = undropped_blocks(one, 63 * 64)
     assert {len(table) for table in blocks} == {63}
@@ -192,7 +192,7 @@ def test_gemma_4b_4284_to_1650_descriptors() -> None:
     chosen = select_vllm(one, one, blocks, blocks)
     assert chosen.descriptors == 1650
     assert chosen.posted == 1650  # half pages never touch, so nothing merges
-    packed = layout(model("gemma-3-4b"), num_blocks=7 * 63 + 1, block_size=64)
+    packed = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64))
     # Six windows and the full group, each a run; the last window's run touches the full group's.
     assert select_vllm(packed, packed, blocks, blocks).posted == 5 * (7 - 1)
 
@@ -200,7 +200,7 @@ def test_gemma_4b_4284_to_1650_descriptors() -> None:
 def test_gemma_1b_window_of_512() -> None:
     """test_fewer_blocks_with_hma, 1401 tokens: 33 blocks in each sliding group, 88 in the full one."""
     gemma = Model("gemma-3-1b", (("sliding",) * 5 + ("full",)) * 4 + ("sliding",) * 2, 1, 256, window=512)
-    one = layout(gemma, num_blocks=1000)
+    one = layout(gemma, LayoutOptions(num_blocks=1000))
     tables = undropped_blocks(one, 1401)
     rows = vllm_views(one)
     chosen = select_vllm(one, one, tables, tables)
@@ -213,7 +213,7 @@ def test_gemma_1b_window_of_512() -> None:
 
 
 def test_gpt2_registers_one_tensor_per_layer() -> None:
-    one = layout(Model("gpt-2", ("full",) * 12, 12, 64), num_blocks=4)
+    one = layout(Model("gpt-2", ("full",) * 12, 12, 64), LayoutOptions(num_blocks=4))
     assert (len(one.regions), len(one.groups)) == (12, 1)
 
 
@@ -221,7 +221,7 @@ def test_nemotron_nano_fp8_in_two_views() -> None:
     """RFC 36780: attention sees (780390, 2, 16, 2, 128), state (2990, 3, 6144), over the same bytes."""
     one = layout(
         model("NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv"),
-        num_blocks=2990, kernel_block="flashinfer", order="LBNHC", kv="split", conv="SD",
+        LayoutOptions(num_blocks=2990, kernel_block="flashinfer", order="LBNHC", kv="split", conv="SD"),
     )  # fmt: skip
     attention, state = layer_of(one, "full"), layer_of(one, "ssm")
     group = one.groups[attention.group]
@@ -234,13 +234,15 @@ def test_nemotron_nano_fp8_in_two_views() -> None:
 
 def test_nemotron_nano_fp8_prepared_list() -> None:
     """The same, packed: kernel blocks of every region, then four entries per state and logical block."""
-    one = layout(model("NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv"), num_blocks=2990, kernel_block="flashinfer")
+    one = layout(
+        model("NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv"), LayoutOptions(num_blocks=2990, kernel_block="flashinfer")
+    )
     assert [row.count for row in vllm_views(one)] == [780390] * 6 + [2990] * 24
 
 
 def test_granite_tiny_shapes() -> None:
     """conv (18525, 3, 3328), ssm (18525, 48, 64, 128), attention (18525, 400, 4, 128) for K and for V."""
-    one = layout(model("granite-4.0-h-tiny"), num_blocks=18525, order="LBNHC", kv="split", conv="SD")
+    one = layout(model("granite-4.0-h-tiny"), LayoutOptions(num_blocks=18525, order="LBNHC", kv="split", conv="SD"))
     attention, state = layer_of(one, "full"), layer_of(one, "ssm")
     assert attention.num_blocks == state.num_blocks == 18525
     assert shape(attention, 0) == shape(attention, 1) == (400, 4, 128)
@@ -252,7 +254,7 @@ def test_granite_tiny_shapes() -> None:
 
 def test_gpt_oss_one_buffer_over_layers() -> None:
     """PR 34373, TP1: buffer (136756, 12, 32768), strides (393216, 32768, 1), view (2, 136756, 16, 8, 64)."""
-    one = layout(model("gpt-oss-20b"), num_blocks=136756, order="BLNHC", kv="split")
+    one = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=136756, order="BLNHC", kv="split"))
     assert [region.bytes for region in one.regions] == [136756 * 12 * 32768]
     assert {layer.block_stride for layer in one.layers} == {393216}
     assert sorted({layer.offset for layer in one.layers}) == [32768 * slot for slot in range(12)]
@@ -261,7 +263,7 @@ def test_gpt_oss_one_buffer_over_layers() -> None:
 
 def test_gpt_oss_heads_before_layers() -> None:
     """PR 34373, TP2: buffer (66511, 4, 12, 4096), strides (196608, 49152, 4096, 1)."""
-    one = layout(model("gpt-oss-20b"), num_blocks=66511, order="BHLNC", tp_size=2)
+    one = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=66511, order="BHLNC", tp_size=2))
     first, second = (layer for layer in one.layers if layer.group == 0 and layer.offset <= 4096)
     assert [region.bytes for region in one.regions] == [66511 * 196608]
     assert (first.block_stride, first.page.parts[0].axes[0].stride) == (196608, 49152)
@@ -272,7 +274,7 @@ def test_gemma_2_2b_one_group_or_two() -> None:
     """(7842, 26, 2, 16, 4, 256) becomes (15685, 13, 2, 16, 4, 256) with the hybrid allocator."""
     hybrid = Model("gemma-2-2b", ("sliding", "full") * 13, 4, 256, window=4096)
     uniform = replace(hybrid, layers=("full",) * 26)
-    two, one = layout(hybrid, num_blocks=15685), layout(uniform, num_blocks=7842)
+    two, one = layout(hybrid, LayoutOptions(num_blocks=15685)), layout(uniform, LayoutOptions(num_blocks=7842))
     assert (len(two.groups), len(two.regions)) == (2, 13)
     assert (len(one.groups), len(one.regions)) == (1, 26)
     assert sum(r.bytes for r in two.regions) - sum(r.bytes for r in one.regions) == 13 * 2 * 16 * 4 * 256 * 2
@@ -337,7 +339,7 @@ def test_state_of_a_request(name: str, mib: float) -> None:
 
 @pytest.mark.parametrize(("tp_size", "sizes"), [(1, (36864, 2097152)), (2, (18432, 1048576)), (4, (9216, 524288))])
 def test_nemotron_nano_state_per_rank(tp_size: int, sizes: tuple[int, int]) -> None:
-    one = layout(model("NVIDIA-Nemotron-3-Nano-30B-A3B"), num_blocks=2, tp_size=tp_size)
+    one = layout(model("NVIDIA-Nemotron-3-Nano-30B-A3B"), LayoutOptions(num_blocks=2, tp_size=tp_size))
     *conv, ssm = layer_of(one, "ssm").page.parts
     assert (sum(part.nbytes for part in conv), ssm.nbytes) == sizes
 
@@ -360,7 +362,7 @@ TINY_QWEN3_NEXT = Model(
 
 def test_tiny_nemotron_h_as_dumped_from_an_engine() -> None:
     """Groups {0,4} {2} {1,5}, block 160, page 40960, second tensor at 536862720; 131070 local descriptors."""
-    one = layout(TINY_NEMOTRON_H, num_blocks=13107, block_size=32, one_storage=True)
+    one = layout(TINY_NEMOTRON_H, LayoutOptions(num_blocks=13107, block_size=32, one_storage=True))
     assert members(TINY_NEMOTRON_H) == [[0, 4], [2], [1, 5]]
     assert {group.block_size for group in one.groups if group.kind == "full"} == {160}
     assert {layer.block_stride for layer in one.layers} == {40960}
@@ -375,7 +377,7 @@ def test_tiny_nemotron_h_as_dumped_from_an_engine() -> None:
 
 def test_tiny_nemotron_h_moves_20_descriptors() -> None:
     """302592 bytes for two attention blocks: 2*2*40960 and, with an absent layer's, 2*2*34688."""
-    one = layout(TINY_NEMOTRON_H, num_blocks=13107, block_size=32, one_storage=True)
+    one = layout(TINY_NEMOTRON_H, LayoutOptions(num_blocks=13107, block_size=32, one_storage=True))
     tables = sequence_blocks(one, 170)
     chosen = select_vllm(one, one, tables, tables)
     assert (chosen.descriptors, chosen.bytes) == (20, 302592)
@@ -384,7 +386,7 @@ def test_tiny_nemotron_h_moves_20_descriptors() -> None:
 
 def test_tiny_qwen3_next_as_dumped_from_an_engine() -> None:
     """GDN groups {0,4} {1,5} {2,6}, attention {3,7}, block 96, page 24576, state 17920 bytes of it."""
-    one = layout(TINY_QWEN3_NEXT, num_blocks=21845, block_size=32, one_storage=True)
+    one = layout(TINY_QWEN3_NEXT, LayoutOptions(num_blocks=21845, block_size=32, one_storage=True))
     assert members(TINY_QWEN3_NEXT) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert one.groups[3].block_size == 96
     assert {layer.block_stride for layer in one.layers} == {24576}
@@ -395,9 +397,9 @@ def test_tiny_qwen3_next_as_dumped_from_an_engine() -> None:
 def test_tiny_gemma_and_gpt_oss_groups() -> None:
     gemma = Model("tiny-gemma-3", ("sliding",) * 5 + ("full", "sliding"), 2, 32, window=64)
     assert members(gemma) == [[0], [1], [2], [3], [4], [6], [5]]
-    assert {layer.offset for layer in layout(gemma, num_blocks=4, one_storage=True).layers} == {0}
+    assert {layer.offset for layer in layout(gemma, LayoutOptions(num_blocks=4, one_storage=True)).layers} == {0}
     gpt_oss = Model("tiny-gpt-oss", ("sliding", "full") * 2, 2, 32, window=64)
-    oss = layout(gpt_oss, num_blocks=65536, block_size=32, one_storage=True)
+    oss = layout(gpt_oss, LayoutOptions(num_blocks=65536, block_size=32, one_storage=True))
     assert [(layer.group, layer.offset) for layer in oss.layers] == [
         (0, 0),
         (1, 0),
@@ -422,7 +424,7 @@ def test_stride_orders_of_a_small_llama(
 ) -> None:
     """Views of upstream's own functions, in items of 2 bytes: 3 layers, 2 heads, 32 tokens, K and V of 32."""
     llama = Model("tiny-llama", ("full",) * 3, 2, 32)
-    one = layout(llama, num_blocks=341, block_size=32, order=order, one_storage=True)
+    one = layout(llama, LayoutOptions(num_blocks=341, block_size=32, order=order, one_storage=True))
     assert one.layers[0].block_stride == 2 * block_stride
     axes = one.layers[0].page.parts[0].axes
     assert [axis.stride for axis in axes] == [2 * head_stride, 2 * token_stride, 2]
@@ -435,7 +437,7 @@ def test_regions_of_the_stride_orders() -> None:
     found = {}
     orders: tuple[Order, ...] = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
     for order in orders:
-        rows = vllm_views(layout(llama, num_blocks=341, block_size=32, order=order, one_storage=True))
+        rows = vllm_views(layout(llama, LayoutOptions(num_blocks=341, block_size=32, order=order, one_storage=True)))
         found[order] = {(len(rows), row.length, row.block_stride) for row in rows}
     assert found == {
         "LBHNC": {(3, 8192, 8192)},

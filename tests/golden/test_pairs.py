@@ -14,7 +14,7 @@ import pytest
 import kvhma
 from kvhma import Axis, BlockIdError, Geometry, Group, Layer, Page, Part, Region, Span, UnsupportedPairError, lowlevel
 from kvhma.models import model
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle import Oracle
 from support.pairs import HERE, KERNEL, THERE, Moved, heads, latent, rank, state, up
 
@@ -67,7 +67,10 @@ def test_the_ratios_of_a_real_model():
 
     def ranks(size: int, base: int) -> list[Geometry]:
         found = (
-            layout(small, num_blocks=5, tp_rank=r, tp_size=size, align=128, kernel_block=64, base=base + (r << 28))
+            layout(
+                small,
+                LayoutOptions(num_blocks=5, tp_rank=r, tp_size=size, align=128, kernel_block=64, base=base + (r << 28)),
+            )
             for r in range(size)
         )
         return list(found)
@@ -385,7 +388,7 @@ def test_padding_behind_the_blocks_moves_nothing():
 
 def test_windows_lie_in_one_block_and_cover_it():
     small = replace(model("granite-4.0-h-tiny"), layers=("mamba2", "full", "mamba2"))
-    geometry = layout(small, num_blocks=3, kernel_block="flashinfer")
+    geometry = layout(small, LayoutOptions(num_blocks=3, kernel_block="flashinfer"))
     rows = lowlevel.expand_views(kvhma.plan(geometry, geometry).views(0)[0])
     stride = geometry.layers[0].block_stride
     base = end = geometry.regions[0].base

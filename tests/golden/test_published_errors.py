@@ -26,7 +26,7 @@ from kvhma.geometry import Shard
 from kvhma.models import Model, State, model
 from kvhma.models.pages import ConvOrder
 from kvhma.models.shards import conv_split
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle import Oracle
 from support.reference import Read, Transfer
 
@@ -46,7 +46,12 @@ def small(name: str) -> Model:
 
 def ranks(of: Model, size: int, conv: ConvOrder, base: int) -> list[Geometry]:
     return [
-        layout(of, num_blocks=4, tp_rank=r, tp_size=size, kernel_block="flashinfer", conv=conv, base=base + (r << 30))
+        layout(
+            of,
+            LayoutOptions(
+                num_blocks=4, tp_rank=r, tp_size=size, kernel_block="flashinfer", conv=conv, base=base + (r << 30)
+            ),
+        )
         for r in range(size)
     ]
 

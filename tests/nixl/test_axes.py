@@ -13,7 +13,7 @@ import pytest
 import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import Model, State
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
 from support.tables import draw_tables
 
@@ -64,7 +64,7 @@ class Case:
 
 
 def engine(one: Model, tp: int = 1, **options: Any) -> list[Geometry]:
-    return [layout(one, num_blocks=BLOCKS, tp_rank=rank, tp_size=tp, **options) for rank in range(tp)]
+    return [layout(one, LayoutOptions(num_blocks=BLOCKS, tp_rank=rank, tp_size=tp, **options)) for rank in range(tp)]
 
 
 def with_layers(geometry: Geometry, keep: Callable[[int], bool]) -> Geometry:

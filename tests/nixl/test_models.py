@@ -11,7 +11,7 @@ import pytest
 import kvhma
 from kvhma.errors import LayoutError
 from kvhma.models import Model, model, models
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
 from support.summary import summary
 from support.tables import count_blocks, draw_tables
@@ -37,11 +37,13 @@ def ranks() -> Iterator[Ranks]:
 def rank_of(one: Model, num_blocks: int, tp_size: int) -> kvhma.Geometry:
     return layout(
         one,
-        num_blocks=num_blocks,
-        tp_rank=tp_size - 1,
-        tp_size=tp_size,
-        kernel_block="flashinfer",
-        one_storage=summary(one).tensors > MANY_TENSORS,
+        LayoutOptions(
+            num_blocks=num_blocks,
+            tp_rank=tp_size - 1,
+            tp_size=tp_size,
+            kernel_block="flashinfer",
+            one_storage=summary(one).tensors > MANY_TENSORS,
+        ),
     )
 
 

@@ -15,7 +15,7 @@ import kvhma
 from kvhma.models import Model
 from kvhma.nixl import Agent
 from kvhma.oracle import fill_source
-from kvhma.torch import Cache, allocate, model_specs
+from kvhma.torch import AllocatorOptions, Cache, allocate, model_specs
 from support.torch_labels import regions_of
 
 SECONDS = 240.0
@@ -24,7 +24,8 @@ SECONDS = 240.0
 
 def cache_of(one: Model, layout: str, num_blocks: int, **form: Any) -> Cache:
     sizes = {name: form[name] for name in ("tp_rank", "tp_size") if name in form}
-    return allocate(model_specs(one, **form), num_blocks, layout=layout, **sizes)
+    tensors = {name: form.pop(name) for name in ("kv", "dim_order") if name in form}
+    return allocate(model_specs(one, AllocatorOptions(**form), **tensors), num_blocks, layout=layout, **sizes)
 
 
 def serve(pipe: Connection) -> None:

@@ -14,8 +14,9 @@ import torch
 from kvhma.errors import LayoutError
 from kvhma.geometry import Shard
 from kvhma.models import Attention, Model, State, model, models
+from kvhma.models.vllm_layout import LayoutOptions
 from kvhma.models.vllm_layout import layout as hybrid_layout
-from kvhma.torch import allocate, model_specs
+from kvhma.torch import AllocatorOptions, allocate, model_specs
 
 GEMMA_2 = {"kv_heads": 4, "head_dim": 256, "window": 4096}
 
@@ -57,7 +58,9 @@ def test_gpt_oss_20b_on_one_rank():
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_gpt_oss_20b_on_one_of_two_ranks(tp_rank):
-    specs = model_specs(model("gpt-oss-20b"), tp_rank=tp_rank, tp_size=2, kv="split", dim_order="BSNHC")
+    specs = model_specs(
+        model("gpt-oss-20b"), AllocatorOptions(tp_rank=tp_rank, tp_size=2), kv="split", dim_order="BSNHC"
+    )
     cache = allocate(specs, 66511, layout="BHLNC", device="meta", tp_rank=tp_rank, tp_size=2)
     (buffer,) = cache.buffers
     assert buffer.kind == "ordered"
@@ -76,7 +79,7 @@ def test_gpt_oss_20b_on_one_of_two_ranks(tp_rank):
 
 def test_a_state_beside_attention():
     """The shapes of granite-4.0-h-tiny, 400 tokens a block: the state's page is padded to that of attention."""
-    specs = model_specs(model("granite-4.0-h-tiny"), conv="SD", dim_order="BNHC")
+    specs = model_specs(model("granite-4.0-h-tiny"), AllocatorOptions(conv="SD"), dim_order="BNHC")
     cache = allocate(specs, 18525, layout="BLNHC", device="meta")
     (buffer,) = cache.buffers
     assert buffer.tensor.shape == (18525, 4, 819200)
@@ -95,7 +98,9 @@ def test_a_state_beside_attention():
 def test_a_short_convolution_has_no_state_proper():
     """The shapes of LFM2: two rows of every channel beside attention."""
     state = State("short_conv", 64, 3, 64, 1, 0, 0, "bfloat16", "bfloat16")
-    specs = model_specs(Model("short", ("short_conv", "full", "short_conv"), 2, 8, state=state), tp_rank=1, tp_size=2)
+    specs = model_specs(
+        Model("short", ("short_conv", "full", "short_conv"), 2, 8, state=state), AllocatorOptions(tp_rank=1, tp_size=2)
+    )
     cache = allocate(specs, 3, device="meta", tp_rank=1, tp_size=2)
     (conv,) = cache.views["model.layers.0.mixer"]
     assert conv.shape == (3, 32, 2)
@@ -122,9 +127,9 @@ def test_the_hybrid_allocator_has_the_same_geometry(name, order):
         options = {"block_size": 32, "kernel_block": 16 if order == "LBHNC" else None}
     else:
         options = {"kernel_block": "flashinfer" if order[0] == "L" else None}
-    specs = model_specs(one, **options)
+    specs = model_specs(one, AllocatorOptions(**options))
     cache = allocate(specs, 3, layout=order, device="meta")
-    expected = hybrid_layout(one, num_blocks=3, order=order, **options)
+    expected = hybrid_layout(one, LayoutOptions(num_blocks=3, order=order, **options))
     layers = {layer.name: layer for layer in cache.geometry.layers}
     assert cache.geometry.groups == expected.groups
     for layer in expected.layers:
@@ -147,7 +152,7 @@ def sorted_axes(page):
 
 
 def test_references_as_json():
-    specs = model_specs(model("gpt-oss-20b"), tp_size=2, kv="split")
+    specs = model_specs(model("gpt-oss-20b"), AllocatorOptions(tp_size=2), kv="split")
     cache = allocate(specs, 10, layout="BHLNC", device="meta")
     form = json.loads(cache.references.to_json())
     assert form["kvhma_references"] == 1
@@ -167,7 +172,7 @@ def test_references_as_json():
 def test_heads_by_layer():
     """gemma-4: a full layer has a quarter of the heads, twice as long, and twice the tokens in a block."""
     one = Model("gemma-4", ("sliding", "full"), 16, 256, window=64, attention=(Attention("full", 4, 512),))
-    sliding, full = (next(iter(group.values())) for group in model_specs(one, tp_rank=1, tp_size=2))
+    sliding, full = (next(iter(group.values())) for group in model_specs(one, AllocatorOptions(tp_rank=1, tp_size=2)))
     assert (sliding.heads.length, sliding.head_dim, sliding.block_size) == (8, 256, 16)
     assert (full.heads.length, full.head_dim, full.block_size) == (2, 512, 32)
 

@@ -16,7 +16,7 @@ import torch
 import kvhma
 from kvhma.models import Model, State, model
 from kvhma.oracle import Oracle, Request, check_memory, fill_source, fill_stale
-from kvhma.torch import allocate, model_specs
+from kvhma.torch import AllocatorOptions, allocate, model_specs
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
 
@@ -33,9 +33,10 @@ CONTIGUOUS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 ALL = (*CONTIGUOUS, "LHBNC")
 
 
-def cache_of(one, layout, num_blocks, tp_rank=0, tp_size=1, **more):
+def cache_of(one, layout, num_blocks, tp_rank=0, tp_size=1, kv="packed", dim_order=None, **more):
     sizes = {"tp_rank": tp_rank, "tp_size": tp_size}
-    specs = model_specs(one, **{"block_size": 4, "align": 4 if one.state else None} | sizes | more)
+    options = AllocatorOptions(**{"block_size": 4, "align": 4 if one.state else None} | sizes | more)
+    specs = model_specs(one, options, kv=kv, dim_order=dim_order)
     return allocate(specs, num_blocks, layout=layout, **sizes)
 
 
@@ -168,7 +169,7 @@ def test_a_slice_of_heads_is_one_descriptor_a_block():
     counts = {}
     for layout in ("BHLNC", "BLHNC"):
         prefill = allocate(model_specs(one), 40, layout=layout, device="meta").geometry
-        specs = model_specs(one, tp_rank=1, tp_size=2)
+        specs = model_specs(one, AllocatorOptions(tp_rank=1, tp_size=2))
         decode = allocate(specs, 40, layout=layout, device="meta", tp_rank=1, tp_size=2).geometry
         local, remote = requests(decode, tokens, 1), requests(prefill, tokens, 2)
         counts[layout] = kvhma.plan(decode, prefill).transfer(tokens, local, remote).descriptors
@@ -191,7 +192,7 @@ def test_a_layer_does_not_see_what_is_written_in_another():
     """Blocks of one group: all its layers; the same with a state's tensors."""
     for layout in CONTIGUOUS:
         cache = cache_of(HYBRID, layout, 6)
-        for group in model_specs(HYBRID, block_size=4, align=4):
+        for group in model_specs(HYBRID, AllocatorOptions(block_size=4, align=4)):
             names = list(group)
             for name in names:
                 for buffer in cache.buffers:

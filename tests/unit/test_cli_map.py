@@ -16,7 +16,7 @@ import kvhma
 from kvhma.cli.compare.block_tables import block_tables, sequence_blocks
 from kvhma.models import model
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
 
@@ -75,7 +75,7 @@ def test_pages_parts_padding_and_layers(tmp_path: Path) -> None:
     assert done.code == 0
     root = ET.parse(tmp_path / "m.svg").getroot()
     boxes = hovers(root, "rect")
-    one = layout(model(NANO), num_blocks=2, tp_size=4, block_size=64)
+    one = layout(model(NANO), LayoutOptions(num_blocks=2, tp_size=4, block_size=64))
     state = next(y for y in one.layers if one.groups[y.group].kind == "ssm")
     rest = state.block_stride - state.page.nbytes
     assert f"{rest:,} bytes of {state.block_stride:,} are padding" in boxes
@@ -105,7 +105,7 @@ def test_bars_mark_what_is_read_of_a_block(tmp_path: Path) -> None:
 def test_blocks_of_the_request(tmp_path: Path) -> None:
     cli("map", "gemma-3-4b", "--tokens", 1700, "--cached", 160, "--pool", "used", "-o", tmp_path / "m.svg")
     boxes = hovers(ET.parse(tmp_path / "m.svg").getroot(), "rect")
-    one = layout(model("gemma-3-4b"), num_blocks=2)
+    one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=2))
     dead = sum(sum(block == 0 for block in table) for table in sequence_blocks(one, 1700))
     assert dead > 0
     assert sum(": dropped" in text for text in boxes) == 2 * 6 * 35  # the first 35 of 107 entries are drawn

@@ -15,7 +15,7 @@ import kvhma
 from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import select_vllm
 from kvhma.models import model, models
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
@@ -37,12 +37,17 @@ def sides(blocks: int = 64) -> tuple[list[kvhma.Geometry], list[kvhma.Geometry]]
     """The same engines, laid out by hand at other addresses."""
     one = model(NANO)
     p = [
-        layout(one, num_blocks=blocks, tp_rank=r, tp_size=2, kernel_block="flashinfer", base=(r + 1) << 36)
+        layout(
+            one, LayoutOptions(num_blocks=blocks, tp_rank=r, tp_size=2, kernel_block="flashinfer", base=(r + 1) << 36)
+        )
         for r in range(2)
     ]
     d = [
         layout(
-            one, num_blocks=blocks, tp_rank=r, tp_size=4, block_size=64, kernel_block="flashinfer", base=(r + 8) << 36
+            one,
+            LayoutOptions(
+                num_blocks=blocks, tp_rank=r, tp_size=4, block_size=64, kernel_block="flashinfer", base=(r + 8) << 36
+            ),
         )
         for r in range(4)
     ]
@@ -100,7 +105,7 @@ def test_the_same_by_name_file_and_directory(config: Path) -> None:
 def test_vllm_beside_it() -> None:
     """At equal engines the figures are those of vLLM's selection for one rank."""
     form = cli("plan", NANO, "--tokens", 5000, "--json").form
-    one = layout(model(NANO), num_blocks=64, kernel_block="flashinfer")
+    one = layout(model(NANO), LayoutOptions(num_blocks=64, kernel_block="flashinfer"))
     tables = sequence_blocks(one, 5000)
     chosen = select_vllm(one, one, tables, tables)
     assert (form["vllm"]["bytes"], form["vllm"]["descriptors"]) == (chosen.bytes, chosen.posted)
@@ -291,7 +296,10 @@ def test_drafts_on_one_side(conv: str) -> None:
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     """D wants two heads and only a rank with one of them is given: no finding, and yet refused."""
     one = model("granite-4.0-h-tiny")
-    whole, half = layout(one, num_blocks=40), layout(one, num_blocks=40, tp_rank=0, tp_size=2)
+    whole, half = (
+        layout(one, LayoutOptions(num_blocks=40)),
+        layout(one, LayoutOptions(num_blocks=40, tp_rank=0, tp_size=2)),
+    )
     (tmp_path / "d.json").write_bytes(whole.to_json())
     (tmp_path / "p.json").write_bytes(half.to_json())
     done = cli("explain", "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--json", "--tokens", 500)

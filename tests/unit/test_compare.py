@@ -16,7 +16,7 @@ from kvhma.cli.compare.views import View, view_ids, vllm_views
 from kvhma.errors import AddressOverflowError, BlockIdError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import Model, State
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle.labels import first_needed
 from support.needed import needed
 from support.tables import undropped_blocks
@@ -97,10 +97,7 @@ def test_latent_and_state_list() -> None:
     state = State("gdn", 12, 4, 1, 4, 4, 1, "float32", "float32")
     one = layout(
         Model("latent+state", ("gdn", "mla") * 2, 1, 12, state=state),
-        num_blocks=4,
-        block_size=12,
-        align=12,
-        kernel_block=4,
+        LayoutOptions(num_blocks=4, block_size=12, align=12, kernel_block=4),
     )
     rows = vllm_views(one)
     assert [row.count for row in rows] == [12, 12] + [4] * 8
@@ -108,7 +105,7 @@ def test_latent_and_state_list() -> None:
 
 
 def test_mamba1_has_two_rows_per_region() -> None:
-    one = layout(Model("mamba1", ("mamba1", "full"), 4, 8, state=MAMBA1), num_blocks=4)
+    one = layout(Model("mamba1", ("mamba1", "full"), 4, 8, state=MAMBA1), LayoutOptions(num_blocks=4))
     assert [row.length for row in vllm_views(one)] == [one.layers[1].page.nbytes, 16 * 3 * 2, 16 * 4 * 4]
 
 
@@ -124,7 +121,7 @@ def test_mamba1_has_two_rows_per_region() -> None:
     ],
 )
 def test_state_block_before_the_speculative_ones(speculative: int, blocks: list[int], sent: int | None) -> None:
-    one = layout(HYBRID, num_blocks=12, speculative=speculative)
+    one = layout(HYBRID, LayoutOptions(num_blocks=12, speculative=speculative))
     tables = [[], blocks, []] if one.groups[0].kind == "full" else [blocks, [], []]
     chosen = select_vllm(one, one, tables, tables)
     entries = sum(row.count for row in vllm_views(one)[:2])
@@ -135,7 +132,7 @@ def test_state_block_before_the_speculative_ones(speculative: int, blocks: list[
 
 def test_window_of_24_needs_three_blocks_of_16_at_most() -> None:
     """Static clip ceil(24/16)+1; the full group has everything. Null blocks in front do not count."""
-    one = layout(SLIDING, num_blocks=40)
+    one = layout(SLIDING, LayoutOptions(num_blocks=40))
     for dead in (0, 3):
         sliding, full = [*[0] * dead, *range(10 + dead, 20)], list(range(20, 30))
         chosen = select_vllm(one, one, [sliding, full], [sliding, full])
@@ -144,7 +141,7 @@ def test_window_of_24_needs_three_blocks_of_16_at_most() -> None:
 
 def test_sides_meet_at_the_end() -> None:
     """D holds the first two blocks already and asks for the last three of five."""
-    one = layout(FULL, num_blocks=40)
+    one = layout(FULL, LayoutOptions(num_blocks=40))
     chosen = select_vllm(one, one, [[20, 21, 22]], [[1, 2, 3, 4, 5]])
     assert chosen.remote_ids.tolist() == [3, 4, 5, 43, 44, 45]
     assert (chosen.descriptors, chosen.posted, chosen.bytes) == (6, 2, 6 * 16 * 4 * 8 * 2 * 2)
@@ -153,7 +150,9 @@ def test_sides_meet_at_the_end() -> None:
 @pytest.mark.parametrize(("here", "there"), [(6, 10), (10, 6)])
 def test_sides_meet_at_the_start_if_their_ratios_differ(here: int, there: int) -> None:
     """Local 6/remote 10: 12 and 10 kernel blocks, both lists become the first 10; and the reverse."""
-    d, p = (layout(FULL, num_blocks=9, block_size=16 * ratio, kernel_block=16) for ratio in (here, there))
+    d, p = (
+        layout(FULL, LayoutOptions(num_blocks=9, block_size=16 * ratio, kernel_block=16)) for ratio in (here, there)
+    )
     counts = {6: [0, 1], 10: [0]}
     p, d = (replace(one, null_block=None) for one in (p, d))
     chosen = select_vllm(d, p, [counts[here]], [counts[there]])
@@ -174,7 +173,7 @@ def test_sides_meet_at_the_start_if_their_ratios_differ(here: int, there: int) -
     ],
 )
 def test_merging_in_dense_rows(local: Sequence[int], remote: Sequence[int], posted: int) -> None:
-    one = layout(FULL, num_blocks=200)
+    one = layout(FULL, LayoutOptions(num_blocks=200))
     chosen = select_vllm(one, one, [list(local)], [list(remote)])
     assert chosen.descriptors == 2 * len(local)
     assert chosen.posted == 2 * posted
@@ -201,7 +200,7 @@ def test_merging_in_dense_rows(local: Sequence[int], remote: Sequence[int], post
     ],
 )
 def test_merging_depends_on_the_order(options: dict[str, Any], per_block: int, posted: int) -> None:
-    one = layout(FULL, num_blocks=65, **options)
+    one = layout(FULL, LayoutOptions(num_blocks=65, **options))
     chosen = select_vllm(one, one, [range(1, 65)], [range(1, 65)])
     assert (chosen.descriptors, chosen.posted) == (64 * per_block, posted)
     assert chosen.bytes == 64 * 2 * one.layers[0].page.nbytes * one.groups[0].ratio
@@ -209,7 +208,7 @@ def test_merging_depends_on_the_order(options: dict[str, Any], per_block: int, p
 
 def test_a_dense_side_does_not_merge_with_a_strided_one() -> None:
     """D of TP2 reads half pages: dense here, every second half page there."""
-    d, p = layout(FULL, num_blocks=65, tp_rank=1, tp_size=2), layout(FULL, num_blocks=65)
+    d, p = layout(FULL, LayoutOptions(num_blocks=65, tp_rank=1, tp_size=2)), layout(FULL, LayoutOptions(num_blocks=65))
     ids = [list(range(1, 65))]
     for local, remote in ((d, p), (p, d)):
         chosen = select_vllm(local, remote, ids, ids)
@@ -218,7 +217,7 @@ def test_a_dense_side_does_not_merge_with_a_strided_one() -> None:
 
 
 def test_ranks_without_a_common_head_exchange_nothing() -> None:
-    d, p = (layout(HYBRID, num_blocks=9, tp_rank=rank, tp_size=2) for rank in range(2))
+    d, p = (layout(HYBRID, LayoutOptions(num_blocks=9, tp_rank=rank, tp_size=2)) for rank in range(2))
     tables = [[1], [2], [3]]
     assert select_vllm(d, p, tables, tables).descriptors == 0
     assert select_vllm(d, d, tables, tables).descriptors > 0
@@ -227,7 +226,7 @@ def test_ranks_without_a_common_head_exchange_nothing() -> None:
 def test_repeated_heads_meet_where_state_does_not() -> None:
     """One KV head on four ranks, state in quarters."""
     model = replace(HYBRID, kv_heads=1)
-    d, p = (layout(model, num_blocks=9, tp_rank=rank, tp_size=4) for rank in range(2))
+    d, p = (layout(model, LayoutOptions(num_blocks=9, tp_rank=rank, tp_size=4)) for rank in range(2))
     tables = [[1], [2], [3]]
     assert select_vllm(d, p, tables, tables).descriptors == 2
 
@@ -235,7 +234,7 @@ def test_repeated_heads_meet_where_state_does_not() -> None:
 def test_state_never_merges_and_absent_layers_move() -> None:
     """Five state layers in three groups over two tensors: six places, one without a layer."""
     model = replace(HYBRID, layers=("mamba2", "mamba2", "mamba2", "full", "mamba2", "mamba2", "full"))
-    one = layout(model, num_blocks=9)
+    one = layout(model, LayoutOptions(num_blocks=9))
     tables = [[1], [2], [3], [4]]
     chosen = select_vllm(one, one, tables, tables)
     assert (chosen.descriptors, chosen.posted) == (3 * 2 * 4 + 2, 3 * 2 * 4 + 2)
@@ -246,7 +245,7 @@ def test_state_never_merges_and_absent_layers_move() -> None:
 
 
 def test_select_all_takes_every_layer_for_full_attention() -> None:
-    one = layout(HYBRID, num_blocks=40, kernel_block="flashinfer")
+    one = layout(HYBRID, LayoutOptions(num_blocks=40, kernel_block="flashinfer"))
     ratio = one.groups[2].ratio
     chosen = select_all(one, one, [5, 6, 7], [1, 2, 3])
     assert chosen.descriptors == 6 * 3 * ratio
@@ -263,21 +262,21 @@ def test_select_all_takes_every_layer_for_full_attention() -> None:
     ],
 )
 def test_select_all_in_other_forms(options: dict[str, Any], descriptors: int, posted: int) -> None:
-    one = layout(SLIDING, num_blocks=40, **options)
+    one = layout(SLIDING, LayoutOptions(num_blocks=40, **options))
     chosen = select_all(one, one, list(range(1, 9)), list(range(1, 9)))
     assert (chosen.descriptors, chosen.posted) == (descriptors, posted)
     assert chosen.bytes == 4 * 8 * one.layers[0].page.nbytes
 
 
 def test_select_all_without_attention() -> None:
-    one = layout(Model("only state", ("mamba2",) * 3, 1, 8, state=MAMBA2), num_blocks=9)
+    one = layout(Model("only state", ("mamba2",) * 3, 1, 8, state=MAMBA2), LayoutOptions(num_blocks=9))
     chosen = select_all(one, one, [1, 2], [1, 2])
     assert (chosen.descriptors, chosen.posted, chosen.bytes) == (6, 3, 6 * one.layers[0].page.nbytes)
     assert select_vllm(one, one, [[1]], [[1]]).descriptors == 3 * 4
 
 
 def test_needed_counts_live_kernel_blocks() -> None:
-    one = layout(SLIDING, num_blocks=40, block_size=16, kernel_block=4)
+    one = layout(SLIDING, LayoutOptions(num_blocks=40, block_size=16, kernel_block=4))
     page = one.layers[0].page.nbytes
     # From token 50 - 24 + 1 = 27 on: kernel blocks 6..12 of the sliding layers, 0..12 of the full ones.
     assert needed(one, 50) == Count(2 * 7 + 2 * 13, (2 * 7 + 2 * 13) * page)
@@ -302,33 +301,49 @@ def test_first_needed(group: Group, tokens: int, first: int) -> None:
 
 
 def test_sequence_blocks() -> None:
-    one = layout(SLIDING, num_blocks=40)
+    one = layout(SLIDING, LayoutOptions(num_blocks=40))
     assert [table.tolist() for table in sequence_blocks(one, 100)] == [[0, 0, 0, 0, 1, 2, 3], [*range(4, 11)]]
     assert [len(table) for table in undropped_blocks(one, 100)] == [7, 7]
     bare = replace(one, null_block=None)
     assert [table.tolist() for table in sequence_blocks(bare, 100)] == [[1, 2, 3], [*range(4, 11)]]
-    hybrid = layout(HYBRID, num_blocks=40, speculative=2)
+    hybrid = layout(HYBRID, LayoutOptions(num_blocks=40, speculative=2))
     assert [len(table) for table in sequence_blocks(hybrid, 17)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize(
     ("local", "remote", "text"),
     [
-        (layout(FULL, num_blocks=4), layout(SLIDING, num_blocks=4), "group kinds"),
-        (layout(FULL, num_blocks=4), layout(FULL, num_blocks=4, block_size=32), "kernel block tokens"),
-        (layout(FULL, num_blocks=4), layout(replace(FULL, layers=("full",)), num_blocks=4), "regions"),
-        (layout(FULL, num_blocks=4), layout(FULL, num_blocks=4, order="LBNHC"), "axes of a page"),
+        (layout(FULL, LayoutOptions(num_blocks=4)), layout(SLIDING, LayoutOptions(num_blocks=4)), "group kinds"),
         (
-            layout(FULL, num_blocks=4, order="LBNHC"),
-            layout(FULL, num_blocks=4, order="LBNHC", tp_size=2),
+            layout(FULL, LayoutOptions(num_blocks=4)),
+            layout(FULL, LayoutOptions(num_blocks=4, block_size=32)),
+            "kernel block tokens",
+        ),
+        (
+            layout(FULL, LayoutOptions(num_blocks=4)),
+            layout(replace(FULL, layers=("full",)), LayoutOptions(num_blocks=4)),
+            "regions",
+        ),
+        (
+            layout(FULL, LayoutOptions(num_blocks=4)),
+            layout(FULL, LayoutOptions(num_blocks=4, order="LBNHC")),
+            "axes of a page",
+        ),
+        (
+            layout(FULL, LayoutOptions(num_blocks=4, order="LBNHC")),
+            layout(FULL, LayoutOptions(num_blocks=4, order="LBNHC", tp_size=2)),
             "heads can only be split",
         ),
         (
-            layout(FULL, num_blocks=4, order="BHLNC"),
-            layout(FULL, num_blocks=4, order="BHLNC", tp_size=2),
+            layout(FULL, LayoutOptions(num_blocks=4, order="BHLNC")),
+            layout(FULL, LayoutOptions(num_blocks=4, order="BHLNC", tp_size=2)),
             "heads can only be split",
         ),
-        (layout(HYBRID, num_blocks=4, conv="SD"), layout(HYBRID, num_blocks=4), "SD order"),
+        (
+            layout(HYBRID, LayoutOptions(num_blocks=4, conv="SD")),
+            layout(HYBRID, LayoutOptions(num_blocks=4)),
+            "SD order",
+        ),
     ],
 )
 def test_pairs_that_vllm_refuses(local: Geometry, remote: Geometry, text: str) -> None:
@@ -348,7 +363,7 @@ def test_groups_that_no_list_is_made_of(change: dict[str, Any], text: str) -> No
 
 
 def test_bad_requests() -> None:
-    one = layout(FULL, num_blocks=4)
+    one = layout(FULL, LayoutOptions(num_blocks=4))
     with pytest.raises(RequestError, match="local_blocks has 2 lists for 1 groups"):
         select_vllm(one, one, [[1], [2]], [[1]])
     with pytest.raises(RequestError, match="float64"):
@@ -365,8 +380,8 @@ def test_bad_requests() -> None:
 
 
 def test_list_too_long_for_int32_ids() -> None:
-    one = layout(replace(FULL, layers=("full",)), num_blocks=2**31 - 1)
-    big = layout(FULL, num_blocks=2**30 + 1)
+    one = layout(replace(FULL, layers=("full",)), LayoutOptions(num_blocks=2**31 - 1))
+    big = layout(FULL, LayoutOptions(num_blocks=2**30 + 1))
     assert select_vllm(one, one, [[2**31 - 2]], [[1]]).local_ids.tolist() == [2**31 - 2]
     with pytest.raises(AddressOverflowError, match="int32"):
         select_vllm(big, big, [[1]], [[1]])
@@ -399,10 +414,12 @@ def test_nixl_posts_as_many(one: Model, options: dict[str, Any], local_options: 
     agent = library.open_nixl("compare", library.AgentOptions())
     memory, sides = [], []
     for extra in (local_options, {}):
-        size = sum(region.bytes + 4096 for region in layout(one, num_blocks=99, **options, **extra).regions)
+        size = sum(
+            region.bytes + 4096 for region in layout(one, LayoutOptions(num_blocks=99, **options, **extra)).regions
+        )
         memory.append(np.zeros(size + 4096, np.uint8))
         base = memory[-1].ctypes.data
-        sides.append(layout(one, num_blocks=99, base=base, **options, **extra))
+        sides.append(layout(one, LayoutOptions(num_blocks=99, base=base, **options, **extra)))
         ranges = np.array([[region.base, region.bytes, 0] for region in sides[-1].regions], np.uint64)
         agent.register_memory(ranges, "DRAM")
     tables = []

@@ -17,7 +17,7 @@ from kvhma.models import Model, State, models
 from kvhma.models.config import load_json, model_from_config, read_config
 from kvhma.models.config.architectures import ARCHITECTURES
 from kvhma.models.pages import state_bytes
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.families import FAMILIES
 from support.summary import summary
@@ -150,7 +150,7 @@ def test_as_live_engines_reported(model_type: str) -> None:
     form, groups, block, page = LIVE[model_type]
     one = model_from_config({**TINY, "model_type": model_type, **form}, ssm_dtype="float32")
     # Its CPU build asks for blocks of 32 tokens, and of 16 for a latent.
-    found = layout(one, num_blocks=2, block_size=16 if model_type == "deepseek_v2" else 32)
+    found = layout(one, LayoutOptions(num_blocks=2, block_size=16 if model_type == "deepseek_v2" else 32))
     members = [
         [int(y.name.split(".")[2]) for y in found.layers if y.group == index] for index in range(len(found.groups))
     ]
@@ -207,7 +207,7 @@ def test_short_convolution() -> None:
     one = model_from_config({**PLAIN, "model_type": "lfm2", "full_attn_idxs": [2, 5], "num_key_value_heads": 2})
     assert one.state == State("short_conv", 512, 3, 512, 1, 0, 0, "bfloat16", "bfloat16")
     assert (state_bytes(one.state), state_bytes(one.state, tp_size=2)) == (512 * 2 * 2, 256 * 2 * 2)
-    geometry = layout(one, num_blocks=4, tp_rank=1, tp_size=2)
+    geometry = layout(one, LayoutOptions(num_blocks=4, tp_rank=1, tp_size=2))
     (page,) = {layer.page for layer in geometry.layers if geometry.groups[layer.group].kind == "ssm"}
     (part,) = page.parts
     assert (part.name, part.nbytes) == ("x", 1024)
@@ -418,7 +418,7 @@ def test_states_are_those_of_vllm(model_type: str, tp_size: int) -> None:
 def _state_pages(one: Model, tp_size: int) -> list[Any]:
     found = []
     for rank in range(tp_size):
-        geometry = layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size)
+        geometry = layout(one, LayoutOptions(num_blocks=2, tp_rank=rank, tp_size=tp_size))
         found.append(next(y.page for y in geometry.layers if geometry.groups[y.group].kind == "ssm"))
     return found
 

@@ -29,7 +29,7 @@ from kvhma.errors import (
 )
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.models import model
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.tiny import tiny_hybrid
 
 CLASSES = sorted(
@@ -64,7 +64,9 @@ def paired(path: tuple[str | int, ...], value: object) -> kvhma.Plan:
 
 def a_rank_too_few() -> kvhma.Plan:
     one = model("granite-4.0-h-tiny")
-    return kvhma.plan(layout(one, num_blocks=40), [layout(one, num_blocks=40, tp_rank=0, tp_size=2)])
+    return kvhma.plan(
+        layout(one, LayoutOptions(num_blocks=40)), [layout(one, LayoutOptions(num_blocks=40, tp_rank=0, tp_size=2))]
+    )
 
 
 def side(block: int = 16, size: int = 1, rank: int = 0, strides: tuple[int, int, int] = (4, 2, 1)) -> Geometry:

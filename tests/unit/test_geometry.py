@@ -18,14 +18,17 @@ from kvhma import AddressOverflowError, GeometryError
 from kvhma._kvhma import CheckedGeometry
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import model
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.tiny import tiny_hybrid
 
 PAGE = Page((Part("kv", "uint8", 1, 0, (Axis("tokens", 4, 4), Axis("content", 4, 1))),))
 OPTIONS: list[Geometry] = [
     tiny_hybrid(10),
-    *(layout(model(name), num_blocks=20, tp_size=2, tp_rank=1) for name in ("gemma-3-27b", "granite-4.0-h-tiny")),
-    layout(model("Qwen3.5-0.8B"), num_blocks=20, kernel_block="flashinfer"),
+    *(
+        layout(model(name), LayoutOptions(num_blocks=20, tp_size=2, tp_rank=1))
+        for name in ("gemma-3-27b", "granite-4.0-h-tiny")
+    ),
+    layout(model("Qwen3.5-0.8B"), LayoutOptions(num_blocks=20, kernel_block="flashinfer")),
     # Nothing is as it is by default.
     Geometry(
         (Region(1 << 40, 1 << 20, "VRAM", 3), Region(4096, 4096)),

@@ -17,7 +17,7 @@ from kvhma.models import Attention, Model, State, model, models
 from kvhma.models.block_size import hybrid_block_size, kernel_block_size
 from kvhma.models.pages import state_bytes
 from kvhma.models.shards import conv_split
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.groups import cache_groups, kv_bytes
 from support.summary import summary
 
@@ -98,7 +98,9 @@ def touched(one: Geometry, group: int, block: int) -> np.ndarray:
 def test_every_byte_has_one_place(one: Model, options: dict[str, Any], one_storage: bool) -> None:
     """No byte is used twice in a group; blocks are apart whichever groups they serve; nothing is outside."""
     blocks = 4
-    geometry = layout(one, num_blocks=blocks, block_size=8, align=8, one_storage=one_storage, base=0, **options)
+    geometry = layout(
+        one, LayoutOptions(num_blocks=blocks, block_size=8, align=8, one_storage=one_storage, base=0, **options)
+    )
     size = max(region.base + region.bytes for region in geometry.regions)
     owner = np.full(size, -1)
     inside = np.zeros(size, np.bool_)
@@ -118,7 +120,7 @@ def test_every_byte_has_one_place(one: Model, options: dict[str, Any], one_stora
 
 @pytest.mark.parametrize(("one", "options"), variants())
 def test_core_takes_every_variant(one: Model, options: dict[str, Any]) -> None:
-    geometry = layout(one, num_blocks=3, block_size=8, align=8, tp_rank=1, tp_size=2, **options)
+    geometry = layout(one, LayoutOptions(num_blocks=3, block_size=8, align=8, tp_rank=1, tp_size=2, **options))
     assert Geometry.from_json(geometry.to_json()) == geometry
 
 
@@ -132,9 +134,9 @@ def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
     assert one.state is not None
     if one.state.kind == "mamba2" and one.state.n_groups == 2 and tp_size == 4:
         with pytest.raises(LayoutError, match=r"tp_size 4: state\.n_groups 2"):
-            layout(one, num_blocks=2, tp_size=tp_size)
+            layout(one, LayoutOptions(num_blocks=2, tp_size=tp_size))
         return
-    ranks = [layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
+    ranks = [layout(one, LayoutOptions(num_blocks=2, tp_rank=rank, tp_size=tp_size)) for rank in range(tp_size)]
     for layer in ranks[0].layers:
         for part in layer.page.parts:
             held: dict[str, list[int]] = {axis.name: [] for axis in part.axes}
@@ -161,13 +163,13 @@ def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
 def test_heads_repeat_when_there_are_more_ranks(heads: int, tp_size: int, shards: list[tuple[int, int]]) -> None:
     one = Model("heads", ("full",), heads, 8)
     for rank, shard in enumerate(shards):
-        part = layout(one, num_blocks=2, tp_rank=rank, tp_size=tp_size).layers[0].page.parts[0]
+        part = layout(one, LayoutOptions(num_blocks=2, tp_rank=rank, tp_size=tp_size)).layers[0].page.parts[0]
         axis = part.axes[0]
         assert (axis.name, axis.extent, (axis.start, axis.length)) == ("heads", heads, shard)
 
 
 def test_mla_is_whole_on_every_rank() -> None:
-    ranks = [layout(LATENT, num_blocks=2, tp_rank=rank, tp_size=4) for rank in range(4)]
+    ranks = [layout(LATENT, LayoutOptions(num_blocks=2, tp_rank=rank, tp_size=4)) for rank in range(4)]
     assert len({rank.layers[0].page for rank in ranks}) == 1
     assert [axis.name for axis in ranks[0].layers[0].page.parts[0].axes] == ["tokens", "content"]
 
@@ -194,7 +196,7 @@ def test_conv_of_one_group_where_tp_size_does_not_divide() -> None:
     """What P (TP1) and D (TP2) hold of the tiny NemotronH, in bytes; vLLM 0.32 derives others."""
     state = State("mamba2", 320, 4, 8, 32, 32, 1, "bfloat16", "float32")
     one = Model("tiny", ("mamba2", "full"), 2, 32, state=state)
-    p, d = (layout(one, num_blocks=2, block_size=32, tp_size=size) for size in (1, 2))
+    p, d = (layout(one, LayoutOptions(num_blocks=2, block_size=32, tp_size=size)) for size in (1, 2))
     for geometry, spans in (
         (p, [(0, 1536), (1536, 192), (1728, 192), (1920, 32768)]),
         (d, [(0, 768), (768, 192), (960, 192), (1152, 16384)]),
@@ -205,7 +207,7 @@ def test_conv_of_one_group_where_tp_size_does_not_divide() -> None:
 @pytest.mark.parametrize(("conv", "strides"), [("DS", (6, 2)), ("SD", (2, 96))])
 def test_conv_orders(conv: Any, strides: tuple[int, int]) -> None:
     """48 channels of 3 rows: a part is 3-item runs, or 3 runs of its channels."""
-    x, b, c, ssm = layout(STATES[1], num_blocks=2, conv=conv).layers[0].page.parts
+    x, b, c, ssm = layout(STATES[1], LayoutOptions(num_blocks=2, conv=conv)).layers[0].page.parts
     for part, start in ((x, 0), (b, 32), (c, 40)):
         channels, rows = part.axes
         assert (channels.stride, rows.stride) == strides
@@ -215,7 +217,7 @@ def test_conv_orders(conv: Any, strides: tuple[int, int]) -> None:
 
 
 def test_state_page_is_padded_to_the_attention_page() -> None:
-    one = layout(STATES[1], num_blocks=2)
+    one = layout(STATES[1], LayoutOptions(num_blocks=2))
     state, attention = one.layers[0], one.layers[2]
     assert state.page.nbytes == state_bytes(MAMBA2) < attention.page.nbytes == state.block_stride
 
@@ -229,7 +231,7 @@ def test_block_grows_only_as_far_as_the_state_needs() -> None:
     assert hybrid_block_size(SLIDING, block_size=48) == 48
     assert hybrid_block_size(LATENT_GDN) == 128  # MLA kernels want 128
     assert hybrid_block_size(ONLY_STATE) == 16
-    assert layout(ONLY_STATE, num_blocks=2).layers[0].block_stride == state_bytes(MAMBA2)
+    assert layout(ONLY_STATE, LayoutOptions(num_blocks=2)).layers[0].block_stride == state_bytes(MAMBA2)
 
 
 def test_groups_are_padded_only_when_buckets_are_alike() -> None:
@@ -244,10 +246,10 @@ def test_groups_are_padded_only_when_buckets_are_alike() -> None:
 
 def test_kernel_blocks() -> None:
     assert [kernel_block_size("flashinfer", size) for size in (16, 48, 96, 128, 400)] == [16, 16, 32, 64, 16]
-    one = layout(SLIDING, num_blocks=2, block_size=64, kernel_block=16)
+    one = layout(SLIDING, LayoutOptions(num_blocks=2, block_size=64, kernel_block=16))
     assert {group.ratio for group in one.groups} == {4}
     assert one.layers[0].kernel_stride is None
-    rows = layout(SLIDING, num_blocks=2, block_size=64, kernel_block=16, order="BLHNC")
+    rows = layout(SLIDING, LayoutOptions(num_blocks=2, block_size=64, kernel_block=16, order="BLHNC"))
     assert rows.layers[0].kernel_stride == rows.layers[0].page.nbytes
     assert rows.layers[0].block_stride == 2 * 4 * rows.layers[0].page.nbytes
 
@@ -255,14 +257,9 @@ def test_kernel_blocks() -> None:
 def test_options_are_passed_on() -> None:
     one = layout(
         STATES[0],
-        num_blocks=3,
-        speculative=2,
-        base=5000,
-        region_align=4096,
-        memory="VRAM",
-        device=3,
-        tp_rank=1,
-        tp_size=2,
+        LayoutOptions(
+            num_blocks=3, speculative=2, base=5000, region_align=4096, memory="VRAM", device=3, tp_rank=1, tp_size=2
+        ),
     )
     assert [region.base for region in one.regions] == [8192]
     assert {(region.memory, region.device) for region in one.regions} == {("VRAM", 3)}
@@ -315,7 +312,7 @@ def test_options_are_passed_on() -> None:
 )
 def test_refusals_name_the_field_and_the_value(one: Model, options: dict[str, Any], text: str) -> None:
     with pytest.raises(LayoutError, match=text) as caught:
-        layout(one, **{"num_blocks": 2, **options})
+        layout(one, LayoutOptions(**{"num_blocks": 2, **options}))
     assert isinstance(caught.value, KvhmaError)
 
 
@@ -375,7 +372,7 @@ def test_heads_by_layer() -> None:
     """gemma-4: the same model, in blocks of 16 and 32 tokens; with more ranks than global heads in equal ones."""
     gemma = Model("gemma-4", ("sliding",) * 5 + ("full",), 16, 256, window=1024, attention=(Attention("full", 4, 512),))
     for tp_size, blocks, heads in ((1, {16, 32}, (16, 4)), (4, {16, 32}, (4, 1)), (8, {16}, (2, 1))):
-        one = layout(gemma, num_blocks=3, tp_size=tp_size, tp_rank=tp_size - 1)
+        one = layout(gemma, LayoutOptions(num_blocks=3, tp_size=tp_size, tp_rank=tp_size - 1))
         assert {group.block_size for group in one.groups} == blocks
         sliding, full = (one.layers[at].page.parts[0].axes for at in (0, 5))
         assert (sliding[0].length, full[0].length) == heads
@@ -385,7 +382,7 @@ def test_heads_by_layer() -> None:
 
 
 def test_an_index_is_keys_then_scales() -> None:
-    index, latent = layout(SPARSE, num_blocks=2, block_size=64).layers[:2]
+    index, latent = layout(SPARSE, LayoutOptions(num_blocks=2, block_size=64)).layers[:2]
     assert [(part.name, part.offset, part.nbytes) for part in index.page.parts] == [
         ("data", 0, 64 * 128),
         ("scales", 64 * 128, 64 * 4),
@@ -406,6 +403,6 @@ def test_table_of_models() -> None:
 @pytest.mark.parametrize("name", models())
 @pytest.mark.parametrize("order", PAGE_ORDERS)
 def test_every_model_of_the_table(name: str, order: Any) -> None:
-    one = layout(model(name), num_blocks=3, order=order, kernel_block="flashinfer", tp_rank=1, tp_size=2)
+    one = layout(model(name), LayoutOptions(num_blocks=3, order=order, kernel_block="flashinfer", tp_rank=1, tp_size=2))
     assert [layer.name for layer in one.layers] == [layer for layer, _ in model(name).specs()]
     assert len(one.groups) == sum(count for _, count in summary(model(name), tp_size=2).groups)

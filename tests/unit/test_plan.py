@@ -7,14 +7,14 @@ import pytest
 
 import kvhma
 from kvhma.models import model
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle import Oracle
 
 
 def ranks(name, size, **more):
     # Of any number of ranks, also of those with which vLLM starts no engine.
     one = dataclasses.replace(model(name), query_heads=None)
-    return [layout(one, num_blocks=6, tp_rank=rank, tp_size=size, **more) for rank in range(size)]
+    return [layout(one, LayoutOptions(num_blocks=6, tp_rank=rank, tp_size=size, **more)) for rank in range(size)]
 
 
 def plans(name, decode, prefill, **more):
@@ -76,8 +76,8 @@ def test_explain_says_who_holds_what_and_why():
 
 
 def test_explain_of_blocks_that_differ():
-    wide = layout(model("gpt-oss-20b"), num_blocks=6, block_size=64)
-    narrow = layout(model("gpt-oss-20b"), num_blocks=6, block_size=48, base=1 << 44)
+    wide = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6, block_size=64))
+    narrow = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6, block_size=48, base=1 << 44))
     assert "kernel blocks of 64 and 48 cut each other in 6 ways" in kvhma.plan(wide, narrow).explain()
 
 
@@ -92,7 +92,7 @@ def test_explain_names_every_group_by_its_own_kind():
 
 
 def test_a_layer_of_one_side_is_a_finding_and_the_rest_works():
-    whole = layout(model("gpt-oss-20b"), num_blocks=6)
+    whole = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6))
     fewer = dataclasses.replace(whole, layers=whole.layers[:-1])
     for local, remote in ((whole, fewer), (fewer, whole)):
         plan = kvhma.plan(local, remote)

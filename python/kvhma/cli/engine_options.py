@@ -13,7 +13,7 @@ from kvhma.geometry import Geometry
 from kvhma.models import Model
 from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import Order
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 
 MAX_RANKS = 256
 _MAX_BLOCK = 1 << 20
@@ -68,8 +68,7 @@ class EngineOptions:
             KvhmaError: the model cannot be laid out so.
         """
         asked = kernel or (None if self.kernel == "logical" else self.kernel)
-        return layout(
-            self.model(model),
+        options = LayoutOptions(
             num_blocks=num_blocks,
             tp_rank=tp_rank,
             tp_size=self.tp,
@@ -80,6 +79,7 @@ class EngineOptions:
             speculative=self.spec,
             base=base,
         )
+        return layout(self.model(model), options)
 
     def ranks(self, model: Model, num_blocks: int, base: int, step: int, kernel: int | None = None) -> list[Geometry]:
         """Lay all ranks out, `step` bytes apart. Errors as for `rank`."""

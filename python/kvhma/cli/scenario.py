@@ -16,7 +16,7 @@ from kvhma.cli.hand_off import HandOff, RequestOptions, of_geometries
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model
-from kvhma.models.vllm_layout import layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 
 MAX_CACHE_BYTES = 768 << 20
 """Of one process; both caches and the copy that is checked against stay below 2 GiB."""
@@ -35,7 +35,7 @@ class Scenario:
 
 def geometry_of(model: Model, num_blocks: int, base: int = 1 << 20) -> Geometry:
     """Lay the model out with kernel blocks, aliased groups and padded state pages."""
-    return layout(model, num_blocks=num_blocks, kernel_block="flashinfer", base=base)
+    return layout(model, LayoutOptions(num_blocks=num_blocks, kernel_block="flashinfer", base=base))
 
 
 def allocate(model: Model, num_blocks: int) -> tuple[Geometry, list[NDArray[np.uint8]], NDArray[np.uint8]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypedDict, cast, get_args
+from typing import cast, get_args
 
 from kvhma.errors import LayoutError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Memory, Page, Region
@@ -24,64 +24,25 @@ from kvhma.models.shards import check_positive, kv_heads
 from kvhma.models.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 from kvhma.models.table import LATENT_KINDS, Attention, Model, State
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 __all__ = ["AllocatorOptions", "LayoutOptions", "layout"]
 
 
-class AllocatorOptions(TypedDict, total=False):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorOptions:
     """How an engine's allocator was asked to cut a model.
 
     Attributes:
-        tp_rank: index among the tensor-parallel ranks; 0.
-        tp_size: tensor-parallel ranks; 1.
-        block_size: tokens per block that the user asked for, 16; state can make the logical block longer, and so can
+        tp_rank: index among the tensor-parallel ranks.
+        tp_size: tensor-parallel ranks.
+        block_size: tokens per block that the user asked for; state can make the logical block longer, and so can
             heads that differ by layer.
         kernel_block: tokens that the attention kernel addresses as one block: a number, ``"flashinfer"`` for
-            that kernel's choice, or None, the default, for the whole logical block.
-        align: see :func:`kvhma.models.block_size.hybrid_block_size`; None.
-        conv: how channels and rows of the convolution state lie; ``"DS"``.
-        speculative: extra state slots after the state-bearing one; 0.
+            that kernel's choice, or None for the whole logical block.
+        align: see :func:`kvhma.models.block_size.hybrid_block_size`.
+        conv: how channels and rows of the convolution state lie.
+        speculative: extra state slots after the state-bearing one.
     """
 
-    tp_rank: int
-    tp_size: int
-    block_size: int
-    kernel_block: KernelBlock
-    align: int | None
-    conv: ConvOrder
-    speculative: int
-
-
-class LayoutOptions(AllocatorOptions, total=False):
-    """The same, and where the memory is.
-
-    Attributes:
-        order: stride order, ``"LBHNC"``. Models with state need one with contiguous pages, and so do several groups
-            whose layers have different heads.
-        kv: how K and V lie, ``"packed"``; MLA, and V of another length than K, have only that.
-        one_storage: one region for all tensors instead of one each, False. Block-major orders always have one.
-        base: address of the first region, 1 << 20.
-        region_align: bytes, 4096; every region starts at a multiple of it, at or after `base`.
-        memory: ``"DRAM"``, the default, or ``"VRAM"``.
-        device: device id, 0.
-    """
-
-    order: Order
-    kv: KVForm
-    one_storage: bool
-    base: int
-    region_align: int
-    memory: Memory
-    device: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """All of :class:`LayoutOptions`, with their defaults."""
-
-    num_blocks: int
     tp_rank: int = 0
     tp_size: int = 1
     block_size: int = 16
@@ -89,6 +50,25 @@ class _Options:
     align: int | None = None
     conv: ConvOrder = "DS"
     speculative: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions(AllocatorOptions):
+    """The same, and what memory there is.
+
+    Attributes:
+        num_blocks: logical blocks of every tensor, the null block 0 included.
+        order: stride order. Models with state need one with contiguous pages, and so do several groups whose layers
+            have different heads.
+        kv: how K and V lie; MLA, and V of another length than K, have only ``"packed"``.
+        one_storage: one region for all tensors instead of one each. Block-major orders always have one.
+        base: address of the first region.
+        region_align: bytes; every region starts at a multiple of it, at or after `base`.
+        memory: ``"DRAM"`` or ``"VRAM"``.
+        device: device id.
+    """
+
+    num_blocks: int
     order: Order = "LBHNC"
     kv: KVForm = "packed"
     one_storage: bool = False
@@ -99,16 +79,16 @@ class _Options:
 
     @property
     def is_block_major(self) -> bool:
+        """Whether all layers of a block lie together."""
         return self.order[0] == "B"
 
 
-def layout(model: Model, *, num_blocks: int, **options: Unpack[LayoutOptions]) -> Geometry:
+def layout(model: Model, options: LayoutOptions) -> Geometry:
     """Lay a model out as vLLM does and return the geometry of one rank.
 
     Args:
         model: the model.
-        num_blocks: logical blocks of every tensor, the null block 0 included.
-        **options: see :class:`AllocatorOptions` and :class:`LayoutOptions`.
+        options: how it is cut, and where the memory is.
 
     Returns:
         The geometry. Regions are the tensors, layers are in model order, groups as
@@ -120,30 +100,29 @@ def layout(model: Model, *, num_blocks: int, **options: Unpack[LayoutOptions]) -
         GeometryError: an argument is out of range.
         AddressOverflowError: `base` leaves no room.
     """
-    asked = _Options(num_blocks, **options)
-    check_positive(num_blocks=num_blocks, region_align=asked.region_align)
-    if not 0 <= asked.tp_rank < asked.tp_size:
-        raise LayoutError(f"tp_rank {asked.tp_rank}: tp_size is {asked.tp_size}")
-    _check_forms(model, asked)
-    specs = layer_specs(model, tp_size=asked.tp_size, block_size=asked.block_size, align=asked.align)
-    groups = group_layers(specs, block_major=asked.is_block_major)
-    _check_pages(groups, asked)
+    check_positive(num_blocks=options.num_blocks, region_align=options.region_align)
+    if not 0 <= options.tp_rank < options.tp_size:
+        raise LayoutError(f"tp_rank {options.tp_rank}: tp_size is {options.tp_size}")
+    _check_forms(model, options)
+    specs = layer_specs(model, tp_size=options.tp_size, block_size=options.block_size, align=options.align)
+    groups = group_layers(specs, block_major=options.is_block_major)
+    _check_pages(groups, options)
     block_bytes = max(sum(spec.page for spec in group.values()) for group in groups)
-    placed = [layer for index, group in enumerate(groups) for layer in _place(index, group, asked, block_bytes)]
-    regions, layers = _cut(placed, asked, block_bytes * num_blocks)
+    placed = [layer for index, group in enumerate(groups) for layer in _place(index, group, options, block_bytes)]
+    regions, layers = _cut(placed, options, block_bytes * options.num_blocks)
     return Geometry(
         regions=regions,
-        groups=tuple(_group(group, asked) for group in groups),
+        groups=tuple(_group(group, options) for group in groups),
         layers=tuple(layers[name] for name in specs),
-        tp_rank=asked.tp_rank,
-        tp_size=asked.tp_size,
+        tp_rank=options.tp_rank,
+        tp_size=options.tp_size,
     )
 
 
 # --- What an order can hold, and groups --------------------------------------------------------------------
 
 
-def _check_forms(model: Model, options: _Options) -> None:
+def _check_forms(model: Model, options: LayoutOptions) -> None:
     """Refuse what no engine has: the field and value are what the caller can change."""
     order, kv = options.order, options.kv
     for field, value, known in (("order", order, Order), ("kv", kv, KVForm), ("conv", options.conv, ConvOrder)):
@@ -165,7 +144,7 @@ def _check_forms(model: Model, options: _Options) -> None:
         raise LayoutError(f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole")
 
 
-def _check_pages(groups: list[Members], options: _Options) -> None:
+def _check_pages(groups: list[Members], options: LayoutOptions) -> None:
     """Refuse orders in which pages of several sizes or shapes would lie in each other's bytes."""
     specs = [spec for group in groups for spec in group.values()]
     sizes = ", ".join(sorted({f"{spec.page} bytes of {spec.block_size} tokens" for spec in specs}))
@@ -181,7 +160,7 @@ def _check_pages(groups: list[Members], options: _Options) -> None:
         raise LayoutError(f"order {options.order!r}: pages of {sizes} need an order of {', '.join(PAGE_ORDERS)}")
 
 
-def _group(group: Members, options: _Options) -> Group:
+def _group(group: Members, options: LayoutOptions) -> Group:
     """Return the group as a geometry has it; that of several kinds is of the first that is no latent."""
     specs = list(group.values())
     spec = next((spec for spec in specs if spec.kind not in LATENT_KINDS), specs[0])
@@ -199,7 +178,7 @@ def _group(group: Members, options: _Options) -> Group:
 # --- Where layers lie -----------------------------------------------------------------------------------
 
 
-def _place(index: int, group: Members, options: _Options, block_bytes: int) -> list[Layer]:
+def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int) -> list[Layer]:
     """Place a group's layers in the memory that all groups share, as one region.
 
     Layers of one spec lie together, in the order in which each spec comes first.
@@ -225,13 +204,13 @@ def _place(index: int, group: Members, options: _Options, block_bytes: int) -> l
     return placed
 
 
-def _page(cache: Attention | State, kernel: int, strides: dict[str, int], options: _Options) -> Page:
+def _page(cache: Attention | State, kernel: int, strides: dict[str, int], options: LayoutOptions) -> Page:
     if isinstance(cache, State):
         return Page(state_parts(cache, options.tp_rank, options.tp_size, options.conv))
     return attention_page(cache, kernel, strides, options.tp_rank, options.tp_size)
 
 
-def _strides(spec: LayerSpec, layers: int, kernel: int, options: _Options, block_bytes: int) -> dict[str, int]:
+def _strides(spec: LayerSpec, layers: int, kernel: int, options: LayoutOptions, block_bytes: int) -> dict[str, int]:
     """Return bytes from one index to the next for every axis; C is counted in bytes.
 
         LBHNC    |layer 0: block 0|block 1|..|layer 1: block 0|..      L = blocks * page, B = page
@@ -260,7 +239,7 @@ def _strides(spec: LayerSpec, layers: int, kernel: int, options: _Options, block
     return strides
 
 
-def _cut(placed: list[Layer], options: _Options, total: int) -> tuple[tuple[Region, ...], dict[str, Layer]]:
+def _cut(placed: list[Layer], options: LayoutOptions, total: int) -> tuple[tuple[Region, ...], dict[str, Layer]]:
     """Return the regions, each at the next multiple of the alignment, and the layers in them by name.
 
     ::

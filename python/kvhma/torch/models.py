@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import asdict, replace
+from typing import cast
 
 import torch
 
@@ -13,15 +13,12 @@ from kvhma.geometry import Group, Page
 from kvhma.models import Attention, Model, State
 from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import KVForm
-from kvhma.models.vllm_layout import AllocatorOptions, layout
+from kvhma.models.vllm_layout import AllocatorOptions, LayoutOptions, layout
 from kvhma.torch.specs import AttentionKind, AttentionSpec, ConvPart, MLASpec, Spec, StateSpec, TokenSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def model_specs(
-    model: Model, *, kv: KVForm = "packed", dim_order: str | None = None, **options: Unpack[AllocatorOptions]
+    model: Model, options: AllocatorOptions | None = None, *, kv: KVForm = "packed", dim_order: str | None = None
 ) -> tuple[dict[str, Spec], ...]:
     """Return what every layer of one rank caches, by group, as :func:`allocate` takes it.
 
@@ -29,16 +26,17 @@ def model_specs(
 
     Args:
         model: the model.
+        options: how an engine's allocator cuts it; None for the defaults.
         kv: how K and V lie; MLA has only ``"packed"``.
         dim_order: order of the dimensions of attention views; None for that of `kv`.
-        **options: see :class:`kvhma.models.vllm_layout.AllocatorOptions`.
 
     Raises:
         LayoutError: a combination the allocator cannot make; the text names the field and its value.
     """
     # Where K and V lie is decided by `allocate`; the hybrid layout only gives sizes.
     sizes_as: KVForm = "packed" if kv == "packed" else "split"
-    geometry = layout(model, num_blocks=1, order="LBHNC", kv=sizes_as, **options)
+    options = options or AllocatorOptions()
+    geometry = layout(model, LayoutOptions(num_blocks=1, kv=sizes_as, **asdict(options)))
     caches = dict(model.specs())
     groups: list[dict[str, Spec]] = [{} for _ in geometry.groups]
     for layer in geometry.layers:
@@ -48,7 +46,7 @@ def model_specs(
         if isinstance(cache, Attention):
             spec: StateSpec | TokenSpec = _token_spec(cache, layer.page, group, kv, dim_order)
         else:
-            spec = _state_spec(cache, layer.page, group, options.get("conv", "DS"))
+            spec = _state_spec(cache, layer.page, group, options.conv)
         groups[layer.group][layer.name] = replace(spec, page_bytes=padded)
     return tuple(groups)
 
