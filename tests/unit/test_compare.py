@@ -12,7 +12,7 @@ import pytest
 
 from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import Count, select_all, select_vllm
-from kvhma.cli.compare.views import View, view_ids, vllm_views
+from kvhma.cli.compare.views import View, vllm_views
 from kvhma.errors import AddressOverflowError, BlockIdError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import Model, State
@@ -20,6 +20,7 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle.labels import first_needed
 from support.needed import needed
 from support.tables import undropped_blocks
+from support.views import view_ids
 
 MAMBA1 = State("mamba1", 16, 4, 16, 1, 4, 0, "bfloat16", "float32")
 MAMBA2 = State("mamba2", 40, 4, 4, 8, 4, 1, "bfloat16", "float32")
@@ -126,8 +127,7 @@ def test_state_block_before_the_speculative_ones(speculative: int, blocks: list[
     chosen = select_vllm(one, one, tables, tables)
     entries = sum(row.count for row in vllm_views(one)[:2])
     expected = [] if sent is None else [entries + 12 * row + sent for row in range(8)]
-    assert chosen.local_ids.tolist() == expected
-    assert chosen.local_ids.dtype == chosen.remote_ids.dtype == np.int32
+    assert ids_of(one, *chosen.local_tables) == ids_of(one, *chosen.remote_tables) == expected
 
 
 def test_window_of_24_needs_three_blocks_of_16_at_most() -> None:
@@ -136,14 +136,14 @@ def test_window_of_24_needs_three_blocks_of_16_at_most() -> None:
     for dead in (0, 3):
         sliding, full = [*[0] * dead, *range(10 + dead, 20)], list(range(20, 30))
         chosen = select_vllm(one, one, [sliding, full], [sliding, full])
-        assert chosen.local_ids.tolist() == [i + 40 * row for row in range(2) for i in [17, 18, 19, *full]]
+        assert ids_of(one, *chosen.local_tables) == [i + 40 * row for row in range(2) for i in [17, 18, 19, *full]]
 
 
 def test_sides_meet_at_the_end() -> None:
     """D holds the first two blocks already and asks for the last three of five."""
     one = layout(FULL, LayoutOptions(num_blocks=40))
     chosen = select_vllm(one, one, [[20, 21, 22]], [[1, 2, 3, 4, 5]])
-    assert chosen.remote_ids.tolist() == [3, 4, 5, 43, 44, 45]
+    assert ids_of(one, *chosen.remote_tables) == [3, 4, 5, 43, 44, 45]
     assert (chosen.descriptors, chosen.posted, chosen.bytes) == (6, 2, 6 * 16 * 4 * 8 * 2 * 2)
 
 
@@ -156,7 +156,7 @@ def test_sides_meet_at_the_start_if_their_ratios_differ(here: int, there: int) -
     counts = {6: [0, 1], 10: [0]}
     p, d = (replace(one, null_block=None) for one in (p, d))
     chosen = select_vllm(d, p, [counts[here]], [counts[there]])
-    assert chosen.local_ids[:10].tolist() == chosen.remote_ids[:10].tolist() == list(range(10))
+    assert ids_of(d, *chosen.local_tables)[:10] == ids_of(p, *chosen.remote_tables)[:10] == list(range(10))
     assert chosen.descriptors == 20
 
 
@@ -382,7 +382,7 @@ def test_bad_requests() -> None:
 def test_list_too_long_for_int32_ids() -> None:
     one = layout(replace(FULL, layers=("full",)), LayoutOptions(num_blocks=2**31 - 1))
     big = layout(FULL, LayoutOptions(num_blocks=2**30 + 1))
-    assert select_vllm(one, one, [[2**31 - 2]], [[1]]).local_ids.tolist() == [2**31 - 2]
+    assert ids_of(one, *select_vllm(one, one, [[2**31 - 2]], [[1]]).local_tables) == [2**31 - 2]
     with pytest.raises(AddressOverflowError, match="int32"):
         select_vllm(big, big, [[1]], [[1]])
 
@@ -439,7 +439,9 @@ def test_nixl_posts_as_many(one: Model, options: dict[str, Any], local_options: 
             found.append(np.stack([start, length, np.zeros_like(start)], axis=1))
         entries = agent.get_xfer_descs(np.concatenate(found).astype(np.uint64), "DRAM")
         prepared.append(agent.prep_xfer_dlist(name, entries, "DRAM"))
-    read = agent.make_prepped_xfer("READ", prepared[0], chosen.local_ids, prepared[1], chosen.remote_ids)
+    tables = (chosen.local_tables, chosen.remote_tables)
+    local_ids, remote_ids = (view_ids(*side) for side in zip(lists, tables, strict=True))
+    read = agent.make_prepped_xfer("READ", prepared[0], local_ids, prepared[1], remote_ids)
     state = agent.transfer(read)
     while state == "PROC":
         state = agent.check_xfer_state(read)

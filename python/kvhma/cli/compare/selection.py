@@ -25,7 +25,6 @@ from kvhma.cli.compare.views import (
     joined,
     page_pieces,
     sending_order,
-    view_ids,
     vllm_views,
 )
 from kvhma.errors import AddressOverflowError, RequestError, UnsupportedPairError
@@ -55,13 +54,13 @@ class Selection(Count):
 
     Attributes:
         posted: descriptors left after NIXL's merging.
-        local_ids: descriptor ids in the local prepared list, int32, shape ``(descriptors,)``.
-        remote_ids: their partners in the remote list, same dtype and shape.
+        local_tables: kernel blocks of D by group, int64 ``(n,)``.
+        remote_tables: their partners on P.
     """
 
     posted: int
-    local_ids: NDArray[np.int32]
-    remote_ids: NDArray[np.int32]
+    local_tables: list[Ids]
+    remote_tables: list[Ids]
 
 
 def select_vllm(
@@ -173,22 +172,21 @@ def _kernel_blocks(ids: Ids, ratio: int) -> Ids:
 
 def _selection(sides: Sequence[Sequence[View]], pairs: Sequence[tuple[Ids, Ids]]) -> Selection:
     """Count what is asked for: `pairs` has the kernel blocks of both sides, by group."""
-    local, remote = sides
-    local_tables, remote_tables = ([pair[side] for pair in pairs] for side in (0, 1))
-    total = posted = 0
-    for index, groups in sending_order(local):
-        length = min(local[index].length, remote[index].length)
-        local_ids, remote_ids = joined(local_tables, groups), joined(remote_tables, groups)
-        total += length * len(local_ids)
-        merged = _is_joined(local[index], local_ids, length) & _is_joined(remote[index], remote_ids, length)
-        posted += len(local_ids) - int(np.count_nonzero(merged))
     for views in sides:
         if (entries := sum(view.count for view in views)) > _MAX_ENTRIES:
             raise AddressOverflowError(f"prepared list of {entries} entries; ids are int32")
-    found = [
-        view_ids(views, tables).astype(np.int32) for views, tables in ((local, local_tables), (remote, remote_tables))
-    ]
-    return Selection(len(found[0]), total, posted, found[0], found[1])
+    local, remote = sides
+    local_tables, remote_tables = ([pair[side] for pair in pairs] for side in (0, 1))
+    descriptors = total = posted = 0
+    for index, groups in sending_order(local):
+        length = min(local[index].length, remote[index].length)
+        local_ids = joined(local[index], local_tables, groups)
+        remote_ids = joined(remote[index], remote_tables, groups)
+        merged = _is_joined(local[index], local_ids, length) & _is_joined(remote[index], remote_ids, length)
+        descriptors += len(local_ids)
+        total += length * len(local_ids)
+        posted += len(local_ids) - int(np.count_nonzero(merged))
+    return Selection(descriptors, total, posted, local_tables, remote_tables)
 
 
 def _is_joined(view: View, ids: Ids, length: int) -> NDArray[np.bool_]:

@@ -99,26 +99,6 @@ def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
     return views * len(geometry.layers)
 
 
-def view_ids(views: Sequence[View], tables: Sequence[Ids]) -> Ids:
-    """Return the ids of every group's blocks in a prepared list, in the order of vLLM 0.32.
-
-    Args:
-        views: the list.
-        tables: per group, entries of a view (kernel blocks for attention), int64, shape ``(n,)``.
-
-    Raises:
-        BlockIdError: an entry is not in the view.
-    """
-    firsts = np.cumsum([0, *(view.count for view in views)])
-    found = [np.empty(0, np.int64)]
-    for index, groups in sending_order(views):
-        ids, count = joined(tables, groups), views[index].count
-        if ids.size and not (ids.min() >= 0 and ids.max() < count):
-            raise BlockIdError(f"ids {ids.min()}..{ids.max()}: the view has {count} entries")
-        found.append(ids + firsts[index])
-    return np.concatenate(found)
-
-
 def sending_order(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
     """Return the view and the groups of each stretch of ids: within one, blocks of neighbouring groups may merge.
 
@@ -131,9 +111,16 @@ def sending_order(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
     return [(index, (group,)) for group in groups for index, view in enumerate(views) if group in view.groups]
 
 
-def joined(tables: Sequence[Ids], groups: tuple[int, ...]) -> Ids:
-    """Return the tables of some groups, one after the other."""
-    return np.concatenate([np.empty(0, np.int64), *(tables[group] for group in groups)])
+def joined(view: View, tables: Sequence[Ids], groups: tuple[int, ...]) -> Ids:
+    """Return the tables of some groups, one after the other: entries of a view.
+
+    Raises:
+        BlockIdError: an entry is not in the view.
+    """
+    ids = np.concatenate([np.empty(0, np.int64), *(tables[group] for group in groups)])
+    if ids.size and not (ids.min() >= 0 and ids.max() < view.count):
+        raise BlockIdError(f"ids {ids.min()}..{ids.max()}: the view has {view.count} entries")
+    return ids
 
 
 def contiguous_pieces(part: Part, *, limit: int | None = None) -> list[tuple[int, int]]:
