@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from kvhma._kvhma import CheckedGeometry
 from kvhma.types import IdsLike
 
-SCHEMA_VERSION = 1
-"""Version of the JSON form, the value of its ``kvhma`` key."""
-
 Kind = Literal["full", "sliding", "chunked", "mla", "ssm", "opaque"]
 Memory = Literal["DRAM", "VRAM"]
 
