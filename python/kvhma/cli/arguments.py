@@ -143,7 +143,7 @@ def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | N
         raise RequestError(f"MODEL {text!a}: no such file or directory, and not of the table: {', '.join(models())}")
     found = models()[name]
     try:
-        return EngineOptions(kv=kv_dtype, ssm=ssm_dtype).model(found)
+        return EngineOptions(kv_dtype=kv_dtype, ssm_dtype=ssm_dtype).model(found)
     except KvhmaError as error:
         raise RequestError(f"MODEL {text!a}: {error}") from error
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, get_args
 
 import click
 
 from kvhma.geometry import Geometry
 from kvhma.models import Model
+from kvhma.models.block_size import KernelBlock
 from kvhma.models.pages import ConvOrder
 from kvhma.models.stride_orders import Order
 from kvhma.models.vllm_layout import LayoutOptions, layout
@@ -26,38 +27,28 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """One engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(LayoutOptions):
+    """One engine: what its ranks have in common, and dtypes in place of the model's.
 
     Attributes:
-        tp: tensor-parallel ranks.
-        block: tokens per block that the engine was started with.
-        kernel: kernel block: a number of tokens, ``"flashinfer"``, or ``"logical"`` for the whole block.
-        kv: dtype of the KV cache; None for the model's.
-        ssm: dtype of the recurrent state; None for the model's.
-        layout: stride order of a page.
-        conv: how the convolution state lies.
-        spec: draft tokens of speculative decoding.
+        kv_dtype: dtype of the KV cache; None for the model's.
+        ssm_dtype: dtype of the recurrent state; None for the model's.
     """
 
-    tp: int = 1
-    block: int = 16
-    kernel: int | str = "flashinfer"
-    kv: str | None = None
-    ssm: str | None = None
-    layout: str = "LBHNC"
-    conv: str = "DS"
-    spec: int = 0
+    num_blocks: int = 2
+    kernel_block: KernelBlock = "flashinfer"
+    kv_dtype: str | None = None
+    ssm_dtype: str | None = None
 
     def model(self, model: Model) -> Model:
         """Return the model as this engine caches it: its dtypes, and room for a row of convolution for each draft."""
-        if self.kv:
-            model = replace(model, dtype=self.kv)
+        if self.kv_dtype:
+            model = replace(model, dtype=self.kv_dtype)
         if model.state is not None:
             # vLLM keeps none for Mamba1.
-            drafts = 0 if model.state.kind == "mamba1" else self.spec
-            state = replace(model.state, draft_rows=drafts, ssm_dtype=self.ssm or model.state.ssm_dtype)
+            drafts = 0 if model.state.kind == "mamba1" else self.speculative
+            state = replace(model.state, draft_rows=drafts, ssm_dtype=self.ssm_dtype or model.state.ssm_dtype)
             model = replace(model, state=state)
         return model
 
@@ -67,23 +58,14 @@ class EngineOptions:
         Raises:
             KvhmaError: the model cannot be laid out so.
         """
-        asked = kernel or (None if self.kernel == "logical" else self.kernel)
-        options = LayoutOptions(
-            num_blocks=num_blocks,
-            tp_rank=tp_rank,
-            tp_size=self.tp,
-            block_size=self.block,
-            kernel_block=cast("int | Literal['flashinfer'] | None", asked),
-            order=cast("Order", self.layout),
-            conv=cast("ConvOrder", self.conv),
-            speculative=self.spec,
-            base=base,
+        options = replace(
+            self, tp_rank=tp_rank, num_blocks=num_blocks, base=base, kernel_block=kernel or self.kernel_block
         )
         return layout(self.model(model), options)
 
     def ranks(self, model: Model, num_blocks: int, base: int, step: int, kernel: int | None = None) -> list[Geometry]:
         """Lay all ranks out, `step` bytes apart. Errors as for `rank`."""
-        return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.tp)]
+        return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.tp_size)]
 
 
 def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> EngineOptions:
@@ -97,10 +79,11 @@ def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> Engin
         key, equals, value = item.partition("=")
         if not equals or key not in _KEYS:
             raise click.BadParameter(f"{item!a}: expected key=value with a key of {', '.join(_KEYS)}", ctx, param)
-        if key in given:
+        field, parse = _KEYS[key]
+        if field in given:
             raise click.BadParameter(f"{key} is there twice", ctx, param)
         try:
-            given[key] = _KEYS[key](value)
+            given[field] = parse(value)
         except ValueError as error:
             raise click.BadParameter(f"{key}={value}: {error}", ctx, param) from error
     return EngineOptions(**given)
@@ -139,17 +122,20 @@ def dtype(text: str) -> str:
     return _DTYPES[text]
 
 
-def _kernel(text: str) -> int | str:
-    return text if text in ("flashinfer", "logical") else within(1, _MAX_BLOCK)(text)
+def _kernel(text: str) -> KernelBlock:
+    if text == "flashinfer":
+        return "flashinfer"
+    return None if text == "logical" else within(1, _MAX_BLOCK)(text)
 
 
-_KEYS: dict[str, Callable[[str], Any]] = {
-    "tp": within(1, MAX_RANKS),
-    "block": within(1, _MAX_BLOCK),
-    "kernel": _kernel,
-    "kv": dtype,
-    "ssm": dtype,
-    "layout": _one_of(*get_args(Order)),
-    "conv": _one_of(*get_args(ConvOrder)),
-    "spec": within(0, 64),
+_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "tp": ("tp_size", within(1, MAX_RANKS)),
+    "block": ("block_size", within(1, _MAX_BLOCK)),
+    "kernel": ("kernel_block", _kernel),
+    "kv": ("kv_dtype", dtype),
+    "ssm": ("ssm_dtype", dtype),
+    "layout": ("order", _one_of(*get_args(Order))),
+    "conv": ("conv", _one_of(*get_args(ConvOrder))),
+    "spec": ("speculative", within(0, 64)),
 }
+"""Keys of an engine: the field that each is, and what reads its value."""

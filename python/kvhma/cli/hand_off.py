@@ -170,7 +170,7 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
         sizes.append((max(blocks, 2), sum(region.bytes + 4096 for region in sketch.regions) // 2))
     (prefill_blocks, _), (decode_blocks, _) = sizes
     step = 1 << max(blocks * size + (1 << 20) for blocks, size in sizes).bit_length()
-    lay_out_decode = partial(decode.ranks, model, decode_blocks, step * (1 + prefill.tp), step)
+    lay_out_decode = partial(decode.ranks, model, decode_blocks, step * (1 + prefill.tp_size), step)
     engines = Engines(lay_out_decode(), prefill.ranks(model, prefill_blocks, step, step), lay_out_decode)
     return of_geometries(model.name, engines, request)
 
