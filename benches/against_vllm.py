@@ -51,7 +51,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvhma
-from counts import PAIRINGS, POOLS, Pairing, pool_blocks, vllm_count
+from counts import PAIRINGS, POOLS, Pairing, groups_of, pool_blocks, vllm_count
 from kvhma import Geometry, Span, lowlevel
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, sequence_blocks
 from kvhma.cli.compare.selection import Count
@@ -59,7 +59,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.shards import conv_split
-from kvhma.models.vllm_layout import LayoutOptions, cache_groups, layout
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle.labels import first_needed
 
 Copies: TypeAlias = NDArray[np.int64]
@@ -110,20 +110,20 @@ def cache_config(one: Model, geometry: Geometry) -> KVCacheConfig:
     heads = max(1, one.kv_heads // tp)
     dtype = getattr(torch, one.dtype)
     groups = []
-    for found, group in zip(cache_groups(one), geometry.groups, strict=True):
-        size = group.block_size
+    for layers, group in zip(groups_of(one), geometry.groups, strict=True):
+        size, kind = group.block_size, next(iter(layers.values())).kind
         shape = {"num_kv_heads": heads, "head_size": one.head_dim, "dtype": dtype}
-        if found.kind == "sliding":
+        if kind == "sliding":
             spec = SlidingWindowSpec(size, sliding_window=one.window, **shape)
-        elif found.kind == "chunked":
+        elif kind == "chunked":
             spec = ChunkedLocalAttentionSpec(size, attention_chunk_size=one.chunk, **shape)
-        elif found.kind == "full":
+        elif kind == "full":
             spec = FullAttentionSpec(size, **shape)
-        elif found.kind == "mla":
+        elif kind == "mla":
             spec = MLAAttentionSpec(size, **shape)
         else:
             spec = state_spec(one, geometry, size)
-        groups.append(KVCacheGroupSpec(list(found.layers), spec))
+        groups.append(KVCacheGroupSpec(list(layers), spec))
     return KVCacheConfig(geometry.layers[0].num_blocks, [], groups)
 
 
@@ -568,7 +568,7 @@ REQUESTS = (
 
 def pair_of(name: str, tokens: int) -> Pair:
     one = model(name)
-    blocks = len(cache_groups(one)) * (tokens // hybrid_block_size(one) + 2) + 1
+    blocks = len(groups_of(one)) * (tokens // hybrid_block_size(one) + 2) + 1
     local, remote = (
         layout(one, LayoutOptions(num_blocks=blocks, kernel_block="flashinfer", base=1 << bits)) for bits in (40, 56)
     )

@@ -21,7 +21,8 @@ from kvhma.errors import LayoutError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, models
 from kvhma.models.block_size import hybrid_block_size
-from kvhma.models.vllm_layout import LayoutOptions, cache_groups, layout
+from kvhma.models.grouping import Members, group_layers, layer_specs
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 Reason: TypeAlias = Literal["", "heads", "absent", "strided", "unexplained"]
@@ -85,10 +86,15 @@ class Pairing:
         return self.models == "all" or one.state is not None
 
 
+def groups_of(one: Model) -> list[Members]:
+    """Return the groups that vLLM's allocator forms on one rank."""
+    return group_layers(layer_specs(one), block_major=False)
+
+
 def padded_slots(one: Model) -> int:
     """Return the places ``(group, tensor)`` that no layer uses."""
-    groups = cache_groups(one)
-    return len(groups) * max(len(group.layers) for group in groups) - len(one.caches())
+    groups = groups_of(one)
+    return len(groups) * max(map(len, groups)) - sum(map(len, groups))
 
 
 def tp_sizes(one: Model) -> list[int]:
@@ -96,7 +102,7 @@ def tp_sizes(one: Model) -> list[int]:
     found = []
     for tp in (1, 2, 4):
         with contextlib.suppress(LayoutError):
-            cache_groups(one, tp_size=tp)
+            layer_specs(one, tp_size=tp)
             found.append(tp)
     return found
 
@@ -213,7 +219,7 @@ def kvhma_count(
 def pool_blocks(one: Model, tokens: int) -> int:
     """Return how many blocks to lay out: about twice what the request takes on the side with the shorter blocks."""
     shortest = min(hybrid_block_size(one, tp_size=tp) for tp in tp_sizes(one))
-    return 2 * len(cache_groups(one)) * (-(-tokens // shortest) + 1) + 32
+    return 2 * len(groups_of(one)) * (-(-tokens // shortest) + 1) + 32
 
 
 def row(pairing: Pairing, name: str, tokens: int, pool: Pool) -> Row:
