@@ -4,69 +4,73 @@
 from __future__ import annotations
 
 import math
+import select
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import TypeVar
-
-import msgspec
-import zmq
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.text import one_line
-from kvhma.vllm.wire.messages import MAX_ANSWER_BYTES, Done, EngineInfo, Leases, Question, RankHello, read_answer
-from kvhma.vllm.wire.names import endpoint, is_numeric
+from kvhma.vllm.wire.messages import (
+    HEADER_BYTES,
+    MAX_ANSWER_BYTES,
+    MAX_HELLO_BYTES,
+    MAX_QUESTION_BYTES,
+    Answer,
+    AskHello,
+    Done,
+    EngineInfo,
+    Leases,
+    Question,
+    RankHello,
+    frame,
+    frame_length,
+    read_answer,
+)
+from kvhma.vllm.wire.names import is_numeric
 from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.sockets import keep_alive
 
-_HEARTBEAT_MILLISECONDS = 2000
+_CHUNK = 256 << 10
+_TLS_ALERT = b"\x15\x03"
 
 AnswerT = TypeVar("AnswerT", EngineInfo, RankHello, Leases, Done)
 
 
-def open_client(address: Address) -> zmq.Socket[bytes]:
-    """Return a socket that asks the listener at a numeric address; connecting goes on in the background.
-
-    Raises:
-        HandshakeError: not a numeric address.
-        HandshakeTimeoutError: no socket can be opened now.
-    """
-    if not is_numeric(address):
-        raise HandshakeError(f"remote_host {one_line(address.host)!r} is not numeric")
-    socket: zmq.Socket[bytes] | None = None
-    try:
-        socket = zmq.Context.instance().socket(zmq.REQ)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
-            # Connections are kept, and one that a network has forgotten must not be what the next question finds.
-            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS),
-            (zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MILLISECONDS),
-            (zmq.IPV6, int(":" in address.host)),
-        ):
-            socket.setsockopt(option, value)
-        socket.connect(endpoint(address))
-    except zmq.ZMQError as error:
-        if socket is None:
-            raise HandshakeTimeoutError(f"no socket for {address}: {error}") from error
-        socket.close()
-        raise HandshakeError(f"remote_host and remote_port {address}: {error}") from error
-    return socket
-
-
 class Client:
-    """Asks one listener, a question at a time.
+    """Asks one listener, a question at a time. It belongs to one thread at a time.
 
     Attributes:
-        socket: readable once there is an answer.
         waiting: whether a question has no answer yet.
+        context: with which it connected; None without a secret.
     """
 
-    def __init__(self, address: Address, timeout: float) -> None:
-        """Start to connect to a numeric address. Raises HandshakeError for another one."""
+    def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
+        """Connect to a numeric address.
+
+        Args:
+            address: of the listener.
+            timeout: seconds to wait for the connection, and for each whole answer.
+            secrets: of this engine. With one, the listener has to have it too.
+
+        Raises:
+            HandshakeError: not a numeric address, or only one side has a secret, or they differ.
+            HandshakeTimeoutError: nobody is there, or does not answer in time.
+        """
         self._address = address
         self._timeout = timeout
-        self.socket = open_client(address)
         self.waiting = False
+        self.context = secrets.client_context()
+        self._deadline = time.monotonic() + timeout
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
+        self._limit = 0
+        self._error: HandshakeError | None = None
+        self._socket: socket.socket | ssl.SSLSocket = self._connect()
 
     def __enter__(self) -> Client:
         return self
@@ -76,7 +80,11 @@ class Client:
 
     def close(self) -> None:
         """Disconnect."""
-        self.socket.close()
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """Return the file descriptor that is readable when :meth:`poll` may have something new."""
+        return self._socket.fileno()
 
     def ask(self, question: Question, kind: type[AnswerT], *, deadline: float = math.inf) -> AnswerT:
         """Ask and wait for an answer of a kind, to the deadline on the monotonic clock at most.
@@ -86,91 +94,207 @@ class Client:
             HandshakeTimeoutError: no answer in time. The client cannot be used any more.
         """
         self.send(question)
-        left = max(0.0, deadline - time.monotonic())
-        return self.receive(kind, type(question).__name__, min(self._timeout, left))
+        self._deadline = min(self._deadline, deadline)
+        return self.receive(kind, type(question).__name__)
 
     def send(self, question: Question) -> None:
-        """Ask without waiting. One answer has to be received before the next question.
+        """Ask without waiting. The answer has to be received before the next question.
 
         Raises:
-            HandshakeTimeoutError: the connection has ended for good. The client cannot be used any more.
+            HandshakeError: the question is too long.
+            HandshakeTimeoutError: the connection has ended. The client cannot be used any more.
         """
+        data = frame(question)
+        if len(data) - HEADER_BYTES > MAX_QUESTION_BYTES:
+            raise HandshakeError(f"a question has {len(data)} bytes, at most {MAX_QUESTION_BYTES} can be asked")
+        if self._error is None and not self.idle():
+            self._attempt(self._read)  # nothing was asked: what comes is why the connection has ended
+            self._error = self._error or HandshakeTimeoutError(f"{self._address} was asked and has not answered yet")
+        if self._error is not None:
+            raise self._error.with_traceback(None)
         self.waiting = True
-        try:
-            # A connection over which something else than ZMQ came is not opened again: do not wait for it.
-            self.socket.send(msgspec.msgpack.encode(question), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise HandshakeTimeoutError(f"cannot ask {self._address}: {error}") from error
+        self._unsent = memoryview(data)
+        self._limit = MAX_HELLO_BYTES if isinstance(question, AskHello) else MAX_ANSWER_BYTES
+        self._deadline = time.monotonic() + self._timeout
+        self._attempt(self._flush)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
-    def answered(self) -> bool:
-        """Return whether there is an answer to be received."""
-        return bool(self.socket.poll(0))
+    def idle(self) -> bool:
+        """Return whether the next question can be asked: nothing is awaited, and the listener is still there."""
+        if self.waiting or self._error is not None:
+            return False
+        # Nothing may come unasked; if something does, it is the end of the connection.
+        return not _ready(self._socket, select.POLLIN, 0)
 
-    def receive(self, kind: type[AnswerT], asked: str, timeout: float) -> AnswerT:
-        """Wait for an answer of a kind. Errors as for :meth:`ask`."""
-        if not self.socket.poll(int(timeout * 1000)):
-            raise HandshakeTimeoutError(f"no answer from {self._address} in {timeout:.3g} s")
-        try:
-            data = self.socket.recv(zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise HandshakeTimeoutError(f"no answer from {self._address}: {error}") from error
-        self.waiting = False
-        answer = read_answer(data)
+    def poll(self) -> bool:
+        """Return whether :meth:`receive` would not wait: a whole answer is here, or an error. Never waits itself."""
+        if self._error is None and not self._complete():
+            self._attempt(self._flush)
+            self._attempt(self._read)
+        if self._error is None and not self._complete() and time.monotonic() >= self._deadline:
+            self._error = HandshakeTimeoutError(f"no answer from {self._address} in {self._timeout:.3g} s")
+        return self._error is not None or self._complete()
+
+    def receive(self, kind: type[AnswerT], asked: str) -> AnswerT:
+        """Wait for an answer of a kind to what was asked. Errors as for :meth:`ask`."""
+        while not self.poll():
+            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            _ready(self._socket, events, self._deadline - time.monotonic())
+        answer = self._take()
         if not isinstance(answer, kind):
             raise HandshakeError(f"{self._address} answers {asked} with {type(answer).__name__}")
         return answer
 
-    def receive_leases(self, claims: int) -> Leases:
-        """Return the answer to a question that renews this many claims, which is here. Errors as for :meth:`ask`."""
-        answer = self.receive(Leases, "Renew", 0)
-        if len(answer.expires) != claims:
-            raise HandshakeError(f"{claims} claims, {len(answer.expires)} answers")
-        return answer
+    def _take(self) -> Answer:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        data, self._received = self._received, bytearray()
+        self.waiting = False
+        return read_answer(memoryview(data)[HEADER_BYTES:])
+
+    def _complete(self) -> bool:
+        received = self._received
+        return len(received) >= HEADER_BYTES and len(received) == HEADER_BYTES + frame_length(received)
+
+    # --- bytes ---------------------------------------------------------------------------------------------
+
+    def _attempt(self, what: Callable[[], None]) -> None:
+        """Send or read what can be without waiting; what goes wrong is the answer."""
+        try:
+            what()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except HandshakeError as error:
+            self._error = self._error or error
+        except OSError as error:
+            self._error = self._error or self._failure(error)
+
+    def _flush(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+
+    def _read(self) -> None:
+        while not self._complete():
+            data = self._socket.recv(_CHUNK)
+            if not data:
+                raise HandshakeTimeoutError(f"no answer from {self._address}: it has ended the connection")
+            self._received += data
+            self._check_received()
+
+    def _check_received(self) -> None:
+        """Refuse what is no beginning of one answer, before more of it is stored."""
+        if self.context is None and self._received.startswith(_TLS_ALERT):
+            raise HandshakeError(
+                f"{self._address} has a secret and this engine has none: set secret_file or KVHMA_SECRET here too"
+            )
+        if len(self._received) < HEADER_BYTES:
+            return
+        length = frame_length(self._received)
+        if length > self._limit:
+            raise HandshakeError(
+                f"the answer of {self._address} is not one of this protocol: it has {length} bytes, "
+                f"at most {self._limit} are expected"
+            )
+        if len(self._received) > HEADER_BYTES + length:
+            raise HandshakeError(f"{self._address} says more than it was asked")
+
+    # --- connecting ----------------------------------------------------------------------------------------
+
+    def _connect(self) -> socket.socket | ssl.SSLSocket:
+        address = self._address
+        if not is_numeric(address):
+            raise HandshakeError(f"remote_host {one_line(address.host)!r} is not numeric")
+        opened: socket.socket | None = None
+        try:
+            ((family, kind, _, _, place), *_) = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+            opened = socket.socket(family, kind)
+            opened.settimeout(max(0.001, self._timeout))
+            opened.connect(place)
+            opened.setblocking(False)
+            keep_alive(opened)
+            return opened if self.context is None else self._wrap(opened, self.context)
+        except BaseException as error:
+            if opened is not None:
+                opened.close()
+            if isinstance(error, TimeoutError):
+                raise HandshakeTimeoutError(f"no answer from {address} in {self._timeout:.3g} s") from error
+            if isinstance(error, OSError):
+                raise self._failure(error) from error
+            raise
+
+    def _wrap(self, opened: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        """Open TLS, within the time that is left."""
+        wrapped = context.wrap_socket(opened, do_handshake_on_connect=False)
+        try:
+            while True:
+                try:
+                    wrapped.do_handshake()
+                except ssl.SSLWantReadError:
+                    events = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    events = select.POLLOUT
+                else:
+                    return wrapped
+                if not _ready(wrapped, events, self._deadline - time.monotonic()):
+                    raise TimeoutError
+        except BaseException:
+            wrapped.close()
+            raise
+
+    def _failure(self, error: OSError) -> HandshakeError:
+        """Return what an error of the connection means."""
+        if isinstance(error, ssl.SSLCertVerificationError) or "_ALERT_" in (getattr(error, "reason", None) or ""):
+            return HandshakeError(
+                f"the secrets of {self._address} and of this engine differ: no line of them is the same"
+            )
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            return HandshakeError(
+                f"{self._address} has no secret and this engine has one: set secret_file or KVHMA_SECRET there too "
+                f"({error.reason})"
+            )
+        return HandshakeTimeoutError(f"no answer from {self._address}: {error}")
 
 
 class ClientPool:
-    """Clients of one listener that have a connection already: a new one takes ten times as long to answer."""
+    """Clients of one listener that are connected already: a new connection takes several times as long to answer."""
 
     _KEPT = 4
 
-    def __init__(self, address: Address, timeout: float) -> None:
-        """Start without any."""
+    def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
+        """Start without any; arguments as for :class:`Client`."""
         self._address = address
         self._timeout = timeout
+        self._secrets = secrets
         self._idle: list[Client] = []
         self._closed = False
         self._lock = threading.Lock()
 
     def take(self) -> Client:
-        """Return a client that is not used elsewhere until it is given back."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return Client(self._address, self._timeout)
-
-    def send(self, question: Question) -> Client:
-        """Ask without waiting; return the client that waits for the answer, to be given back.
+        """Return a client that is not used elsewhere until it is given back; connect, if there is none.
 
         Raises:
-            HandshakeError: not over a new connection either.
+            HandshakeError: it cannot be connected, see :class:`Client`.
         """
+        return self.take_idle() or Client(self._address, self._timeout, self._secrets)
+
+    def take_idle(self) -> Client | None:
+        """Return a client that is connected, None if there is none. Never waits."""
         while True:
             with self._lock:
-                fresh = not self._idle
-            client = self.take()
-            try:
-                client.send(question)
-            except HandshakeError:
-                client.close()
-                if fresh:
-                    raise
-            else:
+                if not self._idle:
+                    return None
+                client = self._idle.pop()
+            if client.context is self._secrets.client_context() and client.idle():
                 return client
+            client.close()
 
     def release(self, client: Client) -> None:
         """Keep a client for the next question, unless it still waits for an answer."""
         with self._lock:
-            if not client.waiting and not self._closed and len(self._idle) < self._KEPT:
+            if client.idle() and not self._closed and len(self._idle) < self._KEPT:
                 self._idle.append(client)
                 return
         client.close()
@@ -184,14 +308,8 @@ class ClientPool:
             client.close()
 
 
-def wait_any(clients: Iterable[Client], wakeup: int, timeout: float) -> bool:
-    """Wait until a client has an answer or a file descriptor is readable, `timeout` seconds at most.
-
-    Returns:
-        Whether the file descriptor is readable.
-    """
-    poller = zmq.Poller()
-    poller.register(wakeup, zmq.POLLIN)
-    for client in clients:
-        poller.register(client.socket, zmq.POLLIN)
-    return any(ready == wakeup for ready, _ in poller.poll(int(timeout * 1000)))
+def _ready(of: socket.socket, events: int, seconds: float) -> bool:
+    """Wait until a socket is ready or has failed; return whether it is."""
+    poller = select.poll()
+    poller.register(of, events)
+    return bool(poller.poll(max(0, math.ceil(seconds * 1000))))

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages that engines exchange besides caches. A listener in each engine's scheduler answers questions.
 
-Every message is one msgpack value, checked against its type and bounded when it is read. Tags and field names of the
-structs go over the wire; where one has another name here, `rename` says so.
+Every message is one msgpack value in a frame, checked against its type and bounded when it is read::
+
+    | length: u32, little-endian | msgpack, `length` bytes |
+
+The length is looked at before any byte behind it is stored. Tags and field names of the structs go over the wire; where
+one has another name here, `rename` says so.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 from typing import Annotated
 
 import msgspec
@@ -17,11 +22,14 @@ from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.text import one_line
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
-MAX_ANSWER_BYTES = MAX_HANDSHAKE_BYTES + 4096
+MAX_ANSWER_BYTES = 1 << 20
+MAX_HELLO_BYTES = MAX_HANDSHAKE_BYTES + 4096
+"""Bytes of the message in a frame at most; an answer with a hello is larger than the others."""
+
 MAX_CLAIMS = 4096
 """Claims in one message."""
 
@@ -30,10 +38,13 @@ MAX_TEXT = 4096
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+Challenge = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-WireClaim = tuple[Name, Nonce, Nonce]
-"""A claim as a message carries it: request, generation, reader."""
+WireClaim = tuple[Name, Nonce, Nonce, Digest]
+"""A claim as a message carries it: request, generation, reader, digest of the parameters."""
 
 
 class AskEngineInfo(msgspec.Struct, tag="roster", frozen=True):
@@ -43,10 +54,11 @@ class AskEngineInfo(msgspec.Struct, tag="roster", frozen=True):
 
 
 class AskHello(msgspec.Struct, tag="hello", frozen=True):
-    """What is this worker's hello, see :mod:`kvhma.nixl.handshake`?"""
+    """What is this worker's hello, see :mod:`kvhma.nixl.handshake`? The answer is signed for this nonce."""
 
     pp_rank: Rank
     tp_rank: Rank
+    nonce: Challenge
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True):
@@ -92,16 +104,32 @@ class EngineInfo(msgspec.Struct, tag="roster", frozen=True, rename={"incarnation
 
 
 class RankHello(msgspec.Struct, tag="hello", frozen=True):
-    """A worker's message of :mod:`kvhma.nixl.handshake`."""
+    """A worker's message of :mod:`kvhma.nixl.handshake`, signed by the key that the worker's name stands for."""
 
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDSHAKE_BYTES)]
+    signature: Signature
+
+
+class LeaseState(enum.Enum):
+    """What P says of a claim."""
+
+    HELD = "held"
+    """The blocks are held for this reader, and were until now since its first claim."""
+
+    ENDED = "ended"
+    """They are not held any more, or never were."""
+
+    OTHER = "other"
+    """The digest is not that of the parameters that were handed out for these blocks."""
+
+    FULL = "full"
+    """They are held, but for as many readers as they can be."""
 
 
 class Leases(msgspec.Struct, tag="leases", frozen=True):
-    """For each claim, when its lease ends by our clock; None if the blocks are not held for this reader."""
+    """The state of each claim, in the order in which they were asked for."""
 
-    clock: float
-    expires: Annotated[list[float | None], msgspec.Meta(max_length=MAX_CLAIMS)]
+    states: Annotated[list[LeaseState], msgspec.Meta(max_length=MAX_CLAIMS)]
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
@@ -117,11 +145,26 @@ class Problem(msgspec.Struct, tag="problem", frozen=True):
 Question = AskEngineInfo | AskHello | Renew | Release | Refused
 Answer = EngineInfo | RankHello | Leases | Done | Problem
 
+_HEADER = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size
+
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def read_question(data: bytes) -> Question:
+def frame(message: Question | Answer) -> bytes:
+    """Return a message as it is sent, with its length."""
+    data = msgspec.msgpack.encode(message)
+    return _HEADER.pack(len(data)) + data
+
+
+def frame_length(received: bytes | bytearray) -> int:
+    """Return the bytes of the message that a frame announces in its first four bytes."""
+    length: int = _HEADER.unpack_from(received)[0]
+    return length
+
+
+def read_question(data: bytes | memoryview) -> Question:
     """Read a question.
 
     Raises:
@@ -133,7 +176,7 @@ def read_question(data: bytes) -> Question:
         raise HandshakeError(f"not a question of protocol {PROTOCOL}: {error}"[:500]) from error
 
 
-def read_answer(data: bytes) -> Answer:
+def read_answer(data: bytes | memoryview) -> Answer:
     """Read an answer.
 
     Raises:
@@ -142,7 +185,7 @@ def read_answer(data: bytes) -> Answer:
     try:
         answer = _answers.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HandshakeError(f"the answer is not one of protocol {PROTOCOL}: {error}") from error
+        raise HandshakeError(f"the answer is not one of protocol {PROTOCOL}: {error}"[:500]) from error
     if isinstance(answer, Problem):
         raise HandshakeError(f"the peer says: {one_line(answer.text)}")
     return answer
@@ -150,10 +193,12 @@ def read_answer(data: bytes) -> Answer:
 
 def read_claim(claim: WireClaim) -> LeaseClaim:
     """Return the claim of a message."""
-    request_id, generation, reader = claim
-    return LeaseClaim(LeaseKey(request_id, int.from_bytes(generation, "big")), int.from_bytes(reader, "big"))
+    request_id, generation, reader, digest = claim
+    key = LeaseKey(request_id, int.from_bytes(generation, "big"))
+    return LeaseClaim(key, int.from_bytes(reader, "big"), digest)
 
 
 def write_claim(claim: LeaseClaim) -> WireClaim:
     """Return a claim as messages carry it."""
-    return claim.key.request_id, claim.key.generation.to_bytes(8, "big"), claim.reader.to_bytes(8, "big")
+    generation, reader = claim.key.generation.to_bytes(8, "big"), claim.reader.to_bytes(8, "big")
+    return claim.key.request_id, generation, reader, claim.digest

@@ -31,16 +31,10 @@ def is_numeric(address: Address) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
 
 
-def endpoint(address: Address) -> str:
-    """Return an address as ZMQ writes it."""
-    return f"tcp://[{address.host}]:{address.port}" if ":" in address.host else f"tcp://{address}"
-
-
 def look_up(address: Address) -> Future[Address]:
     """Start to find the numeric form of an address, in a thread of its own.
 
-    ZMQ would look names up in the one thread that serves all sockets of the process, so it is given none. The result
-    may be a HandshakeTimeoutError: the name is not known, or no name service answers.
+    The result may be a HandshakeTimeoutError: the name is not known, or no name service answers.
 
     Raises:
         HandshakeTimeoutError: too many names are being looked up.

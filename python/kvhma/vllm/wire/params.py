@@ -82,10 +82,12 @@ class LeaseClaim:
     Attributes:
         key: the request at P.
         reader: random number of the request at D.
+        digest: of the parameters that P handed out for it, 16 bytes.
     """
 
     key: LeaseKey
     reader: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The listener of an engine, in its scheduler's process: it answers other engines.
 
-It answers whatever it is sent, if only with :class:`Problem`; nothing that arrives can stop it.
+Nothing that arrives can stop it, and whatever arrives costs a bounded number of connections and bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import resource
+import selectors
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Protocol
-
-import msgspec
-import zmq
 
 from kvhma.errors import HandshakeError
 from kvhma.text import one_line
+from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.connection import Connection, Ended
 from kvhma.vllm.wire.messages import (
-    MAX_QUESTION_BYTES,
     PROTOCOL,
     Answer,
     AskEngineInfo,
@@ -27,6 +30,7 @@ from kvhma.vllm.wire.messages import (
     Done,
     EngineInfo,
     Leases,
+    LeaseState,
     Outcome,
     Problem,
     Question,
@@ -35,26 +39,45 @@ from kvhma.vllm.wire.messages import (
     Release,
     Renew,
     read_claim,
-    read_question,
 )
-from kvhma.vllm.wire.names import endpoint
 from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.wire.secrets import Secrets, sign_hello
 
 logger = logging.getLogger("vllm.kvhma")
+
+MAX_CONNECTIONS = 4096
+"""Beyond it, and beyond a quarter of the descriptors that the process may have, the idlest has to go."""
+
+MAX_QUESTIONS_BYTES = 64 << 20
+MAX_ANSWERS_BYTES = 256 << 20
+"""Of unfinished questions, and of answers that were not taken yet, over all connections."""
+
+_BACKLOG = 1024
+_ACCEPTS = 64
+"""Connections that are accepted before those that are there get their turn."""
+
+_SWEEP_SECONDS = 1.0
+"""How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LeaseService(Protocol):
     """What a listener asks about leases, from its own thread."""
 
-    def renew(self, claims: list[LeaseClaim]) -> list[float | None]:
-        """Extend leases; return when each ends now, None for one that is not held for this reader."""
+    def renew(self, claims: list[LeaseClaim]) -> list[LeaseState]:
+        """Extend leases; return the state of each."""
 
     def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests."""
 
 
 class Listener:
-    """Answers other engines."""
+    """Answers other engines.
+
+    Attributes:
+        failures: errors on this side that were survived, whatever was raised.
+    """
 
     def __init__(
         self,
@@ -62,8 +85,9 @@ class Listener:
         *,
         engine_id: str,
         incarnation_id: int,
-        hellos: Mapping[tuple[int, int], bytes],
+        hellos: Mapping[tuple[int, int], tuple[bytes, bytes]],
         leases: LeaseService,
+        secrets: Secrets,
     ) -> None:
         """Bind and start to answer.
 
@@ -71,61 +95,54 @@ class Listener:
             address: where to bind; a name or a numeric address.
             engine_id: what this engine calls itself.
             incarnation_id: random number of this process.
-            hellos: messages of :mod:`kvhma.nixl.handshake` of the workers, by pipeline and tensor rank.
+            hellos: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the Ed25519
+                private key that signs it.
             leases: of the requests that are kept for other engines.
+            secrets: of this engine; with one, only who has it too is answered.
 
         Raises:
             HandshakeError: the address cannot be bound; the text names it and the setting.
         """
+        self.failures = 0
         self._hellos = dict(hellos)
         self._engine_id = engine_id
         self._incarnation_id = incarnation_id.to_bytes(8, "big")
         self._leases = leases
-        self._stop = threading.Event()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MAX_QUESTION_BYTES),
-            (zmq.HANDSHAKE_IVL, 5000),
-            (zmq.RCVHWM, 64),
-            (zmq.SNDHWM, 64),
-            (zmq.IPV6, int(":" in address.host)),
-        ):
-            self._socket.setsockopt(option, value)
-        try:
-            self._socket.bind(endpoint(address))
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise HandshakeError(
-                f"cannot listen at {address}: {error}; set side_channel_host and side_channel_port"
-            ) from error
+        self._secrets = secrets
+        self._socket = _bind(address)
+        self._wakeup, self._waker = socket.socketpair()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvhma-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop answering."""
-        self._stop.set()
+        self._stopping = True
+        self._waker.close()
         self._thread.join()
+        self._socket.close()
+        self._wakeup.close()
 
     def _run(self) -> None:
-        with self._socket:
-            while not self._stop.is_set():
-                with contextlib.suppress(zmq.ZMQError):
-                    if self._socket.poll(200):
-                        self._serve(self._socket.recv_multipart(zmq.NOBLOCK))
+        while not self._stopping:
+            try:
+                with contextlib.closing(_Connections(self._socket, self._secrets, self._answer_anyway)) as connections:
+                    connections.register(self._wakeup)
+                    while not self._stopping:
+                        self.failures += connections.serve()
+            except BaseException:  # the thread must outlive it: without it, no engine reads from this one
+                with contextlib.suppress(BaseException):
+                    self.failures += 1
+                    peer_log.logger.exception("kvhma: the side channel starts again")
+                    time.sleep(0.05)
 
-    def _serve(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or frames[1]:
-            return  # no request socket of ours sent this, so none waits for an answer
+    def _answer_anyway(self, question: Question) -> Answer:
         try:
-            answer = self._answer(read_question(frames[2]))
-        except HandshakeError as error:
-            answer = Problem(str(error))
-        except Exception:
-            logger.exception("kvhma: cannot answer on the side channel")
-            answer = Problem("an error on this side, see its log")
-        # A peer that does not read loses its answers; the socket's high-water mark bounds what waits for it.
-        self._socket.send_multipart([frames[0], b"", msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+            return self._answer(question)
+        except BaseException:  # a panic in Rust is no Exception
+            self.failures += 1
+            peer_log.logger.exception("kvhma: cannot answer on the side channel")
+            return Problem("an error on this side, see its log")
 
     def _answer(self, question: Question) -> Answer:
         match question:
@@ -134,17 +151,182 @@ class Listener:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
                 return EngineInfo(PROTOCOL, self._engine_id, self._incarnation_id, sorted(self._hellos))
             case AskHello():
-                data = self._hellos.get((question.pp_rank, question.tp_rank))
-                if data is None:
+                hello = self._hellos.get((question.pp_rank, question.tp_rank))
+                if hello is None:
                     ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
                     return Problem(f"no worker of rank {ranks}; there are {len(self._hellos)}")
-                return RankHello(data)
+                data, private_key = hello
+                return RankHello(data, sign_hello(private_key, question.nonce, data))
             case Renew():
-                return Leases(time.monotonic(), self._leases.renew([read_claim(claim) for claim in question.claims]))
+                return Leases(self._leases.renew([read_claim(claim) for claim in question.claims]))
             case Release():
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()
             case Refused():
                 engine_id, text = one_line(question.engine_id), one_line(question.text)
-                logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
+                peer_log.logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
                 return Done()
+
+
+class _Connections:
+    """The connections of a listener, the one loop that serves them, and their bounds. It belongs to one thread."""
+
+    def __init__(self, listening: socket.socket, secrets: Secrets, answer: Callable[[Question], Answer]) -> None:
+        self._listening = listening
+        self._secrets = secrets
+        self._answer = answer
+        self._by_host: dict[str, OrderedDict[Connection, None]] = {}
+        """Connections of each host, the one that was not answered for longest first."""
+        self._count = 0
+        self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._questions = _Budget(MAX_QUESTIONS_BYTES)
+        self._answers = _Budget(MAX_ANSWERS_BYTES)
+        self._accepting = False
+        self._swept = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._accept_again()
+
+    def register(self, wakeup: socket.socket) -> None:
+        """Return from :meth:`serve` when a socket is readable, too."""
+        self._selector.register(wakeup, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Close them all."""
+        for connection in self._all():
+            self._drop(connection)
+        self._selector.close()
+
+    def serve(self) -> int:
+        """Wait for what comes, a moment at most, and serve it; return how many connections failed by our fault."""
+        failures = 0
+        for key, _ in self._selector.select(_SWEEP_SECONDS):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.data is not None and key.data in self._by_host.get(key.data.host, ()):
+                failures += not self._advance(key.data)
+        if time.monotonic() - self._swept > _SWEEP_SECONDS:
+            self._sweep()
+        return failures
+
+    def _advance(self, connection: Connection) -> bool:
+        """Serve one connection; return whether nothing went wrong on this side."""
+        events, answered = connection.events, connection.answered
+        try:
+            connection.advance()
+        except (Ended, OSError):
+            self._drop(connection)
+            return True
+        except BaseException:  # it ends this connection and no other one
+            peer_log.logger.exception("kvhma: a connection of the side channel failed")
+            self._drop(connection)
+            return False
+        if connection.answered != answered:
+            self._by_host[connection.host].move_to_end(connection)
+        if connection.events != events:
+            self._selector.modify(connection.fileno(), connection.events, connection)
+        for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
+            for largest in budget.note(connection, stored):
+                peer_log.logger.warning(
+                    "kvhma: %s is cut off, what it sends or does not take is too much", largest.host
+                )
+                self._drop(largest)
+        return True
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                accepted, (host, *_) = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    # It would be tried again at once, and fail again.
+                    peer_log.logger.warning("kvhma: no room for another connection: %s", error)
+                    self._selector.unregister(self._listening)
+                    self._accepting = False
+                return
+            if self._count >= self._limit:
+                most = max(self._by_host.values(), key=len)
+                idlest = next(iter(most))
+                peer_log.logger.warning(
+                    "kvhma: %d connections, %s has %d and loses one", self._count, idlest.host, len(most)
+                )
+                self._drop(idlest)
+            try:
+                connection = Connection(accepted, host, self._secrets, self._answer)
+                self._selector.register(accepted.fileno(), selectors.EVENT_READ, connection)
+            except BaseException:
+                accepted.close()
+                raise
+            self._by_host.setdefault(host, OrderedDict())[connection] = None
+            self._count += 1
+
+    def _accept_again(self) -> None:
+        if not self._accepting:
+            self._selector.register(self._listening, selectors.EVENT_READ)
+            self._accepting = True
+
+    def _sweep(self) -> None:
+        """Close the connections whose time is up."""
+        self._swept = now = time.monotonic()
+        for connection in self._all():
+            if connection.deadline < now:
+                self._drop(connection)
+        self._accept_again()
+
+    def _all(self) -> list[Connection]:
+        return [connection for connections in self._by_host.values() for connection in connections]
+
+    def _drop(self, connection: Connection) -> None:
+        of_host = self._by_host[connection.host]
+        del of_host[connection]
+        if not of_host:
+            del self._by_host[connection.host]
+        self._count -= 1
+        self._questions.note(connection, 0)
+        self._answers.note(connection, 0)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.fileno())
+        connection.socket.close()
+
+
+class _Budget:
+    """Bytes that all connections together may have stored."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stored: dict[Connection, int] = {}
+        self._sum = 0
+
+    def note(self, connection: Connection, stored: int) -> list[Connection]:
+        """Note what a connection has stored; return which ones have to go, the largest ones."""
+        if not stored and connection not in self._stored:
+            return []
+        self._sum += stored - self._stored.pop(connection, 0)
+        if stored:
+            self._stored[connection] = stored
+        if self._sum <= self._limit:
+            return []
+        return [max(self._stored, key=self._stored.__getitem__)]
+
+
+def _bind(address: Address) -> socket.socket:
+    """Return a socket that listens at an address, a name's first one of IPv4 if it has one."""
+    try:
+        places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, place = min(places, key=lambda found: found[0] != socket.AF_INET)
+        listening = socket.socket(family, kind)
+        try:
+            # A restart may bind while connections of the last run are still being forgotten.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(place)
+            listening.listen(_BACKLOG)
+            listening.setblocking(False)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise HandshakeError(
+            f"cannot listen at {address}: {error}; set side_channel_host and side_channel_port"
+        ) from error
+    return listening

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection of a listener: bytes to questions, answers to bytes, within bounds. It never waits.
+
+    opening --- six bytes say whether it is TLS --- handshake --- receiving <---> answering
+
+There is one question at a time: until its answer was taken, nothing else is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from kvhma.errors import HandshakeError
+from kvhma.vllm.wire.messages import (
+    HEADER_BYTES,
+    MAX_QUESTION_BYTES,
+    PROTOCOL,
+    Answer,
+    Problem,
+    Question,
+    frame,
+    frame_length,
+    read_question,
+)
+from kvhma.vllm.wire.peer_log import logger
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.sockets import keep_alive
+
+HANDSHAKE_SECONDS = 5.0
+"""For TLS once it was begun, and until the first byte of it."""
+
+QUESTION_SECONDS = 5.0
+"""For the rest of a question, from its first byte on."""
+
+ANSWER_SECONDS = 30.0
+"""For taking an answer; those with a hello may have megabytes."""
+
+IDLE_SECONDS = 120.0
+
+_FIRST_CHUNK = 4 << 10
+_CHUNK = 64 << 10
+_OPENING_BYTES = 6
+
+_ONLY_HERE = "this engine has a secret, and the question came without: set secret_file or KVHMA_SECRET there too"
+_ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here too"
+
+
+class Ended(Exception):  # noqa: N818
+    """The connection is to be closed; no error of ours."""
+
+
+class Connection:
+    """One connection. All of it belongs to the listener's thread.
+
+    Attributes:
+        host: the peer's numeric address.
+        events: of :mod:`selectors`, that it waits for.
+        answered: questions that were.
+        deadline: when it is closed if nothing comes, on the monotonic clock.
+    """
+
+    def __init__(
+        self, accepted: socket.socket, host: str, secrets: Secrets, answer: Callable[[Question], Answer]
+    ) -> None:
+        """Take an accepted connection."""
+        self.socket = accepted
+        self.host = host
+        self.events = selectors.EVENT_READ
+        self.answered = 0
+        self._secrets = secrets
+        self._answer = answer
+        self._advance = self._open
+        self._received = bytearray()
+        self._unsent = memoryview(b"")
+        self._last = False
+        self._certificate: bytes | None = None
+        self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
+        accepted.setblocking(False)
+        keep_alive(accepted)
+
+    @property
+    def received(self) -> int:
+        """Bytes of an unfinished question."""
+        return len(self._received)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of an answer that was not taken yet."""
+        return len(self._unsent)
+
+    def fileno(self) -> int:
+        """Return the file descriptor."""
+        return self.socket.fileno()
+
+    def advance(self) -> None:
+        """Do what can be done now.
+
+        Raises:
+            Ended: it is to be closed.
+            OSError: it has ended.
+        """
+        try:
+            self._advance()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self.events = selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            self.events = selectors.EVENT_WRITE
+
+    def _open(self) -> None:
+        """Look at the first bytes: each side has a secret, or none has."""
+        first = self.socket.recv(_OPENING_BYTES, socket.MSG_PEEK)
+        if not first:
+            raise Ended
+        # A handshake record with a ClientHello. A question's fourth byte is of its length, at most 0x10, its fifth
+        # begins a map and its sixth a text.
+        tls = first[:2] == b"\x16\x03" and (len(first) < _OPENING_BYTES or first[5] == 1)
+        context = self._secrets.server_context()
+        if context is None:
+            if tls:
+                self._refuse("its questions are encrypted", _ONLY_THERE)
+            else:
+                self._advance = self._receive
+                self._receive()
+            return
+        if not tls:
+            self._refuse("its questions are not encrypted", _ONLY_HERE)
+            return
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self._advance = self._shake_hands
+        self._shake_hands()
+
+    def _shake_hands(self) -> None:
+        assert isinstance(self.socket, ssl.SSLSocket)  # noqa: S101
+        try:
+            self.socket.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLEOFError as error:
+            raise Ended from error
+        except ssl.SSLError as error:
+            logger.warning(
+                "kvhma: %s was refused, its secret is another one or it has none: %s", self.host, error.reason
+            )
+            raise Ended from error
+        self._certificate = self.socket.getpeercert(True)
+        self.deadline = time.monotonic() + IDLE_SECONDS
+        self._advance = self._receive
+        self._receive()
+
+    def _receive(self) -> None:
+        """Read one question, or the part of it that is here, and answer it."""
+        received = self._received
+        while True:
+            data = self.socket.recv(_CHUNK if received else _FIRST_CHUNK)
+            if not data:
+                raise Ended
+            if not received:
+                self.deadline = time.monotonic() + QUESTION_SECONDS
+            received += data
+            if len(received) < HEADER_BYTES:
+                continue
+            length = frame_length(received)
+            if length > MAX_QUESTION_BYTES:
+                found = f"a question has {length} bytes, at most {MAX_QUESTION_BYTES} can be asked"
+                self._refuse(found, f"not a question of protocol {PROTOCOL}: {found}")
+                return
+            if len(received) > HEADER_BYTES + length or (len(received) == HEADER_BYTES + length and self._pending()):
+                self._refuse("it asks before it was answered", "one question at a time")
+                return
+            if len(received) == HEADER_BYTES + length:
+                break
+        if self._certificate is not None and not self._secrets.accepts(self._certificate):
+            raise Ended  # it was let in by a secret that was taken back since
+        self._received = bytearray()
+        self._send(self._answer_to(memoryview(received)[HEADER_BYTES:]))
+
+    def _pending(self) -> bool:
+        """Return whether TLS has more than was read; the file descriptor would not say so."""
+        return isinstance(self.socket, ssl.SSLSocket) and bool(self.socket.pending())
+
+    def _answer_to(self, data: memoryview) -> Answer:
+        try:
+            return self._answer(read_question(data))
+        except HandshakeError as error:
+            return Problem(str(error))
+
+    def _refuse(self, log: str, text: str) -> None:
+        logger.warning("kvhma: %s was refused: %s", self.host, log)
+        self._received = bytearray()
+        self._last = True
+        self._send(Problem(text))
+
+    def _send(self, answer: Answer) -> None:
+        self._unsent = memoryview(frame(answer))
+        self._advance = self._flush
+        self.deadline = time.monotonic() + ANSWER_SECONDS
+        self._flush()
+
+    def _flush(self) -> None:
+        self.events = selectors.EVENT_WRITE
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            except BlockingIOError:
+                return
+        self.deadline = time.monotonic() + IDLE_SECONDS
+        self._unsent = memoryview(b"")
+        self.answered += 1
+        if self._last:
+            # What was not read would take the answer back.
+            with contextlib.suppress(OSError):
+                self.socket.recv(_CHUNK)
+            raise Ended
+        self.events = selectors.EVENT_READ
+        self._advance = self._receive

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret that engines share: who has it may ask, and be believed.
+
+From each secret come a key that signs parameters, and an Ed25519 key with a certificate, the same at every engine. Both
+sides of a connection show the certificate of their first secret and accept those of all.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import hmac
+import logging
+import os
+import secrets as random
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import NameOID
+
+from kvhma.errors import SettingsError
+
+logger = logging.getLogger("vllm.kvhma")
+
+ENVIRONMENT = "KVHMA_SECRET"
+MIN_SECRET_BYTES = 16
+MAX_SECRETS = 16
+_MAX_FILE_BYTES = 64 << 10
+
+_DIGEST_BYTES = 16
+_HELLO = b"kvhma-hello-3"
+
+_REREAD_SECONDS = 1.0
+"""How long a change of the file may go unnoticed."""
+
+
+class SecretSettings(Protocol):
+    """Settings that may name a file."""
+
+    @property
+    def secret_file(self) -> str | None:
+        """Path of a file with one secret a line; None for the environment's."""
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What comes from one secret.
+
+    Attributes:
+        sign_key: keys the digests of parameters.
+        private_key: of the certificate, as PEM without a password.
+        certificate: as PEM.
+    """
+
+    sign_key: bytes
+    private_key: Ed25519PrivateKey
+    certificate: x509.Certificate
+
+    @property
+    def der(self) -> bytes:
+        """The certificate as a connection shows it."""
+        return self.certificate.public_bytes(serialization.Encoding.DER)
+
+
+@dataclass(frozen=True)
+class _Current:
+    """The secrets at one time; contexts are None without any."""
+
+    identities: tuple[_Identity, ...] = ()
+    server: ssl.SSLContext | None = None
+    client: ssl.SSLContext | None = None
+    accepted: frozenset[bytes] = frozenset()
+
+
+class Secrets:
+    """The secrets of an engine. Safe to use from several threads.
+
+    A file that changes is read again within a second. If it cannot be used, the secrets stay as they were.
+    """
+
+    def __init__(self, secrets: Sequence[bytes] = (), *, file: Path | None = None) -> None:
+        """Take secrets; the first is used, all are accepted.
+
+        Args:
+            secrets: none of them for an engine that trusts everybody who reaches it.
+            file: where they come from, if they may change.
+
+        Raises:
+            SettingsError: a secret is too short, or there are too many.
+        """
+        self._file = file
+        self._lock = threading.Lock()
+        self._read = tuple(secrets)
+        self._current = _derive(self._read)
+        self._read_at = time.monotonic()
+
+    @classmethod
+    def load(cls, settings: SecretSettings) -> Secrets:
+        """Read the secrets from the file of the settings, or else from the environment; none of both gives none.
+
+        Raises:
+            SettingsError: the file cannot be read, or what it or the environment has cannot be used.
+        """
+        if settings.secret_file is not None:
+            file = Path(settings.secret_file)
+            return cls(_read_file(file), file=file)
+        if ENVIRONMENT in os.environ:
+            return cls(_lines(os.environ[ENVIRONMENT].encode("utf-8", "surrogateescape"), ENVIRONMENT))
+        return cls()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a secret. It stays so as long as the process lives."""
+        return bool(self._current.identities)
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """Return how to accept a connection now; None without a secret."""
+        return self._now().server
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """Return how to open a connection now; None without a secret. Another one after each change."""
+        return self._now().client
+
+    def accepts(self, certificate: bytes | None) -> bool:
+        """Return whether the certificate (DER) that a peer has shown is still that of one of the secrets."""
+        return certificate in self._now().accepted
+
+    def sign(self, data: bytes) -> bytes:
+        """Return a digest of 16 bytes that only who has the secret can make; without a secret, anybody."""
+        identities = self._now().identities
+        return _digest(data, identities[0].sign_key if identities else b"")
+
+    def verify(self, data: bytes, digest: bytes) -> bool:
+        """Return whether a digest was made by :meth:`sign` with any of the secrets."""
+        keys = [identity.sign_key for identity in self._now().identities] or [b""]
+        return any(hmac.compare_digest(_digest(data, key), digest) for key in keys)
+
+    def _now(self) -> _Current:
+        if self._file is not None and time.monotonic() - self._read_at > _REREAD_SECONDS:
+            with self._lock:
+                if time.monotonic() - self._read_at > _REREAD_SECONDS:
+                    self._reread(self._file)
+                    self._read_at = time.monotonic()
+        return self._current
+
+    def _reread(self, file: Path) -> None:
+        try:
+            found = tuple(_read_file(file))
+            if found == self._read:
+                return
+            self._current, self._read = _derive(found), found
+        except SettingsError as error:
+            if not self._complained:
+                logger.warning("kvhma: %s; the secrets stay as they were", error)
+            self._complained = True
+        else:
+            self._complained = False
+            logger.info("kvhma: %d secrets read from %s", len(found), file)
+
+    _complained = False
+
+
+def sign_hello(private: bytes, nonce: bytes, data: bytes) -> bytes:
+    """Sign a worker's hello for who asked with this nonce.
+
+    Args:
+        private: Ed25519 private key of the worker, 32 bytes.
+        nonce: of the question.
+        data: the hello.
+
+    Returns:
+        64 bytes.
+    """
+    return Ed25519PrivateKey.from_private_bytes(private).sign(_HELLO + nonce + data)
+
+
+def verify_hello(public: bytes, nonce: bytes, data: bytes, signature: bytes) -> bool:
+    """Return whether who has the private key of `public`, 32 bytes, has signed this hello for this nonce."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, _HELLO + nonce + data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _read_file(file: Path) -> list[bytes]:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(f"secret_file {str(file)!r} cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise SettingsError(f"secret_file {str(file)!r} has more than {_MAX_FILE_BYTES} bytes")
+    return _lines(data, f"secret_file {str(file)!r}")
+
+
+def _lines(data: bytes, source: str) -> list[bytes]:
+    """Return the secrets of a text. No error says what any of them is."""
+    lines = [line for line in map(bytes.strip, data.split(b"\n")) if line]
+    if not 0 < len(lines) <= MAX_SECRETS:
+        raise SettingsError(f"{source} has {len(lines)} secrets, expected 1..{MAX_SECRETS}, one a line")
+    for number, line in enumerate(lines, 1):
+        if len(line) < MIN_SECRET_BYTES:
+            raise SettingsError(
+                f"{source}: secret {number} has {len(line)} bytes, expected {MIN_SECRET_BYTES} or more; "
+                "`openssl rand -hex 32` makes a good one"
+            )
+    return lines
+
+
+def _digest(data: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=key).digest()
+
+
+def _derive(secrets: Sequence[bytes]) -> _Current:
+    if not secrets:
+        return _Current()
+    identities = tuple(_identity(secret) for secret in secrets)
+    return _Current(
+        identities,
+        _context(ssl.PROTOCOL_TLS_SERVER, identities),
+        _context(ssl.PROTOCOL_TLS_CLIENT, identities),
+        frozenset(identity.der for identity in identities),
+    )
+
+
+@lru_cache(2 * MAX_SECRETS)
+def _identity(secret: bytes) -> _Identity:
+    """Derive the keys of a secret, and a certificate that is the same at every engine that has it."""
+    # Strangers see signed parameters and the certificate, and may try words offline: each one shall cost them this.
+    stretched = hashlib.scrypt(secret, salt=b"kvhma-secret-3", n=1 << 14, r=8, p=1, dklen=64)
+    key = Ed25519PrivateKey.from_private_bytes(stretched[:32])
+    public = key.public_key()
+    # Each has a name of its own, so that which one has signed is never a guess.
+    name = hashlib.sha256(public.public_bytes_raw()).hexdigest()[:32]
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"kvhma-{name}")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(public)
+        .serial_number(int(name[:16], 16) | 1)
+        .not_valid_before(dt.datetime(2000, 1, 1))
+        .not_valid_after(dt.datetime(9999, 12, 31, 23, 59, 59))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, None)
+    )
+    return _Identity(stretched[32:], key, certificate)
+
+
+def _context(protocol: int, identities: Sequence[_Identity]) -> ssl.SSLContext:
+    """Return a context for TLS 1.3 in which both sides show a certificate: the first one's; all are accepted."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # An engine is who has the secret; its certificate names no host.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a connection is kept, never resumed
+    encoding = serialization.Encoding
+    accepted = b"".join(identity.certificate.public_bytes(encoding.PEM) for identity in identities)
+    context.load_verify_locations(cadata=accepted.decode("ascii"))
+    # The ssl module reads a private key from files only: the file is unreadable without what only this call knows.
+    password = random.token_bytes(24).hex().encode()
+    private = identities[0].private_key.private_bytes(
+        encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(password)
+    )
+    shown = identities[0].certificate.public_bytes(encoding.PEM)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "key.pem"
+        path.write_bytes(private + shown)
+        context.load_cert_chain(path, password=password)
+    return context
