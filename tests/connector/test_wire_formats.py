@@ -17,26 +17,34 @@ from kvhma.vllm.wire.messages import (
     Done,
     EngineInfo,
     Leases,
+    LeaseState,
     Outcome,
     Problem,
     RankHello,
     Refused,
     Release,
     Renew,
+    frame,
+    frame_length,
     read_answer,
     read_claim,
     read_question,
     write_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
+from kvhma.vllm.wire.secrets import sign_hello, verify_hello
 
-CLAIM = LeaseClaim(LeaseKey("cmpl-1", 7), 0x0123456789ABCDEF)
-CLAIMS = "a6636c61696d739193a6636d706c2d31c4080000000000000007c4080123456789abcdef"
+DIGEST = bytes(range(16))
+CLAIM = LeaseClaim(LeaseKey("cmpl-1", 7), 0x0123456789ABCDEF, DIGEST)
+CLAIMS = "a6636c61696d739194a6636d706c2d31c4080000000000000007c4080123456789abcdefc410000102030405060708090a0b0c0d0e0f"
 RELEASE = f"83a474797065a772656c65617365{CLAIMS}a76f7574636f6d65"
 
 QUESTIONS = [
-    (AskEngineInfo(2), "82a474797065a6726f73746572a870726f746f636f6c02"),
-    (AskHello(0, 1), "83a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01"),
+    (AskEngineInfo(3), "82a474797065a6726f73746572a870726f746f636f6c03"),
+    (
+        AskHello(0, 1, DIGEST),
+        "84a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01a56e6f6e6365c410000102030405060708090a0b0c0d0e0f",
+    ),
     (Renew([write_claim(CLAIM)]), f"82a474797065a572656e6577{CLAIMS}"),
     (Release([write_claim(CLAIM)], Outcome.READ), f"{RELEASE}a472656164"),
     (Release([write_claim(CLAIM)], Outcome.READ_SHARED), f"{RELEASE}af72656164206279207369626c696e67"),
@@ -46,14 +54,17 @@ QUESTIONS = [
 
 ANSWERS = [
     (
-        EngineInfo(2, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)]),
-        "85a474797065a6726f73746572a870726f746f636f6c02a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
+        EngineInfo(3, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)]),
+        "85a474797065a6726f73746572a870726f746f636f6c03a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
         "0000000000000102a572616e6b7392920000920001",
     ),
-    (RankHello(b"\0\xff"), "82a474797065a568656c6c6fa464617461c40200ff"),
     (
-        Leases(1.5, [2.5, None]),
-        "83a474797065a66c6561736573a5636c6f636bcb3ff8000000000000a76578706972657392cb4004000000000000c0",
+        RankHello(b"\0\xff", bytes(64)),
+        f"83a474797065a568656c6c6fa464617461c40200ffa97369676e6174757265c440{'00' * 64}",
+    ),
+    (
+        Leases([LeaseState.HELD, LeaseState.ENDED, LeaseState.OTHER, LeaseState.FULL]),
+        "82a474797065a66c6561736573a673746174657394a468656c64a5656e646564a56f74686572a466756c6c",
     ),
     (Done(), "81a474797065a4646f6e65"),
 ]
@@ -78,7 +89,28 @@ def test_a_problem():
 
 
 def test_a_claim():
-    assert read_claim(("cmpl-1", bytes([0] * 7 + [7]), bytes.fromhex("0123456789abcdef"))) == CLAIM
+    assert read_claim(("cmpl-1", bytes([0] * 7 + [7]), bytes.fromhex("0123456789abcdef"), DIGEST)) == CLAIM
+
+
+def test_a_frame():
+    assert frame(Done()).hex() == "0b00000081a474797065a4646f6e65"
+    assert frame_length(bytes.fromhex("01020304")) == 0x04030201
+
+
+def test_a_signed_hello():
+    # By OpenSSL: `openssl pkeyutl -sign -rawin` of "kvhma-hello-3", the nonce and the data, with the key of RFC 8032's
+    # first test.
+    private = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
+    public = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
+    signature = bytes.fromhex(
+        "cfc43513d2414f1ad7761246d02c3d14968fc7562c18cb7625e0e44f0705239f741db8e86ed86970b43ac1e36718118072ac96410add21d3f48429ffb42e850c"
+    )
+    assert sign_hello(private, DIGEST, b"hello") == signature
+    assert verify_hello(public, DIGEST, b"hello", signature)
+    assert not verify_hello(public, DIGEST, b"hellp", signature)
+    assert not verify_hello(public, bytes(16), b"hello", signature)
+    assert not verify_hello(bytes(32), DIGEST, b"hello", signature)
+    assert not verify_hello(b"", DIGEST, b"hello", b"")
 
 
 def test_parameters_of_a_request():

@@ -245,21 +245,26 @@ class _Connections:
                     self._selector.unregister(self._listening)
                     self._accepting = False
                 return
-            if self._count >= self._limit:
-                most = max(self._by_host.values(), key=len)
-                idlest = next(iter(most))
-                peer_log.logger.warning(
-                    "kvhma: %d connections, %s has %d and loses one", self._count, idlest.host, len(most)
-                )
-                self._drop(idlest)
             try:
-                connection = Connection(accepted, host, self._secrets, self._answer)
-                self._selector.register(accepted.fileno(), selectors.EVENT_READ, connection)
-            except BaseException:
+                self._add(Connection(accepted, host, self._secrets, self._answer))
+            except BaseException:  # it ends this connection and no other one
+                peer_log.logger.exception("kvhma: a connection to the side channel failed")
                 accepted.close()
-                raise
-            self._by_host.setdefault(host, OrderedDict())[connection] = None
-            self._count += 1
+
+    def _add(self, connection: Connection) -> None:
+        if self._count >= self._limit:
+            most = max(self._by_host.values(), key=len)
+            idlest = next(iter(most))
+            peer_log.logger.warning(
+                "kvhma: %d connections to the side channel; %s has %d and loses one",
+                self._count,
+                idlest.host,
+                len(most),
+            )
+            self._drop(idlest)
+        self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
+        self._by_host.setdefault(connection.host, OrderedDict())[connection] = None
+        self._count += 1
 
     def _accept_again(self) -> None:
         if not self._accepting:
@@ -287,7 +292,8 @@ class _Connections:
         self._answers.note(connection, 0)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.fileno())
-        connection.socket.close()
+        with contextlib.suppress(OSError):
+            connection.socket.close()
 
 
 class _Budget:
