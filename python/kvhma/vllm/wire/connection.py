@@ -74,7 +74,8 @@ class Connection:
         self.answered = 0
         self._secrets = secrets
         self._answer = answer
-        self._advance = self._open
+        # Not bound to this connection: a circle of references would keep its bytes after its end.
+        self._advance: Callable[[Connection], None] = Connection._open
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._last = False
@@ -105,7 +106,7 @@ class Connection:
             OSError: it has ended.
         """
         try:
-            self._advance()
+            self._advance(self)
         except (BlockingIOError, ssl.SSLWantReadError):
             self.events = selectors.EVENT_READ
         except ssl.SSLWantWriteError:
@@ -124,14 +125,14 @@ class Connection:
             if tls:
                 self._refuse("its questions are encrypted", _ONLY_THERE)
             else:
-                self._advance = self._receive
+                self._advance = Connection._receive
                 self._receive()
             return
         if not tls:
             self._refuse("its questions are not encrypted", _ONLY_HERE)
             return
         self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-        self._advance = self._shake_hands
+        self._advance = Connection._shake_hands
         self._shake_hands()
 
     def _shake_hands(self) -> None:
@@ -149,7 +150,7 @@ class Connection:
             raise Ended from error
         self._certificate = self.socket.getpeercert(True)
         self.deadline = time.monotonic() + IDLE_SECONDS
-        self._advance = self._receive
+        self._advance = Connection._receive
         self._receive()
 
     def _receive(self) -> None:
@@ -197,7 +198,7 @@ class Connection:
 
     def _send(self, answer: Answer) -> None:
         self._unsent = memoryview(frame(answer))
-        self._advance = self._flush
+        self._advance = Connection._flush
         self.deadline = time.monotonic() + ANSWER_SECONDS
         self._flush()
 
@@ -217,4 +218,4 @@ class Connection:
                 self.socket.recv(_CHUNK)
             raise Ended
         self.events = selectors.EVENT_READ
-        self._advance = self._receive
+        self._advance = Connection._receive

@@ -129,7 +129,8 @@ class Listener:
                 with contextlib.closing(_Connections(self._socket, self._secrets, self._answer_anyway)) as connections:
                     connections.register(self._wakeup)
                     while not self._stopping:
-                        self.failures += connections.serve()
+                        failed = connections.serve()
+                        self.failures += failed
             except BaseException:  # the thread must outlive it: without it, no engine reads from this one
                 with contextlib.suppress(BaseException):
                     self.failures += 1

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has not the secret learns nothing and is believed nothing; who has it goes on while it changes."""
+
+import contextlib
+import datetime as dt
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvhma.errors import HandshakeError, HandshakeTimeoutError, SettingsError
+from kvhma.vllm.wire import connection, server
+from kvhma.vllm.wire import secrets as wire_secrets
+from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.wire.messages import AskEngineInfo, AskHello, EngineInfo, Leases, RankHello, Renew, frame
+from kvhma.vllm.wire.secrets import Secrets
+from support.listening import (
+    HELLO,
+    NONCE,
+    answers,
+    close_all,
+    connect,
+    descriptors,
+    has_ended,
+    hostile,
+    is_answered,
+    listening,
+    problem,
+    said,
+    until,
+)
+
+A, B, C = (Secrets([letter * 32]) for letter in (b"a", b"b", b"c"))
+NONE = Secrets()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with listening(secrets=A) as found:
+        yield found.at
+        assert found.failures == 0
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(server, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "HANDSHAKE_SECONDS", 0.5)
+
+
+def load(file):
+    return Secrets.load(SimpleNamespace(secret_file=None if file is None else str(file)))
+
+
+def own_context(*, certificate=None, version=None):
+    """How a stranger connects who believes anybody."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if version is not None:
+        context.maximum_version = version
+    if certificate is not None:
+        context.load_cert_chain(certificate)
+    return context
+
+
+def learned(address, context):
+    """What a stranger is told who asks for a hello over TLS."""
+    try:
+        with connect(address) as raw, context.wrap_socket(raw) as wrapped:
+            wrapped.sendall(frame(AskHello(0, 0, NONCE)))
+            return said(wrapped)
+    except OSError as error:
+        return error
+
+
+# --- strangers -------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_without_encryption_learns_nothing(address):
+    # Before, whoever reached the side channel was given NIXL's metadata, and with it P's memory.
+    with connect(address) as raw:
+        raw.sendall(frame(AskHello(0, 0, NONCE)))
+        assert "this engine has a secret" in problem(said(raw))
+        assert has_ended(raw, 5)
+
+
+def test_a_stranger_without_a_certificate_learns_nothing(address):
+    assert isinstance(learned(address, own_context()), ssl.SSLError)
+
+
+def test_a_stranger_with_a_certificate_of_its_own_learns_nothing(address, tmp_path):
+    assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, "stranger"))), ssl.SSLError)
+
+
+def test_a_stranger_with_our_name_and_another_key_learns_nothing(address, tmp_path):
+    (identity,) = A._current.identities
+    name = identity.certificate.subject.rfc4514_string().removeprefix("CN=")
+    assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, name))), ssl.SSLError)
+
+
+def test_a_certificate_that_was_seen_is_of_no_use_without_its_key(address, tmp_path):
+    with connect(address) as raw, own_context().wrap_socket(raw) as wrapped:
+        seen = wrapped.getpeercert(True)
+    assert A.accepts(seen)
+    key = ec.generate_private_key(ec.SECP256R1())
+    path = tmp_path / "seen.pem"
+    path.write_bytes(pem_of(key) + ssl.DER_cert_to_PEM_cert(seen).encode())
+    with pytest.raises(ssl.SSLError):
+        own_context(certificate=path)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2])
+def test_an_older_tls(address, version):
+    assert isinstance(learned(address, own_context(version=version)), ssl.SSLError)
+
+
+def own_certificate(folder, name):
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(7)
+        .not_valid_before(dt.datetime(2000, 1, 1))
+        .not_valid_after(dt.datetime(2100, 1, 1))
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "own.pem"
+    path.write_bytes(pem_of(key) + certificate.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def pem_of(key):
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def test_what_is_said_cannot_be_read_on_the_way(address):
+    seen = bytearray()
+
+    def pass_on(raw):
+        with connect(address) as onward:
+            threads = [
+                threading.Thread(target=copy, args=(one, other, seen)) for one, other in ((raw, onward), (onward, raw))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    with hostile(pass_on) as between, Client(between, 5, A) as client:
+        assert client.ask(AskHello(0, 0, NONCE), RankHello).data == HELLO
+        client.close()
+    assert len(seen) > len(HELLO)
+    assert HELLO[:16] not in seen
+    assert NONCE not in seen
+    assert b"hello" not in seen
+
+
+def copy(source, target, seen):
+    while data := source.recv(1 << 16):
+        seen += data
+        target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_what_is_changed_on_the_way_is_no_answer(address):
+    def pass_on(raw):
+        with connect(address) as onward:
+            onward.settimeout(0.3)
+            raw.settimeout(0.3)
+            for _ in range(100):
+                for one, other in ((raw, onward), (onward, raw)):
+                    try:
+                        data = bytearray(one.recv(1 << 16))
+                    except TimeoutError:
+                        continue
+                    if not data:
+                        return
+                    if len(data) > 10_000:
+                        data[5000] ^= 1
+                    other.sendall(data)
+
+    with hostile(pass_on) as between, Client(between, 3, A) as client, pytest.raises(HandshakeError):
+        client.ask(AskHello(0, 0, NONCE), RankHello)
+
+
+# --- two sides that do not agree say why -----------------------------------------------------------------------
+
+
+def asks(address, secrets):
+    with Client(address, 20, secrets) as client:
+        client.ask(AskEngineInfo(3), EngineInfo)
+
+
+def test_only_the_listener_has_a_secret(address):
+    began = time.monotonic()
+    with pytest.raises(
+        HandshakeError, match="this engine has a secret, and the question came without: set secret_file"
+    ):
+        asks(address, NONE)
+    assert time.monotonic() - began < 2
+
+
+def test_only_who_asks_has_a_secret(caplog):
+    began = time.monotonic()
+    with (
+        listening() as found,
+        pytest.raises(HandshakeError, match="has no secret and this engine has one: set secret_file or KVHMA_SECRET"),
+    ):
+        asks(found.at, A)
+    assert time.monotonic() - began < 2
+    assert "127.0.0.1 was refused: its questions are encrypted" in caplog.text
+
+
+def test_secrets_that_differ(address, caplog):
+    began = time.monotonic()
+    with pytest.raises(HandshakeError, match=r"the secrets of .* and of this engine differ"):
+        asks(address, B)
+    assert time.monotonic() - began < 2
+    until(lambda: "its secret is another one" in caplog.text)
+
+
+def test_only_the_listener_does_not_accept_the_others_secret():
+    # Half of a rotation: who asks knows the new secret already, and uses the old one that was taken back.
+    asking = Secrets([b"b" * 32, b"a" * 32])
+    with listening(secrets=A) as found, pytest.raises(HandshakeError, match=r"the secrets of .* differ"):
+        asks(found.at, asking)
+
+
+def test_a_listener_of_another_secret_is_told_nothing():
+    # The question says who reads which blocks: it is sent to who has the secret only.
+    heard = bytearray()
+
+    def serve(raw):
+        with B.server_context().wrap_socket(raw, server_side=True) as wrapped:
+            heard.extend(wrapped.recv(1000))
+
+    with hostile(serve) as address, pytest.raises(HandshakeError, match="differ"):
+        asks(address, A)
+    assert not heard
+
+
+def test_a_listener_that_does_not_encrypt_is_told_nothing():
+    heard = bytearray()
+
+    def serve(raw):
+        heard.extend(raw.recv(10_000))
+        raw.sendall(frame(EngineInfo(3, "p", bytes(8), [])))
+
+    with hostile(serve) as address, pytest.raises(HandshakeError, match="has no secret"):
+        asks(address, A)
+    assert b"roster" not in heard
+
+
+def test_a_listener_that_says_nothing_during_the_handshake():
+    began = time.monotonic()
+    with (
+        hostile(lambda raw: raw.recv(10_000) and raw.recv(1000)) as address,
+        pytest.raises(HandshakeTimeoutError, match=r"in 0\.3 s"),
+    ):
+        Client(address, 0.3, A)
+    assert time.monotonic() - began < 2
+
+
+def test_a_handshake_byte_by_byte_has_an_end():
+    def serve(raw):
+        raw.recv(10_000)
+        for byte in b"\x16\x03\x03\x20\x00\x02\x00\x1f\xfc" + bytes(500):
+            raw.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+    began = time.monotonic()
+    with hostile(serve) as address, pytest.raises(HandshakeError):
+        Client(address, 0.4, A)
+    assert time.monotonic() - began < 2
+
+
+# --- what strangers cost a listener with a secret ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"], ids=str)
+def test_handshakes_that_do_not_go_on_are_ended(quick, data):
+    with listening(secrets=A) as found:
+        raws = [connect(found.at) for _ in range(100)]
+        try:
+            for raw in raws:
+                raw.sendall(data)
+            answers(found.at, A)
+            began = time.monotonic()
+            assert all(has_ended(raw, 3) for raw in raws)
+            assert time.monotonic() - began < 3
+        finally:
+            close_all(raws)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.binary(max_size=1500), st.booleans())
+def test_any_bytes_end_their_own_connection_at_most(address, data, as_record):
+    with connect(address) as raw:
+        raw.sendall((b"\x16\x03\x01\x04\x00\x01" if as_record else b"") + data)
+    answers(address, A)
+
+
+def test_a_peer_that_breaks_a_handshake_off_is_forgotten(address):
+    before = descriptors()
+    for _ in range(200):
+        with connect(address) as raw:
+            raw.sendall(b"\x16\x03\x01\x02\x00\x01")
+    answers(address, A)
+    until(lambda: descriptors() <= before + 1)
+
+
+def test_large_questions_and_answers(address):
+    claims = [("r" * 100, bytes(8), bytes(8), bytes(16))] * 4096
+    with Client(address, 10, A) as client:
+        for _ in range(3):
+            assert len(client.ask(Renew(claims), Leases).states) == 4096
+            assert client.ask(AskHello(0, 0, NONCE), RankHello).data == HELLO
+
+
+def test_an_encrypted_question_before_the_last_one_was_answered(address):
+    with connect(address) as raw, A.client_context().wrap_socket(raw) as wrapped:
+        wrapped.sendall(frame(AskEngineInfo(3)) * 2)
+        assert "one question at a time" in problem(said(wrapped))
+
+
+# --- rotation ---------------------------------------------------------------------------------------------------
+
+
+def write(file, *secrets):
+    """Replace a file as a whole, as who manages secrets does."""
+    new = file.with_suffix(".new")
+    new.write_bytes(b"\n".join(secrets) + b"\n")
+    new.replace(file)
+
+
+def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
+    old, new = b"o" * 32, b"n" * 32
+    files = [tmp_path / "p", tmp_path / "d"]
+    for file in files:
+        write(file, old)
+    of_p, of_d = (load(file) for file in files)
+    retried, asked, wrong, stop = [], [], [], threading.Event()
+
+    def ask(pool):
+        while not stop.is_set():
+            for attempt in (1, 2):
+                try:
+                    client = pool.take()
+                    try:
+                        is_answered(client)
+                    finally:
+                        pool.release(client)
+                except HandshakeTimeoutError as error:
+                    (retried if attempt == 1 else wrong).append(error)
+                except BaseException as error:
+                    wrong.append(error)
+                    return
+                else:
+                    asked.append(attempt)
+                    break
+
+    with listening(secrets=of_p) as found:
+        pools = [ClientPool(found.at, 5, of_d) for _ in range(4)]
+        threads = [threading.Thread(target=ask, args=(pool,)) for pool in pools]
+        for thread in threads:
+            thread.start()
+        # Both accept the new one, then both use it, then nobody accepts the old one; each step at one side first.
+        for lines in ((old, new), (new, old), (new,)):
+            for file in files:
+                write(file, *lines)
+                time.sleep(0.3)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for pool in pools:
+            pool.close()
+        assert not wrong
+        assert len(asked) > 100
+        assert len(retried) <= 3 * len(pools)
+        with pytest.raises(HandshakeError, match="differ"):
+            asks(found.at, Secrets([old]))
+        answers(found.at, Secrets([new]))
+
+
+def test_who_was_let_in_by_a_secret_that_was_taken_back_is_not_answered_any_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
+    file = tmp_path / "secrets"
+    write(file, b"a" * 32, b"b" * 32)
+    with listening(secrets=load(file)) as found, Client(found.at, 5, Secrets([b"b" * 32, b"a" * 32])) as client:
+        is_answered(client)
+        write(file, b"a" * 32)
+        time.sleep(0.1)
+        with pytest.raises(HandshakeTimeoutError, match="ended the connection"):
+            is_answered(client)
+
+
+@pytest.mark.parametrize("broken", [b"", b"short\n", b"x" * 100_000, b"\n".join([b"s" * 20] * 17)], ids=len)
+def test_a_file_that_becomes_unusable_changes_nothing_and_is_said_once(tmp_path, monkeypatch, caplog, broken):
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.0)
+    file = tmp_path / "secrets"
+    write(file, b"a" * 32)
+    found = load(file)
+    digest = found.sign(b"x")
+    file.write_bytes(broken)
+    time.sleep(0.01)
+    assert [found.sign(b"x"), found.sign(b"x")] == [digest, digest]
+    file.unlink()
+    assert found.sign(b"x") == digest
+    assert found.enabled
+    assert len(caplog.records) == 1
+    assert "the secrets stay as they were" in caplog.text
+    write(file, b"b" * 32)
+    time.sleep(0.01)
+    assert found.sign(b"x") == B.sign(b"x")
+
+
+# --- reading them ----------------------------------------------------------------------------------------------
+
+
+def test_where_secrets_come_from(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVHMA_SECRET", raising=False)
+    assert not load(None).enabled
+    assert load(None).server_context() is load(None).client_context() is None
+    monkeypatch.setenv("KVHMA_SECRET", "b" * 32)
+    assert load(None).sign(b"x") == B.sign(b"x")
+    write(tmp_path / "file", b"a" * 32)
+    assert load(tmp_path / "file").sign(b"x") == A.sign(b"x")  # the file wins
+    (tmp_path / "odd").write_bytes(b"\r\n  " + b"a" * 32 + b"\r\n\r\n" + b"b" * 32)
+    assert load(tmp_path / "odd").sign(b"x") == A.sign(b"x")
+    assert load(tmp_path / "odd").verify(b"x", B.sign(b"x"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "has 0 secrets, expected 1..16"),
+        (b"\n\n", "has 0 secrets"),
+        (b"top-secret-word", "secret 1 has 15 bytes, expected 16 or more"),
+        (b"a" * 32 + b"\ntop-secret-word", "secret 2 has 15 bytes"),
+        (b"a" * 100_000, "has more than 65536 bytes"),
+        (b"a" * 32 + b"\n" + b"\n".join(b"%032d" % number for number in range(16)), "has 17 secrets"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path, content, reason):
+    file = tmp_path / "secrets"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SettingsError, match=reason) as raised:
+        load(file)
+    assert "top-secret" not in str(raised.value)
+
+
+def test_an_environment_that_cannot_be_used(monkeypatch):
+    monkeypatch.setenv("KVHMA_SECRET", "top-secret-word")
+    with pytest.raises(SettingsError, match="KVHMA_SECRET: secret 1 has 15 bytes") as raised:
+        load(None)
+    assert "top-secret" not in str(raised.value)
+
+
+def test_secrets_stand_in_no_text_and_no_log(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.0)
+    file = tmp_path / "secrets"
+    write(file, b"top-secret-and-long-enough")
+    found = load(file)
+    with listening(secrets=found) as at, pytest.raises(HandshakeError) as raised:
+        asks(at.at, A)
+    write(file, b"another-top-secret-that-is-long")
+    time.sleep(0.01)
+    found.sign(b"x")
+    texts = [repr(found), str(raised.value), caplog.text, *map(str, os.environ.items())]
+    assert "secrets read from" in caplog.text
+    assert not any("top-secret" in text for text in texts)
+
+
+def test_files_of_the_private_key_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    Secrets([b"never seen before, so made now"])
+    assert not list(tmp_path.iterdir())
+
+
+# --- signatures ------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_is_made_and_known_with_a_secret_only():
+    both = Secrets([b"a" * 32, b"b" * 32])
+    for secrets in (NONE, A, B, both):
+        digest = secrets.sign(b"data")
+        assert len(digest) == 16
+        assert secrets.verify(b"data", digest)
+        assert not secrets.verify(b"date", digest)
+        assert not secrets.verify(b"data", digest[:-1])
+        assert not secrets.verify(b"data", b"")
+    assert both.sign(b"data") == A.sign(b"data")
+    assert both.verify(b"data", B.sign(b"data"))
+    assert not A.verify(b"data", both.sign(b"data")[::-1])
+    assert not A.verify(b"data", B.sign(b"data"))
+    assert not A.verify(b"data", NONE.sign(b"data"))
+    assert not both.verify(b"data", C.sign(b"data"))
+
+
+def test_every_engine_derives_the_same():
+    # A secret is all that two engines have in common: neither time nor chance may go into what comes from it.
+    wire_secrets._identity.cache_clear()
+    again = Secrets([b"a" * 32])
+    assert again._current.accepted == A._current.accepted
+    assert again.sign(b"x") == A.sign(b"x")
+    (identity,) = again._current.identities
+    wire_secrets._identity.cache_clear()
+    time.sleep(1.1)
+    (later,) = Secrets([b"a" * 32])._current.identities
+    assert later.der == identity.der

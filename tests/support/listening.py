@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A listener for tests, good and bad ends of its connections, and what they cost this process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, EngineInfo, LeaseState, Outcome, RankHello
+from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.server import Listener
+from support.engines.engine import free_port
+
+HELLO = b"zero" * 10_000
+PRIVATE_KEY = bytes(range(32))
+NONCE = b"0123456789abcdef"
+
+
+class AnyLease:
+    """Holds whatever is asked for; raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.claims: list[LeaseClaim] = []
+
+    def renew(self, claims: list[LeaseClaim]) -> list[LeaseState]:
+        if self.error is not None:
+            raise self.error
+        self.claims = claims
+        return [LeaseState.HELD] * len(claims)
+
+    def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
+        if self.error is not None:
+            raise self.error
+        self.claims = claims
+
+
+@contextlib.contextmanager
+def listening(
+    *, secrets: Secrets | None = None, leases: AnyLease | None = None, at: Address | None = None
+) -> Iterator[Listener]:
+    """A listener at a free port of this machine, which has to answer at the end still; its address is `at`."""
+    address = at or Address("127.0.0.1", free_port())
+    secrets = secrets or Secrets()
+    listener = Listener(
+        address,
+        engine_id="p",
+        incarnation_id=258,
+        hellos={(0, 0): (HELLO, PRIVATE_KEY), (0, 1): (b"one", PRIVATE_KEY)},
+        leases=leases or AnyLease(),
+        secrets=secrets,
+    )
+    listener.at = address
+    try:
+        yield listener
+        if not listener._stopping:
+            answers(address, secrets)
+    finally:
+        listener.close()
+
+
+def answers(address: Address, secrets: Secrets | None = None) -> None:
+    """Check that a good question is answered, over a new connection."""
+    with Client(address, 5, secrets or Secrets()) as client:
+        is_answered(client)
+
+
+def is_answered(client: Client) -> None:
+    info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
+    assert (info.engine_id, int.from_bytes(info.incarnation_id, "big"), info.ranks) == ("p", 258, [(0, 0), (0, 1)])
+    assert client.ask(AskHello(0, 1, NONCE), RankHello).data == b"one"
+
+
+def connect(address: Address, source: str | None = None) -> socket.socket:
+    """A connection of somebody, from another address of this machine if wanted."""
+    found = socket.socket()
+    found.settimeout(10)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if source is not None:
+        found.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
+        found.bind((source, 0))
+    found.connect((address.host, address.port))
+    return found
+
+
+def framed(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+def said(raw: socket.socket) -> bytes:
+    """The message of the next frame; empty if the connection has ended before."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while len(received) < 4 or len(received) < 4 + struct.unpack_from("<I", received)[0]:
+            data = raw.recv(1 << 20)
+            if not data:
+                return b""
+            received += data
+    return received[4:]
+
+
+def problem(data: bytes) -> str:
+    """The text of a problem."""
+    found = msgspec.msgpack.decode(data)
+    assert found["type"] == "problem", found
+    return found["text"]
+
+
+def has_ended(raw: socket.socket, seconds: float) -> bool:
+    """Whether the other side ends a connection in time, whatever it says before."""
+    raw.settimeout(seconds)
+    try:
+        while raw.recv(1 << 20):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def hostile(serve: Callable[[socket.socket], None], connections: int = 1) -> Iterator[Address]:
+    """The address of somebody who treats each connection as `serve` does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def run() -> None:
+            for _ in range(connections):
+                with contextlib.suppress(OSError):
+                    accepted, _ = server.accept()
+                    with accepted:
+                        serve(accepted)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield Address("127.0.0.1", server.getsockname()[1])
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def descriptors() -> int:
+    """Open file descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not become true"
+        time.sleep(0.01)
+
+
+def close_all(sockets: Sequence[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
