@@ -147,6 +147,11 @@ bench-vllm: build $(E2E)/.ready ## against vLLM's own functions, in benches/RESU
 	PYTHONPATH=python $(E2E)/bin/python benches/against_vllm.py > benches/RESULTS_VLLM.md
 	cat benches/RESULTS_VLLM.md
 
+.PHONY: bench-listener
+bench-listener: build $(E2E)/.ready ## many decode engines against one listener, in benches/RESULTS_LISTENER.md
+	PYTHONPATH=python $(E2E)/bin/python benches/listener.py > benches/RESULTS_LISTENER.md
+	cat benches/RESULTS_LISTENER.md
+
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md

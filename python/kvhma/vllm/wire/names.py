@@ -8,6 +8,7 @@ import ipaddress
 import re
 import threading
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREAM, gaierror, getaddrinfo, getnameinfo
 
 from kvhma.errors import HandshakeTimeoutError
@@ -31,27 +32,38 @@ def is_numeric(address: Address) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
 
 
-def look_up(address: Address) -> Future[Address]:
-    """Start to find the numeric form of an address, in a thread of its own.
-
-    The result may be a HandshakeTimeoutError: the name is not known, or no name service answers.
+def resolve(address: Address, timeout: float) -> Address:
+    """Return the numeric form of an address; wait `timeout` seconds for it at most.
 
     Raises:
-        HandshakeTimeoutError: too many names are being looked up.
+        HandshakeTimeoutError: the name is not known, no name service answers in time, or too many are being asked.
     """
-    found: Future[Address] = Future()
     if is_numeric(address):
-        found.set_result(address)
-        return found
+        return address
+    try:
+        return look_up(address).result(timeout)
+    except FutureTimeoutError as error:
+        raise HandshakeTimeoutError(
+            f"remote_host {one_line(address.host)!r} was not looked up in {timeout} s"
+        ) from error
+
+
+def look_up(address: Address) -> Future[Address]:
+    """Start to look a name up in a thread of its own, or return the look-up that is under way.
+
+    Raises:
+        HandshakeTimeoutError: too many are under way.
+    """
     with _lookups_lock:
         if address in _lookups:
             return _lookups[address]
         if len(_lookups) >= _MAX_LOOKUPS:
             raise HandshakeTimeoutError(f"{len(_lookups)} other names are being looked up")
+        found: Future[Address] = Future()
         try:
             threading.Thread(target=_look_up, args=(address, found), name="kvhma-look-up", daemon=True).start()
         except RuntimeError as error:
-            raise HandshakeTimeoutError(f"remote_host {address.host!r} cannot be looked up: {error}") from error
+            raise HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}") from error
         _lookups[address] = found
     return found
 
@@ -70,15 +82,3 @@ def _look_up(address: Address, found: Future[Address]) -> None:
     finally:
         with _lookups_lock:
             _lookups.pop(address, None)
-
-
-def resolve(address: Address, timeout: float) -> Address:
-    """Return the numeric form of an address; wait `timeout` seconds for it at most.
-
-    Raises:
-        HandshakeTimeoutError: the name is not known, or no name service answers in time.
-    """
-    try:
-        return look_up(address).result(timeout)
-    except TimeoutError as error:
-        raise HandshakeTimeoutError(f"remote_host {address.host!r} was not looked up in {timeout} s") from error

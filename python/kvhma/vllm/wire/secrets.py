@@ -59,8 +59,8 @@ class _Identity:
 
     Attributes:
         sign_key: keys the digests of parameters.
-        private_key: of the certificate, as PEM without a password.
-        certificate: as PEM.
+        private_key: of the certificate.
+        certificate: what a connection shows.
     """
 
     sign_key: bytes
@@ -104,6 +104,8 @@ class Secrets:
         self._read = tuple(secrets)
         self._current = _derive(self._read)
         self._read_at = time.monotonic()
+        self._unusable = False
+        """Whether the file cannot be used now, which the log has said."""
 
     @classmethod
     def load(cls, settings: SecretSettings) -> Secrets:
@@ -161,14 +163,12 @@ class Secrets:
                 return
             self._current, self._read = _derive(found), found
         except SettingsError as error:
-            if not self._complained:
+            if not self._unusable:
                 logger.warning("kvhma: %s; the secrets stay as they were", error)
-            self._complained = True
+            self._unusable = True
         else:
-            self._complained = False
+            self._unusable = False
             logger.info("kvhma: %d secrets read from %s", len(found), file)
-
-    _complained = False
 
 
 def sign_hello(private: bytes, nonce: bytes, data: bytes) -> bytes:
@@ -182,7 +182,7 @@ def sign_hello(private: bytes, nonce: bytes, data: bytes) -> bytes:
     Returns:
         64 bytes.
     """
-    return Ed25519PrivateKey.from_private_bytes(private).sign(_HELLO + nonce + data)
+    return _private_key(private).sign(_HELLO + nonce + data)
 
 
 def verify_hello(public: bytes, nonce: bytes, data: bytes, signature: bytes) -> bool:
@@ -192,6 +192,10 @@ def verify_hello(public: bytes, nonce: bytes, data: bytes, signature: bytes) -> 
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+_private_key = lru_cache(256)(Ed25519PrivateKey.from_private_bytes)
+"""A worker's; making it takes as long as signing."""
 
 
 def _read_file(file: Path) -> list[bytes]:

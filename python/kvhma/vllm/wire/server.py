@@ -59,6 +59,9 @@ _ACCEPTS = 64
 _SWEEP_SECONDS = 1.0
 """How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
 
+_PAUSE_SECONDS = 0.05
+"""Before the loop begins again that was raised out of."""
+
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -124,18 +127,23 @@ class Listener:
         self._wakeup.close()
 
     def _run(self) -> None:
-        while not self._stopping:
+        while True:
             try:
-                with contextlib.closing(_Connections(self._socket, self._secrets, self._answer_anyway)) as connections:
-                    connections.register(self._wakeup)
-                    while not self._stopping:
-                        failed = connections.serve()
-                        self.failures += failed
+                if self._stopping:
+                    return
+                self._serve()
             except BaseException:  # the thread must outlive it: without it, no engine reads from this one
                 with contextlib.suppress(BaseException):
                     self.failures += 1
                     peer_log.logger.exception("kvhma: the side channel starts again")
-                    time.sleep(0.05)
+                    time.sleep(_PAUSE_SECONDS)
+
+    def _serve(self) -> None:
+        with contextlib.closing(_Connections(self._socket, self._secrets, self._answer_anyway)) as connections:
+            connections.register(self._wakeup)
+            while not self._stopping:
+                failed = connections.serve()
+                self.failures += failed
 
     def _answer_anyway(self, question: Question) -> Answer:
         try:
