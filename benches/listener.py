@@ -16,10 +16,11 @@ import socket
 import ssl
 import statistics
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from multiprocessing.connection import Connection
@@ -75,7 +76,8 @@ def start_kvhma(port: int, secret: bool) -> None:
 
 
 def start_vllm(port: int) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+    with redirect_stdout(sys.stderr):
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
     ready = threading.Event()
     arguments = ({(0, 0): HELLO}, ready, threading.Event(), "127.0.0.1", port)
