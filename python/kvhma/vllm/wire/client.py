@@ -70,7 +70,9 @@ class Client:
         self._received = bytearray()
         self._limit = 0
         self._error: HandshakeError | None = None
+        self._connected = False
         self._socket: socket.socket | ssl.SSLSocket = self._connect()
+        self._connected = True
 
     def __enter__(self) -> Client:
         return self
@@ -246,14 +248,15 @@ class Client:
 
     def _failure(self, error: OSError) -> HandshakeError:
         """Return what an error of the connection means."""
-        if isinstance(error, ssl.SSLCertVerificationError) or "_ALERT_" in (getattr(error, "reason", None) or ""):
+        reason = getattr(error, "reason", None) or ""
+        if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
             return HandshakeError(
-                f"the secrets of {self._address} and of this engine differ: no line of them is the same"
+                f"the secrets of {self._address} and of this engine differ: one does not accept what the other one uses"
             )
-        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        if isinstance(error, ssl.SSLError) and not self._connected and not isinstance(error, ssl.SSLEOFError):
             return HandshakeError(
                 f"{self._address} has no secret and this engine has one: set secret_file or KVHMA_SECRET there too "
-                f"({error.reason})"
+                f"({reason})"
             )
         return HandshakeTimeoutError(f"no answer from {self._address}: {error}")
 
