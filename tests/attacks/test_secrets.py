@@ -322,6 +322,29 @@ def test_any_bytes_end_their_own_connection_at_most(address, data, as_record):
     answers(address, A)
 
 
+def test_a_good_handshake_byte_by_byte_is_finished(address):
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = A.client_context().wrap_bio(incoming, outgoing)
+    with connect(address) as raw:
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                send_bytes(raw, outgoing)
+                incoming.write(raw.recv(1 << 16))
+        tls.write(frame(AskEngineInfo(3)))
+        send_bytes(raw, outgoing)
+        incoming.write(raw.recv(1 << 16))
+        assert b"roster" in tls.read(1000)
+
+
+def send_bytes(raw, outgoing):
+    for byte in outgoing.read():
+        raw.sendall(bytes([byte]))
+        time.sleep(0.0005)
+
+
 def test_a_peer_that_breaks_a_handshake_off_is_forgotten(address):
     before = descriptors()
     for _ in range(200):

@@ -119,10 +119,11 @@ class Connection:
             raise Ended
         # A handshake record with a ClientHello. A question's fourth byte is of its length, at most 0x10, its fifth
         # begins a map and its sixth a text.
-        tls = first[:2] == b"\x16\x03" and (len(first) < _OPENING_BYTES or first[5] == 1)
+        whole = len(first) == _OPENING_BYTES
+        tls = b"\x16\x03".startswith(first[:2]) and (not whole or first[5] == 1)
         context = self._secrets.server_context()
         if context is None:
-            if tls:
+            if tls and whole:
                 self._refuse("its questions are encrypted", _ONLY_THERE)
             else:
                 self._advance = Connection._receive
