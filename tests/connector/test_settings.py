@@ -40,6 +40,22 @@ def test_addresses():
         ({"prefill_engines": ["p:0"]}, "prefill_engines"),
         ({"prefill_engines": ["p:70000"]}, "prefill_engines"),
         ({"prefill_engines": [5600]}, "prefill_engines"),
+        ({"allowed_prefill_engines": "10.0.0.0/8"}, "allowed_prefill_engines is '10.0.0.0/8', expected a list"),
+        ({"allowed_prefill_engines": 7}, "allowed_prefill_engines is 7"),
+        ({"allowed_prefill_engines": ["p", 7]}, "allowed_prefill_engines is"),
+        ({"allowed_prefill_engines": ["p:0"]}, "allowed_prefill_engines is"),
+        ({"allowed_prefill_engines": ["p:65536"]}, "allowed_prefill_engines is"),
+        ({"allowed_prefill_engines": [""]}, "allowed_prefill_engines is"),
+        ({"allowed_prefill_engines": ["*.example"]}, "allowed_prefill_engines is"),
+        ({"allowed_prefill_engines": ["10.0.0.0/33"]}, "allowed_prefill_engines is"),
+        ({"allowed_prefill_engines": ["10.0"]}, "allowed_prefill_engines is"),
+        ({"secret_file": ""}, "secret_file is '', expected a path"),
+        ({"secret_file": 7}, "secret_file is 7, expected str"),
+        ({"net_devices": "eth0, eth1"}, "net_devices is 'eth0, eth1', expected names"),
+        ({"net_devices": ["eth0"]}, "net_devices is"),
+        ({"net_devices": "eth0\n"}, "net_devices is"),
+        ({"max_held_share": 0}, "max_held_share is 0, expected float 0.01..1"),
+        ({"max_held_share": 1.1}, "max_held_share is 1.1"),
         ({"backends": []}, "backends is"),
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),
@@ -60,3 +76,51 @@ def test_refused(extra, match):
 
 def test_upstreams_defaults_are_accepted_and_named():
     assert Settings.read({"kv_recompute_threshold": 64}).ignored == ("kv_recompute_threshold",)
+
+
+def allows(host: str, port: int = 5600, *, entries: list[str], known: list[str] | None = None) -> bool:
+    extra = {"allowed_prefill_engines": entries, "prefill_engines": known or []}
+    return Settings.read(extra).allows(Address(host, port))
+
+
+def test_any_engine_is_allowed_unless_the_operator_says_which():
+    assert Settings().allows(Address("198.51.100.7", 1))
+    assert not allows("198.51.100.7", entries=[])
+
+
+@pytest.mark.parametrize(
+    ("entry", "inside", "outside"),
+    [
+        ("prefill-1", ["prefill-1", "PREFILL-1", "prefill-1."], ["prefill-2", "prefill-1.evil.example", "10.0.0.1"]),
+        ("P.example.", ["p.EXAMPLE"], ["example", "q.p.example"]),
+        ("10.0.0.1", ["10.0.0.1", "::ffff:10.0.0.1", "::ffff:a00:1"], ["10.0.0.2", "::10.0.0.1", "10.1", "0xa000001"]),
+        ("10.0.0.0/8", ["10.255.0.1", "::ffff:10.3.0.1"], ["11.0.0.1", "010.0.0.1", "167772161", "10.0.0.1.example"]),
+        ("10.9.8.7/8", ["10.0.0.1"], ["9.9.8.7"]),
+        ("2001:db8::/32", ["2001:db8::1", "2001:DB8:0::1"], ["2001:db9::1", "10.0.0.1"]),
+        ("2001:db8::1", ["2001:db8:0:0::1"], ["2001:db8::2"]),
+        ("::ffff:10.0.0.0/104", ["10.1.2.3", "::ffff:10.1.2.3"], ["11.1.2.3"]),
+        ("fe80::/10", ["fe80::1%eth0", "fe80::1"], ["ff80::1%eth0"]),
+        ("0.0.0.0/0", ["10.0.0.1"], ["::1", "prefill-1"]),
+    ],
+)
+def test_what_an_entry_allows_without_looking_names_up(entry, inside, outside):
+    assert [host for host in inside if not allows(host, entries=[entry])] == []
+    assert [host for host in outside if allows(host, entries=[entry])] == []
+
+
+@pytest.mark.parametrize(
+    "entry", ["p:5600", "10.0.0.1:5600", "10.0.0.0/8:5600", "[2001:db8::1]:5600", "[2001:db8::]/32:5600"]
+)
+def test_an_entry_with_a_port_allows_no_other(entry):
+    host = "p" if entry.startswith("p") else "2001:db8::1" if entry.startswith("[") else "10.0.0.1"
+    assert allows(host, 5600, entries=[entry])
+    assert not allows(host, 5601, entries=[entry])
+
+
+def test_engines_to_connect_to_are_always_allowed():
+    known = ["prefill-1:5600", "10.0.0.1:5600", "[2001:db8::1]:5600"]
+    assert allows("PREFILL-1", entries=[], known=known)
+    assert allows("::ffff:10.0.0.1", entries=[], known=known)
+    assert allows("2001:db8:0::1", entries=[], known=known)
+    assert not allows("prefill-1", 5601, entries=[], known=known)
+    assert not allows("10.0.0.2", entries=[], known=known)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from kvhma.errors import SettingsError
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.wire.params import Address
 
 
@@ -26,6 +28,12 @@ class Settings:
             ``kv_load_failure_policy`` decides.
         prefill_engines: addresses of engines to shake hands with before their first request comes, as ``host:port`` of
             their side channels.
+        allowed_prefill_engines: engines that the parameters of a request may name, beside `prefill_engines`; None for
+            any.
+        secret_file: file with the secrets that engines show each other, one a line; None for ``KVHMA_SECRET``.
+        net_devices: network devices that NIXL's UCX listens on and connects from, as ``UCX_NET_DEVICES`` names them;
+            None for ``lo`` if the side channel is on loopback, and else for what the environment says.
+        max_held_share: share of a prefill engine's blocks that finished requests may keep until they are read.
         max_peers: engines whose connection and plan are kept.
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
         backends: NIXL's transports, in order of preference.
@@ -49,6 +57,10 @@ class Settings:
     handshake_timeout: float = 5.0
     load_retries: int = 1
     prefill_engines: tuple[Address, ...] = ()
+    allowed_prefill_engines: tuple[AllowedEngines, ...] | None = None
+    secret_file: str | None = None
+    net_devices: str | None = None
+    max_held_share: float = 0.5
     max_peers: int = 64
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     backends: tuple[str, ...] = ("UCX",)
@@ -83,18 +95,25 @@ class Settings:
             given["backends"] = _names(given["backends"])
         if "prefill_engines" in given:
             given["prefill_engines"] = _addresses(given["prefill_engines"])
+        if given.get("allowed_prefill_engines") is not None:
+            given["allowed_prefill_engines"] = _allowed(given["allowed_prefill_engines"])
         for name, (kind, low, high) in _RANGES.items():
             if (value := given.get(name)) is not None:
                 given[name] = _number(name, value, kind, low, high)
         for name, expected in _TYPES.items():
             if (value := given.get(name)) is not None and not isinstance(value, expected):
-                raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {expected.__name__}")
-        model_id = given.get("model_id")
-        if model_id is not None and not (0 < len(model_id) <= 512 and model_id.isprintable()):
-            raise SettingsError(
-                f"kv_connector_extra_config: model_id is {model_id!r}, expected 1..512 printable characters"
-            )
+                raise _wrong(name, value, expected.__name__)
+        for name, (form, meaning) in _FORMS.items():
+            if (value := given.get(name)) is not None and not (form.fullmatch(value) and value.isprintable()):
+                raise _wrong(name, value, meaning)
         return cls(**given, ignored=tuple(sorted(set(extra) & _UPSTREAM.keys())))
+
+    def allows(self, address: Address) -> bool:
+        """Return whether a request may be loaded from the engine at an address. Nothing is looked up."""
+        if self.allowed_prefill_engines is None:
+            return True
+        known = map(AllowedEngines.at, self.prefill_engines)
+        return any(entry.covers(address) for entry in (*self.allowed_prefill_engines, *known))
 
 
 _UPSTREAM: dict[str, Any] = {"bidirectional_kv_xfer": False, "kv_recompute_threshold": 64, "decoder_kv_blocks_ttl": 480}
@@ -105,6 +124,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "clock_margin": (float, 0, 3600),
     "handshake_timeout": (float, 0.1, 600),
     "load_retries": (int, 0, 100),
+    "max_held_share": (float, 0.01, 1),
     "max_peers": (int, 1, 4096),
     "descriptor_bytes": (int, 0, 1 << 40),
     "num_threads": (int, 0, 256),
@@ -115,6 +135,8 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
 
 
 _TYPES: dict[str, type[str] | type[bool]] = {
+    "secret_file": str,
+    "net_devices": str,
     "prewarm": bool,
     "side_channel_host": str,
     "kv_cache_layout": str,
@@ -122,11 +144,24 @@ _TYPES: dict[str, type[str] | type[bool]] = {
     "host_staged": bool,
 }
 
+_FORMS: dict[str, tuple[re.Pattern[str], str]] = {
+    "secret_file": (re.compile(r"(?s).{1,4096}"), "a path"),
+    "net_devices": (
+        re.compile(r"[\w.@:-]+(,[\w.@:-]+)*", re.ASCII),
+        "names with commas between, as in UCX_NET_DEVICES",
+    ),
+    "model_id": (re.compile(r"(?s).{1,512}"), "1..512 printable characters"),
+}
+
+
+def _wrong(name: str, value: Any, expected: str) -> SettingsError:
+    return SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {expected}")
+
 
 def _number(name: str, value: Any, kind: type[int] | type[float], low: float, high: float) -> float:
     right = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     if not right or not math.isfinite(value) or not low <= value <= high:
-        raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {kind.__name__} {low}..{high}")
+        raise _wrong(name, value, f"{kind.__name__} {low}..{high}")
     return kind(value)
 
 
@@ -139,10 +174,19 @@ def _addresses(value: Any) -> tuple[Address, ...]:
         ]
         if len(found) == len(value):
             return tuple(found)
-    raise SettingsError(f"kv_connector_extra_config: prefill_engines is {value!r}, expected a list of host:port")
+    raise _wrong("prefill_engines", value, "a list of host:port")
+
+
+def _allowed(value: Any) -> tuple[AllowedEngines, ...]:
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        found = [entry for text in value if (entry := AllowedEngines.read(text)) is not None]
+        if len(found) == len(value):
+            return tuple(found)
+    expected = "a list of hosts, addresses and networks, each with :port or without"
+    raise _wrong("allowed_prefill_engines", value, expected)
 
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
-        raise SettingsError(f"kv_connector_extra_config: backends is {value!r}, expected a list of names")
+        raise _wrong("backends", value, "a list of names")
     return tuple(value)
