@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvhma import Span
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, read_ids, write_ids
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, read_ids, write_ids
+from kvhma.vllm.wire.secrets import Secrets
 
 REMOTE = PrefillParams(
     address=Address("prefill-0", 5600),
@@ -25,12 +26,25 @@ REMOTE = PrefillParams(
 )
 
 
+NO_SECRET = Secrets()
+SECRET = Secrets([b"a secret of the two of them"])
+
+
+def written(remote=REMOTE, secrets=NO_SECRET):
+    """As a proxy hands them on."""
+    return json.loads(json.dumps(remote.to_params(secrets, pp_size=1)[0]))
+
+
+def read(found, tokens=301, secrets=NO_SECRET):
+    return PrefillParams.from_params(found, secrets, num_prompt_tokens=tokens)
+
+
 def params():
-    return json.loads(json.dumps(REMOTE.to_params(pp_size=1)))
+    return written()
 
 
 def test_round_trip_through_json():
-    assert PrefillParams.from_params(params(), num_prompt_tokens=301) == REMOTE
+    assert read(params()) == REMOTE
 
 
 def test_upstreams_keys_are_there():
@@ -86,33 +100,33 @@ def test_a_range_cannot_be_longer_than_the_prompt():
 
 
 REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]
-OWN = ["version", "instance", "generation", "lease", "tokens", "prompt", "digest", "spans"]
+OWN = ["version", "instance", "generation", "lease", "tokens", "prompt", "signed", "digest", "spans"]
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]
 
 
 def test_all_groups_together_have_a_bound():
     tokens = 20_000
     full, empty = Span(0, list(range(1, tokens + 1))), Span(0, [])
-    told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 4).to_params(pp_size=1)
-    assert len(PrefillParams.from_params(told, num_prompt_tokens=tokens).spans) == 4
-    told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 200).to_params(pp_size=1)
+    told = written(dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 4))
+    assert len(read(told, tokens).spans) == 4
+    told = written(dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 200))
     with pytest.raises(RequestError, match="block ids: more than"):
-        PrefillParams.from_params(told, num_prompt_tokens=tokens)
-    told = dataclasses.replace(REMOTE, num_tokens=tokens, spans=(empty,) * 256).to_params(pp_size=1)
-    assert len(PrefillParams.from_params(told, num_prompt_tokens=tokens).spans) == 256
+        read(told, tokens)
+    told = written(dataclasses.replace(REMOTE, num_tokens=tokens, spans=(empty,) * 256))
+    assert len(read(told, tokens).spans) == 256
 
 
 def test_more_tokens_than_the_prompt_has_are_of_another_prompt():
     """It was a refusal, or a bound on blocks that the text called malformed."""
     with pytest.raises(OtherPromptError, match="P computed 300 tokens, this prompt has 40"):
-        PrefillParams.from_params(params(), num_prompt_tokens=40)
+        read(params(), 40)
 
 
 def test_a_version_that_hashed_tokens_only_is_refused():
     old = params()
     old["kvhma"]["version"] = 1
-    with pytest.raises(RequestError, match=r"kvhma.version is 1, expected an integer in 2\.\.2"):
-        PrefillParams.from_params(old, num_prompt_tokens=301)
+    with pytest.raises(RequestError, match=r"kvhma.version is 1, expected an integer in 3\.\.3"):
+        read(old)
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -120,7 +134,7 @@ def test_a_missing_key_is_named(key):
     broken = params()
     del broken[key]
     with pytest.raises(RequestError, match=key):
-        PrefillParams.from_params(broken, num_prompt_tokens=301)
+        read(broken)
 
 
 @pytest.mark.parametrize("key", OWN)
@@ -128,13 +142,13 @@ def test_a_missing_own_key_is_named(key):
     broken = params()
     del broken["kvhma"][key]
     with pytest.raises(RequestError, match=f"kvhma.{key}"):
-        PrefillParams.from_params(broken, num_prompt_tokens=301)
+        read(broken)
 
 
 def refusal(broken):
     """The text of the refusal, or None."""
     try:
-        PrefillParams.from_params(broken, num_prompt_tokens=301)
+        read(broken)
     except KvhmaError as error:
         return str(error)
     return None
@@ -166,14 +180,14 @@ def test_numbers_that_another_json_library_writes_otherwise():
     told = params()
     assert isinstance(told["kvhma"]["lease"], float)
     told["kvhma"]["lease"] = int(told["kvhma"]["lease"])
-    assert PrefillParams.from_params(told, num_prompt_tokens=301) == REMOTE
+    assert read(told) == REMOTE
 
 
 def test_the_parameters_of_two_requests_mixed_up():
-    other = dataclasses.replace(REMOTE, lease_key=LeaseKey("cmpl-2", 8), prompt="f0" * 16).to_params(pp_size=1)
+    other = written(dataclasses.replace(REMOTE, lease_key=LeaseKey("cmpl-2", 8), prompt="f0" * 16))
     mixed = params() | {"kvhma": other["kvhma"]}
-    with pytest.raises(RequestError, match=r"kvhma.digest is '\w{32}', these parameters have '\w{32}'"):
-        PrefillParams.from_params(mixed, num_prompt_tokens=301)
+    with pytest.raises(RequestError, match=r"kvhma.digest is \w{32}, but not of these parameters: they were changed"):
+        read(mixed)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +208,76 @@ def test_the_parameters_of_two_requests_mixed_up():
     ids=str,
 )
 def test_the_digest_sees_every_change(change):
-    changed = dataclasses.replace(REMOTE, **change).to_params(pp_size=1)
+    changed = written(dataclasses.replace(REMOTE, **change))
     assert changed["kvhma"]["digest"] != params()["kvhma"]["digest"]
 
 
 def test_the_digest_allows_other_addresses():
     moved = params() | {"remote_host": "10.0.0.1", "remote_port": 1}
-    assert PrefillParams.from_params(moved, num_prompt_tokens=301).digest == params()["kvhma"]["digest"]
+    assert read(moved).digest.hex() == params()["kvhma"]["digest"]
+
+
+def test_what_p_remembers_is_what_d_claims_with():
+    told, digest = REMOTE.to_params(SECRET, pp_size=1)
+    found = read(told, secrets=SECRET)
+    assert found.claim(5) == LeaseClaim(REMOTE.lease_key, 5, digest)
+    assert len(digest) == 16
+
+
+# --- whose parameters they are ---------------------------------------------------------------------------------
+
+
+def forged(secrets):
+    """Parameters of one request that name the blocks of another one, with a digest that is right for whoever `secrets`
+    are."""
+    victim = dataclasses.replace(REMOTE, spans=(Span(0, [50, 51]), Span(5, [60]), Span(0, [])))
+    return written(victim, secrets)
+
+
+def test_without_a_secret_anybody_can_write_parameters():
+    """So P remembers which it has handed out: tests/connector/test_lease_table.py."""
+    assert read(forged(NO_SECRET)).digest != read(params()).digest
+
+
+def test_with_a_secret_only_an_engine_can():
+    """The digest had no key: with another request's blocks in it, the parameters of one's own looked as P's."""
+    right = written(secrets=SECRET)
+    assert read(right, secrets=SECRET) == REMOTE
+    mine = right | {"kvhma": forged(NO_SECRET)["kvhma"] | {"signed": True}}
+    with pytest.raises(RequestError, match=r"P's secret is none of this engine's, or they were changed on the way"):
+        read(mine, secrets=SECRET)
+    with pytest.raises(RequestError, match="P's secret is none of this engine's"):
+        read(forged(Secrets([b"a secret that I have made up"])), secrets=SECRET)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "text"),
+    [
+        (SECRET, NO_SECRET, "kvhma.signed is True: P has a secret, this engine has none"),
+        (NO_SECRET, SECRET, "kvhma.signed is False: this engine has a secret, P has none"),
+    ],
+    ids=["only P", "only D"],
+)
+def test_a_secret_that_only_one_side_has(p, d, text):
+    with pytest.raises(RequestError, match=text):
+        read(written(secrets=p), secrets=d)
+    # Who says that it is otherwise gains nothing.
+    told = written(secrets=p)
+    told["kvhma"]["signed"] = d.enabled
+    with pytest.raises(RequestError, match=r"kvhma\.digest is"):
+        read(told, secrets=d)
+
+
+def test_parameters_that_were_written_before_the_secret_changed():
+    """P signs with its first secret; D takes all that it knows, so neither has to wait for the other."""
+    new, old = b"the new secret of both", b"the old secret of both"
+    for p, d in (([old], [old, new]), ([new, old], [old, new]), ([old], [new, old]), ([new], [new, old])):
+        assert read(written(secrets=Secrets(p)), secrets=Secrets(d)) == REMOTE
+    with pytest.raises(RequestError, match="P's secret is none of this engine's"):
+        read(written(secrets=Secrets([old])), secrets=Secrets([new]))
+
+
+def test_no_secret_is_in_what_is_handed_out():
+    text = json.dumps(REMOTE.to_params(SECRET, pp_size=1)[0])
+    assert "a secret" not in text
+    assert b"a secret".hex() not in text

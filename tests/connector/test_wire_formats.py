@@ -32,7 +32,7 @@ from kvhma.vllm.wire.messages import (
     write_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
-from kvhma.vllm.wire.secrets import sign_hello, verify_hello
+from kvhma.vllm.wire.secrets import Secrets, sign_hello, verify_hello
 
 DIGEST = bytes(range(16))
 CLAIM = LeaseClaim(LeaseKey("cmpl-1", 7), 0x0123456789ABCDEF, DIGEST)
@@ -140,18 +140,22 @@ def test_parameters_of_a_request():
         "dcp_size": 1,
         "transfer_mode": "pull",
         "kvhma": {
-            "version": 2,
+            "version": 3,
             "instance": "0123456789abcdef",
             "generation": "0000000000000007",
             "lease": 30.0,
             "tokens": 300,
             "prompt": "0f" * 16,
-            "digest": "8a16b8637c20c0f35324d869e807d95d",
+            "signed": False,
+            # By `b2sum -l 128` of the fields in JSON.
+            "digest": "3a649299a7152c81ae1114b970d79bb5",
             "spans": [[0, "10-7,30-32"], [5, "4"], [0, ""]],
         },
     }
-    assert json.dumps(told.to_params(pp_size=1)) == json.dumps(recorded)
-    assert PrefillParams.from_params(recorded, num_prompt_tokens=300) == told
+    params, digest = told.to_params(Secrets(), pp_size=1)
+    assert json.dumps(params) == json.dumps(recorded)
+    assert digest.hex() == recorded["kvhma"]["digest"]
+    assert PrefillParams.from_params(recorded, Secrets(), num_prompt_tokens=300) == told
 
 
 def test_what_an_engine_adds_to_its_hello():

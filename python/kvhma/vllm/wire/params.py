@@ -7,11 +7,10 @@ Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import random
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +18,9 @@ from typing import Any
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.text import quote
+from kvhma.vllm.wire.secrets import Secrets
 
-VERSION = 2
+VERSION = 3
 """Version of the ``kvhma`` dictionary."""
 
 _MAX_ID = (1 << 31) - 1
@@ -104,8 +104,9 @@ class PrefillParams:
         prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks, if the parameters say.
-        digest: of everything but the address and the ranks, as 32 hexadecimal digits, where it was read from
-            parameters. It is no signature: it finds parameters that were changed or mixed up on the way.
+        digest: of everything but the address and the ranks, 16 bytes, where it was read from parameters. P remembers
+            it, and holds the blocks for nobody who claims them with another one. With a secret it is a signature: only
+            an engine could have written the parameters.
     """
 
     address: Address
@@ -117,23 +118,28 @@ class PrefillParams:
     prompt: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
-    digest: str = field(default="", compare=False)
+    digest: bytes = field(default=b"", compare=False)
 
     @property
     def incarnation(self) -> Incarnation:
         """The engine whose blocks they are."""
         return Incarnation(self.address, self.engine_id, self.incarnation_id, self.tp_size)
 
-    def _digest(self, spans: list[list[Any]]) -> str:
-        """Return the digest over all fields, with the spans as the parameters write them."""
-        fields = [self.engine_id, self.incarnation_id, self.lease_key.request_id, self.lease_key.generation]
-        fields += [self.lease, self.num_tokens, self.prompt, spans]
-        return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+    def claim(self, reader: int) -> LeaseClaim:
+        """Return what one reader asks P with."""
+        return LeaseClaim(self.lease_key, reader, self.digest)
 
-    def to_params(self, *, pp_size: int) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` that a proxy hands on to D."""
+    def _signed_bytes(self, spans: list[list[Any]]) -> bytes:
+        """Return what the digest is of, with the spans as the parameters write them."""
+        fields = [VERSION, self.engine_id, self.incarnation_id, self.lease_key.request_id, self.lease_key.generation]
+        fields += [self.lease, self.num_tokens, self.prompt, spans]
+        return json.dumps(fields).encode()
+
+    def to_params(self, secrets: Secrets, *, pp_size: int) -> tuple[dict[str, Any], bytes]:
+        """Return the ``kv_transfer_params`` that a proxy hands on to D, and their digest."""
         spans = [[span.first, write_ids(span.ids)] for span in self.spans]
-        return {
+        digest = secrets.sign(self._signed_bytes(spans))
+        params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
@@ -154,18 +160,20 @@ class PrefillParams:
                 "lease": self.lease,
                 "tokens": self.num_tokens,
                 "prompt": self.prompt,
-                "digest": self._digest(spans),
+                "signed": secrets.enabled,
+                "digest": digest.hex(),
                 "spans": spans,
             },
         }
+        return params, digest
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any], *, num_prompt_tokens: int) -> PrefillParams:
+    def from_params(cls, params: Mapping[str, Any], secrets: Secrets, *, num_prompt_tokens: int) -> PrefillParams:
         """Read and check parameters. Safe on any value; nothing is longer than the prompt allows.
 
         Raises:
-            RequestError: a key is missing, of the wrong type or out of range, or was changed on the way; the text names
-                it.
+            RequestError: a key is missing, of the wrong type or out of range, was changed on the way, or was written by
+                an engine with another secret; the text says which.
             OtherPromptError: they are right, but of a longer prompt.
         """
         own = params.get("kvhma")
@@ -191,12 +199,8 @@ class PrefillParams:
             tp_size=tp_size,
         )
         rows = _span_rows(own)
-        digest = _hex_digest(own, "kvhma.digest")
-        if (found := remote._digest(rows)) != digest:
-            raise RequestError(
-                f"kv_transfer_params: kvhma.digest is {digest!r}, these parameters have {found!r}: they were changed "
-                "on the way, or are those of two requests"
-            )
+        digest = bytes.fromhex(_hex_digest(own, "kvhma.digest"))
+        _check_digest(own, secrets, remote._signed_bytes(rows), digest)
         if tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
         return replace(remote, spans=_spans(rows, tokens), digest=digest)
@@ -204,7 +208,7 @@ class PrefillParams:
 
 def new_nonce() -> int:
     """Return a random number of 64 bits."""
-    return secrets.randbits(64)
+    return random.SystemRandom().getrandbits(64)
 
 
 def write_ids(ids: Iterable[int]) -> str:
@@ -250,6 +254,23 @@ def read_ids(text: str, limit: int) -> list[int]:
         step = 1 if last >= first else -1
         ids.extend(range(first, last + step, step))
     return ids
+
+
+def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
+    """Refuse parameters that no engine with this engine's secret has written as they are."""
+    has_secret = own.get("signed")
+    if not isinstance(has_secret, bool):
+        raise RequestError(f"kv_transfer_params: kvhma.signed is {quote(has_secret)}, expected true or false")
+    if has_secret != secrets.enabled:
+        who = "P has a secret, this engine has none" if has_secret else "this engine has a secret, P has none"
+        raise RequestError(
+            f"kv_transfer_params: kvhma.signed is {has_secret}: {who}; give both the same (secret_file or KVHMA_SECRET)"
+        )
+    if not secrets.verify(signed, digest):
+        why = "they were changed on the way, or are those of two requests"
+        if has_secret:
+            why = f"P's secret is none of this engine's, or {why}"
+        raise RequestError(f"kv_transfer_params: kvhma.digest is {digest.hex()}, but not of these parameters: {why}")
 
 
 def _span_rows(own: Mapping[str, Any]) -> list[list[Any]]:
