@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+_GAUGE_SECONDS = 1.0
+"""How often gauges are told that are not 0."""
+
 
 class Metric(NamedTuple):
-    """One metric: a histogram if it has buckets, else a counter, by the values of a label if it has one."""
+    """One metric: a histogram if it has buckets, a gauge, else a counter, by the values of a label if it has one."""
 
     text: str
     buckets: list[float] | None = None
     label: str | None = None
+    gauge: bool = False
 
 
 METRICS = {
@@ -39,8 +46,23 @@ METRICS = {
     ),
     "zeroed_bytes": Metric("Bytes zeroed behind the tokens of loads."),
     "handshakes": Metric("Handshakes with other engines."),
-    "late_checks": Metric("Loads that ended close to the end of their lease and were checked with the other engine."),
-    "expired": Metric("Leases that ended before anybody read the blocks."),
+    "expired": Metric("Leases that ended before anybody read the blocks.", label="reason"),
+    "held_dropped": Metric("Finished requests whose blocks were given up unread, since newer ones needed the room."),
+    "digest_refused": Metric("Claims and releases whose parameters are not those that were handed out."),
+    "held_leases": Metric("Finished requests whose blocks are kept for other engines.", gauge=True),
+    "pinned_blocks": Metric("Blocks that are kept for other engines.", gauge=True),
+    "oldest_unread_seconds": Metric(
+        "Time since the oldest request that is kept, and that nobody has claimed or read, had finished.", gauge=True
+    ),
+    "loads_in_flight": Metric("Loads that have not ended.", gauge=True),
+    "oldest_load_seconds": Metric("Time since the oldest load that has not ended was ordered.", gauge=True),
+    "slow_loads": Metric("Loads that took longer than their lease; P kept the blocks all the same, if it answered."),
+    "stood_still": Metric("Times that a process was found to have stood still, or its machine."),
+    "thread_restarts": Metric("Threads of the connector that began again after an error.", label="thread"),
+    "refused_sources": Metric(
+        "Requests whose parameters name an engine that they may not be loaded from.", label="reason"
+    ),
+    "side_channel_refused": Metric("Connections that the side channel refused or cut off.", label="reason"),
     "group_bytes": Metric("Bytes moved for a group.", label="group"),
     "group_descriptors": Metric(
         "Descriptors of a group. One that goes on into another group's blocks counts for the group of its first byte.",
@@ -59,13 +81,23 @@ METRICS = {
 
 
 def _empty() -> dict[str, Any]:
-    """Return no numbers: a list for a histogram, a dictionary by label, or a sum."""
-    return {name: [] if metric.buckets else {} if metric.label else 0 for name, metric in METRICS.items()}
+    """Return no numbers: a list for a histogram, a dictionary by label, None for a gauge, or a sum."""
+
+    def nothing(metric: Metric) -> Any:
+        if metric.gauge:
+            return None
+        return [] if metric.buckets else {} if metric.label else 0
+
+    return {name: nothing(metric) for name, metric in METRICS.items()}
 
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Numbers of one interval. `data` can be pickled and sent as JSON; ranks are joined by appending and adding."""
+    """Numbers of one interval. `data` can be pickled and sent as JSON.
+
+    Ranks and intervals are joined by appending and adding; of a gauge the highest value counts, which for the ranks of
+    one step is that of the slowest.
+    """
 
     data: dict[str, Any] = field(default_factory=_empty)
 
@@ -74,8 +106,8 @@ class TransferStats(KVConnectorStats):
         self.data = _empty()
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not any(self.data.values())
+        """Whether nothing was counted. A gauge that is 0 again is something: it was not before."""
+        return all(not value and not (METRICS[name].gauge and value == 0) for name, value in self.data.items())
 
     def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
         """Add to a counter."""
@@ -89,10 +121,16 @@ class TransferStats(KVConnectorStats):
         for name, value in values.items():
             self.data[name].append(value)
 
+    def gauge(self, name: str, value: float) -> None:
+        """Say what a gauge is now."""
+        self.data[name] = value
+
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         """Add the numbers of another rank or interval."""
         for name, value in other.data.items():
-            if isinstance(value, dict):
+            if METRICS[name].gauge:
+                self.data[name] = max((one for one in (self.data[name], value) if one is not None), default=None)
+            elif isinstance(value, dict):
                 for label, number in value.items():
                     self.count(name, number, label=label)
             else:
@@ -122,11 +160,51 @@ class TransferStats(KVConnectorStats):
                 line[f"Rank {rank} transfer (ms)"] = round(data["rank_seconds"][rank] * 1e3, 2)
         for name, metric in METRICS.items():
             text = name.replace("_", " ").capitalize()
-            if metric.label in ("cause", "reason"):
+            if metric.label in ("cause", "reason", "thread"):
                 line |= {f"{text} ({label})": number for label, number in data[name].items()}
             elif not metric.buckets and not metric.label and data[name]:
-                line[text] = data[name]
+                line[text] = round(data[name], 1)
         return line
+
+
+class StatsCollector:
+    """What one process counts until it is taken. Safe to use from several threads."""
+
+    def __init__(self, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Start with nothing; `gauges` returns what the gauges of this process are."""
+        self._gauges = gauges
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+        self._shown: set[str] = set()
+        """Gauges that were not 0 when they were last told."""
+        self._told_at = -_GAUGE_SECONDS
+
+    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._stats.count(name, number, label=label)
+
+    def record(self, **values: float) -> None:
+        """Append to histograms."""
+        with self._lock:
+            self._stats.record(**values)
+
+    def take(self) -> TransferStats | None:
+        """Return what was counted since the last call, None if nothing was.
+
+        Gauges that are not 0 are among it once a second, and all of them whenever one leaves 0 or comes back to it.
+        """
+        values, now = self._gauges(), time.monotonic()
+        shown = {name for name, value in values.items() if value}
+        with self._lock:
+            if shown != self._shown or (shown and now - self._told_at >= _GAUGE_SECONDS):
+                self._shown, self._told_at = shown, now
+                for name, value in values.items():
+                    self._stats.gauge(name, value)
+            if self._stats.is_empty():
+                return None
+            stats, self._stats = self._stats, TransferStats()
+        return stats
 
 
 class PromMetrics(KVConnectorPromMetrics):
@@ -140,8 +218,11 @@ class PromMetrics(KVConnectorPromMetrics):
     def _register(self, name: str, metric: Metric) -> Any:
         """Return a metric for each engine; one with a label of its own as it is, since its values are not known yet."""
         # vLLM's types allow a histogram where a counter is meant, and the other way round.
-        make: Any = self._histogram_cls if metric.buckets else self._counter_cls
-        more = {"buckets": metric.buckets} if metric.buckets else {}
+        make: Any = self._histogram_cls if metric.buckets else self._gauge_cls if metric.gauge else self._counter_cls
+        more: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+        if metric.gauge:
+            # Any front end may be the one that is told; what counts is what was told last.
+            more["multiprocess_mode"] = "mostrecent"
         labels = [*self._labelnames, metric.label] if metric.label else self._labelnames
         made = make(name=f"vllm:kvhma_{name}", documentation=metric.text, labelnames=labels, **more)
         if metric.label:
@@ -152,7 +233,10 @@ class PromMetrics(KVConnectorPromMetrics):
         """Take the numbers of one interval."""
         for name, value in transfer_stats_data.items():
             metric = self._metrics[name]
-            if isinstance(value, dict):
+            if METRICS[name].gauge:
+                if value is not None:
+                    metric[engine_idx].set(value)
+            elif isinstance(value, dict):
                 for label, number in value.items():
                     metric.labels(*self.per_engine_labelvalues[engine_idx], label).inc(number)
             elif isinstance(value, list):

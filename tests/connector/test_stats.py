@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: how numbers of threads, ranks and intervals come together, and that each is documented."""
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+
+from kvhma.vllm import KvhmaConnector, stats
+from kvhma.vllm.stats import METRICS, PromMetrics, StatsCollector, TransferStats
+from support.cache.engine import vllm_config_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+class Clock:
+    def __init__(self):
+        self.now = 50.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(stats, "time", made)
+    return made
+
+
+def sent(taken):
+    """As vLLM sends them to another process."""
+    return json.loads(json.dumps(taken.to_dict()))
+
+
+@pytest.fixture
+def prom():
+    """Prometheus' metrics of two engines, as vLLM makes them."""
+    known = set(REGISTRY._collector_to_names)
+    labels = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    made = KVConnectorProm(vllm_config_of("p", True, "kv_both"), ["model_name", "engine"], labels)
+    assert isinstance(made.prom_metrics, PromMetrics)
+    yield made
+    for collector in set(REGISTRY._collector_to_names) - known:
+        REGISTRY.unregister(collector)
+
+
+def sample(name, engine=0, **labels):
+    return REGISTRY.get_sample_value(f"vllm:kvhma_{name}", {"model_name": "tiny", "engine": str(engine), **labels})
+
+
+def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
+    """It is all there is to say then, and stats of zeros counted as empty: vLLM was not told."""
+    gauges = {"held_leases": 0, "pinned_blocks": 0}
+    collector = StatsCollector(lambda: gauges)
+    assert collector.take() is None, "nothing has been kept yet"
+    gauges |= {"held_leases": 2, "pinned_blocks": 40}
+    prom.observe(sent(collector.take()))
+    assert (sample("held_leases"), sample("pinned_blocks")) == (2, 40)
+    assert (sample("held_leases", engine=1), sample("loads_in_flight")) == (0, 0)
+    clock.now += 0.01
+    gauges |= {"held_leases": 0, "pinned_blocks": 0}
+    taken = collector.take()
+    assert taken is not None
+    assert not taken.is_empty()
+    prom.observe(sent(taken))
+    assert (sample("held_leases"), sample("pinned_blocks")) == (0, 0)
+    assert collector.take() is None
+
+
+def test_a_gauge_is_not_told_in_every_step(clock):
+    """A step may take less than a millisecond, and vLLM sends what it is told to its front end."""
+    gauges = {"held_leases": 1}
+    collector = StatsCollector(lambda: gauges)
+    told = []
+    for _ in range(101):
+        clock.now += 0.05
+        told.append(collector.take() is not None)
+    assert told[0]
+    assert 5 <= sum(told) <= 6
+    clock.now += 0.05
+    collector.count("handshakes")
+    assert collector.take().data["held_leases"] is None
+
+
+def test_the_slowest_rank_counts(prom):
+    """The ranks of an engine load the same requests."""
+    ranks = []
+    for seconds in (2.0, 7.0, 0.0):
+        rank = TransferStats()
+        rank.gauge("loads_in_flight", int(seconds > 0))
+        rank.gauge("oldest_load_seconds", seconds)
+        ranks.append(rank)
+    silent = TransferStats()
+    scheduler = TransferStats()
+    scheduler.gauge("held_leases", 3)
+    joined = silent.aggregate(ranks[0]).aggregate(ranks[1]).aggregate(ranks[2]).aggregate(scheduler)
+    prom.observe(sent(joined))
+    assert [sample(name) for name in ("loads_in_flight", "oldest_load_seconds", "held_leases")] == [1, 7, 3]
+    prom.observe(sent(ranks[0]))
+    assert (sample("oldest_load_seconds"), sample("held_leases")) == (2, 3), "what is not told stays as it was"
+
+
+def test_the_log_line_shows_what_is_kept():
+    log = KVConnectorLogging(None)
+    log.connector_cls = KvhmaConnector
+    for held in (1, 3, 2):
+        one = TransferStats()
+        one.gauge("held_leases", held)
+        one.gauge("oldest_unread_seconds", held * 1.2345)
+        one.count("expired", label="unclaimed")
+        one.count("thread_restarts", label="kvhma-load")
+        log.observe(sent(one))
+    lines = []
+    log.log(lambda *args: lines.append(args[-1]))
+    (line,) = lines
+    assert "Held leases=3" in line
+    assert "Oldest unread seconds=3.7" in line
+    assert "Expired (unclaimed)=3" in line
+    assert "Thread restarts (kvhma-load)=3" in line
+    assert "Pinned blocks" not in line
+
+
+def test_threads_count_together():
+    """The listener's thread and the scheduler's added to the same numbers: a sum may lose what another thread adds."""
+    collector = StatsCollector()
+
+    def count():
+        for _ in range(2000):
+            collector.count("handshakes")
+            collector.count("side_channel_refused", label="idle")
+            collector.record(handshake_seconds=0.1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    taken = [one for _ in range(50) if (one := collector.take()) is not None]
+    for thread in threads:
+        thread.join()
+    total = TransferStats()
+    for one in [*taken, collector.take() or TransferStats()]:
+        total.aggregate(one)
+    assert (total.data["handshakes"], total.data["side_channel_refused"]) == (8000, {"idle": 8000})
+    assert len(total.data["handshake_seconds"]) == 8000
+    assert total.data["held_leases"] is None
+
+
+def test_nothing_is_empty():
+    empty = TransferStats()
+    assert empty.is_empty()
+    assert TransferStats(sent(empty)).is_empty()
+    assert empty.aggregate(TransferStats()).is_empty()
+    for name, metric in METRICS.items():
+        one = TransferStats()
+        if metric.gauge:
+            one.gauge(name, 0)
+        elif metric.buckets:
+            one.record(**{name: 0.0})
+        else:
+            one.count(name, label="x" if metric.label else None)
+        assert not one.is_empty(), name
+        one.reset()
+        assert one.is_empty()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_is_documented_by_its_name_and_kind(name, prom):
+    metric = METRICS[name]
+    made = prom.prom_metrics._metrics[name]
+    kind = Histogram if metric.buckets else Gauge if metric.gauge else Counter
+    assert isinstance(made if metric.label else made[0], kind)
+    (table,) = re.findall(r"^\| metric \| \|\n(.*?)\n\n", DOCS.read_text(encoding="utf-8"), re.M | re.S)
+    documented = {}
+    for row in table.splitlines():
+        names, text = (cell.strip() for cell in row.strip("|").split("|")[:2])
+        for found in re.findall(r"`([\w:]+)`", names):
+            documented[found.removeprefix("vllm:kvhma_").lstrip("_")] = text
+    # Prometheus adds `_total` to the name of a counter.
+    full = name if metric.buckets or metric.gauge else f"{name}_total"
+    assert full in documented
+    if metric.label:
+        assert f"by `{metric.label}`" in documented[full], "its label"
+
+
+def test_no_metric_is_documented_that_there_is_not():
+    found = re.findall(
+        r"`(?:vllm:kvhma)?_?([a-z_]+?)(?:_total)?`",
+        "".join(re.findall(r"^\| `vllm:kvhma.*?\|", DOCS.read_text(), re.M)),
+    )
+    assert set(found) == set(METRICS)
