@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from connector.test_scheduler import request, scheduler, tables
-from kvhma.vllm.wire.params import LeaseClaim, write_ids
+from kvhma.vllm.wire.params import write_ids
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
 
@@ -141,7 +141,7 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
             engine.step()
             # What the thread that tells of leases does.
             for load in engine.kvhma.decode.pending.values():
-                engine.source.kvhma.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
+                engine.source.kvhma.context.leases.renew([load.remote.claim(load.reader)])
         time.sleep(0.01)
     assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
 

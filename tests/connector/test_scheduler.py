@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's scheduler by itself: what it says to vLLM, its workers and other engines, in any order of events."""
 
+import contextlib
+import hashlib
 import json
+import socket
 import time
 from types import SimpleNamespace
 
@@ -14,9 +17,13 @@ from kvhma import Geometry
 from kvhma.nixl import encode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
+from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import Leases, LeaseState, Renew, write_claim
+from kvhma.vllm.wire.params import Address, PrefillParams
+from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
 from support.tiny import tiny_hybrid
 
@@ -24,7 +31,15 @@ STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
 def scheduler(
-    *, recompute=True, backoff=0, lease=30.0, has_state=False, drafted_state=False, has_windows=False, **more
+    *,
+    recompute=True,
+    backoff=0,
+    lease=30.0,
+    has_state=False,
+    drafted_state=False,
+    has_windows=False,
+    secrets=(),
+    **more,
 ):
     geometry = tiny_hybrid(100)
     assert isinstance(geometry, Geometry)
@@ -41,9 +56,9 @@ def scheduler(
         host_staged=False,
         transfer_groups=tuple(range(len(geometry.groups))),
     )
-    made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), facts)
+    made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)
     hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
-    made.serve({(0, 0): WorkerHello(hello)})
+    made.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
     return made
 
 
@@ -453,14 +468,182 @@ def test_samples_that_share_a_dictionary_at_p_all_stop_early():
         p.close()
 
 
-def test_a_lease_that_ends_is_reported_once():
+def test_a_lease_that_ends_is_reported_once(caplog):
     p = scheduler(lease=1.0)
     try:
         finished_at(p)
         time.sleep(1.1)
+        assert p.step(STEP).sent == [], "a renewal may be waiting"
+        assert p.take_stats().data["held_leases"] == 1
+        time.sleep(OVERDUE_SECONDS)
         assert p.step(STEP).sent == ["at p"]
         assert p.step(STEP).sent == []
-        assert p.take_stats().data["expired"] == 1
+        data = p.take_stats().data
+        assert (data["expired"], data["held_leases"]) == ({"unclaimed": 1}, 0)
         assert p.take_stats() is None
     finally:
         p.close()
+    assert "no decode engine has asked for it (1 requests: at p)" in caplog.text
+
+
+def test_the_reason_of_a_lease_that_ends_is_logged(d, caplog):
+    """A run on an overloaded machine had 153 loads that ended as `expired`, and nothing told why."""
+    p = scheduler(lease=1.0)
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        until(lambda: any(held.readers for held in p.context.leases._held.values()))
+        d.close()  # it is killed
+        until(lambda: p.step(STEP).sent == ["at p"])
+        assert p.take_stats().data["expired"] == {"not_renewed": 1}
+    finally:
+        p.close()
+    assert "its decode engine has not renewed it in time (1 requests: at p)" in caplog.text
+
+
+def test_names_of_clients_do_not_fill_the_log(p, caplog):
+    """A line named all of the requests, as their clients had named them."""
+    for at in range(100):
+        asked = request(f"at p {at}\n\x1b[2J", params={"do_remote_decode": True})
+        p.add(asked)
+        p.finish(asked, tables(p))
+    for held in p.context.leases._held.values():
+        held.expires = 0
+    p.step(STEP)
+    time.sleep(OVERDUE_SECONDS)
+    assert len(p.step(STEP).sent) == 100
+    (line,) = [record.getMessage() for record in caplog.records if "the lease ended" in record.getMessage()]
+    assert "100 requests" in line
+    assert line.isprintable()
+    assert len(line) < 500
+
+
+def bind(p, num_gpu_blocks):
+    single = SimpleNamespace(num_cached_block={}, block_size=16)
+    coordinator = SimpleNamespace(single_type_managers=[single], enable_partial_hash_hits=False)
+    p.bind(SimpleNamespace(coordinator=coordinator, block_pool=SimpleNamespace(num_gpu_blocks=num_gpu_blocks)))
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.5, 5), (0.25, 2), (1.0, 10)])
+def test_unread_requests_keep_a_share_of_the_blocks_only(caplog, share, kept):
+    """20 requests that nobody reads pinned 95 % of P's blocks until their leases ended."""
+    p = scheduler(max_held_share=share)
+    groups = len(p.context.geometry.groups)
+    try:
+        bind(p, 1 + 10 * 10 * groups)
+        told = []
+        for at in range(20):
+            asked = request(f"at p {at}", params={"do_remote_decode": True})
+            p.add(asked)
+            table = [
+                [1 + block for block in range(10 * (at * groups + group), 10 * (at * groups + group + 1))]
+                for group in range(groups)
+            ]
+            held, params = p.finish(asked, table)
+            assert held
+            told.append(params)
+            assert len(p.context.leases) <= kept
+        sent = p.step(STEP).sent
+        assert sent == [f"at p {at}" for at in range(20 - kept)], "the oldest go first"
+        data = p.take_stats().data
+        assert data["held_dropped"] == 20 - kept
+        assert (data["held_leases"], data["pinned_blocks"]) == (kept, 10 * groups * kept)
+    finally:
+        p.close()
+    assert f"({20 - kept} requests: at p 0, at p 1" in caplog.text
+
+
+def test_requests_that_are_claimed_stay_however_many_there_are(d):
+    p = scheduler()
+    groups = len(p.context.geometry.groups)
+    try:
+        bind(p, 1 + 4 * 10 * groups)
+        first = request("first", params=finished_at(p))
+        d.add(first)
+        until(lambda: any(held.readers for held in p.context.leases._held.values()))
+        for at in range(8):
+            asked = request(f"more {at}", params={"do_remote_decode": True})
+            p.add(asked)
+            assert p.finish(asked, tables(p, 100 * at + 100))[0]
+        assert "at p" not in p.step(STEP).sent
+        load(d, first)
+        d.results(output(["first"]))
+        until(lambda: "at p" in p.step(STEP).sent)
+        assert p.take_stats().data["expired"] == {}
+    finally:
+        p.close()
+
+
+def forged(own, victim):
+    """Parameters of one's own with another request's blocks, and a digest that is right for them."""
+    spans = [[first, text] for first, text in victim["kvhma"]["spans"]]
+    mixed = own | {"kvhma": own["kvhma"] | {"spans": spans}}
+    remote = PrefillParams.from_params(
+        mixed | {"kvhma": mixed["kvhma"] | {"digest": digest_of(mixed)}}, Secrets(), num_prompt_tokens=40
+    )
+    return json.loads(json.dumps(remote.to_params(Secrets(), pp_size=1)[0]))
+
+
+def digest_of(params):
+    """The digest of parameters as they are: it has no key, so anybody can make it."""
+    own = params["kvhma"]
+    fields = [own["version"], params["remote_engine_id"], int(own["instance"], 16), params["remote_request_id"]]
+    fields += [int(own["generation"], 16), own["lease"], own["tokens"], own["prompt"], own["spans"]]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+
+
+def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(p, d, caplog):
+    """Who had a prompt of his own prefilled put another held request's blocks into its parameters, and recomputed the
+    digest, which has no secret. P held his request, so D loaded the other tenant's cache and continued its prompt."""
+    victim = request("victim", params={"do_remote_decode": True})
+    p.add(victim)
+    _, theirs = p.finish(victim, tables(p, start=300))
+    mine = finished_at(p)
+    params = forged(mine, theirs)
+    assert params["kvhma"]["spans"] == json.loads(json.dumps(theirs["kvhma"]["spans"]))
+    claim = PrefillParams.from_params(params, Secrets(), num_prompt_tokens=40).claim(reader=7)
+    with contextlib.closing(Client(p.context.engine.address, 2.0, Secrets())) as client:
+        assert client.ask(Renew([write_claim(claim)]), Leases).states == [LeaseState.OTHER]
+        right = PrefillParams.from_params(mine, Secrets(), num_prompt_tokens=40).claim(reader=7)
+        assert client.ask(Renew([write_claim(right)]), Leases).states == [LeaseState.HELD]
+    p.step(STEP)
+    assert p.take_stats().data["digest_refused"] == 1
+    assert "P has not handed out their parameters as they are" in caplog.text
+
+
+def test_engines_that_share_a_secret():
+    p, d = (scheduler(secrets=[b"a secret of the two of them"]) for _ in range(2))
+    other, without = scheduler(secrets=[b"a secret of somebody else's"]), scheduler()
+    try:
+        params = finished_at(p)
+        for engine, text in ((other, "P's secret is none of this engine's"), (without, "this engine has none")):
+            asked = request(params=params)
+            engine.add(asked)
+            assert engine.matched_tokens(asked, 0) == (40, True)
+            engine.allocated(asked, blocks(engine), 40)
+            assert text in engine.step(STEP).refusals["r"]
+        asked = request(params=params)
+        d.add(asked)
+        load(d, asked)
+        d.results(output(["r"]))
+        until(lambda: p.step(STEP).sent == ["at p"])
+        own = request(params=finished_at(without))
+        d.add(own)
+        d.allocated(own, blocks(d), 40)
+        assert "this engine has a secret, P has none" in d.step(STEP).refusals["r"]
+    finally:
+        for engine in (p, d, other, without):
+            engine.close()
+
+
+def test_connections_that_are_refused_are_counted(p):
+    for _ in range(2):
+        with socket.create_connection((p.context.engine.address.host, p.context.engine.address.port)) as raw:
+            raw.settimeout(5)
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while raw.recv(4096):
+                    pass
+        until(
+            lambda: p.step(STEP) and (taken := p.take_stats()) and taken.data["side_channel_refused"] == {"message": 1}
+        )

@@ -38,6 +38,7 @@ from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import PromMetrics, TransferStats
+from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker.worker import KvhmaWorker
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.ignored:
                 logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
-            self._kvhma_scheduler = KvhmaScheduler(self._settings, facts)
+            self._kvhma_scheduler = KvhmaScheduler(self._settings, Secrets.load(self._settings), facts)
 
     @property
     def _scheduler(self) -> KvhmaScheduler:

@@ -105,6 +105,12 @@ def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """A worker's message of :mod:`kvhma.nixl.handshake`, for the listener in its scheduler's process."""
+    """What the listener in a worker's scheduler's process has to know of the worker.
+
+    Attributes:
+        data: the worker's message of :mod:`kvhma.nixl.handshake`.
+        private_key: Ed25519 key, 32 bytes, that signs it for who asks. It never leaves the engine.
+    """
 
     data: bytes
+    private_key: bytes = field(repr=False)

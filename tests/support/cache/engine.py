@@ -52,7 +52,7 @@ import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import decode as decode_module
-from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim
 from kvhma.vllm.worker import polling
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
@@ -187,7 +187,7 @@ class DirectRenewer:
             self.leases.renew([claim])
 
     def held(self, address: Any, claim: LeaseClaim) -> bool:
-        return self.leases is not None and self.leases.renew([claim]) != [None]
+        return self.leases is not None and self.leases.renew([claim]) == [LeaseState.HELD]
 
     def release(self, address: Any, claim: LeaseClaim, outcome: Outcome) -> None:
         if self.leases is not None:
@@ -666,9 +666,9 @@ class Engine:
         """What the worker of one rank tells the connector's scheduler at the end of a load."""
         load = loading.load
         assert self.source is not None
-        (held,) = self.source.kvhma.context.leases.renew([LeaseClaim(load.remote.lease_key, load.reader)])
-        if held is None:
-            return WorkerReport({load.request_id: Failure("expired", "the lease has ended", passing=False)})
+        (state,) = self.source.kvhma.context.leases.renew([load.remote.claim(load.reader)])
+        if state is not LeaseState.HELD:
+            return WorkerReport({load.request_id: Failure("expired", state.value, passing=False)})
         if loading.outcome != "ok":
             return WorkerReport({load.request_id: Failure("transfer", loading.outcome, loading.passing)})
         geometry = self.memory.ranks[rank]

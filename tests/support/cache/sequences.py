@@ -300,7 +300,7 @@ class Run:
             claimed = {load.remote.lease_key for load in other.kvhma.decode.pending.values() if load.remote is not None}
             for key, held in engine.kvhma.context.leases._held.items():
                 if key not in claimed:
-                    held.expires = 0.0
+                    held.expires = held.overdue_since = 0.0
             for load in engine.kvhma.decode.pending.values():
                 if load.asked_since is not None:
                     load.asked_since -= engine.kvhma.context.settings.kv_lease_duration + 1
@@ -309,4 +309,4 @@ class Run:
         for engine in (self.p, self.d):
             for held in engine.kvhma.context.leases._held.values():
                 if self.rng.random() < 0.7:
-                    held.expires = 0.0
+                    held.expires = held.overdue_since = 0.0

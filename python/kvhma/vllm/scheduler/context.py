@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvhma.errors import RequestError
@@ -13,7 +13,8 @@ from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prompt import prompt_digest
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.stats import StatsCollector
+from kvhma.vllm.wire.secrets import Secrets
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -28,7 +29,8 @@ class SchedulerContext:
         settings: of the connector.
         engine: of vLLM.
         leases: finished requests whose blocks are kept for other engines.
-        stats: what was counted since they were last taken.
+        secrets: that this engine shares with others.
+        stats: what this process counts.
         geometry: caches of the first worker; None until the workers have registered theirs.
         manager: vLLM's manager of blocks, once it is there.
     """
@@ -36,7 +38,8 @@ class SchedulerContext:
     settings: Settings
     engine: EngineFacts
     leases: LeaseTable
-    stats: TransferStats = field(default_factory=TransferStats)
+    secrets: Secrets
+    stats: StatsCollector
     geometry: Geometry | None = None
     manager: KVCacheManager | None = None
 
@@ -51,10 +54,3 @@ class SchedulerContext:
         """Return the digest of the first tokens of a request, see :func:`prompt_digest`."""
         # An operator who names the model says that adapters of one name are the same too, wherever they lie.
         return prompt_digest(request, num_tokens, adapter_paths=self.settings.model_id is None)
-
-    def take_stats(self) -> TransferStats | None:
-        """Return what was counted since the last call, None if nothing was."""
-        if self.stats.is_empty():
-            return None
-        stats, self.stats = self.stats, TransferStats()
-        return stats

@@ -131,7 +131,9 @@ class DecodeScheduler:
         if params.get("do_remote_decode"):
             return PendingLoad(None, "kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
         try:
-            remote = PrefillParams.from_params(params, num_prompt_tokens=request.num_prompt_tokens)
+            remote = PrefillParams.from_params(
+                params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
+            )
             if self._context.prompt_digest(request, remote.num_tokens) != remote.prompt:
                 raise OtherPromptError(
                     f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"

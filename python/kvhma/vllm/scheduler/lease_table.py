@@ -2,17 +2,25 @@
 """P's table of the finished requests whose blocks it keeps for others, and for how long.
 
 P keeps a request's blocks until it has been read and no reader is left, or until its lease ends. Whether they are still
-kept is known here and nowhere else; the workers report a request as sent only after it has left the table.
+kept is known here and nowhere else; the workers report a request as sent only after it has left the table. So a reader
+that is told `held` after its read knows that the blocks were kept all the time, whatever any clock says.
 """
 
 from __future__ import annotations
 
+import enum
+import hmac
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseClaim, LeaseKey, new_nonce
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.vllm.wire.messages import LeaseState, Outcome
+from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
 MAX_READERS = 64
 """Readers that a request may have at a time; samples of one prompt are some ten."""
@@ -20,61 +28,221 @@ MAX_READERS = 64
 LATE_READER_SECONDS = 2.0
 """How long blocks that one of several readers has read are kept for those that have not claimed them yet."""
 
+OVERDUE_SECONDS = 1.0
+"""How long blocks are kept after a step has found that their lease was not renewed in time.
+
+P may be the one that is late: while a process is stopped or gets no time, renewals wait for it unread.
+"""
+
+Blocks: TypeAlias = NDArray[np.int64]
+
+
+class LeaseEnd(enum.Enum):
+    """Why a request left the table."""
+
+    READ = "read"
+    """It was read."""
+
+    UNCLAIMED = "unclaimed"
+    """Its lease ended, and no engine had ever claimed it."""
+
+    NOT_RENEWED = "not_renewed"
+    """Its lease ended, and who had claimed it had neither read it nor let go of it."""
+
+    UNREAD = "unread"
+    """Its lease ended, and whoever had claimed it had let go of it without having read it."""
+
+    DROPPED = "dropped"
+    """Nobody had claimed or read it, and newer ones needed its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseUsage:
+    """What is kept now.
+
+    Attributes:
+        requests: that are kept.
+        blocks: that they pin; those of a shared prefix count once.
+        oldest_unread_seconds: since the oldest one that nobody has claimed or read had finished; 0 without one.
+    """
+
+    requests: int
+    blocks: int
+    oldest_unread_seconds: float
+
 
 @dataclass(slots=True)
 class _Held:
     """A request that is kept. Times are seconds of the monotonic clock.
 
     Attributes:
+        digest: of the parameters that name it.
+        blocks: their ids, each once.
+        since: when it had finished.
         expires: when its lease ends.
         readers: who has claimed it and not released it yet, and until when that counts if it is not renewed.
+        claimed: whether it ever had a reader.
         read: whether a reader has read it, or does not need it any more.
         late_readers_until: until when it is kept for readers that have not claimed it yet, once it has been read.
+        overdue_since: when a step first found that its lease was not renewed in time; None if it was.
     """
 
+    digest: bytes
+    blocks: Blocks
+    since: float
     expires: float
     readers: dict[int, float] = field(default_factory=dict)
+    claimed: bool = False
     read: bool = False
     late_readers_until: float = 0.0
+    overdue_since: float | None = None
+
+    def check_over(self, now: float) -> bool:
+        """Return whether it is not to be kept any more, and take note if its lease is overdue."""
+        if self.expires > now:
+            return False
+        if self.read and not self.readers:
+            return True  # there is nobody whose renewal may have been missed
+        if self.overdue_since is None:
+            self.overdue_since = now
+        return now - self.overdue_since >= OVERDUE_SECONDS
+
+    def why_ended(self) -> LeaseEnd:
+        """Return why it ends now."""
+        if self.read:
+            return LeaseEnd.READ
+        if self.readers:
+            return LeaseEnd.NOT_RENEWED
+        return LeaseEnd.UNREAD if self.claimed else LeaseEnd.UNCLAIMED
+
+
+class _BlockCount:
+    """How many blocks some requests keep; one that several of them keep counts once.
+
+    Attributes:
+        blocks: that at least one request keeps.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self._users = np.zeros(0, np.int32)
+        """How many requests keep each block, by its id."""
+
+    def add(self, blocks: Blocks) -> None:
+        """Add a request's blocks: ids that go up."""
+        if len(blocks) and blocks[-1] >= len(self._users):
+            self._users = np.concatenate([self._users, np.zeros(int(blocks[-1]) + 1, np.int32)])
+        self._users[blocks] += 1
+        self.blocks += int((self._users[blocks] == 1).sum())
+
+    def remove(self, blocks: Blocks) -> None:
+        """Take a request's blocks off again."""
+        self._users[blocks] -= 1
+        self.blocks -= int((self._users[blocks] == 0).sum())
+
+    def has_own(self, blocks: Blocks) -> bool:
+        """Return whether no other request keeps one of a request's blocks."""
+        return bool((self._users[blocks] == 1).any())
 
 
 class LeaseTable:
     """Requests whose blocks are kept for their readers. Safe to use from several threads.
 
-    Times are seconds of :func:`time.monotonic` in this process, which is P's clock.
+    A claim names what it reads: the request, its random generation, and the digest of the parameters that were handed
+    out for its blocks. Who lacks one of them can neither renew, nor release, nor take the place of a reader.
+
+    **Blocks that nobody reads have a bound**, :attr:`max_unread_blocks`; the oldest ones go first. What counts are
+    blocks of requests without a reader, one that several of them share once. A request that is being read never has to
+    go, and does not count: decode engines that are slower than P keep it waiting, as they do without a bound, and lose
+    nothing. One request may always be kept, also if it alone is more than the bound.
+
+    P does not know whose request is whose, and the rule needs no names: who leaves requests unread loses them first,
+    being the oldest. Others have to claim theirs, which a decode engine does as soon as it hears of a request, before P
+    has computed (or found in its prefix cache) as many other blocks as the bound. How many requests a tenant may have
+    is for the front end to decide.
+
+    Times are seconds of :func:`time.monotonic` in this process, which is P's clock. How long a lease is, only P says.
+
+    Attributes:
+        max_unread_blocks: bound of the blocks that nobody reads; None for no bound.
     """
 
     def __init__(self, lease: float) -> None:
         """Start empty; `lease` is how many seconds a request is kept after each renewal."""
+        self.max_unread_blocks: int | None = None
+        self._digests_refused = 0
         self._lease = lease
         self._lock = threading.Lock()
         self._held: dict[LeaseKey, _Held] = {}
-        self._released: list[str] = []
-        self._expired: list[str] = []
+        """In the order in which they finished."""
+        self._ended: dict[LeaseEnd, list[str]] = {why: [] for why in LeaseEnd}
+        self._all = _BlockCount()
+        self._without_reader = _BlockCount()
 
-    def add(self, request_id: str) -> LeaseKey:
-        """Keep a request that has finished."""
-        key = LeaseKey(request_id, new_nonce())
-        with self._lock:
-            self._held[key] = _Held(time.monotonic() + self._lease)
-        return key
+    def add(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
+        """Keep a request that has finished.
 
-    def renew(self, claims: list[LeaseClaim]) -> list[float | None]:
-        """Extend leases; return when each ends now, None for one that is not held (or has too many readers)."""
+        Args:
+            key: names it, with a new generation.
+            digest: of the parameters that are handed out for it.
+            blocks: ids of the blocks that vLLM keeps for it, in any order.
+        """
         now = time.monotonic()
-        ends: list[float | None] = []
+        held = _Held(digest, np.unique(np.asarray(blocks, np.int64)), now, now + self._lease)
         with self._lock:
-            for claim in claims:
-                held = self._held.get(claim.key)
-                # One that has run out counts as ended; the next `drain_ended` takes it away.
-                if held is None or held.expires <= now or not self._admit(held, claim.reader, now):
-                    ends.append(None)
-                    continue
-                held.readers[claim.reader] = held.expires = now + self._lease
-                ends.append(held.expires)
-        return ends
+            self._held[key] = held
+            self._all.add(held.blocks)
+            self._without_reader.add(held.blocks)
+            self._drop_oldest(keep=key)
 
-    def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
+    def _drop_oldest(self, keep: LeaseKey) -> None:
+        bound = self.max_unread_blocks
+        if bound is None or self._without_reader.blocks <= bound:
+            return
+        unread = [(key, held.blocks) for key, held in self._held.items() if not held.readers and key != keep]
+        for key, blocks in unread:
+            if self._without_reader.has_own(blocks):  # else nothing is gained: newer ones keep the same
+                self._end(key, LeaseEnd.DROPPED)
+            if self._without_reader.blocks <= bound:
+                return
+
+    def renew(self, claims: Sequence[LeaseClaim]) -> list[LeaseState]:
+        """Extend leases, and take readers that are new; return the state of each claim."""
+        now = time.monotonic()
+        with self._lock:
+            return [self._renew(claim, now) for claim in claims]
+
+    def _renew(self, claim: LeaseClaim, now: float) -> LeaseState:
+        held = self._held.get(claim.key)
+        if held is None:
+            return LeaseState.ENDED
+        if not self._is_of(held, claim):
+            return LeaseState.OTHER
+        is_first = not held.readers
+        if not self._admit(held, claim.reader, now):
+            return LeaseState.FULL
+        if is_first:
+            self._without_reader.remove(held.blocks)
+        # One whose time was up counts as held: only `drain_ended` gives its blocks back, and it has not yet.
+        held.readers[claim.reader] = held.expires = now + self._lease
+        held.claimed, held.overdue_since = True, None
+        return LeaseState.HELD
+
+    def _is_of(self, held: _Held, claim: LeaseClaim) -> bool:
+        """Return whether a claim is one of the parameters that were handed out."""
+        same = hmac.compare_digest(held.digest, claim.digest)
+        self._digests_refused += not same
+        return same
+
+    @staticmethod
+    def _admit(held: _Held, reader: int, now: float) -> bool:
+        """Return whether there is room for a reader; those that do not renew any more make room."""
+        if reader not in held.readers and len(held.readers) >= MAX_READERS:
+            for known in [known for known, until in held.readers.items() if until <= now]:
+                del held.readers[known]
+        return reader in held.readers or len(held.readers) < MAX_READERS
+
+    def release(self, claims: Sequence[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests; those that are not held are passed over.
 
         Blocks are freed once they have been read and no reader is left. Blocks that no reader could read are kept for
@@ -84,38 +252,49 @@ class LeaseTable:
         with self._lock:
             for claim in claims:
                 held = self._held.get(claim.key)
-                if held is None:
-                    continue
-                held.readers.pop(claim.reader, None)
-                if outcome is not Outcome.UNREAD:
-                    held.read = True
-                if outcome is Outcome.READ_SHARED:
-                    held.late_readers_until = now + LATE_READER_SECONDS
-                if held.read:
-                    held.expires = min(held.expires, max(now, held.late_readers_until, *held.readers.values()))
-                if held.expires <= now:
-                    self._end(claim.key)
+                if held is not None and self._is_of(held, claim):
+                    self._release(held, claim, outcome, now)
 
-    @staticmethod
-    def _admit(held: _Held, reader: int, now: float) -> bool:
-        """Return whether there is room for a reader; those that do not renew any more make room."""
-        if reader not in held.readers and len(held.readers) >= MAX_READERS:
-            held.readers = {known: until for known, until in held.readers.items() if until > now}
-        return reader in held.readers or len(held.readers) < MAX_READERS
+    def _release(self, held: _Held, claim: LeaseClaim, outcome: Outcome, now: float) -> None:
+        if held.readers.pop(claim.reader, None) is not None and not held.readers:
+            self._without_reader.add(held.blocks)
+        if outcome is not Outcome.UNREAD:
+            held.read = True
+        if outcome is Outcome.READ_SHARED:
+            held.late_readers_until = now + LATE_READER_SECONDS
+        if held.read:
+            held.expires = min(held.expires, max(now, held.late_readers_until, *held.readers.values()))
+            if not held.readers and held.expires <= now:
+                self._end(claim.key, LeaseEnd.READ)
 
-    def _end(self, key: LeaseKey) -> None:
+    def _end(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held.pop(key)
-        (self._released if held.read else self._expired).append(key.request_id)
+        self._all.remove(held.blocks)
+        if not held.readers:
+            self._without_reader.remove(held.blocks)
+        self._ended[LeaseEnd.READ if held.read else why].append(key.request_id)
 
-    def drain_ended(self) -> tuple[list[str], list[str]]:
-        """Return the requests that were read and those whose lease ended unread since the last call, each once."""
+    def drain_ended(self) -> dict[LeaseEnd, list[str]]:
+        """Return the requests that are not kept any more since the last call, each once, by why they ended."""
         now = time.monotonic()
         with self._lock:
-            for key in [key for key, held in self._held.items() if held.expires <= now]:
-                self._end(key)
-            released, self._released = self._released, []
-            expired, self._expired = self._expired, []
-        return released, expired
+            for key in [key for key, held in self._held.items() if held.check_over(now)]:
+                self._end(key, self._held[key].why_ended())
+            ended, self._ended = self._ended, {why: [] for why in LeaseEnd}
+        return ended
+
+    def take_digests_refused(self) -> int:
+        """Return how many claims and releases since the last call had a digest that is not their request's."""
+        with self._lock:
+            refused, self._digests_refused = self._digests_refused, 0
+        return refused
+
+    def usage(self) -> LeaseUsage:
+        """Return what is kept now."""
+        now = time.monotonic()
+        with self._lock:
+            oldest = next((held.since for held in self._held.values() if not (held.readers or held.read)), now)
+            return LeaseUsage(len(self._held), self._all.blocks, now - oldest)
 
     def __len__(self) -> int:
         return len(self._held)

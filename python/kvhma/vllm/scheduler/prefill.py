@@ -11,9 +11,12 @@ from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
-from kvhma.vllm.metadata import StepMetadata
+from kvhma.text import one_line
+from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
-from kvhma.vllm.wire.params import PrefillParams, new_nonce
+from kvhma.vllm.scheduler.lease_table import LeaseEnd
+from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams, new_nonce
 from kvhma.vllm.wire.server import Listener
 
 if TYPE_CHECKING:
@@ -23,6 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 _FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+_UNREAD = {
+    LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
+    LeaseEnd.NOT_RENEWED: "its decode engine has not renewed it in time",
+    LeaseEnd.UNREAD: "its decode engine could not read it, and no other one has asked for it",
+}
+"""Why a lease may end that was not read."""
+
+_MAX_NAMES = 8
+"""Requests that one line of the log names."""
 
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
 """Fields of vLLM's request with an entry for each token of the prompt; None where a prompt has none of the kind."""
@@ -36,6 +49,8 @@ class PrefillScheduler:
         self._context = context
         self._incarnation_id = new_nonce()
         self._listener: Listener | None = None
+        self._refused: dict[str, int] = {}
+        """Connections that were refused and counted, by reason."""
         self._shortened: set[str] = set()
         """Requests that stop before the tokens that D computes itself."""
         self._to_stage: dict[str, Request] = {}
@@ -48,15 +63,16 @@ class PrefillScheduler:
         if self._listener is not None:
             self._listener.close()
 
-    def serve(self, hellos: Mapping[tuple[int, int], bytes]) -> None:
+    def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank."""
         if self._listener is None:
             self._listener = Listener(
                 self._context.engine.address,
                 engine_id=self._context.engine.engine_id,
                 incarnation_id=self._incarnation_id,
-                hellos=hellos,
+                hellos={rank: (hello.data, hello.private_key) for rank, hello in hellos.items()},
                 leases=self._context.leases,
+                secrets=self._context.secrets,
             )
 
     def add(self, request: Request) -> None:
@@ -70,13 +86,41 @@ class PrefillScheduler:
 
     def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Tell the workers which requests are not kept any more, and what to copy to host memory."""
-        released, expired = self._context.leases.drain_ended()
-        metadata.sent = released + expired
-        self._context.stats.count("expired", len(expired))
-        if expired:
-            logger.warning("kvhma: the leases of %d requests ended before they were read: %s", len(expired), expired)
+        metadata.sent = self._take_ended()
+        self._count_refused()
         if self._to_stage:
             metadata.copy_to_host = self._finished_prefills(output)
+
+    def _take_ended(self) -> list[str]:
+        """Return the requests that are not kept any more; count and log those that were not read."""
+        leases, stats = self._context.leases, self._context.stats
+        ended = leases.drain_ended()
+        for why, text in _UNREAD.items():
+            if names := ended[why]:
+                stats.count("expired", len(names), label=why.value)
+                logger.warning(
+                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(names)
+                )
+        if names := ended[LeaseEnd.DROPPED]:
+            stats.count("held_dropped", len(names))
+            peer_log.logger.warning(
+                "kvhma: the oldest requests that no decode engine has asked for are given up, since they keep more "
+                "blocks than max_held_share allows (%d requests: %s)",
+                *_some(names),
+            )
+        if refused := leases.take_digests_refused():
+            stats.count("digest_refused", refused)
+            peer_log.logger.warning(
+                "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
+            )
+        return [name for names in ended.values() for name in names]
+
+    def _count_refused(self) -> None:
+        if self._listener is not None:
+            for reason, number in self._listener.refused.items():
+                if new := number - self._refused.get(reason, 0):
+                    self._context.stats.count("side_channel_refused", new, label=reason)
+                    self._refused[reason] = number
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Keep the blocks of a request that has ended, if a decode engine is to read them.
@@ -86,11 +130,18 @@ class PrefillScheduler:
         """
         self._to_stage.pop(request.request_id, None)
         self._staged.pop(request.request_id, None)
-        remote = self._hand_over(request, tables)
+        remote, geometry = self._describe(request, tables), self._context.geometry
         self._shortened.discard(request.request_id)
-        return None if remote is None else remote.to_params(pp_size=self._context.engine.pp_size)
+        if remote is None or geometry is None:
+            return None
+        params, digest = remote.to_params(self._context.secrets, pp_size=self._context.engine.pp_size)
+        # All that vLLM keeps, of groups that take no part too.
+        blocks = [block for table in tables for block in table if block != geometry.null_block]
+        self._context.leases.add(remote.lease_key, digest, blocks)
+        return params
 
-    def _hand_over(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
+    def _describe(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
+        """Return what a decode engine has to know of a request that has ended; None if it cannot have it."""
         params, geometry = request.kv_transfer_params, self._context.geometry
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
             return None
@@ -105,7 +156,7 @@ class PrefillScheduler:
             address=engine.address,
             engine_id=engine.engine_id,
             incarnation_id=self._incarnation_id,
-            lease_key=self._context.leases.add(request.request_id),
+            lease_key=LeaseKey(request.request_id, new_nonce()),
             lease=self._context.settings.kv_lease_duration,
             num_tokens=tokens,
             prompt=self._context.prompt_digest(request, tokens),
@@ -177,6 +228,12 @@ class PrefillScheduler:
                 tables = self._context.transfer_tables(manager.get_block_ids(request_id))
                 finished.append(tuple(live_spans(geometry, None, tables)))
         return finished
+
+
+def _some(names: Sequence[str]) -> tuple[int, str]:
+    """Return how many requests there are, and the first of their names, which clients may have chosen."""
+    more = ", ..." if len(names) > _MAX_NAMES else ""
+    return len(names), ", ".join(one_line(name) for name in names[:_MAX_NAMES]) + more
 
 
 def shorten_prompt(request: Request, num_tokens: int) -> None:

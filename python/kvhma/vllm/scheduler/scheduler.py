@@ -15,7 +15,8 @@ from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefill import PrefillScheduler
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hits_may_differ
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.stats import StatsCollector, TransferStats
+from kvhma.vllm.wire.secrets import Secrets
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -34,9 +35,11 @@ class KvhmaScheduler:
         hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
     """
 
-    def __init__(self, settings: Settings, engine: EngineFacts) -> None:
+    def __init__(self, settings: Settings, secrets: Secrets, engine: EngineFacts) -> None:
         """Start the thread that renews leases; other engines are answered once the workers' hellos are there."""
-        self.context = SchedulerContext(settings, engine, LeaseTable(settings.kv_lease_duration))
+        leases = LeaseTable(settings.kv_lease_duration)
+        stats = StatsCollector(lambda: lease_gauges(leases))
+        self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
         self.decode = DecodeScheduler(self.context)
         self.hits_may_differ = True
@@ -47,20 +50,23 @@ class KvhmaScheduler:
         self.prefill.close()
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take vLLM's manager of blocks.
+        """Take vLLM's manager of blocks; from now on, what nobody reads may keep a share of them only.
 
         Raises:
             UnsupportedPairError: blocks cannot be kept out of its prefix cache.
         """
         check_manager(manager)
         self.context.manager = manager
+        # The null block is none that could be kept.
+        blocks = manager.block_pool.num_gpu_blocks - 1
+        self.context.leases.max_unread_blocks = int(blocks * self.context.settings.max_held_share)
         self.hits_may_differ = hits_may_differ(manager)
 
     def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
         """Take the hellos of the workers, by pipeline and tensor rank, and answer other engines from now on."""
-        found = {rank: hello.data for rank, hello in hellos.items() if isinstance(hello, WorkerHello)}
+        found = {rank: hello for rank, hello in hellos.items() if isinstance(hello, WorkerHello)}
         if found:
-            self.context.geometry = decode_handshake(found[min(found)]).geometry
+            self.context.geometry = decode_handshake(found[min(found)].data).geometry
             self.prefill.serve(found)
 
     def add(self, request: Request) -> None:
@@ -105,4 +111,14 @@ class KvhmaScheduler:
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call."""
-        return self.context.take_stats()
+        return self.context.stats.take()
+
+
+def lease_gauges(leases: LeaseTable) -> dict[str, float]:
+    """Return the gauges of what is kept for other engines."""
+    usage = leases.usage()
+    return {
+        "held_leases": usage.requests,
+        "pinned_blocks": usage.blocks,
+        "oldest_unread_seconds": usage.oldest_unread_seconds,
+    }
