@@ -51,7 +51,16 @@ _ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here t
 
 
 class Ended(Exception):  # noqa: N818
-    """The connection is to be closed; no error of ours."""
+    """The connection is to be closed; no error of ours.
+
+    Attributes:
+        refused: why the peer was refused, in a word for a metric; empty if it was not.
+    """
+
+    def __init__(self, refused: str = "") -> None:
+        """Store why."""
+        super().__init__(refused)
+        self.refused = refused
 
 
 class Connection:
@@ -78,7 +87,7 @@ class Connection:
         self._advance: Callable[[Connection], None] = Connection._open
         self._received = bytearray()
         self._unsent = memoryview(b"")
-        self._last = False
+        self._refused = ""
         self._certificate: bytes | None = None
         self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
         accepted.setblocking(False)
@@ -88,6 +97,11 @@ class Connection:
     def received(self) -> int:
         """Bytes of an unfinished question."""
         return len(self._received)
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether the peer has begun something and not ended it: to connect, a question, or to take an answer."""
+        return self._advance is not Connection._receive or bool(self._received)
 
     @property
     def unsent(self) -> int:
@@ -124,13 +138,13 @@ class Connection:
         context = self._secrets.server_context()
         if context is None:
             if tls and whole:
-                self._refuse("its questions are encrypted", _ONLY_THERE)
+                self._refuse("secret", "its questions are encrypted", _ONLY_THERE)
             else:
                 self._advance = Connection._receive
                 self._receive()
             return
         if not tls:
-            self._refuse("its questions are not encrypted", _ONLY_HERE)
+            self._refuse("secret", "its questions are not encrypted", _ONLY_HERE)
             return
         self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self._advance = Connection._shake_hands
@@ -148,7 +162,7 @@ class Connection:
             logger.warning(
                 "kvhma: %s was refused, its secret is another one or it has none: %s", self.host, error.reason
             )
-            raise Ended from error
+            raise Ended("secret") from error
         self._certificate = self.socket.getpeercert(True)
         self.deadline = time.monotonic() + IDLE_SECONDS
         self._advance = Connection._receive
@@ -169,15 +183,15 @@ class Connection:
             length = frame_length(received)
             if length > MAX_QUESTION_BYTES:
                 found = f"a question has {length} bytes, at most {MAX_QUESTION_BYTES} can be asked"
-                self._refuse(found, f"not a question of protocol {PROTOCOL}: {found}")
+                self._refuse("message", found, f"not a question of protocol {PROTOCOL}: {found}")
                 return
             if len(received) > HEADER_BYTES + length or (len(received) == HEADER_BYTES + length and self._pending()):
-                self._refuse("it asks before it was answered", "one question at a time")
+                self._refuse("message", "it asks before it was answered", "one question at a time")
                 return
             if len(received) == HEADER_BYTES + length:
                 break
         if self._certificate is not None and not self._secrets.accepts(self._certificate):
-            raise Ended  # it was let in by a secret that was taken back since
+            raise Ended("secret")  # it was let in by one that was taken back since
         self._received = bytearray()
         self._send(self._answer_to(memoryview(received)[HEADER_BYTES:]))
 
@@ -191,10 +205,10 @@ class Connection:
         except HandshakeError as error:
             return Problem(str(error))
 
-    def _refuse(self, log: str, text: str) -> None:
+    def _refuse(self, reason: str, log: str, text: str) -> None:
         logger.warning("kvhma: %s was refused: %s", self.host, log)
         self._received = bytearray()
-        self._last = True
+        self._refused = reason
         self._send(Problem(text))
 
     def _send(self, answer: Answer) -> None:
@@ -213,10 +227,10 @@ class Connection:
         self.deadline = time.monotonic() + IDLE_SECONDS
         self._unsent = memoryview(b"")
         self.answered += 1
-        if self._last:
+        if self._refused:
             # What was not read would take the answer back.
             with contextlib.suppress(OSError):
                 self.socket.recv(_CHUNK)
-            raise Ended
+            raise Ended(self._refused)
         self.events = selectors.EVENT_READ
         self._advance = Connection._receive

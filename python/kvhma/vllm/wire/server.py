@@ -80,6 +80,8 @@ class Listener:
 
     Attributes:
         failures: errors on this side that were survived, whatever was raised.
+        refused: connections that were refused or cut off, by reason: ``secret`` (another one, or on one side only),
+            ``message`` (too long, or before the answer to another), ``time`` (slow), ``room`` (too many, too much).
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Listener:
             HandshakeError: the address cannot be bound; the text names it and the setting.
         """
         self.failures = 0
+        self.refused = dict.fromkeys(("secret", "message", "time", "room"), 0)
         self._hellos = dict(hellos)
         self._engine_id = engine_id
         self._incarnation_id = incarnation_id.to_bytes(8, "big")
@@ -139,7 +142,8 @@ class Listener:
                     time.sleep(_PAUSE_SECONDS)
 
     def _serve(self) -> None:
-        with contextlib.closing(_Connections(self._socket, self._secrets, self._answer_anyway)) as connections:
+        made = _Connections(self._socket, self._secrets, self._answer_anyway, self.refused)
+        with contextlib.closing(made) as connections:
             connections.register(self._wakeup)
             while not self._stopping:
                 failed = connections.serve()
@@ -180,8 +184,15 @@ class Listener:
 class _Connections:
     """The connections of a listener, the one loop that serves them, and their bounds. It belongs to one thread."""
 
-    def __init__(self, listening: socket.socket, secrets: Secrets, answer: Callable[[Question], Answer]) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        secrets: Secrets,
+        answer: Callable[[Question], Answer],
+        refused: dict[str, int],
+    ) -> None:
         self._listening = listening
+        self._refused = refused
         self._secrets = secrets
         self._answer = answer
         self._by_host: dict[str, OrderedDict[Connection, None]] = {}
@@ -222,7 +233,10 @@ class _Connections:
         events, answered = connection.events, connection.answered
         try:
             connection.advance()
-        except (Ended, OSError):
+        except Ended as ended:
+            self._drop(connection, ended.refused)
+            return True
+        except OSError:
             self._drop(connection)
             return True
         except BaseException:  # it ends this connection and no other one
@@ -238,7 +252,7 @@ class _Connections:
                 peer_log.logger.warning(
                     "kvhma: %s is cut off, what it sends or does not take is too much", largest.host
                 )
-                self._drop(largest)
+                self._drop(largest, "room")
         return True
 
     def _accept(self) -> None:
@@ -270,7 +284,7 @@ class _Connections:
                 idlest.host,
                 len(most),
             )
-            self._drop(idlest)
+            self._drop(idlest, "room")
         self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
         self._by_host.setdefault(connection.host, OrderedDict())[connection] = None
         self._count += 1
@@ -285,13 +299,15 @@ class _Connections:
         self._swept = now = time.monotonic()
         for connection in self._all():
             if connection.deadline < now:
-                self._drop(connection)
+                self._drop(connection, "time" if connection.waits_for_peer else "")
         self._accept_again()
 
     def _all(self) -> list[Connection]:
         return [connection for connections in self._by_host.values() for connection in connections]
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, refused: str = "") -> None:
+        if refused:
+            self._refused[refused] += 1
         of_host = self._by_host[connection.host]
         del of_host[connection]
         if not of_host:
