@@ -27,13 +27,13 @@ except ImportError:
 
 with atheris.instrument_imports(include=["kvhma"]) if atheris else contextlib.nullcontext():
     from kvhma.errors import HandshakeError
-    from kvhma.nixl.handshake import decode_handshake, encode_handshake
+    from kvhma.nixl.handshake import decode_handshake, encode_handshake, key_hash
     from support.generate import generate
     from support.recipe import draw
     from support.tiny import tiny_hybrid
 
 HERE = Path(__file__).parent
-HEAD = struct.Struct("<8sHHIIIQ16s")
+HEAD = struct.Struct("<8sHHIIIQ32s16s")
 NUMBERS = [-1, 0, 1, 2, 3, 16, 17, 2**16, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1, 2**64, 10**400]
 OTHERS = [None, True, "", "x", "DRAM", "\0", "\ud800", "é" * 200, "a" * 257, 1.5, -0.0, [], {}, [1, 2], {"full": None}]
 TEXTS = [b"null", b"true", b"1e5", b"-0", b"{}", b"[]", b'"', b"\\u0000", b"\\ud800", b",", b":", b"\xff", b"NaN"]
@@ -76,7 +76,7 @@ def mutate(rng: random.Random, payload: bytes, spoil: Callable[[random.Random, b
     """Change one thing of a message. Its digest is mostly made right again: behind it is most of the code."""
     if len(payload) < HEAD.size:
         return spoil(rng, payload)
-    magic, version, *sizes, incarnation, _ = HEAD.unpack_from(payload)
+    magic, version, *sizes, incarnation, key, _ = HEAD.unpack_from(payload)
     parts, at = [], HEAD.size
     for size in sizes:
         parts.append(payload[at : at + size])
@@ -90,13 +90,14 @@ def mutate(rng: random.Random, payload: bytes, spoil: Callable[[random.Random, b
         parts[2] = spoil(rng, parts[2])
     elif kind == 9:
         place = rng.choice([0, 1, 3])
+        key = rng.choice([key, bytes(32), rng.randbytes(32)])
         parts[place] = rng.choice([spoil(rng, parts[place]), b"", "é".encode(), b"a\nb", rng.randbytes(300)])
     sizes = [len(part) for part in parts]
     if kind == 10:
         sizes[rng.randrange(4)] = rng.choice([0, 1, 2**16 - 1])
         version = rng.choice([version, rng.randrange(2**16)])
     body = b"".join(parts)
-    head = HEAD.pack(magic, version, min(sizes[0], 2**16 - 1), *sizes[1:], incarnation, b"")[:-16]
+    head = HEAD.pack(magic, version, min(sizes[0], 2**16 - 1), *sizes[1:], incarnation, key, b"")[:-16]
     payload = head + hashlib.blake2b(head + body, digest_size=16).digest() + body
     return spoil(rng, payload) if kind == 11 else payload
 
@@ -111,7 +112,7 @@ def decode(data: bytes) -> str:
     finally:
         taken = time.process_time() - start
         assert taken < SECONDS_EACH, f"{taken:.1f} s for {len(data)} bytes"
-    rest = {"name": said.name, "incarnation": said.incarnation, "extra": said.extra}
+    rest = {"name": said.name, "incarnation": said.incarnation, "extra": said.extra, "public_key": said.public_key}
     again = encode_handshake(said.metadata, said.geometry, **rest)
     assert decode_handshake(again) == said, "another payload after a round trip"
     return "decoded"
@@ -120,7 +121,8 @@ def decode(data: bytes) -> str:
 def seeds() -> list[bytes]:
     """Return good messages."""
     geometries = [tiny_hybrid(10), *(generate(seed, draw(seed)).local for seed in range(60))]
-    return [encode_handshake(b"nixl", geometry, name="P-0", incarnation=7, extra=b"x") for geometry in geometries]
+    named = {"name": f"P-0-{key_hash(b'k' * 32)}", "public_key": b"k" * 32}
+    return [encode_handshake(b"nixl", geometry, incarnation=7, extra=b"x", **named) for geometry in geometries]
 
 
 def guided(seconds: int) -> None:

@@ -17,7 +17,7 @@ from kvhma.nixl import MAX_HANDSHAKE_BYTES, decode_handshake, encode_handshake
 from kvhma.nixl.handshake import MAX_EXTRA_BYTES, MAX_GEOMETRY_BYTES, MAX_METADATA_BYTES, MAX_NAME_BYTES
 from support.flat import flat_geometry
 
-HEAD = struct.Struct("<8sHHIIIQ")
+HEAD = struct.Struct("<8sHHIIIQ32s")
 MAGIC = b"kvhma-hi"
 
 
@@ -31,11 +31,11 @@ def payload(geometry):
     return encode_handshake(b"nixl" * 50, geometry, name="P-0", incarnation=2**64 - 1, extra=b"\x00\xff")
 
 
-def forge(name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, magic=MAGIC, version=1, sizes=None, digest=None):
+def forge(name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, version=2, sizes=None, public_key=b""):
     """Pack a message whose digest is right, whatever is in it."""
     body = name + metadata + geometry + extra
-    head = HEAD.pack(magic, version, *(sizes or map(len, (name, metadata, geometry, extra))), 7)
-    return head + (digest or hashlib.blake2b(head + body, digest_size=16).digest()) + body
+    head = HEAD.pack(MAGIC, version, *(sizes or map(len, (name, metadata, geometry, extra))), 7, public_key)
+    return head + hashlib.blake2b(head + body, digest_size=16).digest() + body
 
 
 def test_round_trip(geometry, payload):
@@ -67,7 +67,7 @@ def test_every_byte_matters(payload):
             decode_handshake(damaged)
 
 
-@pytest.mark.parametrize("start", [b"", MAGIC, MAGIC + b"\1\0"])
+@pytest.mark.parametrize("start", [b"", MAGIC, MAGIC + b"\2\0"])
 def test_random_bytes(start):
     for seed in range(2000):
         rng = random.Random(seed)
@@ -139,12 +139,38 @@ def test_a_geometry_that_contradicts_itself(geometry, path, value):
 
 
 def test_versions():
-    for version in (0, 2, 65535):
-        with pytest.raises(HandshakeError, match=f"speaks version {version} .* this side version 1"):
+    for version in (0, 1, 3, 65535):
+        with pytest.raises(HandshakeError, match=f"speaks version {version} .* this side version 2"):
             decode_handshake(forge(version=version))
     # Even if the rest of the header is another one.
-    with pytest.raises(HandshakeError, match="speaks version 2"):
-        decode_handshake(MAGIC + b"\2\0")
+    with pytest.raises(HandshakeError, match="speaks version 3"):
+        decode_handshake(MAGIC + b"\3\0")
+
+
+KEY = bytes(range(32))
+KEY_HASH = hashlib.blake2b(KEY, digest_size=16, person=b"kvhma agent").hexdigest()
+
+
+def test_the_name_of_an_agent_with_a_key_ends_in_its_hash(geometry):
+    name = f"P-0-{KEY_HASH}"
+    payload = encode_handshake(b"nixl", geometry, name=name, incarnation=1, public_key=KEY)
+    assert (decode_handshake(payload).name, decode_handshake(payload).public_key) == (name, KEY)
+    assert decode_handshake(forge(geometry=geometry.to_json())).public_key == b""
+
+
+@pytest.mark.parametrize("name", ["P-0", KEY_HASH + "-", KEY_HASH[:-1] + "0", KEY_HASH.upper()])
+def test_a_name_that_belongs_to_another_key(geometry, name):
+    """Whoever repeated a hello with something changed was taken for its agent: a name was only a name."""
+    with pytest.raises(HandshakeError, match="is not the name of an agent with its key, which ends in " + KEY_HASH):
+        decode_handshake(forge(name.encode(), geometry=geometry.to_json(), public_key=KEY))
+    with pytest.raises(HandshakeError, match="is not the name"):
+        encode_handshake(b"nixl", geometry, name=name, incarnation=1, public_key=KEY)
+
+
+@pytest.mark.parametrize("key", [bytes(32), b"k", bytes(33)])
+def test_what_is_no_key(geometry, key):
+    with pytest.raises(HandshakeError, match=f"a public key of {len(key)} bytes"):
+        encode_handshake(b"nixl", geometry, name="P-0", incarnation=1, public_key=key)
 
 
 @pytest.mark.parametrize("name", [b"", b"\xff", b"a\nb", b"a\x00", b"\x1b[31m", "‮".encode(), b"\xed\xa0\x80"], ids=repr)

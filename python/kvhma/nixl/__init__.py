@@ -6,7 +6,14 @@ missing.
 """
 
 from kvhma.nixl.agent import Agent
-from kvhma.nixl.handshake import MAX_HANDSHAKE_BYTES, WARM_UP, HandshakePayload, decode_handshake, encode_handshake
+from kvhma.nixl.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    WARM_UP,
+    HandshakePayload,
+    decode_handshake,
+    encode_handshake,
+    key_hash,
+)
 from kvhma.nixl.library import AgentOptions
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.prepared import PreparedList
@@ -24,4 +31,5 @@ __all__ = [
     "TransferHandle",
     "decode_handshake",
     "encode_handshake",
+    "key_hash",
 ]

@@ -51,13 +51,21 @@ class Agent:
         strided: whether views go to NIXL as they are; False: written out, one row per entry.
     """
 
-    def __init__(self, name: str, options: AgentOptions = _DEFAULTS, *, nixl: NixlAgent | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: AgentOptions = _DEFAULTS,
+        *,
+        nixl: NixlAgent | None = None,
+        public_key: bytes = b"",
+    ) -> None:
         """Make the agent.
 
         Args:
             name: unique name of the agent.
             options: transports, threads and the progress thread.
             nixl: what to use in place of a new ``nixl_agent``.
+            public_key: goes into its handshake payloads; the name has to end in :func:`kvhma.nixl.key_hash` of it.
 
         Raises:
             ImportError: NIXL is not installed, or lacks something it needs.
@@ -66,6 +74,7 @@ class Agent:
         """
         self.name = name
         self.incarnation = secrets.randbits(64)
+        self._public_key = public_key
         self._given = nixl is not None
         self._options = options
         opened = nixl or open_nixl(name, options)
@@ -107,14 +116,21 @@ class Agent:
 
         Raises:
             RequestError: a region of the geometry is not registered.
-            HandshakeError: a field is too long.
+            HandshakeError: a field is too long, or the name is not that of an agent with its key.
         """
         with self._session.setup:
             for region in geometry.regions:
                 if not self._memory.covers(region):
                     raise RequestError(f"{region} is not registered")
             metadata = self._session.open().get_agent_metadata()
-        return encode_handshake(metadata, geometry, name=self.name, incarnation=self.incarnation, extra=extra)
+        return encode_handshake(
+            metadata,
+            geometry,
+            name=self.name,
+            incarnation=self.incarnation,
+            extra=extra,
+            public_key=self._public_key,
+        )
 
     def prewarm_transport(self) -> None:
         """Connect to an agent of this process, let a second one connect to this agent, and disconnect both.

@@ -10,11 +10,13 @@ Layout, little-endian, no padding::
     16  u32   bytes of the geometry (the JSON form of docs/geometry.md)
     20  u32   bytes of extra
     24  u64   incarnation
-    32  16 s  BLAKE2b of all of the above and of what follows
-    48        name, metadata, geometry, extra
+    32  32 s  public key of the agent; zeros if it has none
+    64  16 s  BLAKE2b of all of the above and of what follows
+    80        name, metadata, geometry, extra
 
 The digest is no signature. It keeps damaged bytes away from NIXL, which hands the metadata to the transport
-unchecked.
+unchecked. The name of an agent with a key ends in a hash of it, so that nobody else can sign in that name; who signs
+what, and who checks it, is up to the engines.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from itertools import accumulate, pairwise
 from kvhma.errors import HandshakeError, KvhmaError
 from kvhma.geometry import Geometry
 
-VERSION = 1
+VERSION = 2
 """Version of the envelope."""
 
 WARM_UP = b"kvhma:warm-up"
@@ -37,10 +39,12 @@ MAX_NAME_BYTES = 256
 MAX_METADATA_BYTES = 16 << 20
 MAX_GEOMETRY_BYTES = 16 << 20
 MAX_EXTRA_BYTES = 64 << 10
+KEY_BYTES = 32
+"""Bytes of a public key (Ed25519)."""
 
 _MAGIC = b"kvhma-hi"
 _START = struct.Struct("<8sH")
-_HEAD = struct.Struct("<8sHHIIIQ")
+_HEAD = struct.Struct("<8sHHIIIQ32s")
 _DIGEST_BYTES = 16
 _BODY = _HEAD.size + _DIGEST_BYTES
 
@@ -58,6 +62,7 @@ class HandshakePayload:
         metadata: NIXL's blob of the agent: how to reach it and which memory it registered.
         geometry: the worker's caches.
         extra: bytes of the engine's own, for example its clock and protocol version.
+        public_key: of the agent, whose name ends in :func:`key_hash` of it; empty if it has none.
     """
 
     name: str
@@ -65,24 +70,36 @@ class HandshakePayload:
     metadata: bytes = field(repr=False)
     geometry: Geometry = field(repr=False)
     extra: bytes = field(default=b"", repr=False)
+    public_key: bytes = field(default=b"", repr=False)
+
+
+def key_hash(public_key: bytes) -> str:
+    """Return what the name of an agent with this key ends in: 32 hexadecimal digits."""
+    return hashlib.blake2b(public_key, digest_size=16, person=b"kvhma agent").hexdigest()
 
 
 def encode_handshake(
-    agent_metadata: bytes, geometry: Geometry, *, name: str, incarnation: int, extra: bytes = b""
+    agent_metadata: bytes,
+    geometry: Geometry,
+    *,
+    name: str,
+    incarnation: int,
+    extra: bytes = b"",
+    public_key: bytes = b"",
 ) -> bytes:
     """Return the message for a :class:`HandshakePayload` of these fields.
 
     Raises:
-        HandshakeError: a field does not fit its bound.
+        HandshakeError: a field does not fit its bound, or the name is not that of an agent with this key.
     """
     raw_name = name.encode(errors="surrogatepass")
     body = (raw_name, bytes(agent_metadata), geometry.to_json(), bytes(extra))
     sizes = [len(part) for part in body]
     _check_sizes(sizes)
-    _check_name(raw_name)
+    _check_key(_check_name(raw_name), public_key)
     if not 0 <= incarnation < 1 << 64:
         raise HandshakeError(f"incarnation {incarnation} does not fit 64 bits")
-    head = _HEAD.pack(_MAGIC, VERSION, *sizes, incarnation)
+    head = _HEAD.pack(_MAGIC, VERSION, *sizes, incarnation, public_key)
     joined = b"".join(body)
     return head + _digest(head, joined) + joined
 
@@ -93,11 +110,11 @@ def decode_handshake(data: bytes) -> HandshakePayload:
     Nothing is copied or parsed before sizes, version and digest are right.
 
     Raises:
-        HandshakeError: not such a message, of another version, too long, damaged, or with a geometry that is
-            not one; never anything else.
+        HandshakeError: not such a message, of another version, too long, damaged, with a name that belongs to
+            another key, or with a geometry that is not one; never anything else.
     """
     view = _as_bytes(data)
-    sizes, incarnation = _read_head(view)
+    sizes, incarnation, public_key = _read_head(view)
     if len(view) != _BODY + sum(sizes):
         raise HandshakeError(f"a handshake payload of {len(view)} bytes, its header says {_BODY + sum(sizes)}")
     if _digest(view[: _HEAD.size], view[_BODY:]) != bytes(view[_HEAD.size : _BODY]):
@@ -105,11 +122,12 @@ def decode_handshake(data: bytes) -> HandshakePayload:
     ends = list(accumulate(sizes, initial=_BODY))
     raw_name, metadata, raw_geometry, extra = (bytes(view[start:end]) for start, end in pairwise(ends))
     name = _check_name(raw_name)
+    _check_key(name, public_key)
     try:
         geometry = Geometry.from_json(raw_geometry)
     except KvhmaError as exc:
         raise HandshakeError(f"the geometry of {name!r}: {exc}") from exc
-    return HandshakePayload(name, incarnation, metadata, geometry, extra)
+    return HandshakePayload(name, incarnation, metadata, geometry, extra, public_key)
 
 
 def _as_bytes(data: object) -> memoryview:
@@ -121,8 +139,8 @@ def _as_bytes(data: object) -> memoryview:
     return view
 
 
-def _read_head(view: memoryview) -> tuple[list[int], int]:
-    """Return the sizes of the four parts of the body, none above its bound, and the incarnation."""
+def _read_head(view: memoryview) -> tuple[list[int], int, bytes]:
+    """Return the sizes of the four parts of the body, none above its bound, the incarnation, and the public key."""
     if len(view) > MAX_HANDSHAKE_BYTES:
         raise HandshakeError(f"a handshake payload of {len(view)} bytes, at most {MAX_HANDSHAKE_BYTES} are read")
     if len(view) < _START.size:
@@ -134,9 +152,9 @@ def _read_head(view: memoryview) -> tuple[list[int], int]:
         raise HandshakeError(f"the peer speaks version {version} of the handshake, this side version {VERSION}")
     if len(view) < _BODY:
         raise HandshakeError(f"a handshake payload of {len(view)} bytes is cut off")
-    *sizes, incarnation = _HEAD.unpack_from(view)[2:]
+    *sizes, incarnation, public_key = _HEAD.unpack_from(view)[2:]
     _check_sizes(sizes)
-    return sizes, incarnation
+    return sizes, incarnation, public_key if any(public_key) else b""
 
 
 def _digest(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
@@ -161,3 +179,12 @@ def _check_name(raw: bytes) -> str:
     if not name or not name.isprintable():
         raise HandshakeError("the name of the agent is empty or not printable")
     return name
+
+
+def _check_key(name: str, public_key: bytes) -> None:
+    if not public_key:
+        return
+    if len(public_key) != KEY_BYTES or not any(public_key):
+        raise HandshakeError(f"a public key of {len(public_key)} bytes, expected {KEY_BYTES}, not all of them 0")
+    if not name.endswith(expected := key_hash(public_key)):
+        raise HandshakeError(f"{name!r} is not the name of an agent with its key, which ends in {expected}")
