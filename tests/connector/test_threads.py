@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that go on whatever is raised in them."""
+
+import threading
+import time
+
+import pytest
+
+from kvhma.vllm import threads
+from kvhma.vllm.threads import SupervisedThread, in_thread
+
+
+class Panic(BaseException):
+    """As PyO3 raises one: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic, SystemExit])
+def test_work_begins_again_whatever_is_raised(kind, caplog):
+    """`except Exception` let a panic of Rust through: the thread ended, and with it every load (S8)."""
+    left, restarts, recovered = [kind("a"), kind("b")], [], []
+
+    def work():
+        if left:
+            raise left.pop(0)
+
+    thread = SupervisedThread("kvhma-test", work, restarted=restarts.append, recover=recovered.append)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert restarts == ["kvhma-test"] * 2
+    assert [str(error) for error in recovered] == ["a", "b"]
+    assert caplog.text.count("thread kvhma-test met an error") == 2
+
+
+def test_what_recovers_may_raise_too():
+    raised = []
+
+    def work():
+        if len(raised) < 3:
+            raise Panic("work")
+
+    def recover(error):
+        raised.append(str(error))
+        if len(raised) < 3:
+            raise Panic("recover")
+
+    SupervisedThread("kvhma-test", work, restarted=lambda name: None, recover=recover).join(5)
+    assert raised == ["work", "recover", "recover"]
+
+
+def test_work_that_fails_at_once_does_not_spin(monkeypatch):
+    monkeypatch.setattr(threads, "_PAUSE_SECONDS", 0.05)
+    closed, calls = threading.Event(), []
+
+    def work():
+        calls.append(time.monotonic())
+        if not closed.is_set():
+            raise Panic
+
+    thread = SupervisedThread("kvhma-test", work, restarted=lambda name: None)
+    time.sleep(0.5)
+    closed.set()
+    thread.join(5)
+    assert 3 <= len(calls) <= 12
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_a_function_in_a_thread(kind):
+    def fails():
+        raise kind("no")
+
+    assert in_thread("kvhma-test", lambda: 7).result(5) == 7
+    with pytest.raises(kind, match="no"):
+        in_thread("kvhma-test", fails).result(5)
