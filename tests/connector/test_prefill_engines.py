@@ -8,31 +8,52 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
 import pytest
 
 pytest.importorskip("msgspec")
-pytest.importorskip("zmq")
+pytest.importorskip("cryptography")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, decode_handshake
+from kvhma.nixl import Agent, decode_handshake, encode_handshake, key_hash
 from kvhma.vllm.identity import ModelIdentity, encode_extra
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire import client as client_module
 from kvhma.vllm.wire import names
+from kvhma.vllm.wire import server as server_module
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.secrets import Secrets, new_agent_key, sign_hello
 from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import prefill_engines
+from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.hellos import HelloBudget
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
+
+NOBODY = LeaseTable(30)
+NO_SECRET = Secrets()
+
+
+class Counted:
+    """What was counted and recorded."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.seconds: list[float] = []
+
+    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
+        self.numbers[name] += int(number)
+
+    def record(self, **values: float) -> None:
+        self.seconds += values.values()
 
 
 class World:
@@ -43,9 +64,10 @@ class World:
         self.memory = labelled(4), labelled(4)
         self.geometry = flat_geometry(*self.memory)
         self.agent = self.make_agent("D")
-        self.handshakes: list[float] = []
+        self.counted = Counted()
         read = Settings.read({"handshake_timeout": 1, **settings})
-        self.engines = PrefillEngines(self.agent, self.geometry, identity, read, "d", self.handshakes.append)
+        context = WorkerContext(read, NO_SECRET, "d", identity, self.geometry, self.agent)
+        self.engines = PrefillEngines(context, self.counted)
         self.listeners: list[Listener] = []
 
     def close(self) -> None:
@@ -53,21 +75,28 @@ class World:
         for listener in self.listeners:
             listener.close()
 
-    def make_agent(self, name: str) -> Agent:
-        agent = Agent(name, nixl=FakeNixl(name, self.net))
+    def make_agent(self, name: str, public_key: bytes = b"") -> Agent:
+        agent = Agent(name, nixl=FakeNixl(name, self.net), public_key=public_key)
         agent.register(self.geometry)
         return agent
 
-    def worker(self, name: str, rank: int, extra: bytes = EXTRA) -> bytes:
-        """Start a prefill worker; return what it says of itself."""
+    def worker(self, name: str, rank: int, extra: bytes = EXTRA) -> tuple[bytes, bytes]:
+        """Start a prefill worker; return what it says of itself, and the key that signs it."""
         geometry = replace(self.geometry, layers=self.geometry.layers[rank : rank + 1])
-        return self.make_agent(name).handshake_payload(geometry, extra)
+        private, public = new_agent_key()
+        agent = self.make_agent(f"{name}-{key_hash(public)}", public)
+        return agent.handshake_payload(geometry, extra), private
 
-    def prefill(self, *hellos: bytes, instance: int = 1) -> Incarnation:
+    def workers(self, name: str = "P") -> list[tuple[bytes, bytes]]:
+        return [self.worker(f"{name}{rank}", rank) for rank in range(2)]
+
+    def prefill(self, *hellos: tuple[bytes, bytes], instance: int = 1, at: Address | None = None) -> Incarnation:
         """Start to listen for an engine whose workers say this."""
-        address = Address("127.0.0.1", free_port())
+        address = at or Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
-        listener = Listener(address, engine_id="p", incarnation_id=instance, hellos=said, leases=LeaseTable(30))
+        listener = Listener(
+            address, engine_id="p", incarnation_id=instance, hellos=said, leases=NOBODY, secrets=NO_SECRET
+        )
         self.listeners.append(listener)
         return Incarnation(address, "p", instance, None)
 
@@ -106,7 +135,7 @@ def of_model():
 
 
 def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
-    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    remote = world.prefill(*world.workers())
     first = world.acquire(remote)
     first.peers[0].gone = "its endpoint was lost"
     second = world.acquire(remote)
@@ -116,38 +145,80 @@ def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
     world.engines.release(first)
     world.engines.release(second)
     assert world.acquire(remote) is second
-    assert len(world.handshakes) == 2
+    assert world.counted.numbers["handshakes"] == len(world.counted.seconds) == 2
 
 
 def test_an_engine_with_two_addresses():
     world = World(max_peers=2)
     try:
-        hellos = world.worker("P0", 0), world.worker("P1", 1)
+        hellos = world.workers()
         one, other = world.prefill(*hellos), world.prefill(*hellos)
         first, second = world.acquire(one), world.acquire(other)
         world.engines.release(first)
-        world.acquire(world.prefill(world.worker("Q0", 0), world.worker("Q1", 1), instance=2))
+        world.engines.release(world.acquire(world.prefill(*world.workers("Q"), instance=2)))
         assert world.acquire(one) is not first, "it had to go for the third one"
         assert second.gone is None
     finally:
         world.close()
 
 
-def test_a_hello_that_is_repeated_elsewhere_and_changed_replaces_nobody(world):
-    hello = world.worker("P0", 0), world.worker("P1", 1)
-    engine = world.acquire(world.prefill(*hello))
-    again = world.prefill(world.make_agent("P0").handshake_payload(world.geometry, EXTRA + b" "), instance=2)
-    with pytest.raises(TransferError, match=r"'P0', which is at 127\.0\.0\.1"):
-        world.acquire(again)
+def changed(hello: bytes, *, public_key: bytes | None = None) -> bytes:
+    """Return a hello with something else in it, as a stranger who has asked for it makes one."""
+    said = decode_handshake(hello)
+    return encode_handshake(
+        said.metadata,
+        said.geometry,
+        name=said.name,
+        incarnation=said.incarnation,
+        extra=said.extra + b" ",
+        public_key=said.public_key if public_key is None else public_key,
+    )
+
+
+@pytest.mark.parametrize("met", [False, True])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_key):
+    """S7: a fake engine repeated P's hello with another `extra` before D had met P. From then on D took the real P for
+    the fake one, and could not read from it any more."""
+    workers = world.workers()
+    stranger, _ = new_agent_key()
+    remote = world.prefill(*workers)
+    if met:
+        assert world.acquire(remote)
+    key = None if has_key else b""
+    fake = world.prefill(*[(changed(hello, public_key=key), stranger) for hello, _ in workers], instance=2)
+    with pytest.raises(HandshakeError, match="was not signed by that agent" if has_key else "has no key"):
+        world.acquire(fake)
+    engine = world.acquire(remote)
     assert engine.gone is None
+    assert [peer.extra for peer in engine.peers] == [EXTRA, EXTRA]
+
+
+def test_a_signature_that_was_seen_is_worth_nothing(world, monkeypatch):
+    """A stranger may ask P, too. What P signs is for the stranger's nonce, not for D's."""
+    workers = world.workers()
+    seen = [sign_hello(private, bytes(16), hello) for hello, private in workers]
+    fake = world.prefill(*[(hello, signature) for (hello, _), signature in zip(workers, seen, strict=True)])
+    monkeypatch.setattr(server_module, "sign_hello", lambda signature, nonce, hello: signature)
+    with pytest.raises(HandshakeError, match="was not signed by that agent"):
+        world.acquire(fake)
+
+
+def test_a_hello_that_is_repeated_unchanged_is_the_same_agent(world):
+    """Who hands D's question on to P gets P's answer: the same bytes, the same agent, nothing replaced."""
+    workers = world.workers()
+    first, second = world.acquire(world.prefill(*workers)), world.acquire(world.prefill(*workers))
+    assert first.peers == second.peers
+    assert first.gone is None
+    assert second.gone is None
 
 
 def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkeypatch):
-    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    remote = world.prefill(*world.workers())
     connect = world.agent.connect
 
     def but_one(hello, **more):
-        if decode_handshake(hello).name == "P1":
+        if decode_handshake(hello).name.startswith("P1"):
             raise TransferError("not this one")
         return connect(hello, **more)
 
@@ -160,20 +231,12 @@ def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkey
 
 
 def test_a_passing_failure_stands_for_nothing(world):
-    hellos = world.worker("P0", 0), world.worker("P1", 1)
+    hellos = world.workers()
     remote = world.prefill(*hellos)
     world.listeners.pop().close()
     with pytest.raises(HandshakeTimeoutError):
         world.acquire(remote)
-    world.listeners.append(
-        Listener(
-            remote.address,
-            engine_id="p",
-            incarnation_id=1,
-            hellos={(0, 0): hellos[0], (0, 1): hellos[1]},
-            leases=LeaseTable(30),
-        )
-    )
+    world.prefill(*hellos, at=remote.address)
     assert world.acquire(remote).gone is None, "the next one shakes hands again"
 
 
@@ -187,7 +250,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
         return client
 
     monkeypatch.setattr(ClientPool, "take", watched)
-    remote = world.prefill(b"no hello")
+    remote = world.prefill((b"no hello", new_agent_key()[0]))
     for _ in range(2):
         with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
             world.acquire(remote)
@@ -216,7 +279,7 @@ def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(world, monkeyp
 
 
 def test_no_thread_for_a_handshake(world, monkeypatch):
-    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    remote = world.prefill(*world.workers())
 
     def none_left(self):
         raise RuntimeError("can't start new thread")
@@ -229,11 +292,13 @@ def test_no_thread_for_a_handshake(world, monkeypatch):
 
 
 def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
-    remote = world.prefill(world.worker("P0", 0), world.worker("P1", 1))
+    remote = world.prefill(*world.workers())
     named = replace(remote, address=Address("localhost", remote.address.port))
     seen = []
-    open_client = client_module.open_client
-    monkeypatch.setattr(client_module, "open_client", lambda address: (seen.append(address), open_client(address))[1])
+    init = Client.__init__
+    monkeypatch.setattr(
+        Client, "__init__", lambda self, address, *more: (seen.append(address), init(self, address, *more))[1]
+    )
     assert world.acquire(named).gone is None
     assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
     with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
@@ -243,10 +308,10 @@ def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
 @pytest.mark.parametrize(
     "host", ["::ffff:127.0.0.1%1]:0;[localhost", "127.0.0.1;127.0.0.1", "localhost", "*", "", "[::1]", "::1%a b"]
 )
-def test_zmq_is_given_no_names(host):
+def test_clients_are_given_no_names(host):
     address = Address(host, 5600)
     with pytest.raises(HandshakeError, match="is not numeric"):
-        client_module.open_client(address)
+        Client(address, 1, NO_SECRET)
     if host not in ("localhost", "*"):
         with pytest.raises(HandshakeTimeoutError):
             names.resolve(address, 10)
@@ -297,13 +362,133 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
         time.sleep(0.01)
 
 
-def test_a_rank_that_nothing_is_read_from_takes_no_name(world):
+def test_a_rank_that_nothing_is_read_from_is_not_connected(world):
     # A stage without a layer of ours: the planner has no use for it.
+    private, public = new_agent_key()
+    stage = world.make_agent(f"S-{key_hash(public)}", public)
     without_layers = Geometry(world.geometry.regions, world.geometry.groups, ())
-    other = world.make_agent("P0").handshake_payload(without_layers, EXTRA + b" ")
-    engine = world.acquire(world.prefill(world.worker("M0", 0), world.worker("M1", 1), other))
-    assert set(engine.hello_digests) == {"M0", "M1"}
-    assert world.acquire(world.prefill(world.worker("P0", 0), world.worker("P1", 1), instance=2)).gone is None
+    engine = world.acquire(world.prefill(*world.workers(), (stage.handshake_payload(without_layers, EXTRA), private)))
+    assert [peer is None for peer in engine.peers] == [False, False, True]
+
+
+class Panic(BaseException):
+    """As PyO3 raises one: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_whatever_is_raised_in_a_handshake_reaches_those_who_wait(world, monkeypatch, kind):
+    """S8: a panic in Rust is no Exception. It ended the thread of the handshake, and its loads waited for ever."""
+    remote = world.prefill(*world.workers())
+
+    def panics(self, hellos):
+        raise kind("index out of bounds")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefillEngines, "_plan", panics)
+        with pytest.raises(HandshakeError, match=f"internal error during the handshake: {kind.__name__}: index out"):
+            world.acquire(remote)
+    monkeypatch.setattr(prefill_engines, "_FAILURE_SECONDS", 0)
+    assert world.acquire(remote).gone is None
+
+
+def test_one_who_waits_and_fails_takes_nothing_from_the_others(world):
+    remote = world.prefill(*world.workers())
+    told, done = [], threading.Event()
+
+    def fails(error):
+        raise Panic
+
+    go_on = threading.Event()
+    connect = world.engines._connect
+    world.engines._connect = lambda remote: (go_on.wait(5), connect(remote))[1]
+    assert world.engines.acquire(remote, fails) is None
+    assert world.engines.acquire(remote, lambda error: (told.append(error), done.set())) is None
+    go_on.set()
+    assert done.wait(10)
+    assert told == [None]
+    assert world.acquire(remote)
+
+
+def test_more_engines_than_there_is_room_for():
+    """An engine beyond `max_peers` was connected all the same while the others were busy, and the log said nothing."""
+    world = World(max_peers=2)
+    try:
+        busy = [world.prefill(*world.workers(name), instance=at) for at, name in enumerate("PQ")]
+        held = [world.acquire(remote) for remote in busy]
+        third = world.prefill(*world.workers("R"), instance=7)
+        with pytest.raises(HandshakeTimeoutError, match=r"max_peers is 2, and 2 other engines are .* and 0"):
+            world.acquire(third)
+        assert world.counted.numbers["refused_engines"] == 1
+        assert [world.acquire(remote) for remote in busy] == held, "those that are known are served"
+        for engine in held * 2:
+            world.engines.release(engine)
+        assert world.acquire(third).gone is None, "an idle one went"
+    finally:
+        world.close()
+
+
+def test_handshakes_that_nobody_answers_leave_the_operators_engines_their_room():
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        port = free_port()
+        world = World(max_peers=2, prefill_engines=[f"127.0.0.1:{port}"])
+        try:
+            for at in range(2):
+                stranger = Incarnation(Address("127.0.0.1", silent.getsockname()[1]), "x", at, None)
+                assert world.engines.acquire(stranger, lambda error: None) is None
+            with pytest.raises(HandshakeTimeoutError, match=r"max_peers is 2, and 0 other.*and 2 shaken hands with"):
+                world.acquire(Incarnation(Address("127.0.0.1", 9), "x", 1, None))
+            known = world.prefill(*world.workers(), at=Address("127.0.0.1", port))
+            assert world.acquire(known).gone is None
+        finally:
+            world.close()
+
+
+def test_engines_of_the_operator_are_not_forgotten_for_strangers():
+    port = free_port()
+    world = World(max_peers=1, prefill_engines=[f"127.0.0.1:{port}"])
+    try:
+        known = world.acquire(world.prefill(*world.workers(), at=Address("127.0.0.1", port)))
+        world.engines.release(known)
+        for at, name in enumerate("QRS"):
+            world.engines.release(world.acquire(world.prefill(*world.workers(name), instance=10 + at)))
+        assert len(world.engines._engines) == 2
+        assert known.gone is None
+    finally:
+        world.close()
+
+
+def test_hellos_of_all_handshakes_together_are_bounded():
+    """256 MiB were allowed for each engine that a request names, and 64 of them at a time."""
+    budget = HelloBudget(1000, 10)
+    for handshake in range(9):
+        budget.note(handshake, 50)  # a share
+    budget.note("large", 300)
+    budget.note("large", 550)
+    with pytest.raises(HandshakeTimeoutError, match=r"a hello of 51 bytes.*more than 1000"):
+        budget.note(0, 51)
+    budget.note(1, 50)
+    budget.note("large", 549)
+    budget.note(0, 51)
+    budget.note("large", 0)
+    budget.note(0, 550)
+    budget.note(0, 0)
+    assert budget._free == 500
+
+
+def test_a_hello_that_is_too_much_is_not_stored(world, monkeypatch):
+    private, public = new_agent_key()
+    agent = world.make_agent(f"P-{key_hash(public)}", public)
+    said = decode_handshake(agent.handshake_payload(world.geometry, EXTRA))
+    long = encode_handshake(bytes(4 << 20), said.geometry, name=said.name, incarnation=1, public_key=public)
+    seen = []
+    note = HelloBudget.note
+    monkeypatch.setattr(HelloBudget, "note", lambda self, of, stored: (seen.append(stored), note(self, of, stored))[1])
+    world.engines._budget = HelloBudget(2 << 20, 64)
+    with pytest.raises(HandshakeTimeoutError, match="those of all handshakes under way would have more than 2097152"):
+        world.acquire(world.prefill((long, private)))
+    assert max(seen) < 2 << 20
+    assert seen[-1] == 0
+    assert world.engines._budget._free == (2 << 20) // 2
 
 
 def told(**changes):
@@ -387,4 +572,4 @@ def test_an_engine_that_does_not_say_which_model_it_runs(world, extra):
     with pytest.raises(HandshakeError, match="the hello does not say which model") as raised:
         world.acquire(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
     assert str(raised.value).isprintable()
-    assert world.acquire(world.prefill(world.worker("Q0", 0), world.worker("Q1", 1))), "it goes on"
+    assert world.acquire(world.prefill(*world.workers("Q"))), "it goes on"

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -18,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, AgentOptions
+from kvhma.nixl import Agent, AgentOptions, key_hash
+from kvhma.nixl.ports import listening_sockets
+from kvhma.vllm.devices import choose_devices, is_loopback, warn_of_open_ports
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
@@ -27,6 +29,7 @@ from kvhma.vllm.engine_config import (
     host_staged,
     identity_of,
     rank_info_of,
+    side_channel_of,
     writer_of,
 )
 from kvhma.vllm.formats import transferred_groups
@@ -38,7 +41,9 @@ from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import PromMetrics, TransferStats
-from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.secrets import Secrets, new_agent_key
+from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.worker import KvhmaWorker
 
 if TYPE_CHECKING:
@@ -76,6 +81,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_config(vllm_config)
         if self._settings.switch_interval_us is not None:
             sys.setswitchinterval(self._settings.switch_interval_us * 1e-6)
+        self._secrets = Secrets.load(self._settings)
         self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
@@ -87,7 +93,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.ignored:
                 logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
-            self._kvhma_scheduler = KvhmaScheduler(self._settings, Secrets.load(self._settings), facts)
+            _warn_of_what_is_open(self._settings, self._secrets, facts.address)
+            self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
 
     @property
     def _scheduler(self) -> KvhmaScheduler:
@@ -159,11 +166,14 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         place = rank_info_of(config)
         geometry, self._memory = self._describe(kv_caches, place)
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
-        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}-{secrets.token_hex(4)}")
+        private_key, public_key = new_agent_key()
+        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}", public_key)
         agent.register(geometry)
         identity = identity_of(config, self._settings)
-        self._hello = WorkerHello(agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__)))
-        self._worker = KvhmaWorker(self._settings, self._engine_id, identity, geometry, agent, self._memory)
+        hello = agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__))
+        self._hello = WorkerHello(hello, private_key)
+        context = WorkerContext(self._settings, self._secrets, self._engine_id, identity, geometry, agent)
+        self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
             "kvhma: %d layers in %d regions, groups: %s; hello of %d bytes",
@@ -188,9 +198,13 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         staging.describe(geometry)
         return geometry, staging
 
-    def _agent(self, name: str) -> Agent:
+    def _agent(self, name: str, public_key: bytes) -> Agent:
         settings = self._settings
-        agent = Agent(name, AgentOptions(settings.backends, settings.num_threads, settings.progress_delay_us))
+        choose_devices(settings, side_channel_of(self._vllm_config, settings).host)
+        options = AgentOptions(settings.backends, settings.num_threads, settings.progress_delay_us)
+        before = listening_sockets()
+        agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)
+        warn_of_open_ports(listening_sockets() - before)
         if self._settings.prewarm:
             try:
                 agent.prewarm_transport()
@@ -272,3 +286,20 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *args: Any) -> PromMetrics:
         """Return the Prometheus metrics."""
         return PromMetrics(*args)
+
+
+def _warn_of_what_is_open(settings: Settings, secrets: Secrets, side_channel: Address) -> None:
+    """Say in the log, once for each engine, what it takes from everybody."""
+    if settings.allowed_prefill_engines is None:
+        logger.info(
+            "kvhma: requests may be loaded from any engine that their parameters name; allowed_prefill_engines says "
+            "from which ones"
+        )
+    if not secrets.enabled and not is_loopback(side_channel.host):
+        logger.warning(
+            "kvhma: the side channel at %s is open: who reaches it gets what it takes to read and write the workers' "
+            "memory; set secret_file or KVHMA_SECRET, or let only engines reach it",
+            side_channel,
+        )
+    if settings.secret_file is not None and Path(settings.secret_file).stat().st_mode & 0o007:
+        logger.warning("kvhma: everybody on this machine may use the secrets in %s: chmod 600 it", settings.secret_file)

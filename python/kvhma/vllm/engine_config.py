@@ -152,11 +152,16 @@ def engine_id_of(config: VllmConfig) -> str:
     return engine_id
 
 
+def side_channel_of(config: VllmConfig, settings: Settings) -> Address:
+    """Return where the listener of an engine binds and other engines reach it."""
+    host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+    port = settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    return Address(host, port + config.parallel_config.data_parallel_index)
+
+
 def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
     """Return what the connector's scheduler has to know of its engine."""
     parallel = config.parallel_config
-    host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
-    port = (settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT) + parallel.data_parallel_index
     groups = transferred_groups(caches)
     kinds = {
         kind_of(group.layer_names[0], spec)
@@ -170,7 +175,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
         engine_id=engine_id_of(config),
-        address=Address(host, port),
+        address=side_channel_of(config, settings),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         has_state="ssm" in kinds,

@@ -47,6 +47,8 @@ class Client:
     Attributes:
         waiting: whether a question has no answer yet.
         context: with which it connected; None without a secret.
+        on_received: called with the bytes that are there of the answer to :meth:`ask`, whenever there are more; what it
+            raises is the answer then.
     """
 
     def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
@@ -64,6 +66,7 @@ class Client:
         self._address = address
         self._timeout = timeout
         self.waiting = False
+        self.on_received: Callable[[int], None] | None = None
         self.context = secrets.client_context()
         self._deadline = time.monotonic() + timeout
         self._unsent = memoryview(b"")
@@ -183,6 +186,8 @@ class Client:
                 raise HandshakeTimeoutError(f"no answer from {self._address}: it has ended the connection")
             self._received += data
             self._check_received()
+            if self.on_received is not None:
+                self.on_received(len(self._received))
 
     def _check_received(self) -> None:
         """Refuse what is no beginning of one answer, before more of it is stored."""

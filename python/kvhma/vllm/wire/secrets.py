@@ -171,6 +171,12 @@ class Secrets:
             logger.info("kvhma: %d secrets read from %s", len(found), file)
 
 
+def new_agent_key() -> tuple[bytes, bytes]:
+    """Return a new Ed25519 key for a worker's hello: 32 private and 32 public bytes."""
+    key = Ed25519PrivateKey.generate()
+    return key.private_bytes_raw(), key.public_key().public_bytes_raw()
+
+
 def sign_hello(private: bytes, nonce: bytes, data: bytes) -> bytes:
     """Sign a worker's hello for who asked with this nonce.
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 from kvhma.errors import KvhmaError
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
 from kvhma.vllm.worker.results import failure_of
@@ -25,20 +27,18 @@ is left alone."""
 class Preconnector:
     """Knows each engine of the setting in each of its incarnations, by a thread of its own."""
 
-    def __init__(self, settings: Settings, engines: PrefillEngines) -> None:
-        """Start the thread, if there are engines to connect to."""
+    def __init__(self, settings: Settings, engines: PrefillEngines, restarted: Callable[[str], None]) -> None:
+        """Start the thread, if there are engines to connect to; `restarted` as for a :class:`SupervisedThread`."""
         self._addresses = settings.prefill_engines
         self._engines = engines
         self._closed = threading.Event()
         self._refused_until: dict[Address, float] = {}
-        self._thread = threading.Thread(target=self._run, name="kvhma-preconnect", daemon=True)
-        if self._addresses:
-            self._thread.start()
+        self._thread = SupervisedThread("kvhma-preconnect", self._run, restarted=restarted) if self._addresses else None
 
     def close(self, timeout: float) -> None:
         """Stop."""
         self._closed.set()
-        if self._addresses:
+        if self._thread is not None:
             self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -56,8 +56,6 @@ class Preconnector:
             self._engines.preconnect(address, partial(self._after_handshake, address))
         except KvhmaError as error:
             logger.debug("kvhma: %s of prefill_engines: %s", address, error)
-        except Exception:
-            logger.exception("kvhma: internal error while connecting to %s of prefill_engines", address)
 
     def _after_handshake(self, address: Address, error: KvhmaError | None) -> None:
         if error is None:

@@ -3,26 +3,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
-from kvhma.geometry import Geometry
-from kvhma.nixl import Agent, HandshakePayload, Peer, decode_handshake
+from kvhma.nixl import HandshakePayload, Peer
 from kvhma.planning import plan as make_plan
-from kvhma.text import one_line
-from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.devices import unreachable
+from kvhma.vllm.identity import check_same_model, decode_extra
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, Done, EngineInfo, RankHello, Refused
+from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.hellos import Hello, HelloBudget, ask_hellos
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -32,8 +32,18 @@ _FAILURE_SECONDS = 1.0
 _HANDSHAKE_TIMEOUTS = 4
 """Timeouts of one answer that all answers of a handshake may take together."""
 
-_MAX_HANDSHAKE_BYTES = 256 << 20
-"""Bytes of the hellos of all ranks of an engine."""
+_MAX_HELLOS_BYTES = 256 << 20
+"""Bytes of the hellos of all handshakes under way."""
+
+
+class Counters(Protocol):
+    """What handshakes are counted in."""
+
+    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
+        """Add to a counter."""
+
+    def record(self, **values: float) -> None:
+        """Append to histograms."""
 
 
 @dataclass(eq=False)
@@ -46,7 +56,6 @@ class PrefillEngine:
         plan: what we read from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
-        hello_digests: digests of its workers' hellos, by the name of their agent.
         active_loads: loads that have acquired it and not released it yet.
     """
 
@@ -55,7 +64,6 @@ class PrefillEngine:
     plan: Plan
     peers: list[Peer | None]
     clients: ClientPool
-    hello_digests: dict[str, bytes]
     active_loads: int = 0
 
     @property
@@ -65,24 +73,19 @@ class PrefillEngine:
 
 
 class PrefillEngines:
-    """Prefill engines by address. Safe to use from several threads; one handshake at a time with each engine."""
+    """Prefill engines by address. Safe to use from several threads; one handshake at a time with each engine.
 
-    def __init__(
-        self,
-        agent: Agent,
-        geometry: Geometry,
-        identity: ModelIdentity,
-        settings: Settings,
-        engine_id: str,
-        on_handshake: Callable[[float], None],
-    ) -> None:
-        """Start empty; `on_handshake` is called with the seconds of each handshake that succeeded."""
-        self._agent = agent
-        self._geometry = geometry
-        self._identity = identity
-        self._settings = settings
-        self._engine_id = engine_id
-        self._on_handshake = on_handshake
+    Those of the setting ``prefill_engines`` always have room; beside them there is room for ``max_peers`` others.
+    """
+
+    def __init__(self, context: WorkerContext, counters: Counters) -> None:
+        """Start empty."""
+        self._context = context
+        self._settings = context.settings
+        self._agent = context.agent
+        self._counters = counters
+        room = self._settings.max_peers + len(self._settings.prefill_engines)
+        self._budget = HelloBudget(_MAX_HELLOS_BYTES, room)
         self._lock = threading.Lock()
         self._engines: OrderedDict[Address, PrefillEngine] = OrderedDict()
         """Known engines, the one that was not used for longest first."""
@@ -101,8 +104,9 @@ class PrefillEngines:
                 None. Acquire again then.
 
         Raises:
-            HandshakeError: it was, a moment ago, another engine than the parameters say, or spoke another version; or
-                there are too many handshakes at a time.
+            HandshakeError: it was, a moment ago, another engine than the parameters say, or spoke another version.
+            HandshakeTimeoutError: there is no room for it now: loads from, or handshakes with, `max_peers` others are
+                under way.
             UnsupportedPairError: its caches cannot be read into ours, or are of another model; it has been told so.
             TransferError: it could not be connected to.
         """
@@ -120,8 +124,7 @@ class PrefillEngines:
             if waiting is not None:
                 waiting.append(after_handshake)
                 return None
-            if len(self._waiting) >= self._settings.max_peers:
-                raise HandshakeTimeoutError(f"{len(self._waiting)} other engines do not answer")
+            self._check_room(remote.address)
             self._waiting[key] = [after_handshake]
         self._begin_handshake(remote)
         return None
@@ -147,7 +150,7 @@ class PrefillEngines:
             HandshakeError: it does not answer, or failed a moment ago; others as for :meth:`acquire`.
         """
         timeout = self._settings.handshake_timeout
-        with Client(resolve(address, timeout), timeout) as client:
+        with Client(resolve(address, timeout), timeout, self._context.secrets) as client:
             info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), None)
         engine = self.acquire(remote, after_handshake)
@@ -173,14 +176,33 @@ class PrefillEngines:
                 return engine
         return None
 
+    def _others(self) -> list[PrefillEngine]:
+        """Return the known engines that the operator did not name, the one that was not used for longest first."""
+        return [one for one in self._engines.values() if one.address not in self._settings.prefill_engines]
+
+    def _check_room(self, address: Address) -> None:
+        """Refuse a handshake for which nothing could go: strangers do not take the room of the operator's engines."""
+        most = self._settings.max_peers
+        if address in self._settings.prefill_engines:
+            return
+        loading = sum(one.active_loads > 0 for one in self._others())
+        waiting = sum(of not in self._settings.prefill_engines for of, _ in self._waiting)
+        if loading + waiting >= most:
+            self._counters.count("refused_engines")
+            raise HandshakeTimeoutError(
+                f"no room for {address}: max_peers is {most}, and {loading} other engines are being read from and "
+                f"{waiting} shaken hands with"
+            )
+
     def _add(self, engine: PrefillEngine) -> list[PrefillEngine]:
         """Return what has to go for it: what was known at its address, and idle engines beyond the bound."""
         replaced = self._engines.pop(engine.address, None)
         self._engines[engine.address] = engine
         dropped = [] if replaced is None else [replaced]
-        idle = [old for old in self._engines.values() if not old.active_loads and old is not engine]
-        while len(self._engines) > self._settings.max_peers and idle:
-            dropped.append(self._engines.pop(idle.pop(0).address))
+        others = self._others()
+        idle = [one for one in others if not one.active_loads and one is not engine]
+        for old in idle[: max(0, len(others) - self._settings.max_peers)]:
+            dropped.append(self._engines.pop(old.address))
         return dropped
 
     # --- handshakes ----------------------------------------------------------------------------------------
@@ -205,21 +227,25 @@ class PrefillEngines:
         failure: KvhmaError | None = None
         try:
             engine = self._connect(remote)
+            with self._lock:
+                dropped = self._add(engine)
         except KvhmaError as error:
             failure = error
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust is no Exception, and loads wait for this thread
             logger.exception("kvhma: internal error during the handshake with %s", remote.address)
-            failure = HandshakeError(f"{type(error).__name__}: {error}")
+            failure = HandshakeError(f"internal error during the handshake: {type(error).__name__}: {error}")
+        if failure is None:
+            self._counters.count("handshakes")
+            self._counters.record(handshake_seconds=time.monotonic() - started)
         with self._lock:
-            if failure is None:
-                dropped = self._add(engine)
-            else:
+            if failure is not None:
                 self._note_failure(key, failure)
             waiting = self._waiting.pop(key)
-        if failure is None:
-            self._on_handshake(time.monotonic() - started)
         for after_handshake in waiting:
-            after_handshake(failure)
+            try:
+                after_handshake(failure)
+            except BaseException:  # the others wait as well
+                logger.exception("kvhma: internal error after the handshake with %s", remote.address)
         for old in dropped:
             self._disconnect(old)
 
@@ -234,67 +260,50 @@ class PrefillEngines:
 
     def _connect(self, remote: Incarnation) -> PrefillEngine:
         timeout = self._settings.handshake_timeout
-        clients = ClientPool(resolve(remote.address, timeout), timeout)
-        client = clients.take()
+        numeric = resolve(remote.address, timeout)
+        clients = ClientPool(numeric, timeout, self._context.secrets)
         peers: list[Peer | None] = []
+        client = clients.take()
         try:
-            plan, hellos, data = self._agree(remote, client)
-            # Workers that nothing is read from are not connected, so their names do not count.
-            digests = {hellos[index].name: hashlib.blake2b(data[index]).digest() for index in plan.sources}
-            self._check_names(remote.address, digests)
-            for index, hello in enumerate(data):
-                peers.append(self._agent.connect(hello, timeout=timeout) if index in plan.sources else None)
-        except BaseException:
+            plan, hellos = self._agree(remote, client)
+            for index, hello in enumerate(hellos):
+                peers.append(self._agent.connect(hello.data, timeout=timeout) if index in plan.sources else None)
+        except BaseException as error:
             client.close()
             self._disconnect_peers(peers)
+            if isinstance(error, TransferError) and (why := unreachable(numeric)):
+                raise TransferError(f"{error}; {why}") from error
             raise
+        finally:
+            self._budget.note(remote, 0)
         clients.release(client)
-        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, digests)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients)
 
-    def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[HandshakePayload], list[bytes]]:
-        """Ask an engine for its workers' hellos and plan what we read; the plan, the hellos, and their bytes."""
+    def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[Hello]]:
+        """Ask an engine for its workers' hellos and plan what we read."""
         # An engine has as many ranks as it says: all of them together may take no longer than this.
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * self._settings.handshake_timeout
         info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         _check_info(remote, info)
-        data: list[bytes] = []
-        for pp_rank, tp_rank in info.ranks:
-            data.append(client.ask(AskHello(pp_rank, tp_rank), RankHello, deadline=deadline).data)
-            if sum(map(len, data)) > _MAX_HANDSHAKE_BYTES:
-                raise HandshakeError(f"the hellos of {remote.address} have more than {_MAX_HANDSHAKE_BYTES} bytes")
-        hellos = [decode_handshake(one) for one in data]
+        hellos = ask_hellos(client, info.ranks, deadline, lambda stored: self._budget.note(remote, stored))
         try:
-            plan = self._plan(hellos)
+            plan = self._plan([hello.payload for hello in hellos])
         except UnsupportedPairError as error:
-            client.ask(Refused(self._engine_id, str(error)[:4000]), Done)
+            client.ask(Refused(self._context.engine_id, str(error)[:4000]), Done)
             raise
         for _, finding in plan.findings:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
-        return plan, hellos, data
+        return plan, hellos
 
     def _plan(self, hellos: list[HandshakePayload]) -> Plan:
         models = [decode_extra(hello.extra).model for hello in hellos]
         for model in models:
-            check_same_model(self._identity, model)
+            check_same_model(self._context.identity, model)
         return make_plan(
-            self._geometry,
+            self._context.geometry,
             [hello.geometry for hello in hellos],
             descriptor_bytes=self._settings.descriptor_bytes,
         )
-
-    def _check_names(self, address: Address, digests: dict[str, bytes]) -> None:
-        # A hello is no secret: an engine that repeats another one's, changed, would be connected in its place. At an
-        # address that the operator gave is the engine that the operator means.
-        if address in self._settings.prefill_engines:
-            return
-        with self._lock:
-            others = [one for one in self._engines.values() if one.address != address and one.gone is None]
-            for engine in others:
-                for name in engine.hello_digests.keys() & digests.keys():
-                    if engine.hello_digests[name] != digests[name]:
-                        raise TransferError(
-                            f"{address} says that it has the agent {one_line(name)!r}, which is at {engine.address}"
-                        )
 
     def _disconnect(self, engine: PrefillEngine) -> None:
         engine.clients.close()

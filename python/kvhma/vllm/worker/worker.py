@@ -13,14 +13,12 @@ from __future__ import annotations
 import logging
 
 from kvhma.errors import TransferError
-from kvhma.geometry import Geometry
-from kvhma.nixl import Agent
-from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
-from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.loading import Loader
+from kvhma.vllm.worker.notifications import NotificationDrain
 from kvhma.vllm.worker.polling import LoadPoller
 from kvhma.vllm.worker.preconnect import Preconnector
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
@@ -32,23 +30,20 @@ logger = logging.getLogger("vllm.kvhma")
 class KvhmaWorker:
     """Reads what the scheduler orders, and reports each load exactly once."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine_id: str,
-        identity: ModelIdentity,
-        geometry: Geometry,
-        agent: Agent,
-        memory: Memory,
-    ) -> None:
+    def __init__(self, context: WorkerContext, memory: Memory) -> None:
         """Take over an agent with which the geometry's regions are registered, and start the threads."""
+        settings, agent, geometry = context.settings, context.agent, context.geometry
         self._agent = agent
         self._stop_seconds = settings.handshake_timeout + 1
         self._results = LoadResults()
-        self._engines = PrefillEngines(agent, geometry, identity, settings, engine_id, self._count_handshake)
+        stats = self._results.stats
+        self._engines = PrefillEngines(context, stats)
         self._poller = LoadPoller(geometry, memory, self._engines, self._results)
         self._loader = Loader(settings, agent, memory, self._engines, self._poller, self._results)
-        self._preconnector = Preconnector(settings, self._engines)
+        self._preconnector = Preconnector(settings, self._engines, self._results.count_restart)
+        self._notifications = NotificationDrain(
+            agent, lambda number: stats.count("dropped_notifications", number), self._results.count_restart
+        )
         self._new_loads = False
 
     def start_loads(self, metadata: StepMetadata) -> None:
@@ -78,6 +73,7 @@ class KvhmaWorker:
         """Wait for what is in flight and stop; the caches may be freed afterwards."""
         self._loader.close()
         self._preconnector.close(self._stop_seconds)
+        self._notifications.close(self._stop_seconds)
         self._loader.join(self._stop_seconds)
         self._poller.join(self._stop_seconds)
         self._engines.close()
@@ -85,8 +81,3 @@ class KvhmaWorker:
             self._agent.close()
         except TransferError as error:
             logger.warning("kvhma: %s", error)
-
-    def _count_handshake(self, seconds: float) -> None:
-        with self._results.stats() as stats:
-            stats.count("handshakes")
-            stats.record(handshake_seconds=seconds)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of the connector in a worker's process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhma.geometry import Geometry
+from kvhma.nixl import Agent
+from kvhma.vllm.identity import ModelIdentity
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.secrets import Secrets
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """A worker as the connector in its process knows it.
+
+    Attributes:
+        settings: of the connector.
+        secrets: that the engine shares with others.
+        engine_id: name of the engine.
+        identity: of the model that it runs.
+        geometry: its caches.
+        agent: with which they are registered.
+    """
+
+    settings: Settings
+    secrets: Secrets
+    engine_id: str
+    identity: ModelIdentity
+    geometry: Geometry
+    agent: Agent
