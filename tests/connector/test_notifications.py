@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others send through NIXL is dropped and counted."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cryptography")
+
+from kvhma.nixl import WARM_UP, Agent
+from kvhma.vllm.worker import notifications
+from kvhma.vllm.worker.notifications import NotificationDrain
+from support.fake_nixl import ERRORS, FakeNet, FakeNixl
+from support.flat import flat_geometry
+
+
+class Drained:
+    """An agent that is drained quickly."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(notifications, "_INTERVAL_SECONDS", 0.02)
+        self.net = FakeNet()
+        self.nixl = FakeNixl("P", self.net)
+        self.agent = Agent("P", nixl=self.nixl)
+        self.dropped, self.restarts = [], []
+        self.drain = NotificationDrain(self.agent, self.dropped.append, self.restarts.append)
+
+    def wait(self, condition):
+        end = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def drained(monkeypatch):
+    made = Drained(monkeypatch)
+    yield made
+    made.drain.close(5)
+    assert not any(thread.name == "kvhma-notifications" for thread in threading.enumerate())
+
+
+def test_strangers_fill_nothing(drained):
+    """S12: notifications that peers sent piled up in NIXL for as long as the worker lived."""
+    drained.nixl.inbox += [("stranger", bytes(1000))] * 5000
+    drained.nixl.inbox += [("D", WARM_UP)] * 7
+    drained.wait(lambda: sum(drained.dropped) == 5000)
+    assert not drained.nixl.inbox
+
+
+def test_errors_end_nothing(drained):
+    drained.net.fail["get_new_notifs"] = [ERRORS["nixlBackendError"]("no"), SystemError("panic"), KeyboardInterrupt()]
+    drained.nixl.inbox.append(("stranger", b"x"))
+    drained.wait(lambda: drained.dropped == [1])
+    assert not drained.net.fail["get_new_notifs"]
+    assert drained.restarts == ["kvhma-notifications"], "what is no Exception begins the thread anew"
+
+
+def test_a_peer_that_sends_what_kvhma_does_not(drained):
+    d = Agent("D", nixl=FakeNixl("D", drained.net))
+    geometry = flat_geometry(np.zeros(8192, np.uint8))
+    drained.agent.register(geometry)
+    peer = d.connect(drained.agent.handshake_payload(geometry))
+    for _ in range(3):
+        d.notify(peer, b"\n" * 100)
+    drained.wait(lambda: sum(drained.dropped) == 3)
