@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class that vLLM loads, in each of its two processes."""
 
+import logging
+
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
@@ -8,13 +10,16 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvhma.errors import SettingsError
 from kvhma.vllm import KvhmaConnector
 from support.cache.engine import vllm_config_of
 
 
-def connector(role):
+def connector(role, **extra):
     caches = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
-    return KvhmaConnector(vllm_config_of("p", True, "kv_both"), role, caches)
+    config = vllm_config_of("p", True, "kv_both")
+    config.kv_transfer_config.kv_connector_extra_config.update(extra)
+    return KvhmaConnector(config, role, caches)
 
 
 def test_a_worker_without_caches_ends():
@@ -31,3 +36,50 @@ def test_a_scheduler_without_requests_ends():
     assert made.get_kv_connector_stats() is None
     assert made.supports_divergent_local_hybrid_hits
     made.shutdown()
+
+
+OPEN = "the side channel at 10.0.0.1:5600 is open"
+ANY = "allowed_prefill_engines says from which ones"
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    """Return what an engine with some settings says when it starts."""
+    monkeypatch.delenv("KVHMA_SECRET", raising=False)
+
+    def start(**extra):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "vllm.kvhma"):
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+                connector(role, side_channel_port=5600, **extra).shutdown()
+        return caplog.text
+
+    return start
+
+
+def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch, tmp_path):
+    """Neither an open side channel nor parameters that may name any engine were worth a word."""
+    said = log(side_channel_host="10.0.0.1")
+    assert (said.count(OPEN), said.count(ANY)) == (1, 1)
+    assert OPEN not in log(side_channel_host="127.0.0.1", allowed_prefill_engines=[])
+    assert ANY not in log(allowed_prefill_engines=["10.0.0.0/8"])
+    monkeypatch.setenv("KVHMA_SECRET", "a secret of sixteen bytes")
+    assert OPEN not in log(side_channel_host="10.0.0.1")
+    file = tmp_path / "secret"
+    file.write_text("a secret of sixteen bytes\n")
+    file.chmod(0o644)
+    said = log(secret_file=str(file))
+    assert said.count("everybody on this machine may use the secrets") == 1
+    assert "a secret of sixteen" not in said
+    file.chmod(0o600)
+    assert "everybody" not in log(secret_file=str(file))
+
+
+@pytest.mark.parametrize("content", [None, b"short\n", b""])
+@pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
+def test_a_secret_that_cannot_be_used_stops_the_engine(tmp_path, content, role):
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"secret_file .*/secret'"):
+        connector(role, secret_file=str(file))

@@ -20,6 +20,7 @@ pytest.importorskip("cryptography")
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_handshake, encode_handshake, key_hash
+from kvhma.vllm.devices import unreachable
 from kvhma.vllm.identity import ModelIdentity, encode_extra
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
@@ -59,14 +60,14 @@ class Counted:
 class World:
     """A decode worker with two layers, and prefill engines whose workers have one layer each; NIXL is a fake."""
 
-    def __init__(self, identity: ModelIdentity = IDENTITY, **settings: object) -> None:
+    def __init__(self, identity: ModelIdentity = IDENTITY, secrets: Secrets = NO_SECRET, **settings: object) -> None:
         self.net = FakeNet()
         self.memory = labelled(4), labelled(4)
         self.geometry = flat_geometry(*self.memory)
         self.agent = self.make_agent("D")
         self.counted = Counted()
         read = Settings.read({"handshake_timeout": 1, **settings})
-        context = WorkerContext(read, NO_SECRET, "d", identity, self.geometry, self.agent)
+        context = WorkerContext(read, secrets, "d", identity, self.geometry, self.agent)
         self.engines = PrefillEngines(context, self.counted)
         self.listeners: list[Listener] = []
 
@@ -90,12 +91,18 @@ class World:
     def workers(self, name: str = "P") -> list[tuple[bytes, bytes]]:
         return [self.worker(f"{name}{rank}", rank) for rank in range(2)]
 
-    def prefill(self, *hellos: tuple[bytes, bytes], instance: int = 1, at: Address | None = None) -> Incarnation:
+    def prefill(
+        self,
+        *hellos: tuple[bytes, bytes],
+        instance: int = 1,
+        at: Address | None = None,
+        secrets: Secrets = NO_SECRET,
+    ) -> Incarnation:
         """Start to listen for an engine whose workers say this."""
         address = at or Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
         listener = Listener(
-            address, engine_id="p", incarnation_id=instance, hellos=said, leases=NOBODY, secrets=NO_SECRET
+            address, engine_id="p", incarnation_id=instance, hellos=said, leases=NOBODY, secrets=secrets
         )
         self.listeners.append(listener)
         return Incarnation(address, "p", instance, None)
@@ -228,6 +235,44 @@ def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkey
             world.acquire(remote)
     assert not world.net.agents[world.agent.name].remotes
     assert world.acquire(remote).gone is None
+
+
+def test_hellos_are_asked_for_with_the_secret():
+    """S3: whoever reached the side channel got the hello, and with it read and write access to P's memory."""
+    ours, theirs = Secrets([b"the secret of these two"]), Secrets([b"a secret of somebody else"])
+    world = World(secrets=ours)
+    try:
+        workers = world.workers()
+        assert world.acquire(world.prefill(*workers, secrets=ours)).gone is None
+        for secrets, text in ((theirs, "the secrets of .* differ"), (NO_SECRET, "has no secret and this engine has")):
+            with pytest.raises(HandshakeError, match=text):
+                world.acquire(world.prefill(*workers, instance=2, secrets=secrets))
+        other = World()
+        try:
+            with pytest.raises(HandshakeError, match="this engine has a secret, and the question came without"):
+                other.acquire(world.prefill(*workers, secrets=ours))
+        finally:
+            other.close()
+    finally:
+        world.close()
+
+
+def test_a_transport_without_a_device_for_a_peer_says_so(world, monkeypatch):
+    """NIXL says NIXL_ERR_BACKEND where UCX has no device that leads to a peer."""
+    remote = world.prefill(*world.workers())
+
+    def fails(hello, **more):
+        raise TransferError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(world.agent, "connect", fails)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    with pytest.raises(TransferError, match=r"^NIXL_ERR_BACKEND$"):
+        world.acquire(remote)
+    monkeypatch.setattr(prefill_engines, "unreachable", lambda address: unreachable(Address("10.0.0.1", 1)))
+    with pytest.raises(
+        TransferError, match=r"NIXL_ERR_BACKEND; UCX uses 'lo' only here, .* 10\.0\.0\.1: set net_devices"
+    ):
+        world.acquire(remote)
 
 
 def test_a_passing_failure_stands_for_nothing(world):
