@@ -22,7 +22,6 @@ class Settings:
 
     Attributes:
         kv_lease_duration: seconds a prefill engine keeps a request's blocks after its reader last renewed.
-        clock_margin: seconds by which a read has to end before the lease does to count without asking.
         handshake_timeout: seconds to wait for each answer of another engine.
         load_retries: how often a load that failed for a reason that may pass is tried again before the engine's
             ``kv_load_failure_policy`` decides.
@@ -53,7 +52,6 @@ class Settings:
     """
 
     kv_lease_duration: float = 30.0
-    clock_margin: float = 0.5
     handshake_timeout: float = 5.0
     load_retries: int = 1
     prefill_engines: tuple[Address, ...] = ()
@@ -121,7 +119,6 @@ _UPSTREAM: dict[str, Any] = {"bidirectional_kv_xfer": False, "kv_recompute_thres
 
 _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "kv_lease_duration": (float, 1, 86400),
-    "clock_margin": (float, 0, 3600),
     "handshake_timeout": (float, 0.1, 600),
     "load_retries": (int, 0, 100),
     "max_held_share": (float, 0.01, 1),
