@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices when the machine, or this process, has stood still. Nothing depends on it; it explains what is seen next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvhma.vllm.threads import SupervisedThread
+
+logger = logging.getLogger("vllm.kvhma")
+
+_INTERVAL_SECONDS = 1.0
+_NOTABLE_SECONDS = 2.0
+"""How long nothing has run before it is worth a line: threads wait for each other for shorter times."""
+
+
+class Clocks(NamedTuple):
+    """The clocks of this machine at one moment, in seconds.
+
+    Attributes:
+        monotonic: stands still while a machine is suspended.
+        boottime: goes on while it is.
+        realtime: goes on, too; where a virtual machine was stopped from outside, it is set right afterwards.
+    """
+
+    monotonic: float
+    boottime: float
+    realtime: float
+
+
+def read_clocks() -> Clocks:
+    """Read them."""
+    return Clocks(*map(time.clock_gettime, (time.CLOCK_MONOTONIC, time.CLOCK_BOOTTIME, time.CLOCK_REALTIME)))
+
+
+def standstill(before: Clocks, after: Clocks, slept: float) -> tuple[float, str] | None:
+    """Return how long nothing ran while a thread slept, and how that is known; None if there was nothing notable.
+
+    Args:
+        before: the clocks when it went to sleep.
+        after: the clocks when it woke up.
+        slept: how many seconds it wanted to sleep.
+    """
+    monotonic = after.monotonic - before.monotonic
+    signs = {
+        "the machine was suspended": after.boottime - before.boottime - monotonic,
+        "its threads did not run": monotonic - slept,
+        "its clock was set, or it was stopped from outside": after.realtime - before.realtime - monotonic,
+    }
+    sign = max(signs, key=signs.__getitem__)
+    return (signs[sign], sign) if signs[sign] >= _NOTABLE_SECONDS else None
+
+
+class StandstillWatch:
+    """A thread that compares the clocks once a second."""
+
+    def __init__(self, noticed: Callable[[], None], restarted: Callable[[str], None]) -> None:
+        """Start; `noticed` is called after each standstill, `restarted` as for a :class:`SupervisedThread`."""
+        self._noticed = noticed
+        self._closed = threading.Event()
+        self._thread = SupervisedThread("kvhma-standstill", self._run, restarted=restarted)
+
+    def close(self) -> None:
+        """Stop."""
+        self._closed.set()
+        self._thread.join(_INTERVAL_SECONDS)
+
+    def _run(self) -> None:
+        before = read_clocks()
+        while not self._closed.wait(_INTERVAL_SECONDS):
+            after = read_clocks()
+            found = standstill(before, after, _INTERVAL_SECONDS)
+            if found is not None:
+                logger.warning("kvhma: this process stood still for %.1f s: %s", *found)
+                self._noticed()
+            before = after
