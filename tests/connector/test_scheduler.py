@@ -15,6 +15,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma import Geometry
 from kvhma.nixl import encode_handshake
+from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
@@ -647,3 +648,41 @@ def test_connections_that_are_refused_are_counted(p):
         until(
             lambda: p.step(STEP) and (taken := p.take_stats()) and taken.data["side_channel_refused"] == {"message": 1}
         )
+
+
+@pytest.mark.parametrize(("lease", "every"), [(0.1, 0.5), (1.0, 0.5), (30.0, 5.0), (1e9, 600.0)])
+def test_a_lease_of_a_strangers_choosing_has_a_floor_and_a_ceiling(d, monkeypatch, lease, every):
+    """With `kvhma.lease: 0.1` in its parameters a request was renewed 200 times as often as others (S10)."""
+    tracked = []
+    monkeypatch.setattr(d.decode.renewer, "track", lambda address, claim, *, every: tracked.append(every))
+    p = scheduler(lease=lease)
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        assert tracked == [pytest.approx(every)]
+        assert 1 <= load(d, asked).remote.lease <= 3600
+    finally:
+        p.close()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_parameters_from_where_they_may_not_come(p, allowed):
+    """Whatever engine a request's parameters named was read from; its bytes went into the prefix cache for all (S2)."""
+    at = p.context.engine.address
+    entry = AllowedEngines.read(f"{at.host}:{at.port if allowed else 1}")
+    d = scheduler(allowed_prefill_engines=(entry,))
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        assert d.matched_tokens(asked, 0) == (40, True)
+        d.allocated(asked, blocks(d), 40)
+        metadata = d.step(STEP)
+        if allowed:
+            assert len(metadata.loads) == 1
+            return
+        assert metadata.loads == []
+        assert "allowed_prefill_engines" in metadata.refusals["r"]
+        assert d.decode.renewer._sessions == {}, "nobody was asked anything"
+        assert d.take_stats().data["refused_sources"] == {"not_allowed": 1}
+    finally:
+        d.close()

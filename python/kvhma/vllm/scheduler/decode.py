@@ -9,7 +9,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
@@ -19,7 +19,7 @@ from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseClaim, LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams, new_nonce
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -30,6 +30,11 @@ logger = logging.getLogger("vllm.kvhma")
 
 _RENEWALS = 6
 """In the time of a lease: some may be lost."""
+
+_MIN_LEASE_SECONDS = 1.0
+_MAX_LEASE_SECONDS = 3600.0
+_MIN_RENEWAL_SECONDS = 0.5
+"""Bounds of what parameters say of a lease, and of how often it is renewed for that: anybody may have written them."""
 
 _SAMPLE = re.compile(r"\d+_")
 """How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
@@ -83,21 +88,26 @@ class DecodeScheduler:
 
     Attributes:
         pending: requests that are to be loaded, by id.
-        renewer: the thread that renews and releases leases.
+        renewer: renews and releases leases.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Start the thread that renews leases."""
+        """Start without requests."""
         settings = context.settings
         self._context = context
-        self.renewer = LeaseRenewer(timeout=settings.handshake_timeout, max_peers=settings.max_peers)
+        self.renewer = LeaseRenewer(
+            timeout=settings.handshake_timeout,
+            max_peers=settings.max_peers,
+            secrets=context.secrets,
+            restarted=lambda thread: context.stats.count("thread_restarts", label=thread),
+        )
         self.pending: dict[str, PendingLoad] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop to renew leases."""
         self.renewer.close()
 
     def add(self, request: Request, params: dict[str, Any]) -> None:
@@ -143,6 +153,11 @@ class DecodeScheduler:
             return None
         except KvhmaError as error:
             return PendingLoad(None, str(error))
+        if not self._context.settings.allows(remote.address):
+            self._context.stats.count("refused_sources", label="not_allowed")
+            return PendingLoad(
+                None, f"remote_host and remote_port {remote.address} are not among allowed_prefill_engines"
+            )
         if self._context.geometry is None or not self._context.geometry.groups:
             return PendingLoad(None, "this engine has no caches that were registered")
         return self._start(request, remote)
@@ -151,6 +166,7 @@ class DecodeScheduler:
         """Claim what P holds for a request; None if all of it is computed here."""
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
+        remote = replace(remote, lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
         load = PendingLoad(
             remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
         )
@@ -165,7 +181,8 @@ class DecodeScheduler:
         if load.num_tokens <= 0:
             self._release(load, read=True)
             return None
-        self.renewer.track(remote.address, LeaseClaim(remote.lease_key, load.reader), every=remote.lease / _RENEWALS)
+        every = max(_MIN_RENEWAL_SECONDS, remote.lease / _RENEWALS)
+        self.renewer.track(remote.address, remote.claim(load.reader), every=every)
         return load
 
     def _is_shared(self, request: Request, key: LeaseKey) -> bool:
@@ -213,7 +230,7 @@ class DecodeScheduler:
         """Return whether P still holds what is to be loaded; None if it has to answer first."""
         if not load.ask_first:
             return True
-        held = self.renewer.held(remote.address, LeaseClaim(remote.lease_key, load.reader))
+        held = self.renewer.held(remote.address, remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
             return True  # the load finds that P does not answer, and kv_load_failure_policy decides
         return held
@@ -310,4 +327,4 @@ class DecodeScheduler:
             outcome = (
                 (Outcome.READ_SHARED if self._shared.get(key, False) else Outcome.READ) if read else Outcome.UNREAD
             )
-            self.renewer.release(load.remote.address, LeaseClaim(key, load.reader), outcome)
+            self.renewer.release(load.remote.address, load.remote.claim(load.reader), outcome)

@@ -1,274 +1,321 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's side of the leases: a thread that renews and releases claims, so that the engine's steps never wait for P."""
+"""D's side of the leases: threads that renew and release claims, so that the engine's steps never wait for P."""
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import logging
-import os
-import random
+import math
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 from kvhma.errors import HandshakeError
-from kvhma.vllm.wire.client import Client, wait_any
-from kvhma.vllm.wire.messages import MAX_CLAIMS, Done, Outcome, Release, Renew, WireClaim, write_claim
-from kvhma.vllm.wire.names import look_up
+from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import MAX_CLAIMS, Done, Leases, LeaseState, Outcome, Release, Renew, write_claim
+from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.wire.secrets import Secrets
 
 logger = logging.getLogger("vllm.kvhma")
 
-_NO_RENEWALS = 3600.0
-"""Seconds between renewals of a session that has nothing to renew."""
-
 _KEPT_SECONDS = 60.0
-"""How long a connection that is not used is kept."""
+"""How long a connection, and a thread, is kept that has nothing to do."""
 
-_MAX_WAIT_SECONDS = 1.0
+_PROMPT_SECONDS = 1.0
+"""An engine is prompt if the last conversation with it took no longer."""
 
+_CLOSE_SECONDS = 1.0
+"""How long the end of the engine waits for conversations."""
 
-class _State(enum.Enum):
-    IDLE = enum.auto()
-    """There is no question without an answer."""
+_STRANGERS_SHARE = 3 / 4
+"""Share of the threads that may wait at a time for engines that are not known to be prompt."""
 
-    RESOLVING = enum.auto()
-    """The engine's name is being looked up."""
+_MAX_KNOWN = 4096
+"""Engines that are remembered to be prompt."""
 
-    WAITING = enum.auto()
-    """A question has no answer yet."""
+AnswerT = TypeVar("AnswerT", Leases, Done)
 
 
 class _Session:
-    """The conversation with one prefill engine, a question at a time. The lock of its renewer guards it.
+    """The conversation with one prefill engine. The lock of its renewer guards it, but for the client.
 
     Attributes:
-        tracked: claims to renew, and whether P held them when it was last asked; None until it has answered.
-        interval: seconds between renewals.
+        address: where its scheduler listens.
+        claims: claims to renew, and what P said of each when it was last asked; None until it has answered.
+        fresh: those of them that were never renewed.
+        releases: what is to be released.
+        every: seconds between renewals.
+        renew_at: when all are renewed next, on the monotonic clock; so are the other times.
+        retry_at: before it nothing is said, since the last attempt failed.
+        used_at: when there was last something to say.
+        busy: whether a thread holds the conversation; the client belongs to that.
         client: the connection, None if there is none.
-        state: what is under way.
+        failed: whether the last attempt failed.
     """
 
-    def __init__(self, address: Address, timeout: float) -> None:
-        self.tracked: dict[LeaseClaim, bool | None] = {}
-        self.interval = _NO_RENEWALS
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.claims: dict[LeaseClaim, LeaseState | None] = {}
+        self.fresh: list[LeaseClaim] = []
+        self.releases: list[tuple[LeaseClaim, Outcome]] = []
+        self.every = self.renew_at = math.inf
+        self.retry_at = self.used_at = 0.0
+        self.busy = False
         self.client: Client | None = None
-        self.state = _State.IDLE
-        self._address = address
-        self._timeout = timeout
-        self._releases: deque[tuple[LeaseClaim, Outcome]] = deque()
-        self._renewing: list[LeaseClaim] | None = None
-        """Claims of the last question, None if that was a release."""
-        self._lookup: Future[Address] | None = None
-        self._connect_after: float | None = None
-        """When to try again, after an attempt to connect has failed."""
-        self._asked_at: float | None = None
-        self._renewed_at: float | None = None
+        self.failed = False
 
-    def track(self, claim: LeaseClaim, every: float) -> None:
-        """Renew a claim from now on, `every` so many seconds."""
-        self.tracked.setdefault(claim)
-        self.interval = min(self.interval, every)
-        self._renewed_at = None
+    @property
+    def due_at(self) -> float:
+        """When there is next something to say, or to be closed."""
+        if not self.claims and not self.releases:
+            return self.used_at + _KEPT_SECONDS
+        return max(self.retry_at, 0.0 if self.fresh or self.releases else self.renew_at)
+
+    def track(self, claim: LeaseClaim, every: float, now: float) -> None:
+        """Renew a claim at once, and from then on."""
+        if claim not in self.claims:
+            self.claims[claim] = None
+            self.fresh.append(claim)
+        self.every = min(self.every, every)
+        self.renew_at = min(self.renew_at, now + self.every)
 
     def release(self, claim: LeaseClaim, outcome: Outcome) -> None:
-        """Tell P that a claim is not needed any more."""
-        self.tracked.pop(claim, None)
-        self._releases.append((claim, outcome))
-        if not self.tracked:
-            self.interval = _NO_RENEWALS
+        """Release a claim, and renew it no more."""
+        self.claims.pop(claim, None)
+        self.releases.append((claim, outcome))
+        if not self.claims:
+            self.every = self.renew_at = math.inf
 
-    def advance(self, now: float) -> None:
-        """Take what has arrived by `now`, and say what is to be said next. Never waits."""
-        if self.state is _State.WAITING:
-            self._receive(now)
-        elif self.state is _State.RESOLVING:
-            self._connect(now)
-        if self.state is _State.IDLE and (self._renewal_is_due(now) or self._releases):
-            if self.client is None:
-                self._resolve(now)
-            if self.client is not None:
-                self._ask(self.client, now)
+    def take_work(self, now: float) -> tuple[list[LeaseClaim], list[tuple[LeaseClaim, Outcome]]]:
+        """Return the claims to renew and those to release by now."""
+        claims = [claim for claim in self.fresh if claim in self.claims]
+        releases = self.releases
+        self.fresh, self.releases = [], []
+        if self.renew_at <= now:
+            claims = list(self.claims)
+            self.renew_at = now + self.every
+        return claims, releases
 
-    def ended(self, now: float) -> bool:
-        """Return whether there is nothing to say, and has not been for a while."""
-        if self.state is not _State.IDLE or self.tracked or self._releases:
-            return False
-        return self._asked_at is None or now - self._asked_at > _KEPT_SECONDS
-
-    def disconnect(self) -> None:
-        """Close the connection; the next question looks the name up again, which may stand for another host by then."""
-        if self.client is not None:
-            self.client.close()
-        self.client = None
-        self.state = _State.IDLE
-
-    def _renewal_is_due(self, now: float) -> bool:
-        return bool(self.tracked) and (self._renewed_at is None or now - self._renewed_at >= self.interval)
-
-    def _resolve(self, now: float) -> None:
-        if self._connect_after is not None and now < self._connect_after:
-            return
-        try:
-            self._lookup = look_up(self._address)
-        except HandshakeError as error:
-            self._not_connected(error, now)
-            return
-        self.state = _State.RESOLVING
-        self._connect(now)  # a numeric address is known already
-
-    def _connect(self, now: float) -> None:
-        if self._lookup is None or not self._lookup.done():
-            return
-        self.state = _State.IDLE
-        try:
-            self.client = Client(self._lookup.result(), self._timeout)
-            self._connect_after = None
-        except HandshakeError as error:
-            self._not_connected(error, now)
-
-    def _not_connected(self, error: HandshakeError, now: float) -> None:
-        logger.debug("kvhma: leases of %s are not renewed: %s", self._address, error)
-        self._releases.clear()  # P's leases end without them
-        self._connect_after = now + self._timeout
-
-    def _ask(self, client: Client, now: float) -> None:
-        # Renewals and releases take turns if there is always one of both.
-        if self._renewal_is_due(now) and not (self._releases and self._renewing is not None):
-            # Of more than fit one message each time others are chosen by chance; a lease outlasts several of them.
-            self._renewing = random.sample(list(self.tracked), min(len(self.tracked), MAX_CLAIMS))
-            self._renewed_at = now
-            question: Renew | Release = Renew([write_claim(claim) for claim in self._renewing])
-        else:
-            self._renewing = None
-            question = self._next_release()
-        self._asked_at = now
-        try:
-            client.send(question)
-            self.state = _State.WAITING
-        except HandshakeError:
-            self.disconnect()
-
-    def _next_release(self) -> Release:
-        """Take the oldest claims with one outcome."""
-        outcome = self._releases[0][1]
-        claims: list[WireClaim] = []
-        while self._releases and self._releases[0][1] is outcome and len(claims) < MAX_CLAIMS:
-            claims.append(write_claim(self._releases.popleft()[0]))
-        return Release(claims, outcome)
-
-    def _receive(self, now: float) -> None:
-        if self.client is None or not self.client.answered():
-            if self._asked_at is None or now - self._asked_at > self._timeout:
-                self.disconnect()
-            return
-        self.state = _State.IDLE
-        try:
-            if self._renewing is None:
-                self.client.receive(Done, "Release", 0)
-                return
-            answer = self.client.receive_leases(len(self._renewing))
-        except HandshakeError as error:
-            logger.debug("kvhma: leases of %s: %s", self._address, error)
-            self.disconnect()
-            return
-        for claim, expires in zip(self._renewing, answer.expires, strict=True):
-            if claim in self.tracked:
-                self.tracked[claim] = expires is not None
+    def note(self, claims: Sequence[LeaseClaim], states: Sequence[LeaseState]) -> None:
+        """Take what P says of claims."""
+        for claim, state in zip(claims, states, strict=True):
+            if claim in self.claims:
+                self.claims[claim] = state
 
 
 class LeaseRenewer:
-    """Renews and releases the claims of a decode engine in a thread of its own.
+    """Renews and releases the claims of a decode engine.
 
-    A prefill engine that does not answer costs nothing but its leases, which end without renewals.
+    Each conversation is held by one thread at a time, from the first question to the last answer; threads begin when
+    there is something to say, and take the next conversation that is due::
+
+        track, release --> _Session of P1 ---.            .--> thread: renew, release, wait for P1
+                           _Session of P2 ----+- due -> _next --> thread: ...
+                           _Session of P3 ---'            (prompt ones first)
+
+    There are at most `max_peers` threads. More engines than that are served in turns. Engines that never answered, or
+    were slow, cannot have all of them: however many such a stranger's parameters name, others are renewed in time.
     """
 
-    def __init__(self, *, timeout: float, max_peers: int) -> None:
-        """Start.
+    def __init__(self, *, timeout: float, max_peers: int, secrets: Secrets, restarted: Callable[[str], None]) -> None:
+        """Start without threads.
 
         Args:
             timeout: seconds to wait for an answer.
-            max_peers: engines to talk to at a time; claims at more are not renewed.
+            max_peers: engines to talk to at a time.
+            secrets: of this engine.
+            restarted: as for :class:`kvhma.vllm.threads.SupervisedThread`.
         """
+        self._restarted = restarted
         self._timeout = timeout
-        self._max_peers = max_peers
-        self._lock = threading.Lock()
+        self._secrets = secrets
+        self._max_threads = max(2, max_peers)
+        self._max_strangers = int(self._max_threads * _STRANGERS_SHARE)
+        self._changed = threading.Condition()
         self._sessions: dict[Address, _Session] = {}
+        self._prompt: OrderedDict[Address, None] = OrderedDict()
+        """Engines that were prompt when they were last asked."""
+        self._threads: list[SupervisedThread] = []
+        self._running = 0
+        self._idle = 0
+        """Threads that wait until a conversation is due."""
         self._closing = False
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        self._thread = threading.Thread(target=self._run, name="kvhma-lease-renewer", daemon=True)
-        self._thread.start()
 
     def track(self, address: Address, claim: LeaseClaim, *, every: float) -> None:
         """Renew a claim from now on, `every` so many seconds."""
-        with self._lock:
-            session = self._session(address)
-            if session is not None:
-                session.track(claim, every)
-        self._wake()
+        with self._changed:
+            self._session(address).track(claim, every, time.monotonic())
+            self._wake()
 
     def held(self, address: Address, claim: LeaseClaim) -> bool | None:
         """Return whether P held what is tracked when it was last asked; None as long as it has not answered."""
-        with self._lock:
+        with self._changed:
             session = self._sessions.get(address)
-            return None if session is None else session.tracked.get(claim)
+            state = None if session is None else session.claims.get(claim)
+        return None if state is None else state is LeaseState.HELD
 
     def release(self, address: Address, claim: LeaseClaim, outcome: Outcome) -> None:
         """Tell P that a claim is not needed any more, and why; stop to renew it."""
-        with self._lock:
-            session = self._session(address)
-            if session is not None:
-                session.release(claim, outcome)
-        self._wake()
+        with self._changed:
+            self._session(address).release(claim, outcome)
+            self._wake()
 
     def close(self) -> None:
         """Stop; what was not sent is left to the leases, which end."""
-        if self._closing:
-            return
-        self._closing = True
-        self._wake()
-        self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+            idle = [session for session in self._sessions.values() if not session.busy]
+        for session in idle:
+            _disconnect(session)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _session(self, address: Address) -> _Session | None:
+    # --- threads -------------------------------------------------------------------------------------------
+
+    def _session(self, address: Address) -> _Session:
         session = self._sessions.get(address)
-        if session is None and len(self._sessions) < self._max_peers:
-            session = self._sessions[address] = _Session(address, self._timeout)
+        if session is None:
+            session = self._sessions[address] = _Session(address)
+        session.used_at = time.monotonic()
         return session
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b".")
+        """Have a thread look for what is due; the lock is held."""
+        self._changed.notify()
+        if not self._idle and self._running < self._max_threads and not self._closing:
+            self._running += 1
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(SupervisedThread("kvhma-lease-renewer", self._run, restarted=self._restarted))
 
     def _run(self) -> None:
-        while not self._closing:
+        while (session := self._next()) is not None:
             try:
-                self._wait()
-                self._advance_all()
-            except Exception:
-                logger.exception("kvhma: the renewer of leases met an error of the connector's own, and goes on")
-                time.sleep(1)
-        for session in self._sessions.values():
-            session.disconnect()
+                self._talk(session)
+            finally:
+                with self._changed:
+                    session.busy = False
+                    closing = self._closing
+                if closing:
+                    _disconnect(session)
 
-    def _wait(self) -> None:
-        """Wait until there may be something to do for a session."""
-        with self._lock:
-            sessions = list(self._sessions.values())
-            clients = [one.client for one in sessions if one.state is _State.WAITING and one.client is not None]
-            interval = min((session.interval for session in sessions), default=_NO_RENEWALS)
-        if wait_any(clients, self._wake_read, min(_MAX_WAIT_SECONDS, interval / 4)):
-            os.read(self._wake_read, 4096)
+    def _next(self) -> _Session | None:
+        """Wait for a conversation that is due, and return it; None for the thread's end."""
+        idle_since = time.monotonic()
+        with self._changed:
+            while not self._closing:
+                now = time.monotonic()
+                session = self._choose(now)
+                if session is not None:
+                    session.busy = True
+                    if any(not other.busy for other in self._sessions.values()):
+                        self._wake()  # somebody has to wait for the others
+                    return session
+                if now - idle_since > _KEPT_SECONDS and (self._idle or not self._sessions):
+                    break
+                self._idle += 1
+                try:
+                    self._changed.wait(self._pause(now))
+                finally:
+                    self._idle -= 1
+            self._running -= 1
+        return None
 
-    def _advance_all(self) -> None:
+    def _choose(self, now: float) -> _Session | None:
+        """Return what is due: prompt engines first, then those that were never tried, then those that failed."""
+        strangers = sum(one.busy and one.address not in self._prompt for one in self._sessions.values())
+        due = [
+            one
+            for one in self._sessions.values()
+            if not one.busy and one.due_at <= now and (one.address in self._prompt or strangers < self._max_strangers)
+        ]
+        return min(due, key=lambda one: (one.address not in self._prompt, one.due_at), default=None)
+
+    def _pause(self, now: float) -> float:
+        """Return the seconds until the next conversation is due, at most those that a thread is kept for nothing."""
+        due = [one.due_at for one in self._sessions.values() if not one.busy and one.due_at > now]
+        return min(min(due, default=math.inf) - now, _KEPT_SECONDS)
+
+    # --- one conversation, in its thread -------------------------------------------------------------------
+
+    def _talk(self, session: _Session) -> None:
+        """Say what is to be said, and wait for the answers."""
+        begun = time.monotonic()
+        with self._changed:
+            claims, releases = session.take_work(begun)
+            ended = not (releases or session.claims)
+            if ended:
+                del self._sessions[session.address]
+        if ended:
+            _disconnect(session)
+            return
+        try:
+            for some in _chunks(claims):
+                self._renew(session, some)
+            for outcome, released in groupby(releases, key=lambda release: release[1]):
+                for some in _chunks([claim for claim, _ in released]):
+                    self._ask(session, Release([write_claim(claim) for claim in some], outcome), Done)
+        except HandshakeError as error:
+            _disconnect(session)
+            self._note_end(session, begun, error)
+        else:
+            self._note_end(session, begun, None)
+
+    def _renew(self, session: _Session, claims: list[LeaseClaim]) -> None:
+        answer = self._ask(session, Renew([write_claim(claim) for claim in claims]), Leases)
+        if len(answer.states) != len(claims):
+            raise HandshakeError(f"{len(claims)} claims, {len(answer.states)} answers")
+        with self._changed:
+            session.note(claims, answer.states)
+
+    def _ask(self, session: _Session, question: Renew | Release, kind: type[AnswerT]) -> AnswerT:
+        """Ask over the connection, or over a new one if P has ended that, as it does with those that are not used."""
+        if session.client is not None:
+            begun = time.monotonic()
+            try:
+                return session.client.ask(question, kind)
+            except HandshakeError:
+                _disconnect(session)
+                if time.monotonic() - begun >= self._timeout:
+                    raise
+        # A name may stand for another host by now.
+        session.client = Client(resolve(session.address, self._timeout), self._timeout, self._secrets)
+        return session.client.ask(question, kind)
+
+    def _note_end(self, session: _Session, begun: float, error: HandshakeError | None) -> None:
+        """Take note of how a conversation went: who is late waits behind those that are prompt."""
         now = time.monotonic()
-        with self._lock:
-            for address, session in list(self._sessions.items()):
-                session.advance(now)
-                if session.ended(now):
-                    del self._sessions[address]
-                    session.disconnect()
+        with self._changed:
+            session.used_at = now
+            was_prompt = session.address in self._prompt
+            self._prompt.pop(session.address, None)
+            if error is None and now - begun <= _PROMPT_SECONDS:
+                self._prompt[session.address] = None
+                if len(self._prompt) > _MAX_KNOWN:
+                    self._prompt.popitem(last=False)
+            if error is not None:
+                # Releases are not said again: P's leases end without them.
+                session.retry_at = now + (min(self._timeout, session.every) if was_prompt else self._timeout)
+                session.renew_at = 0.0 if session.claims else math.inf
+            first_failure = error is not None and not session.failed
+            session.failed = error is not None
+        if first_failure:
+            logger.warning("kvhma: leases at %s are not renewed: %s", session.address, error)
+
+
+def _disconnect(session: _Session) -> None:
+    if session.client is not None:
+        session.client.close()
+    session.client = None
+
+
+def _chunks(claims: list[LeaseClaim]) -> Iterator[list[LeaseClaim]]:
+    """Return the claims in messages that are not too long."""
+    for first in range(0, len(claims), MAX_CLAIMS):
+        yield claims[first : first + MAX_CLAIMS]

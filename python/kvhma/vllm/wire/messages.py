@@ -30,8 +30,8 @@ MAX_ANSWER_BYTES = 1 << 20
 MAX_HELLO_BYTES = MAX_HANDSHAKE_BYTES + 4096
 """Bytes of the message in a frame at most; an answer with a hello is larger than the others."""
 
-MAX_CLAIMS = 4096
-"""Claims in one message."""
+MAX_CLAIMS = 480
+"""Claims in one message: they fit one question whatever the names of their requests are."""
 
 MAX_TEXT = 4096
 """Characters of a text."""
