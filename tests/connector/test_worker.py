@@ -2,7 +2,11 @@
 """KvhmaWorker with real agents and a real listener, but no engine: what it reads, reports and waits for."""
 
 import itertools
+import socket
+import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +15,19 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 pytest.importorskip("torch")
 
 from kvhma.geometry import Span
-from kvhma.nixl import Agent
+from kvhma.nixl import Agent, key_hash
 from kvhma.vllm.memory import DeviceMemory
-from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.secrets import Secrets, new_agent_key
 from kvhma.vllm.wire.server import Listener
-from kvhma.vllm.worker import preconnect
+from kvhma.vllm.worker import lease, loading, polling, preconnect
+from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.results import LoadResults
 from kvhma.vllm.worker.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
@@ -28,6 +35,7 @@ from support.identity import EXTRA, IDENTITY
 
 PAGE = 4096
 PAGES = 64
+DIGEST = b"d" * 16
 
 
 class Prefill:
@@ -40,30 +48,56 @@ class Prefill:
         self.instance = new_nonce() if instance is None else instance
         self.memory = labelled(PAGES, seed=next(self.numbers))
         self.geometry = flat_geometry(self.memory)
-        self.agent = Agent(f"P{next(self.numbers)}")
+        private_key, public_key = new_agent_key()
+        self.agent = Agent(f"P{next(self.numbers)}-{key_hash(public_key)}", public_key=public_key)
         self.agent.register(self.geometry)
         self.leases = LeaseTable(30.0)
-        hellos = {(0, 0): self.agent.handshake_payload(self.geometry, EXTRA)}
-        self.listener = Listener(
-            address, engine_id="p", incarnation_id=self.instance, hellos=hellos, leases=self.leases
-        )
+        self.hellos = {(0, 0): (self.agent.handshake_payload(self.geometry, EXTRA), private_key)}
+        self.listen()
 
-    def remote(self, name: str, blocks: list[int], hold: LeaseKey | None = None) -> PrefillParams:
-        return PrefillParams(
-            address=self.address,
+    def listen(self) -> None:
+        self.listener = Listener(
+            self.address,
             engine_id="p",
             incarnation_id=self.instance,
-            lease_key=hold or self.leases.add(name),
-            lease=30.0,
-            num_tokens=len(blocks),
-            prompt="0" * 32,
-            spans=(Span(0, blocks),),
-            tp_size=1,
+            hellos=self.hellos,
+            leases=self.leases,
+            secrets=Secrets(),
         )
+
+    def remote(self, name: str, blocks: list[int], *, held: bool = True, lease: float = 30.0) -> PrefillParams:
+        key = LeaseKey(name, new_nonce())
+        if held:
+            self.leases.add(key, DIGEST, blocks)
+        return params(self.address, key, blocks, instance=self.instance, lease=lease)
 
     def close(self) -> None:
         self.listener.close()
         self.agent.close()
+
+
+def params(
+    address: Address, key: LeaseKey, blocks: list[int], *, instance: int = 1, lease: float = 30.0
+) -> PrefillParams:
+    return PrefillParams(
+        address=address,
+        engine_id="p",
+        incarnation_id=instance,
+        lease_key=key,
+        lease=lease,
+        num_tokens=len(blocks),
+        prompt="0" * 32,
+        spans=(Span(0, blocks),),
+        tp_size=1,
+        digest=DIGEST,
+    )
+
+
+@pytest.fixture
+def silent():
+    """Parameters of an engine that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield params(Address("127.0.0.1", listening.getsockname()[1]), LeaseKey("s", 1), [1])
 
 
 class Decode:
@@ -74,14 +108,9 @@ class Decode:
         geometry = flat_geometry(self.memory)
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
-        self.worker = KvhmaWorker(
-            Settings.read({"handshake_timeout": 2, **settings}),
-            "d",
-            IDENTITY,
-            geometry,
-            agent,
-            DeviceMemory(geometry, {}),
-        )
+        read = Settings.read({"handshake_timeout": 2, **settings})
+        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent)
+        self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
 
     def start(self, **loads: tuple[PrefillParams, list[int]]) -> None:
         self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()]))
@@ -148,7 +177,7 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
 def test_one_load_of_a_step_fails_alone(p, d):
     d.start(
         held=(p.remote("held", [1, 2]), [1, 2]),
-        unknown=(p.remote("unknown", [3], LeaseKey("unknown", 1)), [3]),
+        unknown=(p.remote("unknown", [3], held=False), [3]),
         outside=(p.remote("outside", [PAGES]), [4]),
         last=(p.remote("last", [5]), [5]),
     )
@@ -160,12 +189,9 @@ def test_one_load_of_a_step_fails_alone(p, d):
     assert d.ended("again") == {}
 
 
-def test_an_engine_that_does_not_answer_fails_its_own_loads(p):
+def test_an_engine_that_does_not_answer_fails_its_own_loads(p, silent):
     d = Decode(handshake_timeout=0.3)
     try:
-        silent = PrefillParams(
-            Address("127.0.0.1", free_port()), "x", 1, LeaseKey("s", 1), 30.0, 1, "", (Span(0, [1]),), 1
-        )
         d.start(silent=(silent, [1]), good=(p.remote("good", [2]), [2]))
         assert d.ended("silent", "good") == {"silent": "handshake"}
     finally:
@@ -190,11 +216,10 @@ def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
         d.worker.close()
 
 
-def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, monkeypatch):
+def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, silent, monkeypatch):
     waits = []
     wait_for = d.worker._results._all_reported.wait_for
     monkeypatch.setattr(d.worker._results._all_reported, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
-    silent = PrefillParams(Address("127.0.0.1", free_port()), "x", 1, LeaseKey("s", 1), 30.0, 1, "", (Span(0, [1]),), 1)
     assert d.worker.collect(idle=True) == (set(), WorkerReport())
     assert not waits, "there is nothing to wait for"
     d.start(silent=(silent, [1]))
@@ -213,8 +238,8 @@ def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, mo
 
 def test_engines_of_the_setting_are_known_in_each_of_their_incarnations(p, monkeypatch):
     monkeypatch.setattr(preconnect, "_INTERVAL_SECONDS", 0.05)
-    address, nobody = p.address, Address("127.0.0.1", free_port())
-    d = Decode(prefill_engines=[str(nobody), str(address)], handshake_timeout=0.3)
+    address, silent = p.address, Address("127.0.0.1", free_port())
+    d = Decode(prefill_engines=[str(silent), str(address)], handshake_timeout=0.3)
     try:
         wait_for_handshake(d)
         p.listener.close()
@@ -259,3 +284,275 @@ def wait_for_handshake(d: Decode) -> None:
         assert time.monotonic() < end
         time.sleep(0.02)
     assert (stats.data["handshakes"], len(stats.data["handshake_seconds"])) == (1, 1)
+
+
+# --- what is asked after the read ----------------------------------------------------------------------------
+
+
+class HeldRead:
+    """A read that its test lets end."""
+
+    def __init__(self, handle, go_on: threading.Event) -> None:
+        self._handle = handle
+        self._go_on = go_on
+        self._polled = False
+
+    @property
+    def finished(self) -> bool:
+        return self._go_on.is_set() and self._polled and self._handle.finished
+
+    def __getattr__(self, name: str):
+        return getattr(self._handle, name)
+
+    def poll(self):
+        self._polled = True
+        return self._handle.poll() if self._go_on.is_set() else "running"
+
+
+@pytest.fixture
+def held_reads(monkeypatch):
+    """Keep reads from ending."""
+    go_on = threading.Event()
+    read = Agent.read
+    monkeypatch.setattr(Agent, "read", lambda *args, **more: HeldRead(read(*args, **more), go_on))
+    return go_on
+
+
+def until(condition, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def stop_clock(monkeypatch) -> None:
+    """Have the clock of D's worker stand still, as that of a virtual machine does while it is suspended."""
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    for module in (lease, polling, loading):
+        monkeypatch.setattr(module, "time", clock)
+
+
+def test_a_read_during_which_d_stood_still_is_not_believed(p, d, held_reads, monkeypatch):
+    """D compared P's clock with its own, which stands still in a suspended machine (S6).
+
+    P's lease was 3 s and its answer came before the read; the read took 8 s, 0.2 s of them by D's clock. So D added
+    0.2 s to P's clock, found that before the end of the lease, and counted bytes that P had freed long before.
+    """
+    p.leases = LeaseTable(0.3)
+    p.listener.close()
+    p.listen()
+    stop_clock(monkeypatch)
+    d.start(a=(p.remote("a", [1]), [1]))
+    until(lambda: ["a"] in p.leases.drain_ended().values())  # P frees the blocks
+    p.memory[PAGE : 2 * PAGE] = 0  # and another request writes there
+    held_reads.set()
+    assert d.ended("a") == {"a": "expired"}
+
+
+def test_a_read_that_p_kept_the_blocks_for_is_right_however_long_it_took(p, d, held_reads):
+    """A read that ended after the time that P had named for its lease was asked for again, if a clock said so."""
+    p.leases = LeaseTable(0.3)
+    p.listener.close()
+    p.listen()
+    remote = p.remote("a", [1])
+    d.start(a=(remote, [1]))
+    for _ in range(8):
+        time.sleep(0.1)
+        p.leases.renew([remote.claim(1)])  # as the renewer does
+    held_reads.set()
+    assert d.ended("a") == {}
+    assert np.array_equal(d.pages([1]), p.memory.reshape(PAGES, PAGE)[[1]])
+
+
+def test_nothing_is_asked_before_the_read_and_loads_of_a_step_are_one_question(p, d, held_reads, monkeypatch):
+    questions = []
+    send = Client.send
+    monkeypatch.setattr(Client, "send", lambda self, question: (questions.append(question), send(self, question)))
+    d.start(**{name: (p.remote(name, [number]), [number]) for number, name in enumerate("abcde", 1)})
+    time.sleep(0.3)
+    assert not any(isinstance(question, Renew) for question in questions)
+    held_reads.set()
+    assert d.ended(*"abcde") == {}
+    assert [len(question.claims) for question in questions if isinstance(question, Renew)] == [5]
+
+
+def test_other_parameters_than_p_handed_out(p, d):
+    remote = replace(p.remote("a", [1]), digest=b"x" * 16)
+    d.start(a=(remote, [1]), b=(p.remote("b", [2]), [2]))
+    assert d.ended("a", "b") == {"a": "request"}
+
+
+def test_a_silent_p_costs_a_bounded_number_of_questions(p):
+    """Each load that had been read opened a connection of its own while P was silent."""
+    d = Decode(handshake_timeout=0.5)
+    try:
+        d.start(first=(p.remote("first", [1]), [1]))
+        assert d.ended("first") == {}
+        go_on = threading.Event()
+        renew = p.leases.renew
+        p.leases.renew = lambda claims: (go_on.wait(3), renew(claims))[1]
+        for number in range(20):
+            d.start(**{f"r{number}": (p.remote(f"r{number}", [1]), [1])})
+            time.sleep(0.01)
+        assert sum(thread.name == "kvhma-lease-question" for thread in threading.enumerate()) <= 1
+        go_on.set()
+        d.ended(*(f"r{number}" for number in range(20)))
+    finally:
+        d.worker.close()
+
+
+# --- whatever is raised --------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As PyO3 raises one for a panic of Rust: no Exception."""
+
+
+class PanicText(Panic):
+    """Its text cannot be had either."""
+
+    def __str__(self) -> str:
+        raise Panic
+
+
+def raises_once(monkeypatch, owner, name: str, error: BaseException, *, after: bool = False) -> list[object]:
+    """Have a function raise in its next call, before it does anything or after; return the calls that did."""
+    function = getattr(owner, name)
+    calls: list[object] = []
+
+    def wrapped(*args, **more):
+        if calls:
+            return function(*args, **more)
+        calls.append(args)
+        if after:
+            function(*args, **more)
+        raise error
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+IN_A_LOAD = {
+    "find the engine": lambda worker: (worker._engines, "acquire"),
+    "zero": lambda worker: (worker._loader._memory, "zero"),
+    "post": lambda worker: (worker._loader._agent, "read"),
+    "poll": lambda worker: (HeldRead, "poll"),
+    "claim": lambda worker: (PrefillParams, "claim"),
+    "ask": lambda worker: (polling, "LeaseQuestion"),
+    "poll the answer": lambda worker: (lease.LeaseQuestion, "poll"),
+    "check the answer": lambda worker: (lease.LeaseQuestion, "check"),
+    "copy": lambda worker: (worker._poller._memory, "copy_in"),
+    "let go of the engine": lambda worker: (worker._engines, "release"),
+    "measure": lambda worker: (worker._poller, "_measure"),
+}
+"""What is called for a load."""
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
+)
+def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind):
+    """`except Exception` let a panic through: the thread ended, and no load ended any more (S8).
+
+    So did any exception of `engines.release` in the loader, which was called where nothing caught it.
+    """
+    held_reads.set()
+    d.start(before=(p.remote("before", [1]), [1]))
+    assert d.ended("before") == {}
+    calls = raises_once(monkeypatch, *IN_A_LOAD[what](d.worker), kind())
+    d.start(hit=(p.remote("hit", [2]), [2]))
+    assert d.ended("hit") == {"hit": "internal"}
+    assert calls
+    d.start(after=(p.remote("after", [3]), [3]), too=(p.remote("too", [4]), [4]))
+    assert d.ended("after", "too") == {}
+    assert np.array_equal(d.pages([3, 4]), p.memory.reshape(PAGES, PAGE)[[3, 4]])
+    assert d.worker.take_stats().data["thread_restarts"] == {}, "the threads were not even touched"
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("what", ["_take_batch", "_start_batch", "_next", "advance", "add", "succeed", "note_read"])
+def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, monkeypatch, what, after):
+    """A thread that had ended was not replaced, and nobody was told."""
+    owners = {
+        "_take_batch": d.worker._loader,
+        "_start_batch": d.worker._loader,
+        "_next": d.worker._poller,
+        "advance": d.worker._poller,
+        "add": d.worker._poller,
+        "succeed": d.worker._results,
+        "note_read": d.worker._results,
+    }
+    held_reads.set()
+    d.start(before=(p.remote("before", [1]), [1]))
+    assert d.ended("before") == {}
+    calls = raises_once(monkeypatch, owners[what], what, Panic("p"), after=after)
+    for step in range(3):
+        names = [f"{name}{step}" for name in "ab"]
+        held_reads.clear()
+        d.start(**{name: (p.remote(name, [step + 2]), [step + 2]) for name in names})
+        time.sleep(0.05)  # so that the poller gets them
+        held_reads.set()
+        assert set(d.ended(*names).values()) <= {"internal"}
+    assert calls
+    assert np.array_equal(d.pages([4]), p.memory.reshape(PAGES, PAGE)[[4]])
+    assert sum(d.worker.take_stats().data["thread_restarts"].values()) == 1
+
+
+def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_reads, monkeypatch):
+    """vLLM gives the blocks to another request as soon as a load has failed: the read would write into that."""
+    held_reads.set()
+    d.start(before=(p.remote("before", [1]), [1]))
+    assert d.ended("before") == {}
+    held_reads.clear()
+    read, calls = d.worker._loader._agent.read, []
+
+    def second_fails(*args, **more):
+        calls.append(args)
+        handle = read(*args, **more)
+        d.worker._loader._starting.handles.append(handle)
+        raise Panic("after the post")
+
+    monkeypatch.setattr(d.worker._loader._agent, "read", second_fails)
+    d.start(a=(p.remote("a", [1]), [1]))
+    until(lambda: calls)
+    time.sleep(0.2)
+    assert d.worker.collect(idle=True)[0] == set()
+    held_reads.set()
+    assert d.ended("a") == {"a": "internal"}
+
+
+# --- what lasts ----------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_lasts_longer_than_its_lease_is_said_once(p, d, held_reads, caplog):
+    """While a network was cut for 45 s requests hung 72 s: nothing was logged, and nothing counted (S9)."""
+    d.start(slow=(p.remote("at p", [1, 2, 3], lease=0.2), [4, 5, 6]), quick=(p.remote("b", [7]), [7]))
+    until(lambda: d.worker.collect(idle=True) and "has taken" in caplog.text)
+    for _ in range(20):
+        assert d.worker.collect(idle=True) == (set(), WorkerReport())
+    said = [record.getMessage() for record in caplog.records if "has taken" in record.getMessage()]
+    assert len(said) == 1
+    for part in ("the load of slow", str(p.address), "it keeps 3 blocks here and 'at p' at P"):
+        assert part in said[0]
+    data = d.worker.take_stats().data
+    assert (data["slow_loads"], data["loads_in_flight"]) == (1, 2)
+    assert data["oldest_load_seconds"] > 0.2
+    held_reads.set()
+    assert d.ended("slow", "quick") == {}
+    data = d.worker.take_stats().data
+    assert (data["slow_loads"], data["loads_in_flight"], data["oldest_load_seconds"]) == (0, 0, 0.0)
+
+
+def test_a_result_is_reported_once_whoever_says_it_again():
+    results = LoadResults()
+    results.expect([], ["r"])
+    results.fail("r", Failure("refused", "no", passing=False))
+    results.fail("r", Failure("internal", "again", passing=False))
+    results.succeed("r", {0: 1})
+    results.succeed("nobody", {})
+    ended, report = results.take()
+    assert ended == {"r"}
+    assert (report.failures["r"].cause, report.first_tokens) == ("refused", {})
+    assert results.stats.take().data["failed_loads"] == {"refused": 1}

@@ -1,151 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease under which one load reads: did P keep the blocks until the read had ended?"""
+"""Did P hold what was read until the read had ended? It is asked afterwards, so that no clock is needed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
-import zmq
-
-from kvhma.errors import HandshakeError, LeaseEndedError, LeaseUnknownError
+from kvhma.errors import HandshakeError, HandshakeTimeoutError, LeaseEndedError, LeaseUnknownError, RequestError
 from kvhma.text import one_line
+from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import Leases, Renew, write_claim
+from kvhma.vllm.wire.messages import Leases, LeaseState, Renew, write_claim
 from kvhma.vllm.wire.params import LeaseClaim
 
-_UNCONFIRMED = "P has not confirmed that the blocks were held while they were read"
 
-_CLOCK_DRIFT = 1.001
-"""How much faster P's clock may go than ours."""
+class LeaseQuestion:
+    """One question to P for some reads that have ended: does it hold what they read?
 
+    P keeps a request under a key from the request's end until it frees the blocks, and uses no key twice. So when it
+    says afterwards that it holds the blocks, it has held them all the time, whatever the clocks of both say::
 
-class RenewCall:
-    """One question to P that renews some claims, shared by the leases of these claims. It is asked at once.
+        P   held |--------------------------------------------------|--------> freed
+        D             |------- read -------|   asked   answered
+                                               |-----------|
 
-    Attributes:
-        asked: when it was asked, by our monotonic clock.
+    It is asked at once if there is a connection; if not, a thread connects and asks. It belongs to one thread at a
+    time.
     """
 
-    def __init__(self, clients: ClientPool, claims: Sequence[LeaseClaim]) -> None:
-        """Ask. Raises HandshakeError if P cannot be asked."""
-        self.asked = time.monotonic()
+    def __init__(self, clients: ClientPool, claims: Sequence[LeaseClaim], timeout: float) -> None:
+        """Ask.
+
+        Args:
+            clients: of P's scheduler.
+            claims: what was read, and by whom; at most `MAX_CLAIMS`.
+            timeout: seconds to wait for the answer, and as long for a new connection.
+        """
         self._clients = clients
-        self._users = len(claims)
-        self._claims = len(claims)
-        self._answer: Leases | None = None
-        self._error: LeaseUnknownError | None = None
-        self._client: Client | None = clients.send(Renew([write_claim(claim) for claim in claims]))
-
-    @property
-    def socket(self) -> zmq.Socket[bytes] | None:
-        """Readable once P has answered; None if the answer was read."""
-        return None if self._client is None else self._client.socket
-
-    def answer(self) -> Leases | None:
-        """Return the answer, None if it is not here yet; raise LeaseUnknownError if it cannot be used."""
-        if self._client is not None and self._client.answered():
-            try:
-                self._answer = self._client.receive_leases(self._claims)
-            except HandshakeError as error:
-                self._error = LeaseUnknownError(f"{_UNCONFIRMED}: {error}")
-            self._give_back()
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._answer
-
-    def leave(self) -> None:
-        """Say that one of the leases does not need the answer any more."""
-        self._users -= 1
-        if not self._users:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._client is not None:
-            self._clients.release(self._client)
-            self._client = None
-
-
-class Lease:
-    """The lease under which one load reads. P is asked when the read begins, and has answered when it ends.
-
-    Leases of one :func:`claim_all` share its question and belong to one thread at a time.
-
-    Attributes:
-        late_checks: questions that had to be asked after the read.
-    """
-
-    def __init__(
-        self, clients: ClientPool, claim: LeaseClaim, call: RenewCall, index: int, timeout: float, margin: float
-    ) -> None:
-        """Take the answer at `index` of a call; :func:`claim_all` has the other arguments."""
-        self._clients = clients
-        self._claim = claim
-        self._call = call
-        self._index = index
+        self._claims = claims
+        self._question = Renew([write_claim(claim) for claim in claims])
         self._timeout = timeout
-        self._margin = margin
-        self.late_checks = 0
+        self._answer: list[LeaseState] | None = None
+        self._error: LeaseUnknownError | None = None
+        self._client: Client | None = None
+        self._future: Future[Leases] | None = None
+        self._deadline = time.monotonic() + timeout
+        client = clients.take_idle()
+        if client is None:
+            self._ask_anew()
+        else:
+            self._ask_over(client)
 
     @property
-    def socket(self) -> zmq.Socket[bytes] | None:
-        """Readable once P has answered; None if the answer was read."""
-        return self._call.socket
+    def open(self) -> bool:
+        """Whether P may still answer. Any thread may ask."""
+        return self._answer is None and self._error is None and time.monotonic() < self._deadline
 
     def close(self) -> None:
-        """Do not wait for an answer any more."""
-        self._call.leave()
+        """Do not wait for the answer any more."""
+        if self._answer is None and self._error is None:
+            self._fail(HandshakeTimeoutError("no answer in time"))
+        client, self._client = self._client, None
+        if client is not None:
+            self._clients.release(client)
 
-    def covers(self, ended: float) -> bool | None:
-        """Return whether P held the blocks until the read ended at `ended`, by our clock; None if it is not known yet.
+    def fileno(self) -> int | None:
+        """Return what is readable once P has answered over a connection that was there; None without one."""
+        return None if self._client is None else self._client.fileno()
 
-        P's answer says when the lease ends by P's clock, and was given after we asked by ours:
+    def poll(self) -> bool:
+        """Return whether P has answered, or will not. Never waits."""
+        if self._client is not None:
+            self._poll_client(self._client)
+        if self._future is not None:
+            self._poll_future(self._future)
+        if not self.open:
+            self.close()
+            return True
+        return False
 
-                     asked                      ended            latest   + margin < expires
-            D ---------|--------------------------|------------->
-            P -------------|clock---------------------------------|-----------|------>
-                                                     clock + (ended - asked) and the drift
-
-        An answer in time costs nothing. If the lease may have ended meanwhile, P is asked a second time: an answer to a
-        question asked after the read needs no clock.
+    def check(self, index: int) -> None:
+        """Check that P held what the claim at `index` reads; the question has been answered.
 
         Raises:
             LeaseEndedError: it did not.
-            LeaseUnknownError: P does not answer in time.
+            LeaseUnknownError: it has not said.
+            RequestError: it handed out other parameters than those of the claim.
         """
-        asked = self._call.asked
-        answer = self._call.answer()
-        if answer is None:
-            if time.monotonic() - max(asked, ended) > self._timeout:
-                raise LeaseUnknownError(f"{_UNCONFIRMED}: no answer in {self._timeout} s")
-            return None
-        expires = answer.expires[self._index]
-        if expires is None:
-            name = one_line(self._claim.key.request_id)
-            raise LeaseEndedError(
-                f"P does not hold {name!r} any more: its lease has ended, or it was read and nobody claimed it"
-            )
-        latest = answer.clock + (ended - asked) * _CLOCK_DRIFT
-        if asked >= ended or latest + self._margin < expires:
-            return True
-        self.late_checks += 1
-        second = RenewCall(self._clients, [self._claim])
-        self._call.leave()
-        self._call, self._index = second, 0
-        return None
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        state = LeaseState.ENDED if self._answer is None else self._answer[index]
+        if state is LeaseState.HELD:
+            return
+        name = one_line(self._claims[index].key.request_id)
+        if state is LeaseState.OTHER:
+            raise RequestError(f"P handed out other parameters for {name!r} than these: they were changed on the way")
+        why = "it has too many readers" if state is LeaseState.FULL else "its lease has ended, or others have read it"
+        raise LeaseEndedError(f"P does not hold {name!r} for this reader: {why}")
 
+    def _ask_over(self, client: Client) -> None:
+        try:
+            client.send(self._question)
+        except HandshakeError:
+            client.close()
+            self._ask_anew()
+        else:
+            self._client = client
 
-def claim_all(clients: ClientPool, claims: Sequence[LeaseClaim], *, timeout: float, margin: float) -> list[Lease]:
-    """Claim requests of one P with one question, without waiting for the answer.
+    def _poll_client(self, client: Client) -> None:
+        if not client.poll():
+            return
+        self._client = None
+        try:
+            self._take(client.receive(Leases, "Renew"))
+        except HandshakeError as error:
+            if time.monotonic() < self._deadline:
+                self._ask_anew()  # the connection was an old one, which P has ended
+            else:
+                self._fail(error)
+        self._clients.release(client)
 
-    Args:
-        clients: of P's scheduler.
-        claims: what is read, and by whom; at most `MAX_CLAIMS`.
-        timeout: seconds to wait for an answer once a read has ended.
-        margin: seconds by which a read has to end before its lease does.
+    def _ask_anew(self) -> None:
+        self._deadline = time.monotonic() + 2 * self._timeout
+        try:
+            self._future = in_thread("kvhma-lease-question", self._ask_in_thread)
+        except RuntimeError as error:
+            self._fail(error)
 
-    Raises:
-        HandshakeError: P cannot be asked.
-    """
-    call = RenewCall(clients, claims)
-    return [Lease(clients, claim, call, index, timeout, margin) for index, claim in enumerate(claims)]
+    def _ask_in_thread(self) -> Leases:
+        client = self._clients.take()
+        try:
+            return client.ask(self._question, Leases)
+        finally:
+            self._clients.release(client)
+
+    def _poll_future(self, future: Future[Leases]) -> None:
+        if future.done():
+            error = future.exception()
+            if error is None:
+                self._take(future.result())
+            else:
+                self._fail(error)
+            self._future = None
+
+    def _take(self, answer: Leases) -> None:
+        if len(answer.states) == len(self._claims):
+            self._answer = answer.states
+        else:
+            self._fail(HandshakeError(f"{len(self._claims)} claims, {len(answer.states)} answers"))
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = LeaseUnknownError(f"P has not confirmed that the blocks were held while they were read: {error}")

@@ -1,87 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queued loads become active ones: their engine is found, their blocks claimed, their reads planned and posted."""
+"""Queued loads become active ones: their engine is found, their reads planned and posted."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from kvhma.errors import KvhmaError, PeerLostError, RequestError
 from kvhma.nixl import Agent
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire.params import LeaseClaim
-from kvhma.vllm.worker.lease import Lease, claim_all
-from kvhma.vllm.worker.polling import ActiveLoad, LoadPoller
-from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
-from kvhma.vllm.worker.results import LoadResults, failure_of
+from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.worker.polling import ActiveLoad, LoadPoller, errors_end
+from kvhma.vllm.worker.prefill_engines import PrefillEngines
+from kvhma.vllm.worker.results import LoadResults
 
 _MAX_HANDSHAKES = 3
 """Handshakes that a load waits for. An engine that was lost again after each of them will not serve it."""
 
 _MAX_BATCH = 32
-"""Loads that are claimed together."""
-
-
-@dataclass(eq=False)
-class QueuedLoad:
-    """A load that the scheduler ordered.
-
-    Attributes:
-        load: what to read.
-        queued_at: when it was ordered.
-        handshakes: how many it has waited for.
-    """
-
-    load: Load
-    queued_at: float
-    handshakes: int = 0
-
-
-class _ClaimedLoad(NamedTuple):
-    queued: QueuedLoad
-    engine: PrefillEngine
-    lease: Lease
+"""Loads that are started before they are handed over to the poller."""
 
 
 class Loader:
-    """Starts loads in a thread of its own, and hands them over to the poller.
+    """Starts loads in a thread of its own, and hands them over to the poller, which reports them.
 
     One thread is enough: most of starting a load is Python, so several would wait for each other, and for vLLM's.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        agent: Agent,
-        memory: Memory,
-        engines: PrefillEngines,
-        poller: LoadPoller,
-        results: LoadResults,
+        self, agent: Agent, memory: Memory, engines: PrefillEngines, poller: LoadPoller, results: LoadResults
     ) -> None:
         """Start the thread."""
-        self._settings = settings
         self._agent = agent
         self._memory = memory
         self._engines = engines
         self._poller = poller
-        self._results = results
-        self._queue: queue.SimpleQueue[QueuedLoad | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ActiveLoad | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvhma-load", daemon=True)
-        self._thread.start()
+        self._batch: deque[ActiveLoad] = deque()
+        """Loads that are started next."""
+        self._starting: ActiveLoad | None = None
+        self._started: list[ActiveLoad] = []
+        """Loads that were not handed over yet."""
+        self._thread = SupervisedThread(
+            "kvhma-load", self._run, restarted=results.count_restart, recover=self._end_starting
+        )
 
     def add(self, loads: Sequence[Load]) -> None:
         """Queue loads."""
         now = time.monotonic()
         for load in loads:
-            self._queue.put(QueuedLoad(load, now))
+            self._queue.put(ActiveLoad(load, now))
 
     def close(self) -> None:
         """Start nothing any more; the poller finishes what was started."""
@@ -94,105 +68,70 @@ class Loader:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            self._start(self._next_batch())
+            if not self._batch and not self._started:
+                self._take_batch()
+            self._start_batch()
         self._poller.finish()
 
-    def _next_batch(self) -> list[QueuedLoad]:
-        """Wait for a load and return it with those that are queued after it; none once it is closed."""
-        batch: list[QueuedLoad] = []
-        queued = self._queue.get()
-        while queued is not None:
-            batch.append(queued)
-            if len(batch) == _MAX_BATCH or self._queue.empty():
-                return batch
-            queued = self._queue.get()  # does not wait: no other thread takes from it
-        return []
+    def _end_starting(self, error: BaseException) -> None:
+        """After an error of this class itself, the load that was in its hands fails; nobody else's does."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.fail(error)
+            self._started.append(starting)
 
-    def _start(self, batch: Sequence[QueuedLoad]) -> None:
-        claimed: list[_ClaimedLoad] = []
-        for engine, loads in self._by_engine(batch):
-            claimed += self._claim(engine, loads)
-        active: list[ActiveLoad] = []
-        for one in claimed:
-            started = self._plan(one)
-            if started is not None:
-                self._post(started)
-                active.append(started)
-            # Earlier loads may have ended by now: some transports copy inside the post, and P answers meanwhile.
-            active = self._poller.advance(active)
-        # All at once, and after the last poll here: loads that were claimed together share P's answer.
-        if active:
-            self._poller.add(active)
+    def _take_batch(self) -> None:
+        """Wait for a load and take it with those that are queued after it; none once it is closed."""
+        active = self._queue.get()
+        while active is not None:
+            self._batch.append(active)
+            if len(self._batch) == _MAX_BATCH or self._queue.empty():
+                return
+            active = self._queue.get()  # does not wait: no other thread takes from it
 
-    def _by_engine(self, batch: Sequence[QueuedLoad]) -> list[tuple[PrefillEngine, list[QueuedLoad]]]:
-        """Return the loads by engine. Those whose engine is not known yet are queued again after its handshake."""
-        found: dict[int, tuple[PrefillEngine, list[QueuedLoad]]] = {}
-        for queued in batch:
-            try:
-                engine = self._engines.acquire(queued.load.remote.incarnation, partial(self._after_handshake, queued))
-            except Exception as error:
-                self._results.fail(queued.load.request_id, failure_of(error))
-                continue
-            if engine is not None:
-                found.setdefault(id(engine), (engine, []))[1].append(queued)
-        return list(found.values())
+    def _start_batch(self) -> None:
+        while self._batch and not self._closed.is_set():
+            active = self._starting = self._batch.popleft()
+            with errors_end(active):
+                self._start(active)
+            if active.engine is not None or active.error is not None:
+                self._started.append(active)
+            self._starting = None
+            # Earlier loads may have ended by now: some transports copy inside the post.
+            self._started = self._poller.advance(self._started, more_to_come=bool(self._batch))
+        self._poller.add(self._started)
+        self._started = []
 
-    def _after_handshake(self, queued: QueuedLoad, error: KvhmaError | None) -> None:
-        queued.handshakes += 1
-        if error is None and queued.handshakes > _MAX_HANDSHAKES:
-            error = PeerLostError(f"{queued.load.remote.address} was lost after each of {_MAX_HANDSHAKES} handshakes")
-        if error is None:
-            self._queue.put(queued)
-        else:
-            self._results.fail(queued.load.request_id, failure_of(error))
-
-    def _claim(self, engine: PrefillEngine, loads: Sequence[QueuedLoad]) -> list[_ClaimedLoad]:
-        """Claim what some loads read from one engine. It answers while they are planned and posted."""
-        try:
-            leases = claim_all(
-                engine.clients,
-                [LeaseClaim(queued.load.remote.lease_key, queued.load.reader) for queued in loads],
-                timeout=self._settings.handshake_timeout,
-                margin=self._settings.clock_margin,
-            )
-        except Exception as error:
-            for queued in loads:
-                self._engines.release(engine)
-                self._results.fail(queued.load.request_id, failure_of(error))
-            return []
-        return [_ClaimedLoad(queued, engine, lease) for queued, lease in zip(loads, leases, strict=True)]
-
-    def _plan(self, claimed: _ClaimedLoad) -> ActiveLoad | None:
-        """Plan a load and zero what it does not cover; None if that fails."""
-        queued, engine, lease = claimed
-        load = queued.load
-        try:
-            transfer = engine.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
-            self._memory.zero(transfer.zero)
-        except Exception as error:
-            lease.close()
-            self._engines.release(engine)
-            self._results.fail(load.request_id, failure_of(error))
-            return None
-        return ActiveLoad(load, queued.queued_at, engine, lease, transfer)
-
-    def _post(self, active: ActiveLoad) -> None:
-        """Post the reads of a load. An error waits for the reads that were posted before it: they still write."""
+    def _start(self, active: ActiveLoad) -> None:
+        """Plan a load, zero what it does not cover, and post its reads; or queue it again after a handshake."""
+        if active.error is not None:
+            return
+        load = active.load
+        active.engine = self._engines.acquire(load.remote.incarnation, partial(self._after_handshake, active))
+        if active.engine is None:
+            return
+        active.transfer = active.engine.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
+        self._memory.zero(active.transfer.zero)
         started = time.monotonic()
-        try:
-            for read in active.transfer.reads:
-                peer = active.engine.peers[read.source]
-                if peer is None:
-                    raise RequestError(f"source {read.source} is not connected")
-                handle = self._agent.read(
-                    peer,
-                    read.local,
-                    read.remote,
-                    local_memory=self._memory.kind,
-                    remote_memory=peer.geometry.regions[0].memory,
-                )
-                active.handles.append(handle)
-        except Exception as error:
-            active.error = error
+        for read in active.transfer.reads:
+            peer = active.engine.peers[read.source]
+            if peer is None:
+                raise RequestError(f"source {read.source} is not connected")
+            handle = self._agent.read(
+                peer,
+                read.local,
+                read.remote,
+                local_memory=self._memory.kind,
+                remote_memory=peer.geometry.regions[0].memory,
+            )
+            active.handles.append(handle)
         active.posted_at = time.monotonic()
         active.post_seconds = active.posted_at - started
+
+    def _after_handshake(self, active: ActiveLoad, error: KvhmaError | None) -> None:
+        active.handshakes += 1
+        if error is None and active.handshakes > _MAX_HANDSHAKES:
+            address = active.load.remote.address
+            error = PeerLostError(f"{address} was lost after each of {_MAX_HANDSHAKES} handshakes")
+        active.fail(error)
+        self._queue.put(active)

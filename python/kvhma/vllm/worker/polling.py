@@ -1,78 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Active loads: their reads are polled, then their leases checked, then they are reported."""
+"""Active loads: their reads are polled, then P is asked whether it held the blocks, then they are reported."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
-import threading
+import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import zmq
+from weakref import WeakKeyDictionary
 
 from kvhma._kvhma import Transfer
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.worker.lease import Lease
+from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.messages import MAX_CLAIMS
+from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults, failure_of
 
 logger = logging.getLogger("vllm.kvhma")
 
 _POLL_SECONDS = 5e-4
-_ANSWER_SECONDS = 1e-3
+_ANSWER_MILLISECONDS = 1
 """Pauses between two polls: while reads are in flight, and while only answers of prefill engines are missing."""
+
+_ASK_SECONDS = 2e-3
+"""How long a load that was read waits for others of its step, to be asked for together with them."""
 
 
 @dataclass(eq=False)
 class ActiveLoad:
-    """A load whose reads are in flight. It belongs to one thread: the loader, then the poller.
+    """A load from its order to its report. It belongs to one thread: the loader, then the poller, which reports it.
 
     Attributes:
         load: what the scheduler ordered.
-        queued_at: when it did.
-        engine: where the load reads, acquired for it.
-        lease: under which it reads.
-        transfer: what it reads and zeroes.
+        ordered_at: when it did.
+        handshakes: how many it has waited for.
+        engine: where the load reads, acquired for it; None before, and once it was released.
+        transfer: what it reads and zeroes; None before it is planned.
         handles: of the reads that were posted.
         posted_at: when the last one was.
         post_seconds: how long posting took.
         read_at: when the last read had ended; None until then.
+        question: to P, whether it held the blocks, and the place of this load in it; None before it is asked.
         error: the first one; the load fails once its reads have ended.
+        reported: whether its result is known.
     """
 
     load: Load
-    queued_at: float
-    engine: PrefillEngine
-    lease: Lease
-    transfer: Transfer
+    ordered_at: float
+    handshakes: int = 0
+    engine: PrefillEngine | None = None
+    transfer: Transfer | None = None
     handles: list[TransferHandle] = field(default_factory=list)
     posted_at: float = 0.0
     post_seconds: float = 0.0
     read_at: float | None = None
-    error: Exception | None = None
+    question: tuple[LeaseQuestion, int] | None = None
+    error: BaseException | None = None
+    reported: bool = False
+
+    @property
+    def wants_answer(self) -> bool:
+        """Whether P has to be asked about it now."""
+        return self.read_at is not None and self.question is None and self.error is None
+
+    def fail(self, error: BaseException | None) -> None:
+        """Take note of an error; the first one counts."""
+        if self.error is None:
+            self.error = error
+
+
+@contextlib.contextmanager
+def errors_end(*loads: ActiveLoad) -> Iterator[None]:
+    """Whatever is raised within, a panic of Rust included, is the error of these loads and ends nothing else."""
+    try:
+        yield
+    except BaseException as error:
+        for active in loads:
+            active.fail(error)
 
 
 class LoadPoller:
     """Drives active loads to their end, in a thread of its own; the loader may do the first polls itself."""
 
-    def __init__(self, geometry: Geometry, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
-        """Start the thread."""
+    def __init__(
+        self, geometry: Geometry, memory: Memory, engines: PrefillEngines, results: LoadResults, timeout: float
+    ) -> None:
+        """Start the thread; `timeout` is how many seconds it is waited for an answer of a prefill engine."""
         self._geometry = geometry
         self._memory = memory
         self._engines = engines
         self._results = results
+        self._timeout = timeout
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvhma-poll", daemon=True)
-        self._thread.start()
+        self._active: list[ActiveLoad] = []
+        self._finishing = False
+        self._questions: WeakKeyDictionary[PrefillEngine, LeaseQuestion] = WeakKeyDictionary()
+        """The last question to each engine."""
+        self._thread = SupervisedThread("kvhma-poll", self._run, restarted=results.count_restart)
 
     def add(self, loads: list[ActiveLoad]) -> None:
-        """Hand over active loads; the caller must not touch them, nor their leases, any more."""
-        self._incoming.put(loads)
+        """Hand over active loads; the caller must not touch them any more."""
+        if loads:
+            self._incoming.put(loads)
 
     def finish(self) -> None:
         """Let the thread end once every load has; nothing may be added any more."""
@@ -82,85 +118,113 @@ class LoadPoller:
         """Wait for the thread's end."""
         self._thread.join(timeout)
 
-    def advance(self, loads: Sequence[ActiveLoad]) -> list[ActiveLoad]:
-        """Poll each load once; report those that have ended and return the others."""
-        unfinished = []
+    def advance(self, loads: list[ActiveLoad], *, more_to_come: bool = False) -> list[ActiveLoad]:
+        """Poll each load once; report those that have ended and return the others.
+
+        Args:
+            loads: they belong to the thread that calls this.
+            more_to_come: whether the thread will have more loads in a moment, for which P can be asked too.
+        """
         for active in loads:
-            try:
-                ended = self._is_ready(active)
-                if ended:
-                    self._report(active)
-            except Exception as error:
-                self._results.fail(active.load.request_id, failure_of(error))
-            else:
-                if not ended:
-                    unfinished.append(active)
-        return unfinished
+            self._poll_reads(active)
+        self._ask(loads, more_to_come=more_to_come)
+        return [active for active in loads if not self._end(active)]
 
     def _run(self) -> None:
-        active: list[ActiveLoad] = []
-        finishing = False
-        while active or not finishing:
-            added = self._next(active)
+        while self._active or not self._finishing:
+            added = self._next()
             if added is None:
-                finishing = True
+                self._finishing = True
             else:
-                active += added
-            active = self.advance(active)
+                self._active += added
+            self._active = self.advance(self._active)
 
-    def _next(self, active: Sequence[ActiveLoad]) -> list[ActiveLoad] | None:
+    def _next(self) -> list[ActiveLoad] | None:
         """Pause until the next poll and return what was handed over meanwhile; None: there will be no more."""
-        if not active:
+        if not self._active:
             return self._incoming.get()
-        sockets = {one.lease.socket for one in active} - {None}
-        only_answers_missing = all(one.read_at is not None for one in active)
         try:
-            if sockets and only_answers_missing:
-                zmq.select(list(sockets), [], [], _ANSWER_SECONDS)
-                return self._incoming.get_nowait()
-            return self._incoming.get(timeout=_POLL_SECONDS)
+            if any(active.read_at is None for active in self._active):
+                return self._incoming.get(timeout=_POLL_SECONDS)
+            self._wait_for_answers()
+            return self._incoming.get_nowait()
         except queue.Empty:
             return []
 
-    def _is_ready(self, active: ActiveLoad) -> bool:
-        """Poll a load; return whether its reads have ended and, unless one failed, its lease is known to cover them."""
+    def _wait_for_answers(self) -> None:
+        answers = select.poll()
+        for question in {active.question[0] for active in self._active if active.question is not None}:
+            if (fileno := question.fileno()) is not None:
+                answers.register(fileno, select.POLLIN)
+        answers.poll(_ANSWER_MILLISECONDS)
+
+    def _poll_reads(self, active: ActiveLoad) -> None:
         for handle in active.handles:
-            try:
-                handle.poll()
-            except Exception as error:
-                active.error = active.error or error
-        if not all(handle.finished for handle in active.handles):
-            return False
-        if active.read_at is None:
+            if not handle.finished:
+                with errors_end(active):
+                    handle.poll()
+        if active.read_at is None and all(handle.finished for handle in active.handles):
             active.read_at = time.monotonic()
             self._results.note_read()
-        if active.error is None:
-            try:
-                return bool(active.lease.covers(active.read_at))
-            except Exception as error:
-                active.error = error
+
+    def _ask(self, loads: Sequence[ActiveLoad], *, more_to_come: bool) -> None:
+        """Ask P about loads that were read: one question to an engine at a time, about all that are ready by then."""
+        ready: dict[PrefillEngine, list[ActiveLoad]] = {}
+        for active in loads:
+            if active.engine is not None and active.wants_answer:
+                ready.setdefault(active.engine, []).append(active)
+        for engine, of_engine in ready.items():
+            asked = self._questions.get(engine)
+            waited = time.monotonic() - min(active.read_at or 0.0 for active in of_engine)
+            if (asked is None or not asked.open) and (not more_to_come or waited > _ASK_SECONDS):
+                with errors_end(*of_engine[:MAX_CLAIMS]):
+                    self._ask_engine(engine, of_engine[:MAX_CLAIMS])
+
+    def _ask_engine(self, engine: PrefillEngine, loads: Sequence[ActiveLoad]) -> None:
+        claims = [active.load.remote.claim(active.load.reader) for active in loads]
+        question = self._questions[engine] = LeaseQuestion(engine.clients, claims, self._timeout)
+        for index, active in enumerate(loads):
+            active.question = question, index
+
+    def _end(self, active: ActiveLoad) -> bool:
+        """Report a load, if it has ended; return whether it has been reported."""
+        if active.read_at is None:
+            return False
+        if not active.reported and active.error is None:
+            if active.question is None:
+                return False
+            question, index = active.question
+            with errors_end(active):
+                if not question.poll():
+                    return False
+                question.check(index)
+        if not active.reported:
+            self._report(active)
         return True
 
     def _report(self, active: ActiveLoad) -> None:
         """Let go of what a load held, and report it."""
-        if active.error is None:
-            try:
-                self._memory.copy_in(active.load.spans)
-            except Exception as error:
-                active.error = error
-        active.lease.close()
-        self._engines.release(active.engine)
-        with self._results.stats() as stats:
-            stats.count("late_checks", active.lease.late_checks)
+        first_tokens: dict[int, int] = {}
+        with errors_end(active):
+            engine, active.engine = active.engine, None
+            if engine is not None:
+                self._engines.release(engine)
+            if active.question is not None:
+                active.question[0].close()  # without effect, unless what was raised came from it
+        with errors_end(active):
+            if active.error is None and active.transfer is not None:
+                spans = active.load.spans
+                self._memory.copy_in(spans)
+                first_tokens = first_filled_tokens(self._geometry, spans, active.transfer.first_tokens)
+                self._measure(active, active.transfer)
         if active.error is not None:
             self._results.fail(active.load.request_id, failure_of(active.error))
-            return
-        self._measure(active)
-        first_tokens = first_filled_tokens(self._geometry, active.load.spans, active.transfer.first_tokens)
-        self._results.succeed(active.load.request_id, first_tokens)
+        else:
+            self._results.succeed(active.load.request_id, first_tokens)
+        active.reported = True
 
-    def _measure(self, active: ActiveLoad) -> None:
-        load, transfer = active.load, active.transfer
+    def _measure(self, active: ActiveLoad, transfer: Transfer) -> None:
+        load = active.load
         now = time.monotonic()
         transfer_seconds = (active.read_at or now) - active.posted_at + active.post_seconds
         clipped = [
@@ -170,7 +234,7 @@ class LoadPoller:
         ]
         posted = [handle.telemetry.descriptors for handle in active.handles if handle.telemetry is not None]
         series = {
-            "load_seconds": now - active.queued_at,
+            "load_seconds": now - active.ordered_at,
             "post_seconds": active.post_seconds,
             "transfer_seconds": transfer_seconds,
             "bytes": transfer.bytes,
@@ -190,15 +254,15 @@ class LoadPoller:
         }
         by_group = {"group_bytes": transfer.bytes_by_group, "group_descriptors": transfer.descriptors_by_group}
         logger.debug("kvhma: loaded %s from %s: %s", load.request_id, load.remote.engine_id, series | sums)
-        with self._results.stats() as stats:
-            stats.record(**series)
-            for name, number in sums.items():
-                stats.count(name, number)
-            for name, number in by_rank.items():
-                stats.count(name, number, label=str(self._geometry.tp_rank))
-            for name, numbers in by_group.items():
-                for index, (group, of_group) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
-                    stats.count(name, of_group, label=f"{index} {group.kind}")
+        stats = self._results.stats
+        stats.record(**series)
+        for name, number in sums.items():
+            stats.count(name, number)
+        for name, number in by_rank.items():
+            stats.count(name, number, label=str(self._geometry.tp_rank))
+        for name, numbers in by_group.items():
+            for index, (group, of_group) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
+                stats.count(name, of_group, label=f"{index} {group.kind}")
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:

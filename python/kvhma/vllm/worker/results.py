@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from kvhma.errors import (
     HandshakeError,
@@ -19,8 +20,9 @@ from kvhma.errors import (
     TransferError,
     UnsupportedPairError,
 )
-from kvhma.vllm.metadata import Failure, WorkerReport
-from kvhma.vllm.stats import TransferStats
+from kvhma.text import one_line
+from kvhma.vllm.metadata import Failure, Load, WorkerReport
+from kvhma.vllm.stats import StatsCollector
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -29,23 +31,51 @@ _MAX_WAIT_SECONDS = 1e-2
 """How long a step waits for the next load to be read, and for all of them together."""
 
 
+@dataclass
+class _Unreported:
+    """A load that has not ended.
+
+    Attributes:
+        load: None for one that was refused.
+        since: when it was ordered.
+        slow: whether it was logged that it lasts.
+    """
+
+    load: Load | None
+    since: float
+    slow: bool = False
+
+
 class LoadResults:
-    """Reports each load exactly once. Safe to use from several threads."""
+    """Reports each load exactly once. Safe to use from several threads.
+
+    Attributes:
+        stats: what this worker counts.
+    """
 
     def __init__(self) -> None:
         """Start without loads."""
+        self.stats = StatsCollector(self._gauges)
         self._lock = threading.Lock()
         self._all_reported = threading.Condition(self._lock)
-        self._unreported = 0
+        self._unreported: dict[str, _Unreported] = {}
+        """By request, in the order in which they were ordered."""
         self._reads = 0
         self._ended: set[str] = set()
         self._report = WorkerReport()
-        self._stats = TransferStats()
 
-    def expect(self, loads: int) -> None:
-        """Expect the results of some more loads."""
+    def expect(self, loads: Sequence[Load], refusals: Iterable[str] = ()) -> None:
+        """Expect the results of some more loads, and those of requests that cannot be loaded."""
+        now = time.monotonic()
         with self._lock:
-            self._unreported += loads
+            for load in loads:
+                self._unreported[load.request_id] = _Unreported(load, now)
+            for request_id in refusals:
+                self._unreported[request_id] = _Unreported(None, now)
+
+    def count_restart(self, thread: str) -> None:
+        """Count a thread that began again after an error."""
+        self.stats.count("thread_restarts", label=thread)
 
     def note_read(self) -> None:
         """Take note that the bytes of one more load are here. Its lease may still have to be checked."""
@@ -55,23 +85,26 @@ class LoadResults:
     def succeed(self, request_id: str, first_tokens: dict[int, int]) -> None:
         """Report a load that is right; `first_tokens` as in :class:`kvhma.vllm.metadata.WorkerReport`."""
         with self._lock:
-            if first_tokens:
+            if self._end(request_id) and first_tokens:
                 self._report.first_tokens[request_id] = first_tokens
-            self._end(request_id)
 
     def fail(self, request_id: str, failure: Failure) -> None:
         """Report a load that failed."""
         logger.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
         with self._lock:
-            self._stats.count("failed_loads", label=failure.cause)
+            if not self._end(request_id):
+                return
             self._report.failures[request_id] = failure
-            self._end(request_id)
+        self.stats.count("failed_loads", label=failure.cause)
 
-    def _end(self, request_id: str) -> None:
+    def _end(self, request_id: str) -> bool:
+        """Return whether this is the first result of a load that is expected."""
+        if self._unreported.pop(request_id, None) is None:
+            return False
         self._ended.add(request_id)
-        self._unreported -= 1
         if not self._unreported:
             self._all_reported.notify()
+        return True
 
     def wait(self) -> None:
         """Wait until every load is reported, but no longer than one more load is read every 2 ms, and at most 10 ms."""
@@ -87,24 +120,39 @@ class LoadResults:
         with self._lock:
             ended, self._ended = self._ended, set()
             report, self._report = self._report, WorkerReport()
+            slow = self._new_slow_ones()
+        for load, seconds in slow:
+            logger.warning(
+                "kvhma: the load of %s from %s has taken %.0f s, its lease at P is %.0f s; it keeps %d blocks here and "
+                "%r at P until it ends",
+                load.request_id,
+                load.remote.address,
+                seconds,
+                load.remote.lease,
+                sum(len(span.ids) for span in load.spans),
+                load.remote.lease_key.request_id,
+            )
+            self.stats.count("slow_loads")
         return ended, report
 
-    @contextlib.contextmanager
-    def stats(self) -> Iterator[TransferStats]:
-        """Hold the lock while something is counted."""
+    def _new_slow_ones(self) -> list[tuple[Load, float]]:
+        """Return the loads that have come to last longer than their lease, and how long they do; the lock is held."""
+        now = time.monotonic()
+        found = []
+        for one in self._unreported.values():
+            if one.load is not None and not one.slow and now - one.since > one.load.remote.lease:
+                one.slow = True
+                found.append((one.load, now - one.since))
+        return found
+
+    def _gauges(self) -> dict[str, float]:
         with self._lock:
-            yield self._stats
-
-    def take_stats(self) -> TransferStats | None:
-        """Return what was counted since the last call; None if nothing was."""
-        with self._lock:
-            if self._stats.is_empty():
-                return None
-            stats, self._stats = self._stats, TransferStats()
-        return stats
+            oldest = min((one.since for one in self._unreported.values()), default=None)
+            seconds = 0.0 if oldest is None else time.monotonic() - oldest
+            return {"loads_in_flight": len(self._unreported), "oldest_load_seconds": seconds}
 
 
-_CAUSES: tuple[tuple[type[Exception], str, bool], ...] = (
+_CAUSES: tuple[tuple[type[KvhmaError], str, bool], ...] = (
     (LeaseUnknownError, "expired", True),
     (LeaseEndedError, "expired", False),
     (PeerLostError, "peer_lost", True),
@@ -117,10 +165,12 @@ _CAUSES: tuple[tuple[type[Exception], str, bool], ...] = (
 """What each error is reported as, and whether another try may help; the first that fits counts."""
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """Return the failure of a load in which this was raised."""
     for kind, cause, passing in _CAUSES:
         if isinstance(error, kind):
             return Failure(cause, str(error), passing)
     logger.error("kvhma: internal error during a load", exc_info=error)
-    return Failure("internal", f"{type(error).__name__}: {error}", passing=False)
+    # A text that cannot be had raises nothing here.
+    text = traceback.format_exception_only(type(error), error)[-1]
+    return Failure("internal", one_line(text.rstrip()), passing=False)

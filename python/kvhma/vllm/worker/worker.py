@@ -2,10 +2,11 @@
 """The half of the connector in a worker's process: it registers caches, and reads those of prefill engines.
 
     engine's thread                kvhma-load                     kvhma-poll
-    start_loads --- QueuedLoad --> Loader --- [ActiveLoad] -----> LoadPoller
+    start_loads --- ActiveLoad --> Loader --- [ActiveLoad] -----> LoadPoller
     collect <----------------------- LoadResults <--------------------'
 
-The engine's thread only queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads.
+The engine's thread only queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads,
+and for P to say that it held the blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 from kvhma.errors import TransferError
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
+from kvhma.vllm.standstill import StandstillWatch
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.loading import Loader
@@ -38,18 +40,19 @@ class KvhmaWorker:
         self._results = LoadResults()
         stats = self._results.stats
         self._engines = PrefillEngines(context, stats)
-        self._poller = LoadPoller(geometry, memory, self._engines, self._results)
-        self._loader = Loader(settings, agent, memory, self._engines, self._poller, self._results)
+        self._poller = LoadPoller(geometry, memory, self._engines, self._results, settings.handshake_timeout)
+        self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
         self._preconnector = Preconnector(settings, self._engines, self._results.count_restart)
         self._notifications = NotificationDrain(
             agent, lambda number: stats.count("dropped_notifications", number), self._results.count_restart
         )
+        self._standstill = StandstillWatch(lambda: stats.count("stood_still"), self._results.count_restart)
         self._new_loads = False
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step; returns at once."""
         self._new_loads = bool(metadata.loads)
-        self._results.expect(len(metadata.refusals) + len(metadata.loads))
+        self._results.expect(metadata.loads, metadata.refusals)
         for request_id, text in metadata.refusals.items():
             self._results.fail(request_id, Failure("refused", text, passing=False))
         self._loader.add(metadata.loads)
@@ -67,11 +70,12 @@ class KvhmaWorker:
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call; None if nothing was."""
-        return self._results.take_stats()
+        return self._results.stats.take()
 
     def close(self) -> None:
         """Wait for what is in flight and stop; the caches may be freed afterwards."""
         self._loader.close()
+        self._standstill.close()
         self._preconnector.close(self._stop_seconds)
         self._notifications.close(self._stop_seconds)
         self._loader.join(self._stop_seconds)
