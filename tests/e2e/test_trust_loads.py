@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of live engines in which something is raised, and those that last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from support.engines import Zygote, engines
+from support.handoff import all_free, arguments, decode, failures, hand_over, kvhma, loads, prefill, prompts, same
+
+Models = Callable[[str], Path]
+NAME = "gemma3"
+
+
+def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """S8: a panic of Rust is no `Exception`: the thread that loads ended, and no request was loaded any more."""
+    with engines(zygote, model(NAME), tmp_path, p=kvhma(NAME), d=kvhma(NAME), plain=arguments(NAME)) as (p, d, plain):
+        many = prompts(NAME, [301] * 5)
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
+        same(NAME, hand_over(p, d, many[0]), expected[0], "before")
+        told = [prefill(p, prompt) for prompt in many]
+        for place, prompt, params in zip(("zero", "copy_in"), many[1:], told[1:], strict=False):
+            d.rpc("e2e_panic_once", "kvhma.vllm.memory", "DeviceMemory", place)
+            assert decode(d, prompt, params).result().finish_reason == "error", place
+        d.rpc("e2e_panic_once", "kvhma.vllm.worker.polling", "LoadPoller", "advance")
+        same(NAME, decode(d, many[3], told[3]).result(), expected[3], "whose thread begins again")
+        same(NAME, decode(d, many[4], told[4]).result(), expected[4], "after all that")
+        assert failures(d, "internal") == 2
+        restarts = [
+            d.sample("vllm:kvhma_thread_restarts_total", thread=thread) for thread in ("kvhma-load", "kvhma-poll")
+        ]
+        assert sum(restarts) == 1
+        all_free(d)
+
+
+def test_a_load_while_p_stands_still(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """S9: in a partition requests hung for over a minute, and kept blocks; nothing was logged or counted."""
+    extra = {"kv_lease_duration": 2, "handshake_timeout": 60}
+    settings = {"p": kvhma(NAME, extra=extra), "d": kvhma(NAME, extra=extra), "plain": arguments(NAME)}
+    with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
+        first, second = prompts(NAME, [301] * 2)
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in (first, second)]
+        same(NAME, hand_over(p, d, first), expected[0], "before")
+        params = prefill(p, second)
+        p.pause()
+        try:
+            waiting = decode(d, second, params)
+            time.sleep(6)
+            assert not waiting.done()
+        finally:
+            p.go_on()
+        same(NAME, waiting.result(), expected[1], "P held the blocks: it could not free them either")
+        log = (tmp_path / "d.log").read_text()
+        assert log.count("its lease at P is 2 s") == 1
+        assert f"{params['remote_host']}:{params['remote_port']} has taken" in log
+        assert (d.sample("vllm:kvhma_slow_loads_total"), loads(d)) == (1, 2)
+        all_free(d)
+        all_free(p)
