@@ -488,7 +488,7 @@ def test_an_answer_byte_by_byte_has_an_end():
 def test_a_good_answer_byte_by_byte_is_taken():
     def serve(raw):
         raw.recv(1000)
-        for byte in frame(RankHello(b"x", bytes(64))):
+        for byte in frame(RankHello(b"x", bytes(32), bytes(64))):
             raw.sendall(bytes([byte]))
 
     with hostile(serve) as address:

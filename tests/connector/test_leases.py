@@ -14,16 +14,31 @@ from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
 from kvhma.vllm.wire import names
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import MAX_CLAIMS, LeaseState, Outcome, Renew
+from kvhma.vllm.wire.messages import (
+    MAX_CLAIMS,
+    AskHello,
+    Leases,
+    LeaseState,
+    Outcome,
+    RankHello,
+    Renew,
+    frame,
+    frame_length,
+    read_question,
+    write_claim,
+)
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.proofs import ProofKey, Proving, new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker.lease import LeaseQuestion
 from support.engines.engine import free_port
+from support.listening import hostile
 
 DIGEST = b"d" * 16
 OPEN = Secrets()
 GENERATIONS = itertools.count(1)
+HELLOS = {(0, 0): (b"hello", new_agent_key()[0])}
 
 
 class Panic(BaseException):
@@ -69,7 +84,7 @@ def renewer():
 
 
 def listen(address, leases):
-    return Listener(address, engine_id="p", incarnation_id=1, hellos={}, leases=leases, secrets=OPEN)
+    return Listener(address, engine_id="p", incarnation_id=1, hellos=HELLOS, leases=leases, secrets=OPEN)
 
 
 def end_of(table, key):
@@ -402,9 +417,9 @@ def table(address):
     listener.close()
 
 
-def ask(clients, *claims, timeout=2.0):
+def ask(clients, *claims, timeout=2.0, proving=None):
     """Ask, and wait for the answer as the poller does."""
-    question = LeaseQuestion(clients, claims, timeout)
+    question = LeaseQuestion(clients, claims, timeout, proving)
     until(question.poll, seconds=10)
     assert not question.open
     return question
@@ -438,6 +453,44 @@ def test_other_parameters_than_were_handed_out(clients, table):
         ask(clients, claim(add(table, "a"), digest=b"x" * 16)).check(0)
 
 
+def proving_with(clients):
+    """What a handshake with the engine agrees on, of a worker that nobody reads from."""
+    own = ProofKey()
+    with clients.take() as client:
+        engine_key = client.ask(AskHello(0, 0, bytes(16)), RankHello).engine_key
+    return Proving(own.public, own.shared(engine_key))
+
+
+def test_an_answer_is_of_the_engine_that_was_read(clients, table):
+    """A stranger's listener may repeat P's hello, so that D reads from P, and answer about leases in P's place.
+
+    Then P's table was never asked, and D took blocks of another request for its own.
+    """
+    key = add(table, "a")
+    proving = proving_with(clients)
+    ask(clients, claim(key), proving=proving).check(0)
+
+    said = []
+
+    def answer_for_p(raw):
+        """Ask P about a request of one's own with D's nonce, and say that this is the answer."""
+        length = frame_length(raw.recv(4, socket.MSG_WAITALL))
+        question = read_question(raw.recv(length, socket.MSG_WAITALL))
+        own = Renew([write_claim(claim(key))], question.reader_key, question.nonce)
+        with clients.take() as relay:
+            states, proof = [LeaseState.HELD], relay.ask(own, Leases).proof
+        said.append(proof)
+        raw.sendall(frame(Leases(states, proof if len(said) > 1 else None)))
+
+    with hostile(answer_for_p, connections=2) as stranger:
+        for _ in range(2):
+            theirs = ClientPool(stranger, 2, OPEN)
+            with pytest.raises(LeaseUnknownError, match="the answer is not of the engine that was read"):
+                ask(theirs, claim(key_of("victim")), proving=proving).check(0)
+            theirs.close()
+    assert len(said) == 2
+
+
 def test_too_many_readers(address, clients):
     listener = listen(address, LeaseService(LeaseState.FULL))
     try:
@@ -468,7 +521,7 @@ def test_nobody_answers(address, kept):
         if kept:
             clients.release(clients.take())
         begun = time.monotonic()
-        question = LeaseQuestion(clients, [claim(key_of("a"))], 0.2)
+        question = LeaseQuestion(clients, [claim(key_of("a"))], 0.2, None)
         assert (question.fileno() is not None) == kept
         until(question.poll)
         assert time.monotonic() - begun < 1
@@ -490,7 +543,7 @@ def test_a_connection_is_kept_for_the_next_question(clients, table):
     client = clients.take_idle()
     assert client is not None
     clients.release(client)
-    question = LeaseQuestion(clients, [claim(add(table, "b"))], 2.0)
+    question = LeaseQuestion(clients, [claim(add(table, "b"))], 2.0, None)
     assert question.fileno() == client.fileno(), "no thread was needed"
     until(question.poll)
     question.check(0)
@@ -517,7 +570,7 @@ def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, addre
     """The same a moment later: the question was sent already."""
     listening = socket.create_server((address.host, address.port))
     clients.release(clients.take())
-    question = LeaseQuestion(clients, [claim(key_of("a"))], 2.0)
+    question = LeaseQuestion(clients, [claim(key_of("a"))], 2.0, None)
     assert question.fileno() is not None
     accepted, _ = listening.accept()
     listening.close()

@@ -28,7 +28,8 @@ from kvhma.vllm.wire import names
 from kvhma.vllm.wire import server as server_module
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.secrets import Secrets, new_agent_key, sign_hello
+from kvhma.vllm.wire.proofs import new_agent_key, sign_hello
+from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import prefill_engines
 from kvhma.vllm.worker.context import WorkerContext
@@ -198,15 +199,15 @@ def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_k
         world.acquire(fake)
     engine = world.acquire(remote)
     assert engine.gone is None
-    assert [peer.extra for peer in engine.peers] == [EXTRA, EXTRA]
+    assert [peer.payload.extra for peer in engine.peers] == [EXTRA, EXTRA]
 
 
 def test_a_signature_that_was_seen_is_worth_nothing(world, monkeypatch):
     """A stranger may ask P, too. What P signs is for the stranger's nonce, not for D's."""
     workers = world.workers()
-    seen = [sign_hello(private, bytes(16), hello) for hello, private in workers]
+    seen = [sign_hello(private, bytes(16), bytes(32), hello) for hello, private in workers]
     fake = world.prefill(*[(hello, signature) for (hello, _), signature in zip(workers, seen, strict=True)])
-    monkeypatch.setattr(server_module, "sign_hello", lambda signature, nonce, hello: signature)
+    monkeypatch.setattr(server_module, "sign_hello", lambda signature, nonce, engine_key, hello: signature)
     with pytest.raises(HandshakeError, match="was not signed by that agent"):
         world.acquire(fake)
 

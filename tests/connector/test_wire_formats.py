@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvhma import Span
+from kvhma.errors import HandshakeError
 from kvhma.vllm.identity import ModelIdentity, decode_extra, encode_extra
 from kvhma.vllm.wire.messages import (
     AskEngineInfo,
@@ -32,9 +33,11 @@ from kvhma.vllm.wire.messages import (
     write_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
-from kvhma.vllm.wire.secrets import Secrets, sign_hello, verify_hello
+from kvhma.vllm.wire.proofs import ProofKey, is_proved, prove, sign_hello, verify_hello
+from kvhma.vllm.wire.secrets import Secrets
 
 DIGEST = bytes(range(16))
+KEY = bytes(range(32))
 CLAIM = LeaseClaim(LeaseKey("cmpl-1", 7), 0x0123456789ABCDEF, DIGEST)
 CLAIMS = "a6636c61696d739194a6636d706c2d31c4080000000000000007c4080123456789abcdefc410000102030405060708090a0b0c0d0e0f"
 RELEASE = f"83a474797065a772656c65617365{CLAIMS}a76f7574636f6d65"
@@ -46,6 +49,10 @@ QUESTIONS = [
         "84a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01a56e6f6e6365c410000102030405060708090a0b0c0d0e0f",
     ),
     (Renew([write_claim(CLAIM)]), f"82a474797065a572656e6577{CLAIMS}"),
+    (
+        Renew([write_claim(CLAIM)], KEY, DIGEST),
+        f"84a474797065a572656e6577{CLAIMS}aa7265616465725f6b6579c420{KEY.hex()}a56e6f6e6365c410{DIGEST.hex()}",
+    ),
     (Release([write_claim(CLAIM)], Outcome.READ), f"{RELEASE}a472656164"),
     (Release([write_claim(CLAIM)], Outcome.READ_SHARED), f"{RELEASE}af72656164206279207369626c696e67"),
     (Release([write_claim(CLAIM)], Outcome.UNREAD), f"{RELEASE}a6756e72656164"),
@@ -59,8 +66,13 @@ ANSWERS = [
         "0000000000000102a572616e6b7392920000920001",
     ),
     (
-        RankHello(b"\0\xff", bytes(64)),
-        f"83a474797065a568656c6c6fa464617461c40200ffa97369676e6174757265c440{'00' * 64}",
+        RankHello(b"\0\xff", bytes(range(32)), bytes(64)),
+        "84a474797065a568656c6c6fa464617461c40200ff"
+        f"aa656e67696e655f6b6579c420{KEY.hex()}a97369676e6174757265c440{'00' * 64}",
+    ),
+    (
+        Leases([LeaseState.HELD], DIGEST),
+        f"83a474797065a66c6561736573a673746174657391a468656c64a570726f6f66c410{DIGEST.hex()}",
     ),
     (
         Leases([LeaseState.HELD, LeaseState.ENDED, LeaseState.OTHER, LeaseState.FULL]),
@@ -98,19 +110,37 @@ def test_a_frame():
 
 
 def test_a_signed_hello():
-    # By OpenSSL: `openssl pkeyutl -sign -rawin` of "kvhma-hello-3", the nonce and the data, with the key of RFC 8032's
-    # first test.
+    # By OpenSSL: `openssl pkeyutl -sign -rawin` of "kvhma-hello-3", the nonce, the engine's key and the data, with
+    # the key of RFC 8032's first test.
     private = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
     public = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
     signature = bytes.fromhex(
-        "cfc43513d2414f1ad7761246d02c3d14968fc7562c18cb7625e0e44f0705239f741db8e86ed86970b43ac1e36718118072ac96410add21d3f48429ffb42e850c"
+        "fd50e08c00555a20d176680ad9bed91443facdf749b065b42bef6ea5e523d37bc1956b7e54ad997eaa01d7db86c60ba3b0aeedf38a09f49514c5822658932209"
     )
-    assert sign_hello(private, DIGEST, b"hello") == signature
-    assert verify_hello(public, DIGEST, b"hello", signature)
-    assert not verify_hello(public, DIGEST, b"hellp", signature)
-    assert not verify_hello(public, bytes(16), b"hello", signature)
-    assert not verify_hello(bytes(32), DIGEST, b"hello", signature)
-    assert not verify_hello(b"", DIGEST, b"hello", b"")
+    assert sign_hello(private, DIGEST, KEY, b"hello") == signature
+    assert verify_hello(public, DIGEST, KEY, b"hello", signature)
+    assert not verify_hello(public, DIGEST, KEY, b"hellp", signature)
+    assert not verify_hello(public, DIGEST, bytes(32), b"hello", signature)
+    assert not verify_hello(public, bytes(16), KEY, b"hello", signature)
+    assert not verify_hello(bytes(32), DIGEST, KEY, b"hello", signature)
+    assert not verify_hello(b"", DIGEST, KEY, b"hello", b"")
+
+
+def test_a_proved_answer():
+    engine, reader, stranger = ProofKey(), ProofKey(), ProofKey()
+    shared = engine.shared(reader.public)
+    assert shared == reader.shared(engine.public) != stranger.shared(engine.public)
+    said = DIGEST, [write_claim(CLAIM)], [LeaseState.HELD]
+    proof = prove(shared, *said)
+    assert len(proof) == 16
+    assert is_proved(proof, shared, *said)
+    assert not is_proved(proof, stranger.shared(reader.public), *said)
+    assert not is_proved(proof, shared, bytes(16), *said[1:])
+    other = LeaseClaim(CLAIM.key, CLAIM.reader + 1, DIGEST)
+    assert not is_proved(proof, shared, DIGEST, [write_claim(other)], said[2])
+    assert not is_proved(proof, shared, *said[:2], [LeaseState.ENDED])
+    with pytest.raises(HandshakeError, match="none of X25519"):
+        engine.shared(bytes(32))
 
 
 def test_parameters_of_a_request():

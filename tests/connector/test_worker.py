@@ -23,7 +23,8 @@ from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
-from kvhma.vllm.wire.secrets import Secrets, new_agent_key
+from kvhma.vllm.wire.proofs import new_agent_key
+from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener
 from kvhma.vllm.worker import lease, loading, polling, preconnect
 from kvhma.vllm.worker.context import WorkerContext

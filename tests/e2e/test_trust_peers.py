@@ -19,7 +19,8 @@ from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, EngineInfo, LeaseState, Outcome, RankHello
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, LeaseClaim
-from kvhma.vllm.wire.secrets import Secrets, new_agent_key
+from kvhma.vllm.wire.proofs import new_agent_key
+from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener
 from support.engines import Zygote, engines, free_port
 from support.handoff import all_free, failures, hand_over, kvhma, loads, prefill, prompts, same

@@ -42,7 +42,8 @@ from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import PromMetrics, TransferStats
 from kvhma.vllm.wire.params import Address
-from kvhma.vllm.wire.secrets import Secrets, new_agent_key
+from kvhma.vllm.wire.proofs import new_agent_key
+from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.worker import KvhmaWorker
 

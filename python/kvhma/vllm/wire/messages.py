@@ -41,6 +41,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 Challenge = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 WireClaim = tuple[Name, Nonce, Nonce, Digest]
@@ -61,10 +62,15 @@ class AskHello(msgspec.Struct, tag="hello", frozen=True):
     nonce: Challenge
 
 
-class Renew(msgspec.Struct, tag="renew", frozen=True):
-    """We read, or are about to read, the blocks of these requests; do you hold them for us?"""
+class Renew(msgspec.Struct, tag="renew", frozen=True, omit_defaults=True):
+    """We read, or are about to read, the blocks of these requests; do you hold them for us?
+
+    With `reader_key`, see :mod:`kvhma.vllm.wire.proofs`, the answer is proved for this nonce.
+    """
 
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
+    reader_key: Key | None = None
+    nonce: Challenge = bytes(16)
 
 
 class Outcome(enum.Enum):
@@ -104,9 +110,13 @@ class EngineInfo(msgspec.Struct, tag="roster", frozen=True, rename={"incarnation
 
 
 class RankHello(msgspec.Struct, tag="hello", frozen=True):
-    """A worker's message of :mod:`kvhma.nixl.handshake`, signed by the key that the worker's name stands for."""
+    """A worker's message of :mod:`kvhma.nixl.handshake`, and its engine's key for proofs.
+
+    Both are signed by the key that the worker's name stands for.
+    """
 
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDSHAKE_BYTES)]
+    engine_key: Key
     signature: Signature
 
 
@@ -126,10 +136,11 @@ class LeaseState(enum.Enum):
     """They are held, but for as many readers as they can be."""
 
 
-class Leases(msgspec.Struct, tag="leases", frozen=True):
-    """The state of each claim, in the order in which they were asked for."""
+class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
+    """The state of each claim, in the order in which they were asked for; proved if the question has a key."""
 
     states: Annotated[list[LeaseState], msgspec.Meta(max_length=MAX_CLAIMS)]
+    proof: Digest | None = None
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):

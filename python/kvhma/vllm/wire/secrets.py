@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
 from kvhma.errors import SettingsError
@@ -39,7 +38,6 @@ MAX_SECRETS = 16
 _MAX_FILE_BYTES = 64 << 10
 
 _DIGEST_BYTES = 16
-_HELLO = b"kvhma-hello-3"
 
 _REREAD_SECONDS = 1.0
 """How long a change of the file may go unnoticed."""
@@ -169,39 +167,6 @@ class Secrets:
         else:
             self._unusable = False
             logger.info("kvhma: %d secrets read from %s", len(found), file)
-
-
-def new_agent_key() -> tuple[bytes, bytes]:
-    """Return a new Ed25519 key for a worker's hello: 32 private and 32 public bytes."""
-    key = Ed25519PrivateKey.generate()
-    return key.private_bytes_raw(), key.public_key().public_bytes_raw()
-
-
-def sign_hello(private: bytes, nonce: bytes, data: bytes) -> bytes:
-    """Sign a worker's hello for who asked with this nonce.
-
-    Args:
-        private: Ed25519 private key of the worker, 32 bytes.
-        nonce: of the question.
-        data: the hello.
-
-    Returns:
-        64 bytes.
-    """
-    return _private_key(private).sign(_HELLO + nonce + data)
-
-
-def verify_hello(public: bytes, nonce: bytes, data: bytes, signature: bytes) -> bool:
-    """Return whether who has the private key of `public`, 32 bytes, has signed this hello for this nonce."""
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, _HELLO + nonce + data)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
-
-
-_private_key = lru_cache(256)(Ed25519PrivateKey.from_private_bytes)
-"""A worker's; making it takes as long as signing."""
 
 
 def _read_file(file: Path) -> list[bytes]:

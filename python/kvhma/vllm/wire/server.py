@@ -41,7 +41,8 @@ from kvhma.vllm.wire.messages import (
     read_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim
-from kvhma.vllm.wire.secrets import Secrets, sign_hello
+from kvhma.vllm.wire.proofs import ProofKey, prove, sign_hello
+from kvhma.vllm.wire.secrets import Secrets
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -115,6 +116,7 @@ class Listener:
         self._incarnation_id = incarnation_id.to_bytes(8, "big")
         self._leases = leases
         self._secrets = secrets
+        self._proof_key = ProofKey()
         self._socket = _bind(address)
         self._wakeup, self._waker = socket.socketpair()
         self._stopping = False
@@ -152,6 +154,8 @@ class Listener:
     def _answer_anyway(self, question: Question) -> Answer:
         try:
             return self._answer(question)
+        except HandshakeError as error:
+            return Problem(str(error))
         except BaseException:  # a panic in Rust is no Exception
             self.failures += 1
             peer_log.logger.exception("kvhma: cannot answer on the side channel")
@@ -169,9 +173,14 @@ class Listener:
                     ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
                     return Problem(f"no worker of rank {ranks}; there are {len(self._hellos)}")
                 data, private_key = hello
-                return RankHello(data, sign_hello(private_key, question.nonce, data))
+                engine_key = self._proof_key.public
+                return RankHello(data, engine_key, sign_hello(private_key, question.nonce, engine_key, data))
             case Renew():
-                return Leases(self._leases.renew([read_claim(claim) for claim in question.claims]))
+                states = self._leases.renew([read_claim(claim) for claim in question.claims])
+                if question.reader_key is None:
+                    return Leases(states)
+                shared = self._proof_key.shared(question.reader_key)
+                return Leases(states, prove(shared, question.nonce, question.claims, states))
             case Release():
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.proofs import ProofKey
 from kvhma.vllm.wire.secrets import Secrets
 
 
@@ -23,6 +24,7 @@ class WorkerContext:
         identity: of the model that it runs.
         geometry: its caches.
         agent: with which they are registered.
+        proof_key: for questions whose answers are to be proved.
     """
 
     settings: Settings
@@ -31,3 +33,4 @@ class WorkerContext:
     identity: ModelIdentity
     geometry: Geometry
     agent: Agent
+    proof_key: ProofKey = field(default_factory=ProofKey)

@@ -12,7 +12,7 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.nixl import HandshakePayload, decode_handshake
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import AskHello, RankHello
-from kvhma.vllm.wire.secrets import verify_hello
+from kvhma.vllm.wire.proofs import verify_hello
 
 _NONCE_BYTES = 16
 
@@ -24,10 +24,12 @@ class Hello:
     Attributes:
         data: its message of :mod:`kvhma.nixl.handshake`.
         payload: the same, decoded.
+        engine_key: public key by which its engine proves its answers.
     """
 
     data: bytes
     payload: HandshakePayload
+    engine_key: bytes
 
 
 class HelloBudget:
@@ -78,7 +80,8 @@ def ask_hellos(
             much.
 
     Raises:
-        HandshakeError: what comes is no hello, or not signed by the agent whose name it has; what `note` raises.
+        HandshakeError: what comes is no hello, or not signed by the agent whose name it has, or the workers are of
+            several engines; what `note` raises.
     """
     hellos: list[Hello] = []
     stored = 0
@@ -91,8 +94,10 @@ def ask_hellos(
         # A hello is no secret. Only its agent signs it for a nonce that was never used, and the name is the key's.
         if not payload.public_key:
             raise HandshakeError(f"the hello of {payload.name!r} has no key")
-        if not verify_hello(payload.public_key, nonce, answer.data, answer.signature):
+        if not verify_hello(payload.public_key, nonce, answer.engine_key, answer.data, answer.signature):
             raise HandshakeError(f"the hello of {payload.name!r} was not signed by that agent")
-        hellos.append(Hello(answer.data, payload))
+        hellos.append(Hello(answer.data, payload, answer.engine_key))
     client.on_received = None
+    if len({hello.engine_key for hello in hellos}) > 1:
+        raise HandshakeError("the workers are of several engines: they name different keys")
     return hellos

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +14,9 @@ from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import Leases, LeaseState, Renew, write_claim
 from kvhma.vllm.wire.params import LeaseClaim
+from kvhma.vllm.wire.proofs import Proving, is_proved
+
+_NONCE_BYTES = 16
 
 
 class LeaseQuestion:
@@ -29,17 +33,26 @@ class LeaseQuestion:
     time.
     """
 
-    def __init__(self, clients: ClientPool, claims: Sequence[LeaseClaim], timeout: float) -> None:
+    def __init__(
+        self, clients: ClientPool, claims: Sequence[LeaseClaim], timeout: float, proving: Proving | None
+    ) -> None:
         """Ask.
 
         Args:
             clients: of P's scheduler.
             claims: what was read, and by whom; at most `MAX_CLAIMS`.
             timeout: seconds to wait for the answer, and as long for a new connection.
+            proving: how the answer has to be proved to be of the engine that was read; None if it need not be.
         """
         self._clients = clients
         self._claims = claims
-        self._question = Renew([write_claim(claim) for claim in claims])
+        wire_claims = [write_claim(claim) for claim in claims]
+        self._proving = proving
+        self._question = (
+            Renew(wire_claims)
+            if proving is None
+            else Renew(wire_claims, proving.reader_key, secrets.token_bytes(_NONCE_BYTES))
+        )
         self._timeout = timeout
         self._answer: list[LeaseState] | None = None
         self._error: LeaseUnknownError | None = None
@@ -145,10 +158,15 @@ class LeaseQuestion:
             self._future = None
 
     def _take(self, answer: Leases) -> None:
-        if len(answer.states) == len(self._claims):
-            self._answer = answer.states
-        else:
+        question, proving = self._question, self._proving
+        if len(answer.states) != len(self._claims):
             self._fail(HandshakeError(f"{len(self._claims)} claims, {len(answer.states)} answers"))
+        elif proving is not None and not is_proved(
+            answer.proof or b"", proving.shared, question.nonce, question.claims, answer.states
+        ):
+            self._fail(HandshakeError("the answer is not of the engine that was read"))
+        else:
+            self._answer = answer.states
 
     def _fail(self, error: BaseException) -> None:
         self._error = LeaseUnknownError(f"P has not confirmed that the blocks were held while they were read: {error}")

@@ -182,7 +182,7 @@ class LoadPoller:
 
     def _ask_engine(self, engine: PrefillEngine, loads: Sequence[ActiveLoad]) -> None:
         claims = [active.load.remote.claim(active.load.reader) for active in loads]
-        question = self._questions[engine] = LeaseQuestion(engine.clients, claims, self._timeout)
+        question = self._questions[engine] = LeaseQuestion(engine.clients, claims, self._timeout, engine.proving)
         for index, active in enumerate(loads):
             active.question = question, index
 

@@ -21,6 +21,7 @@ from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.proofs import Proving
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.hellos import Hello, HelloBudget, ask_hellos
 
@@ -56,6 +57,7 @@ class PrefillEngine:
         plan: what we read from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
+        proving: how its answers are proved; None where a secret does that.
         active_loads: loads that have acquired it and not released it yet.
     """
 
@@ -64,6 +66,7 @@ class PrefillEngine:
     plan: Plan
     peers: list[Peer | None]
     clients: ClientPool
+    proving: Proving | None
     active_loads: int = 0
 
     @property
@@ -277,7 +280,12 @@ class PrefillEngines:
         finally:
             self._budget.note(remote, 0)
         clients.release(client)
-        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients)
+        proving = None if self._context.secrets.enabled else self._proving(hellos[0].engine_key)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving)
+
+    def _proving(self, engine_key: bytes) -> Proving:
+        own = self._context.proof_key
+        return Proving(own.public, own.shared(engine_key))
 
     def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[Hello]]:
         """Ask an engine for its workers' hellos and plan what we read."""
