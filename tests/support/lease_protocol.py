@@ -10,21 +10,26 @@ lets it, which is when an adversary overwrites them; it may restart once, with a
 from __future__ import annotations
 
 import copy
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import NamedTuple, TypeVar
 
+from kvhma.vllm.scheduler.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseTable
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
-LEASE = 3
+LEASE = 2
 """Ticks of P's lease; a tick is a second of the table's clock."""
 
-HORIZON = 8
-"""Ticks that are explored: two leases, and the table's grace for late readers."""
+HORIZON = int(os.environ.get("KVHMA_TICKS", "4"))
+"""Ticks that are explored: a lease, a renewed one, and the graces of the table at their end."""
 
 DIGEST = bytes(16)
+
+ResultT = TypeVar("ResultT")
 
 
 class Clock:
@@ -48,23 +53,22 @@ class Phase(Enum):
 
 
 class Asked(Enum):
-    """Where the question after the read is."""
+    """Where the question of whether P holds the blocks is."""
 
     NOT = 0
     AT_P = 1
     HELD = 2
-    """Answered so, and the answer is on its way."""
+    """P has said so, and the answer is on its way."""
     REFUSED = 3
 
 
-@dataclass(frozen=True)
-class Reader:
+class Reader(NamedTuple):
     """A reader.
 
     Attributes:
         phase: how far it is.
-        right: whether every half that it read was the handed-over content.
-        asked: its question after the read.
+        right: whether all that it read was the handed-over content.
+        asked: its question.
         renewing: whether a renewal of it is on its way; one may arrive after the release.
         releasing: its release, while that is on its way.
     """
@@ -76,13 +80,31 @@ class Reader:
     releasing: Outcome | None = None
 
 
+class World(NamedTuple):
+    """All there is.
+
+    Attributes:
+        now: P's clock, in ticks.
+        table: P's leases, by the number that the explorer gave this state of them.
+        good: whether the blocks still have the handed-over content.
+        restarted: whether P is another one by now.
+        readers: both.
+    """
+
+    now: int
+    table: int
+    good: bool
+    restarted: bool
+    readers: tuple[Reader, ...]
+
+
 @dataclass(frozen=True)
 class Rules:
     """The protocol, or one that is wrong in one place, to see that the exploration finds it.
 
     Attributes:
         ask_after_read: whether the question is asked after the last byte was read; else a reader may ask before it
-            reads and trust the answer.
+            reads, and trust the answer.
         free_after_end: whether P frees blocks only once the table says that the request has left it.
     """
 
@@ -90,147 +112,136 @@ class Rules:
     free_after_end: bool = True
 
 
-@dataclass(frozen=True)
-class World:
-    """All there is.
-
-    Attributes:
-        now: P's clock, in ticks.
-        table: P's leases.
-        key: under which the request was handed over.
-        good: whether the blocks still have the handed-over content.
-        restarted: whether P is another one by now.
-        readers: both.
-        path: how the world came to be.
-    """
-
-    now: int
-    table: Any
-    key: LeaseKey
-    good: bool = True
-    restarted: bool = False
-    readers: tuple[Reader, Reader] = (Reader(), Reader())
-    path: tuple[str, ...] = field(default=(), compare=False)
-
-    def signature(self) -> tuple[Any, ...]:
-        """What distinguishes worlds; the path does not."""
-        return self.now, repr(vars(self.table)["_held"]), self.good, self.restarted, self.readers
-
-
 class Explorer:
     """Visits every world that the rules allow, each once."""
 
-    def __init__(self, rules: Rules, clock: Clock, new_table: Callable[[], Any], hand_over: Callable[[Any], LeaseKey]):
-        self.rules = rules
-        self.visited = 0
+    def __init__(
+        self,
+        rules: Rules,
+        clock: Clock,
+        new_table: Callable[[], LeaseTable],
+        hand_over: Callable[[LeaseTable], LeaseKey],
+    ) -> None:
+        self._rules = rules
         self._clock = clock
-        self._new_table = new_table
-        self._hand_over = hand_over
+        self._came_from: dict[World, tuple[World, str] | None] = {}
+        self._tables: list[LeaseTable] = []
+        self._numbers: dict[str, int] = {}
+        self._results: dict[tuple[object, ...], tuple[int, object]] = {}
+        clock.now = 0
+        table, restarted = new_table(), new_table()
+        self._key = hand_over(table)
+        hand_over(restarted)
+        self._first, self._restarted = self._number(table), self._number(restarted)
 
     def explore(self) -> Iterator[World]:
-        """Yield every world."""
-        self._clock.now = 0
-        table = self._new_table()
-        first = World(0, table, self._hand_over(table))
-        seen, waiting = {first.signature()}, [first]
+        """Yield every world, those that few steps lead to first."""
+        first = World(0, self._first, True, False, (Reader(), Reader()))
+        self._came_from[first] = None
+        waiting = deque([first])
         while waiting:
-            world = waiting.pop()
-            self.visited += 1
+            world = waiting.popleft()
             yield world
-            for following in self._steps(world):
-                signature = following.signature()
-                if signature not in seen:
-                    seen.add(signature)
+            for what, following in self._steps(world):
+                if following not in self._came_from:
+                    self._came_from[following] = (world, what)
                     waiting.append(following)
 
+    def path(self, world: World) -> list[str]:
+        """Return how a world came to be."""
+        steps = []
+        while (step := self._came_from[world]) is not None:
+            world, what = step
+            steps.append(f"{world.now}: {what}")
+        return steps[::-1]
+
     def frees_at_last(self, world: World) -> bool:
-        """Return whether P has no request left once it hears of nobody for a lease and the table's grace."""
-        table = self._clone(world.table)
-        self._clock.now = world.now + LEASE + 2
-        table.drain_ended()
-        return len(table) == 0
+        """Return whether P has no request left once it hears of nobody for a lease and the table's graces."""
 
-    def _clone(self, table: Any) -> Any:
-        twin = copy.copy(table)
-        for name, value in vars(table).items():
-            if isinstance(value, (dict, list, set)):
-                setattr(twin, name, copy.deepcopy(value))
-        return twin
+        def silence(table: LeaseTable) -> bool:
+            for seconds in (LEASE + LATE_READER_SECONDS, OVERDUE_SECONDS):
+                self._clock.now += seconds
+                table.drain_ended()
+            return table.usage().requests == 0
 
-    def _steps(self, world: World) -> Iterator[World]:
-        if world.now < HORIZON:
-            yield self._do(world, "tick", now=world.now + 1)
-        yield from self._free(world)
-        if not world.restarted:
-            yield self._restart(world)
-        for index, reader in enumerate(world.readers):
-            for what, following in self._reader_steps(world, reader, index):
-                yield replace(following, path=(*world.path, f"reader {index}: {what}"))
+        return self._at_p(world, silence, "silence")[1]
 
-    def _do(self, world: World, what: str, **changes: Any) -> World:
-        return replace(world, path=(*world.path, what), **changes)
+    # --- P's table: each of its states once, and each of its answers once ----------------------------------
 
-    def _free(self, world: World) -> Iterator[World]:
-        """P's scheduler asks which requests have ended, and frees them; the adversary overwrites their blocks."""
-        table = self._clone(world.table)
-        self._clock.now = world.now
-        ended = [name for names in table.drain_ended() for name in names]
-        if ended:
-            yield self._do(world, "P frees", table=table, good=False)
-        elif world.good and not self.rules.free_after_end:
-            yield self._do(world, "P frees too early", good=False)
+    def _number(self, table: LeaseTable) -> int:
+        number = self._numbers.setdefault(repr(vars(table)["_held"]), len(self._tables))
+        if number == len(self._tables):
+            self._tables.append(table)
+        return number
 
-    def _restart(self, world: World) -> World:
-        """P starts anew with other content in the blocks, and hands over a request of the same name."""
-        self._clock.now = world.now
-        table = self._new_table()
-        self._hand_over(table)
-        return self._do(world, "P restarts", table=table, good=False, restarted=True)
-
-    def _reader_steps(self, world: World, reader: Reader, index: int) -> Iterator[tuple[str, World]]:
-        def with_reader(table: Any = None, **changes: Any) -> World:
-            readers = list(world.readers)
-            readers[index] = replace(reader, **changes)
-            return replace(world, readers=tuple(readers), table=world.table if table is None else table)
-
-        ended = reader.phase in (Phase.ACCEPTED, Phase.FAILED)
-        if not ended and not reader.renewing:
-            yield "sends a renewal", with_reader(renewing=True)
-        if reader.renewing:
-            table = self._clone(world.table)
-            self._renew(world, table, index)
-            yield "renewal arrives", with_reader(table, renewing=False)
-            yield "renewal is lost", with_reader(renewing=False)
-        if reader.releasing is not None:
-            table = self._clone(world.table)
+    def _at_p(self, world: World, do: Callable[[LeaseTable], ResultT], *what: object) -> tuple[int, ResultT]:
+        """Return the table after something, named by `what`, was done to it, and what it answered."""
+        known = (world.table, world.now, *what)
+        if known not in self._results:
+            table = self._tables[world.table]
+            lock = vars(table)["_lock"]
+            table = copy.deepcopy(table, {id(lock): lock})
             self._clock.now = world.now
-            table.release([self._claim(world, index)], reader.releasing)
-            yield "release arrives", with_reader(table, releasing=None)
-            yield "release is lost", with_reader(releasing=None)
+            answer = do(table)
+            self._results[known] = (self._number(table), answer)
+        return self._results[known]  # type: ignore[return-value]
+
+    def _claim(self, index: int) -> LeaseClaim:
+        return LeaseClaim(self._key, index + 1, DIGEST)
+
+    def _renew(self, world: World, index: int) -> tuple[int, bool]:
+        return self._at_p(world, lambda at: at.renew([self._claim(index)]) == [LeaseState.HELD], "renew", index)
+
+    def _release(self, world: World, index: int, outcome: Outcome) -> int:
+        return self._at_p(world, lambda at: at.release([self._claim(index)], outcome), "release", index, outcome)[0]
+
+    # --- what may happen next ------------------------------------------------------------------------------
+
+    def _steps(self, world: World) -> Iterator[tuple[str, World]]:
+        if world.now < HORIZON:
+            yield "a tick", world._replace(now=world.now + 1)
+        # P's scheduler asks which requests have ended, and frees them; the adversary overwrites their blocks.
+        table, ended = self._at_p(world, lambda at: any(at.drain_ended().values()), "drain")
+        yield "P looks for what has ended", world._replace(table=table, good=world.good and not ended)
+        if not self._rules.free_after_end:
+            yield "P frees too early", world._replace(good=False)
+        if not world.restarted:
+            # It has other content in the blocks, and hands over a request of the same name.
+            yield "P restarts", world._replace(table=self._restarted, good=False, restarted=True)
+        for index, reader in enumerate(world.readers):
+            for what, table, following in (*self._read(world, reader, index), *self._tell(world, reader, index)):
+                readers = (following, world.readers[1]) if index == 0 else (world.readers[0], following)
+                yield f"reader {index} {what}", world._replace(table=table, readers=readers)
+
+    def _read(self, world: World, reader: Reader, index: int) -> Iterator[tuple[str, int, Reader]]:
+        """What a reader reads, asks and concludes."""
+        table = world.table
         if reader.phase in (Phase.WANTED, Phase.HALF_READ):
             after = Phase.HALF_READ if reader.phase is Phase.WANTED else Phase.READ
-            yield "reads a half", with_reader(phase=after, right=reader.right and world.good)
-        may_ask = reader.phase is Phase.READ or (not self.rules.ask_after_read and reader.phase is Phase.WANTED)
-        if may_ask and reader.asked is Asked.NOT:
-            yield "asks", with_reader(asked=Asked.AT_P)
+            yield "reads a half", table, reader._replace(phase=after, right=reader.right and world.good)
+        early = reader.phase is Phase.WANTED and not self._rules.ask_after_read
+        if reader.asked is Asked.NOT and (reader.phase is Phase.READ or early):
+            yield "asks", table, reader._replace(asked=Asked.AT_P)
         if reader.asked is Asked.AT_P:
-            table = self._clone(world.table)
-            held = self._renew(world, table, index) is LeaseState.HELD
-            yield "P answers", with_reader(table, asked=Asked.HELD if held else Asked.REFUSED)
-            if reader.phase is Phase.READ:
-                yield "hears nothing", with_reader(phase=Phase.FAILED, asked=Asked.NOT, releasing=Outcome.UNREAD)
+            asked, held = self._renew(world, index)
+            yield "is answered", asked, reader._replace(asked=Asked.HELD if held else Asked.REFUSED)
         if reader.phase is Phase.READ and reader.asked is Asked.HELD:
             for outcome in (Outcome.READ, Outcome.READ_SHARED):
-                yield "accepts", with_reader(phase=Phase.ACCEPTED, asked=Asked.NOT, releasing=outcome)
-        if reader.phase is Phase.READ and reader.asked in (Asked.HELD, Asked.REFUSED):
-            # An answer may be lost; a reader that was refused computes the prompt itself or fails.
+                yield "accepts", table, Reader(Phase.ACCEPTED, reader.right, Asked.NOT, reader.renewing, outcome)
+        if reader.phase is Phase.READ and reader.asked is not Asked.NOT:
+            # It was refused, or its question or the answer is lost: it computes the prompt itself, or fails.
             for outcome in (Outcome.READ, Outcome.UNREAD):
-                yield "gives up", with_reader(phase=Phase.FAILED, asked=Asked.NOT, releasing=outcome)
+                yield "gives up", table, Reader(Phase.FAILED, True, Asked.NOT, reader.renewing, outcome)
 
-    def _claim(self, world: World, index: int) -> LeaseClaim:
-        return LeaseClaim(world.key, index + 1, DIGEST)
-
-    def _renew(self, world: World, table: Any, index: int) -> LeaseState:
-        self._clock.now = world.now
-        (state,) = table.renew([self._claim(world, index)])
-        return state
+    def _tell(self, world: World, reader: Reader, index: int) -> Iterator[tuple[str, int, Reader]]:
+        """What a reader's scheduler tells P meanwhile."""
+        if reader.renewing:
+            renewed, _ = self._renew(world, index)
+            yield "renews its claim", renewed, reader._replace(renewing=False)
+            yield "loses a renewal", world.table, reader._replace(renewing=False)
+        elif reader.phase not in (Phase.ACCEPTED, Phase.FAILED):
+            yield "sends a renewal", world.table, reader._replace(renewing=True)
+        if reader.releasing is not None:
+            released = self._release(world, index, reader.releasing)
+            yield "releases its claim", released, reader._replace(releasing=None)
+            yield "loses a release", world.table, reader._replace(releasing=None)
