@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients: what a proxy and its users do, the odd things among it, each compared with the plain engine's answer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from soak.fleet import Fleet, Slot
+from soak.journal import Journal
+from soak.judge import Outcome, Tally, Verdict, judge
+from support.engines import REMOTE_DECODE, Answer, EngineFailed
+
+SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM takes no several samples at temperature 0; these are as greedy
+MAX_TOKENS = 16
+KINDS = {"ordinary": 10, "slow": 2, "aborted": 2, "twice": 2, "samples": 1, "unread": 1, "changed": 2}
+"""What a client does and how often that is relative to the rest; `changed` has parameters that P did not say."""
+
+ODD_VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 10_000, [[1]] * 100, 10**30, float("nan"), [[0, "1-9"]] * 7]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and what the plain engine says to it."""
+
+    tokens: Sequence[int]
+    plain: Answer
+
+
+@dataclass(frozen=True)
+class World:
+    """What all clients share."""
+
+    fleet: Fleet
+    journal: Journal
+    tally: Tally
+    prompts: Sequence[Prompt]
+    noise: float
+    lease: float
+    limit: float
+
+
+class Client(threading.Thread):
+    """Asks one thing after the other until the run is over. What it asks follows from the seed and its number."""
+
+    def __init__(self, world: World, seed: int, number: int) -> None:
+        super().__init__(name=f"client {number}", daemon=True)
+        self._world = world
+        self._rng = random.Random(f"{seed} client {number}")
+        self._number = number
+        self._asked = 0
+
+    def run(self) -> None:
+        world = self._world
+        while not world.fleet.stop.is_set():
+            (kind,) = self._rng.choices(list(KINDS), list(KINDS.values()))
+            self._asked += 1
+            try:
+                self._hand_over(kind)
+            except Exception as error:  # the harness's own: it must not look like a quiet client
+                world.tally.add(kind, Verdict(Outcome.HUNG, f"client: {type(error).__name__}: {error}"), disturbed=True)
+                world.journal.note("client failed", client=self._number, error=repr(error))
+
+    def _hand_over(self, kind: str) -> None:
+        world, rng = self._world, self._rng
+        prompt = rng.choice(world.prompts)
+        p, d, other = (world.fleet.pick(role, rng) for role in "pdd")
+        # Drawn always, so that the next request does not depend on what becomes of this one.
+        choice, more = rng.random(), random.Random(rng.random())
+        if p is None or d is None or other is None:
+            return
+        params = self._prefill(kind, prompt, p)
+        if params is None or kind == "unread":
+            return
+        if kind == "slow":
+            world.fleet.stop.wait(choice * 1.2 * world.lease)
+        if kind == "changed":
+            params = changed(params, more)
+        if kind == "twice":
+            self._ask_twice(prompt, params, d, other, choice)
+        elif kind == "aborted":
+            self._ask_and_abort(prompt, params, d, choice)
+        elif kind == "samples":
+            self._ask(kind, prompt, params, d, n=1 + int(3 * choice), **SAMPLES)
+        else:
+            self._ask(kind, prompt, params, d)
+
+    def _prefill(self, kind: str, prompt: Prompt, p: Slot) -> dict[str, Any] | None:
+        """What P says to D; None if it says nothing, which is counted."""
+        since = self._world.journal.now()
+        future = p.engine.generate(
+            prompt.tokens,
+            max_tokens=1,
+            kv_transfer_params=REMOTE_DECODE,
+            request_id=f"c{self._number}-{self._asked}-p",
+            timeout=None,
+        )
+        cause = "no parameters"
+        outcome = Outcome.REFUSED
+        try:
+            answer = future.result(self._world.limit)
+            if answer.error is None and answer.kv_transfer_params is not None:
+                if kind == "unread":
+                    self._note(kind, Verdict(Outcome.ABORTED, "never read"), since, p, p)
+                return answer.kv_transfer_params
+            cause = answer.error or f"{cause}, {answer.finish_reason}"
+        except EngineFailed as error:
+            cause = str(error)
+        except TimeoutError:
+            outcome = Outcome.HUNG
+            p.engine.stacks()
+        self._note(kind, Verdict(outcome, f"prefill: {cause.splitlines()[0][:100]}"), since, p, p)
+        return None
+
+    def _ask(self, kind: str, prompt: Prompt, params: Any, d: Slot, **sampling: Any) -> None:
+        self._judge(kind, prompt, d, self._send(prompt, params, d, "d", **sampling))
+
+    def _ask_twice(self, prompt: Prompt, params: Any, d: Slot, other: Slot, choice: float) -> None:
+        """The same parameters again: at once or after the first answer, at the same engine or another one."""
+        first = self._send(prompt, params, d, "d1")
+        if choice < 0.3:
+            self._judge("twice", prompt, d, first)
+        second = self._send(prompt, params, other, "d2")
+        if choice >= 0.3:
+            self._judge("twice", prompt, d, first)
+        self._judge("twice", prompt, other, second)
+
+    def _ask_and_abort(self, prompt: Prompt, params: Any, d: Slot, choice: float) -> None:
+        asked = self._send(prompt, params, d, "d")
+        self._world.fleet.stop.wait(choice**3)
+        with contextlib.suppress(EngineFailed, TimeoutError):
+            asked.slot_engine.abort(asked.request_id)
+        self._judge("aborted", prompt, d, asked, aborted=True)
+
+    def _send(self, prompt: Prompt, params: Any, d: Slot, tag: str, **sampling: Any) -> Asked:
+        request_id = f"c{self._number}-{self._asked}-{tag}"
+        engine = d.engine
+        since = self._world.journal.now()
+        future = engine.generate(
+            prompt.tokens,
+            max_tokens=MAX_TOKENS,
+            kv_transfer_params=params,
+            request_id=request_id,
+            timeout=None,
+            **sampling,
+        )
+        return Asked(future, request_id, engine, since, params)
+
+    def _judge(self, kind: str, prompt: Prompt, d: Slot, asked: Asked, *, aborted: bool = False) -> None:
+        world = self._world
+        verdict = judge(asked.future, prompt.plain, world.noise, limit=world.limit, aborted=aborted)
+        if verdict.outcome is Outcome.HUNG:
+            asked.slot_engine.stacks()
+        p = world.fleet.slots.get(str(asked.params.get("remote_engine_id")) if isinstance(asked.params, dict) else "")
+        self._note(kind, verdict, asked.since, p or d, d, request=asked.request_id, tokens=len(prompt.tokens))
+
+    def _note(self, kind: str, verdict: Verdict, since: float, p: Slot, d: Slot, **facts: Any) -> None:
+        world = self._world
+        disturbed = any(slot.explains(since, world.journal.now()) for slot in (p, d))
+        world.tally.add(kind, verdict, disturbed=disturbed)
+        world.journal.note(
+            verdict.outcome.value,
+            kind=kind,
+            client=self._number,
+            since=round(since, 3),
+            engines=[p.name, d.name],
+            cause=verdict.cause,
+            disturbed=disturbed,
+            **facts,
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to D that has been sent."""
+
+    future: Future[Answer]
+    request_id: str
+    slot_engine: Any
+    since: float
+    params: Any
+
+
+def changed(params: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Parameters with one thing that P did not say."""
+    got = copy.deepcopy(params)
+    own = got.get("kvhma")
+    where = own if isinstance(own, dict) and rng.random() < 0.7 else got
+    key = rng.choice(sorted(where))
+    if rng.random() < 0.2:
+        del where[key]
+    else:
+        where[key] = rng.choice(ODD_VALUES)
+    return got

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two prefill and two decode engines, what is done to them, and those that take their place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from soak.hosts import Hosts
+from soak.journal import Journal
+from soak.schedule import Event
+from support.engines import Engine, EngineFailed
+
+AFTERMATH = 30.0
+"""Seconds for which what was done to an engine explains a refusal: transports notice a dead peer that late."""
+
+READY_SECONDS = 180.0
+
+
+@dataclass
+class Slot:
+    """A place in the fleet: one engine at a time, at the same address in all its lives."""
+
+    name: str
+    template: Engine
+    journal: Journal
+    hosts: Hosts | None
+    engine: Engine = field(init=False)
+    life: int = field(default=0, init=False)
+    up: threading.Event = field(default_factory=threading.Event, init=False)
+    disturbed: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """From when to when something was done to it, in seconds of the journal."""
+    counters: Counter[str] = field(default_factory=Counter, init=False)
+    """Counters of kvhma of all lives that have ended."""
+    latest: Counter[str] = field(default_factory=Counter, init=False)
+    """Those of this life, as last asked for."""
+    meant_to_end: bool = field(default=True, init=False)
+    busy: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @property
+    def role(self) -> str:
+        return self.name[0]
+
+    def start(self) -> Slot:
+        """Start the first or next life, without waiting."""
+        self.life += 1
+        old = self.template
+        self.engine = Engine(
+            old.zygote,
+            old.model_dir,
+            old.log.with_name(f"{self.name}-{self.life}.log"),
+            kv_transfer_config=old.kv_transfer_config,
+            env=old.env,
+            engine_args=old.engine_args,
+        ).start()
+        self.journal.note("starts", engine=self.name, life=self.life, group=self.engine.pid)
+        return self
+
+    def ready(self) -> Slot:
+        self.engine.ready(READY_SECONDS)
+        self.meant_to_end = False
+        self.up.set()
+        self.journal.note("ready", engine=self.name, life=self.life, processes=self.engine.pids())
+        return self
+
+    def crashed(self) -> bool:
+        """Whether it has ended although nobody meant it to."""
+        return self.up.is_set() and not self.meant_to_end and not self.engine.alive
+
+    def explains(self, since: float, until: float) -> bool:
+        """Whether something that was done to it reaches into this time."""
+        return any(begun <= until and since <= ended + AFTERMATH for begun, ended in self.disturbed)
+
+    def do(self, event: Event, stop: threading.Event) -> None:
+        """Do what an event says, and make it undone. One event at a time."""
+        begun = self.journal.now()
+        self.journal.note("event", kind=event.kind, engine=self.name, life=self.life, seconds=event.seconds)
+        # Open to its end: a request that fails meanwhile is explained.
+        self.disturbed.append((begun, float("inf")))
+        with self.undoing(event):
+            stop.wait(event.seconds)
+        self.disturbed[-1] = (begun, self.journal.now())
+        self.journal.note("event over", kind=event.kind, engine=self.name, life=self.life)
+
+    @contextlib.contextmanager
+    def undoing(self, event: Event) -> Iterator[None]:
+        if event.kind.startswith("kill"):
+            self.meant_to_end = True
+            if event.kind == "kill worker":
+                for pid in self.named("Worker"):
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(event.choice)  # what vLLM itself makes of it
+            self.up.clear()
+            self.engine.kill()
+            self.counters += self.latest
+            self.latest = Counter()
+            yield
+            self.start().ready()
+        elif event.kind == "partition" and self.hosts is not None:
+            self.hosts.unplug(self.name)
+            yield
+            self.hosts.plug(self.name)
+        else:
+            pids = self.engine.pids()
+            if event.kind == "stop one":
+                pids = [pids[int(event.choice * len(pids))]]
+            send(pids, signal.SIGSTOP)
+            yield
+            send(pids, signal.SIGCONT)
+
+    def named(self, part: str) -> list[int]:
+        return [pid for pid in self.engine.pids() if part in process_name(pid)]
+
+    def count(self) -> None:
+        """Ask for its counters; what it does not say now is asked for the next time."""
+        with contextlib.suppress(EngineFailed, TimeoutError, OSError):
+            life = self.life
+            found = read_counters(self.engine.metrics())
+            if life == self.life:
+                self.latest = found
+
+
+def send(pids: list[int], what: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, what)
+
+
+def process_name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def read_counters(metrics: str) -> Counter[str]:
+    """Counters of kvhma, and vLLM's preemptions, by the end of their name and their last label."""
+    found: Counter[str] = Counter()
+    pattern = r"vllm:(kvhma_\w+?|num_preemptions)(?:_total|_count)\{([^}]*)\} (\S+)"
+    for name, labels, value in re.findall(pattern, metrics):
+        # The first two labels are vLLM's: the engine and the model.
+        own = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in ("engine", "model_name")]
+        if float(value):
+            found[" ".join([name.removeprefix("kvhma_"), *own])] += int(float(value))
+    return found
+
+
+class Fleet:
+    """All slots, and the thread that does what the schedule says."""
+
+    def __init__(self, slots: list[Slot], journal: Journal) -> None:
+        self.slots = {slot.name: slot for slot in slots}
+        self.stop = threading.Event()
+        self.skipped = 0
+        self.failures: list[str] = []
+        self.done: Counter[str] = Counter()
+        self._journal = journal
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        for slot in self.slots.values():
+            slot.start()
+        for slot in self.slots.values():
+            slot.ready()
+
+    def pick(self, role: str, rng: random.Random) -> Slot | None:
+        """An engine of a role that runs, or the one that will next; None if the run is over."""
+        # One number whatever runs: what a client does next must not depend on the time.
+        order = [slot for slot in self.slots.values() if slot.role == role]
+        if rng.random() < 0.5:
+            order.reverse()
+        while not self.stop.is_set():
+            for slot in order:
+                if slot.up.is_set():
+                    return slot
+            order[0].up.wait(0.5)
+        return None
+
+    def run(self, events: list[Event], until: float) -> None:
+        """Do what the schedule says until the end of the run, one event at a time for each engine."""
+        for event in events:
+            if self.stop.wait(max(0.0, event.at - self._journal.now())):
+                return
+            slot = self.slots[event.target]
+            self.look_for_crashes()
+            if not slot.busy.acquire(blocking=False):
+                self.skipped += 1
+                self._journal.note("event left out", kind=event.kind, engine=slot.name)
+                continue
+            self.done[event.kind] += 1
+            thread = threading.Thread(target=self._do, args=(slot, event), name=f"event {slot.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self.stop.wait(max(0.0, until - self._journal.now()))
+
+    def _do(self, slot: Slot, event: Event) -> None:
+        try:
+            slot.do(event, self.stop)
+        except Exception as error:
+            self.failures.append(f"{slot.name}: {event.kind}: {error}")
+            self._journal.note("event failed", kind=event.kind, engine=slot.name, error=str(error))
+        finally:
+            slot.busy.release()
+
+    def look_for_crashes(self) -> None:
+        """Note engines that ended by themselves, and start them again."""
+        for slot in self.slots.values():
+            if slot.crashed() and slot.busy.acquire(blocking=False):
+                self.failures.append(f"{slot.name}, life {slot.life}, ended by itself, see {slot.engine.log.name}")
+                self._journal.note("crashed", engine=slot.name, life=slot.life)
+                event = Event(self._journal.now(), "kill", slot.name, 0.0, 0.0)
+                threading.Thread(target=self._do, args=(slot, event), daemon=True).start()
+
+    def settle(self) -> None:
+        """Wait until all events are over."""
+        for thread in self._threads:
+            thread.join(READY_SECONDS)
+
+    def kill(self) -> None:
+        for slot in self.slots.values():
+            if hasattr(slot, "engine"):
+                slot.engine.kill()
+
+
+def config(name: str, *, policy: str, lease: float, settings: dict[str, Any]) -> dict[str, Any]:
+    """The transfer configuration of the engine of this name; it is the same engine in all its lives."""
+    return {
+        "kv_connector": "KvhmaConnector",
+        "kv_connector_module_path": "kvhma.vllm",
+        "kv_role": "kv_both",
+        "engine_id": name,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"kv_lease_duration": lease, "handshake_timeout": 3} | settings,
+    }

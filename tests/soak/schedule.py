@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What will be done to which engine at what time, drawn from a seed before anything starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KINDS = {"kill": 4, "kill worker": 1, "stop": 3, "stop one": 3, "partition": 4}
+"""Events and how often they are relative to each other.
+
+kill: SIGKILL for all processes of an engine; another one starts in its place.
+kill worker: SIGKILL for the worker alone; vLLM ends the rest, or we do a moment later.
+stop: SIGSTOP for all its processes, SIGCONT after a while.
+stop one: the same for one process: a scheduler without its worker, a worker without its scheduler.
+partition: its cable is unplugged for a while.
+"""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing to do.
+
+    Attributes:
+        at: seconds after the start.
+        kind: a key of `KINDS`.
+        target: name of an engine.
+        seconds: how long it stays so; for a kill, until the next engine starts there.
+        choice: 0 to 1, which of several processes is meant.
+    """
+
+    at: float
+    kind: str
+    target: str
+    seconds: float
+    choice: float
+
+
+def schedule(seed: int, seconds: float, targets: Sequence[str], without: Sequence[str] = ()) -> list[Event]:
+    """Events of a run, in order; the last minute or third of it, whichever is shorter, is left to recover."""
+    rng = random.Random(f"{seed} events")
+    kinds = {kind: weight for kind, weight in KINDS.items() if kind not in without}
+    events: list[Event] = []
+    at = 5.0
+    end = seconds - min(60.0, seconds / 3)
+    while kinds:
+        at += rng.uniform(2, 14)
+        (kind,) = rng.choices(list(kinds), list(kinds.values()))
+        lasts = (
+            rng.uniform(0, 3) if kind.startswith("kill") else rng.choice([0.2, 1, 3, 6, 12, 20]) * rng.uniform(0.7, 1)
+        )
+        event = Event(round(at, 2), kind, rng.choice(targets), round(lasts, 2), rng.random())
+        if at > end:
+            break
+        events.append(event)
+    return events
