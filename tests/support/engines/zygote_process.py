@@ -127,6 +127,15 @@ def _import_models() -> None:
         ModelRegistry.register_model(architecture, getattr(loaded, architecture))
 
 
+def _sleep_instead_of_yielding() -> None:
+    # vLLM's processes wait for each other with sched_yield in a loop. Linux 6.18 moves who yields ahead in virtual time,
+    # and whoever wakes up then starts as far ahead: with several engines on two cores a process that only sleeps and
+    # wakes up, at nice -10 too, did not run for up to ten seconds, and leases ended meanwhile.
+    from vllm.distributed import utils
+
+    utils.USE_SCHED_YIELD = False  # vLLM's own way for older Pythons: time.sleep(0)
+
+
 def serve(descriptor: int) -> None:
     """The zygote: fork on request until the other end closes."""
     faulthandler.enable()
@@ -135,6 +144,7 @@ def serve(descriptor: int) -> None:
     for module in MODULES:
         importlib.import_module(module)
     _import_models()
+    _sleep_instead_of_yielding()
     os.register_at_fork(after_in_child=die_with_parent)
     threads = [entry.name for entry in Path("/proc/self/task").iterdir()]
     if len(threads) != 1:
