@@ -128,6 +128,13 @@ e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=
 	PYTHONPATH=python $(E2E)/bin/python -m pytest -q --junitxml=$(REPORTS)/connector.xml tests/connector tests/tensors
 	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/e2e.xml tests/e2e $(ARGS)
 
+# A run of its own, not a test: it takes as long as it is told to and says what it found in .reports/soak.
+.PHONY: soak
+soak: SECONDS = 600
+soak: dev $(E2E)/.ready ## engines that are killed, stopped and cut off while 16 clients ask (SECONDS=600, SEED=n to repeat)
+	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m soak \
+		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 .PHONY: compatibility
 compatibility: ## put the reports of the last `make e2e` into docs/compatibility.md
 	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)

@@ -21,6 +21,8 @@ SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM takes no several samples at t
 MAX_TOKENS = 16
 KINDS = {"ordinary": 10, "slow": 2, "aborted": 2, "twice": 2, "samples": 1, "unread": 1, "changed": 2}
 """What a client does and how often that is relative to the rest; `changed` has parameters that P did not say."""
+EXPECTED = ("aborted", "changed", "slow", "twice", "unread")
+"""Kinds that may be refused although nothing is done to an engine."""
 
 ODD_VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 10_000, [[1]] * 100, 10**30, float("nan"), [[0, "1-9"]] * 7]
 
@@ -64,7 +66,7 @@ class Client(threading.Thread):
             try:
                 self._hand_over(kind)
             except Exception as error:  # the harness's own: it must not look like a quiet client
-                world.tally.add(kind, Verdict(Outcome.HUNG, f"client: {type(error).__name__}: {error}"), disturbed=True)
+                world.tally.add(kind, Verdict(Outcome.HUNG, f"client: {type(error).__name__}: {error}"), explained=True)
                 world.journal.note("client failed", client=self._number, error=repr(error))
 
     def _hand_over(self, kind: str) -> None:
@@ -163,7 +165,9 @@ class Client(threading.Thread):
     def _note(self, kind: str, verdict: Verdict, since: float, p: Slot, d: Slot, **facts: Any) -> None:
         world = self._world
         disturbed = any(slot.explains(since, world.journal.now()) for slot in (p, d))
-        world.tally.add(kind, verdict, disturbed=disturbed)
+        # Aborted, unread or changed on purpose, or too slow for the lease: refused then is as it should be.
+        explained = disturbed or kind in EXPECTED
+        world.tally.add(kind, verdict, explained=explained)
         world.journal.note(
             verdict.outcome.value,
             kind=kind,
@@ -171,7 +175,7 @@ class Client(threading.Thread):
             since=round(since, 3),
             engines=[p.name, d.name],
             cause=verdict.cause,
-            disturbed=disturbed,
+            explained=explained,
             **facts,
         )
 

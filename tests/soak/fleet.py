@@ -25,6 +25,7 @@ AFTERMATH = 30.0
 """Seconds for which what was done to an engine explains a refusal: transports notice a dead peer that late."""
 
 READY_SECONDS = 180.0
+COUNTED = ("load_seconds", "failed_loads", "computed_prompts", "expired", "handshakes", "tokens_loaded", "late_checks")
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Slot:
     """Counters of kvhma of all lives that have ended."""
     latest: Counter[str] = field(default_factory=Counter, init=False)
     """Those of this life, as last asked for."""
+    heaps: list[tuple[float, int, dict[str, int]]] = field(default_factory=list, init=False)
+    """What malloc and Python have in the worker (`worker.Extension.e2e_memory`), by time and life."""
     meant_to_end: bool = field(default=True, init=False)
     busy: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -126,8 +129,10 @@ class Slot:
         with contextlib.suppress(EngineFailed, TimeoutError, OSError):
             life = self.life
             found = read_counters(self.engine.metrics())
+            heap = self.engine.rpc("e2e_memory")[0]
             if life == self.life:
                 self.latest = found
+                self.heaps.append((round(self.journal.now(), 1), life, heap))
 
 
 def send(pids: list[int], what: signal.Signals) -> None:
@@ -145,7 +150,7 @@ def process_name(pid: int) -> str:
 def read_counters(metrics: str) -> Counter[str]:
     """Counters of kvhma, and vLLM's preemptions, by the end of their name and their last label."""
     found: Counter[str] = Counter()
-    pattern = r"vllm:(kvhma_\w+?|num_preemptions)(?:_total|_count)\{([^}]*)\} (\S+)"
+    pattern = rf"vllm:(kvhma_(?:{'|'.join(COUNTED)})|num_preemptions)(?:_total|_count)\{{([^}}]*)\}} (\S+)"
     for name, labels, value in re.findall(pattern, metrics):
         # The first two labels are vLLM's: the engine and the model.
         own = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in ("engine", "model_name")]

@@ -125,14 +125,14 @@ class Tally:
     """Verdicts so far, and what else must not happen. Safe to use from several threads."""
 
     counts: Counter[tuple[Outcome, str, str, bool]] = field(default_factory=Counter)
-    """Requests by outcome, kind, cause, and whether something was done to an engine meanwhile."""
+    """Requests by outcome, kind, cause, and whether what was done to an engine or to the request explains it."""
     crashes: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, kind: str, verdict: Verdict, *, disturbed: bool) -> None:
+    def add(self, kind: str, verdict: Verdict, *, explained: bool) -> None:
         with self._lock:
-            self.counts[verdict.outcome, kind, verdict.cause, disturbed] += 1
+            self.counts[verdict.outcome, kind, verdict.cause, explained] += 1
 
     def total(self, outcome: Outcome) -> int:
         with self._lock:
@@ -142,16 +142,26 @@ class Tally:
     def failed(self) -> bool:
         return bool(self.crashes or self.leaks or any(self.total(outcome) for outcome in FATAL))
 
+    @property
+    def unexplained(self) -> int:
+        """Refusals for which there was no reason."""
+        with self._lock:
+            return sum(
+                count
+                for (what, *_, explained), count in self.counts.items()
+                if what is Outcome.REFUSED and not explained
+            )
+
     def lines(self) -> list[str]:
         """The result as text: totals, then all that was not right by cause."""
-        text = [", ".join(f"{outcome.value} {self.total(outcome)}" for outcome in Outcome)]
-        by_cause: Counter[tuple[str, str, str, bool]] = Counter()
-        for (outcome, kind, cause, disturbed), count in self.counts.items():
+        totals = [f"{outcome.value} {self.total(outcome)}" for outcome in Outcome]
+        text = [", ".join([*totals, f"refused without a reason {self.unexplained}"])]
+        with self._lock:
+            counts = sorted(self.counts.items(), key=lambda item: (item[0][0].value, -item[1]))
+        for (outcome, kind, cause, explained), count in counts:
             if outcome is not Outcome.RIGHT:
-                by_cause[outcome.value, cause, kind, disturbed] += count
-        for (what, cause, kind, disturbed), count in sorted(by_cause.items(), key=lambda item: (item[0], -item[1])):
-            when = "" if disturbed or what == "aborted" else " (UNDISTURBED)"
-            text.append(f"  {count:6} {what} {kind}: {cause or 'as asked'}{when}")
+                mark = " (UNEXPLAINED)" if outcome is Outcome.REFUSED and not explained else ""
+                text.append(f"  {count:6} {outcome.value} {kind}: {cause or 'as asked'}{mark}")
         text += [f"  crashed: {crash}" for crash in self.crashes]
         text += [f"  leaked: {leak}" for leak in self.leaks]
         return text

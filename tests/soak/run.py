@@ -18,9 +18,9 @@ from soak.fleet import Fleet, Slot, config
 from soak.hostile import Address, Stranger
 from soak.hosts import Hosts, NoNamespaces
 from soak.journal import Journal
-from soak.judge import Allowance, Outcome, Tally, leaks_of_pool, leaks_of_process
+from soak.judge import Allowance, Outcome, Tally, judge, leaks_of_pool, leaks_of_process
 from soak.plot import plot
-from soak.samples import Sampler, growth
+from soak.samples import Sampler, growth, heap_growth
 from soak.schedule import Event, schedule
 from support.engines import Engine, EngineFailed, Zygote, engines, free_port, make_models
 from support.handoff import arguments, decode, noise, prefill
@@ -53,6 +53,7 @@ class Result:
     options: Options
     tally: Tally
     processes: list[str] = field(default_factory=list)
+    heaps: list[str] = field(default_factory=list)
     counters: dict[str, Counter[str]] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
 
@@ -68,6 +69,8 @@ class Result:
             ),
             "",
             *self.processes,
+            "",
+            *self.heaps,
         ]
 
 
@@ -225,12 +228,10 @@ def attempt(result: Result, what: str, action: Callable[[], None]) -> None:
 
 
 def right(world: World, p: Slot, d: Slot, prompt: Prompt) -> None:
-    from soak.judge import judge
-
     verdict = judge(
         decode(d.engine, prompt.tokens, prefill(p.engine, prompt.tokens)), prompt.plain, world.noise, limit=world.limit
     )
-    world.tally.add("afterwards", verdict, disturbed=False)
+    world.tally.add("afterwards", verdict, explained=False)
 
 
 def all_given_back(slot: Slot, end: float, result: Result) -> None:
@@ -259,5 +260,7 @@ def conclude(world: World, options: Options, result: Result, sampler: Sampler, e
             result.tally.leaks += leaks_of_process(name, samples[0].census, samples[-1].census, Allowance())
     for slot in world.fleet.slots.values():
         result.counters[slot.name] = slot.counters + slot.latest
+        for life in sorted({life for _, life, _ in slot.heaps}):
+            result.heaps.append(heap_growth(f"{slot.name}-{life} worker", [h for _, at, h in slot.heaps if at == life]))
     answered = world.tally.total(Outcome.RIGHT)
     result.facts.append(f"{answered} right answers in {options.seconds:g} s, {answered / options.seconds:.1f} a second")

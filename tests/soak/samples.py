@@ -120,3 +120,18 @@ def growth(samples: list[Sample]) -> str:
         f"{first.slot}-{first.life} {first.process:6} {minutes:5.1f} min: RSS {memory} MiB ({parts}), "
         f"files {first.files} -> {last.files}, threads {first.threads} -> {last.threads}"
     )
+
+
+def heap_growth(name: str, heaps: list[dict[str, int]]) -> str:
+    """One line for a worker: how what malloc and Python have in use moved, at first, half way and at last."""
+    points = heaps[0], heaps[len(heaps) // 2], heaps[-1]
+    parts = (
+        " -> ".join(f"{one[key] / scale:.0f}" for one in points) + f" {unit}"
+        for key, scale, unit in (
+            ("heap_used", 1024, "MiB of the heap in use"),
+            ("heap", 1024, "MiB of heap"),
+            ("mapped", 1024, "MiB mapped"),
+            ("python_blocks", 1, "blocks of Python"),
+        )
+    )
+    return f"{name}: {', '.join(parts)}"

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -268,7 +269,8 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for the whole group; returns when none of it is left."""
+        """SIGKILL for the whole group; returns when none of it is left, nor what it shared by name in memory."""
+        shared = _shared_memory(self.pids())
         end = time.monotonic() + 30
         while True:
             with contextlib.suppress(ProcessLookupError):
@@ -279,6 +281,8 @@ class Engine:
             if time.monotonic() > end:
                 raise EngineFailed(f"processes outlive SIGKILL: {[_describe(pid) for pid in left]}")
             time.sleep(0.02)
+        for path in shared:
+            path.unlink(missing_ok=True)
         self._reader.join(10)
 
     def __enter__(self) -> Engine:
@@ -355,6 +359,16 @@ def engines(
         # Only after a test that passed: what it left behind must not keep an engine from ending.
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.stop, made))
+
+
+def _shared_memory(pids: list[int]) -> set[Path]:
+    """Files of Python's shared memory that processes have mapped; nobody removes those of a process that is killed."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)$", maps, re.MULTILINE)}
+    return found
 
 
 def _describe(pid: int) -> str:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 import os
+import sys
 import threading
 from typing import Any
 
@@ -95,6 +97,20 @@ class Extension:
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
             "resident": resident,
         }
+
+    def e2e_memory(self) -> dict[str, int]:
+        """What malloc has from the kernel for its heaps, what of it is in use, what it mapped apart, in KiB; and how
+        many blocks Python has in use."""
+        names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")
+
+        class Mallinfo2(ctypes.Structure):
+            _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+        library = ctypes.CDLL(None)
+        library.mallinfo2.restype = Mallinfo2
+        found = library.mallinfo2()
+        kib = {"heap": found.arena >> 10, "heap_used": found.uordblks >> 10, "mapped": found.hblkhd >> 10}
+        return kib | {"python_blocks": sys.getallocatedblocks()}
 
     def e2e_connector(self, path: str = "") -> Any:
         """An attribute of the worker's connector by its dotted path, called if it is callable, as plain data."""

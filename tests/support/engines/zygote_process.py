@@ -128,9 +128,9 @@ def _import_models() -> None:
 
 
 def _sleep_instead_of_yielding() -> None:
-    # vLLM's processes wait for each other with sched_yield in a loop. Linux 6.18 moves who yields ahead in virtual time,
-    # and whoever wakes up then starts as far ahead: with several engines on two cores a process that only sleeps and
-    # wakes up, at nice -10 too, did not run for up to ten seconds, and leases ended meanwhile.
+    # vLLM's processes wait for each other with sched_yield in a loop. With several engines on two cores, on Linux 6.18,
+    # a process that only sleeps and wakes up did not run for up to ten seconds, not at nice -10 either (a real-time one
+    # did): leases ended meanwhile.
     from vllm.distributed import utils
 
     utils.USE_SCHED_YIELD = False  # vLLM's own way for older Pythons: time.sleep(0)
