@@ -10,6 +10,7 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from soak.clients import KINDS as REQUESTS
 from soak.run import Options, run
 from soak.schedule import KINDS
 
@@ -24,6 +25,7 @@ def options() -> Options:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--strangers", type=int, default=3, help="hostile peers of the side channels")
     parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave out a kind of event")
+    parser.add_argument("--only", action="append", choices=REQUESTS, help="what clients do, if not everything")
     parser.add_argument("--one-host", action="store_true", help="no namespaces: shared memory, partitions by SIGSTOP")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which a request is hung (150)")
     parser.add_argument("--reports", type=Path, default=REPORTS)
@@ -38,6 +40,7 @@ def options() -> Options:
         clients=given.clients,
         strangers=given.strangers,
         without=tuple(given.without),
+        requests=tuple(given.only or REQUESTS),
         one_host=given.one_host,
         limit=given.limit,
         folder=folder,

@@ -51,17 +51,18 @@ class World:
 class Client(threading.Thread):
     """Asks one thing after the other until the run is over. What it asks follows from the seed and its number."""
 
-    def __init__(self, world: World, seed: int, number: int) -> None:
+    def __init__(self, world: World, seed: int, number: int, kinds: Sequence[str]) -> None:
         super().__init__(name=f"client {number}", daemon=True)
         self._world = world
         self._rng = random.Random(f"{seed} client {number}")
         self._number = number
+        self._kinds = {kind: KINDS[kind] for kind in kinds}
         self._asked = 0
 
     def run(self) -> None:
         world = self._world
         while not world.fleet.stop.is_set():
-            (kind,) = self._rng.choices(list(KINDS), list(KINDS.values()))
+            (kind,) = self._rng.choices(list(self._kinds), list(self._kinds.values()))
             self._asked += 1
             try:
                 self._hand_over(kind)
