@@ -159,6 +159,17 @@ def read_counters(metrics: str) -> Counter[str]:
     return found
 
 
+def last_words(slot: Slot) -> str:
+    """The first line of an engine's log that looks like the reason of its end."""
+    with contextlib.suppress(OSError):
+        found = re.findall(
+            r"^.*(?:Fatal|Aborted|Error: ).*$", slot.engine.log.read_text(errors="replace"), re.MULTILINE
+        )
+        if found:
+            return str(found[0])[:200]
+    return "no reason in it"
+
+
 class Fleet:
     """All slots, and the thread that does what the schedule says."""
 
@@ -220,7 +231,9 @@ class Fleet:
         """Note engines that ended by themselves, and start them again."""
         for slot in self.slots.values():
             if slot.crashed() and slot.busy.acquire(blocking=False):
-                self.failures.append(f"{slot.name}, life {slot.life}, ended by itself, see {slot.engine.log.name}")
+                self.failures.append(
+                    f"{slot.name}, life {slot.life}, ended by itself, see {slot.engine.log.name}: {last_words(slot)}"
+                )
                 self._journal.note("crashed", engine=slot.name, life=slot.life)
                 event = Event(self._journal.now(), "kill", slot.name, 0.0, 0.0)
                 threading.Thread(target=self._do, args=(slot, event), daemon=True).start()

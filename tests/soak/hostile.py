@@ -27,7 +27,7 @@ class Stranger(threading.Thread):
         self.done: Counter[str] = Counter()
 
     def run(self) -> None:
-        kinds = [self._junk, self._length, self._silent, self._crowd, self._half]
+        kinds = [self._junk, self._length, self._unread, self._silent, self._crowd, self._half]
         while not self._over.wait(self._rng.uniform(0.2, 1.5)):
             kind = self._rng.choice(kinds)
             address = self._rng.choice(self._addresses)
@@ -50,6 +50,15 @@ class Stranger(threading.Thread):
         raw.sendall(struct.pack("<I", self._rng.choice([0, 1, 1 << 20, (1 << 32) - 1])))
         for _ in range(self._rng.randrange(20)):
             raw.sendall(bytes(1 << 14))
+
+    def _unread(self, address: Address, stack: contextlib.ExitStack) -> None:
+        # Whole messages, each of which is answered, by somebody who never reads.
+        raw = self._connect(address, stack)
+        raw.settimeout(1)
+        body = self._rng.choice([b"\x92\xa1x\x01", b"\x81\xa1x\xc0", self._rng.randbytes(100)])
+        for _ in range(100):
+            raw.sendall((struct.pack("<I", len(body)) + body) * 100)
+        self._over.wait(self._rng.uniform(0, 3))
 
     def _silent(self, address: Address, stack: contextlib.ExitStack) -> None:
         self._connect(address, stack)
