@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import time
 from datetime import datetime, timezone
@@ -50,6 +51,8 @@ def options() -> Options:
 
 def main() -> int:
     chosen = options()
+    # So that engines and namespaces go with the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"seed {chosen.seed}, {chosen.seconds:g} s, {chosen.model}: {chosen.folder}", flush=True)
     began = time.monotonic()
     result = run(chosen)

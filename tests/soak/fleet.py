@@ -213,10 +213,13 @@ class Fleet:
                 self._journal.note("event left out", kind=event.kind, engine=slot.name)
                 continue
             self.done[event.kind] += 1
-            thread = threading.Thread(target=self._do, args=(slot, event), name=f"event {slot.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._begin(slot, event)
         self.stop.wait(max(0.0, until - self._journal.now()))
+
+    def _begin(self, slot: Slot, event: Event) -> None:
+        thread = threading.Thread(target=self._do, args=(slot, event), name=f"event {slot.name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _do(self, slot: Slot, event: Event) -> None:
         try:
@@ -236,7 +239,7 @@ class Fleet:
                 )
                 self._journal.note("crashed", engine=slot.name, life=slot.life)
                 event = Event(self._journal.now(), "kill", slot.name, 0.0, 0.0)
-                threading.Thread(target=self._do, args=(slot, event), daemon=True).start()
+                self._begin(slot, event)
 
     def settle(self) -> None:
         """Wait until all events are over."""

@@ -177,6 +177,7 @@ def soak(world: World, options: Options, result: Result) -> None:
         thread.start()
     fleet.run(events, shift + options.seconds)
     journal.note("over", seconds=round(journal.now() - shift, 1))
+    fleet.look_for_crashes()
     fleet.stop.set()
     fleet.settle()
     for client in clients:
@@ -216,7 +217,6 @@ def rest(world: World, result: Result) -> None:
             attempt(
                 result, f"{p.name} to {d.name} afterwards", lambda p=p, d=d, prompt=prompt: right(world, p, d, prompt)
             )
-    world.fleet.stop.set()
     end = time.monotonic() + 2 * world.lease + 30
     for slot in slots.values():
         attempt(result, slot.name, lambda slot=slot: all_given_back(slot, end, result))
