@@ -40,7 +40,8 @@ pub use geometry::types::{Axis, Geometry, Group, Kind, Layer, Memory, Page, Part
 pub use pairing::plan::Plan;
 pub use pairing::validate::validate;
 pub use report::losses::{Loss, Losses};
-pub use request::copies::{Allocate, Copies};
+pub use request::bound::Allocate;
+pub use request::copies::Copies;
 pub use request::ids::Ids;
 pub use request::span::Span;
 pub use request::transfer::{Read, Transfer};

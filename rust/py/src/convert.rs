@@ -169,8 +169,9 @@ pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Sp
 /// Room for descriptors that become an array. Large arrays are asked to lie on huge pages, as numpy does with its own:
 /// else most of the time goes into the first touch of every small page.
 #[allow(unsafe_code, reason = "advice on pages that the new vector owns; it changes no byte")]
-pub(crate) fn room(count: usize) -> Vec<Descriptor> {
-    let rows: Vec<Descriptor> = Vec::with_capacity(count);
+pub(crate) fn room(count: usize) -> Option<Vec<Descriptor>> {
+    let mut rows: Vec<Descriptor> = Vec::new();
+    rows.try_reserve_exact(count).ok()?;
     #[cfg(target_os = "linux")]
     {
         const PAGE: usize = 4096;
@@ -184,7 +185,7 @@ pub(crate) fn room(count: usize) -> Vec<Descriptor> {
             unsafe { libc::madvise(first as *mut libc::c_void, length, libc::MADV_HUGEPAGE) };
         }
     }
-    rows
+    Some(rows)
 }
 
 /// Moves rows out as an array of shape `(n, N)`.

@@ -211,6 +211,8 @@ pub struct Axis<Length = u64> {
 impl Axis {
     /// Name of the axis that positions act on.
     pub const TOKENS: &'static str = "tokens";
+    /// Name of the axis of what one token has in one head.
+    pub const CONTENT: &'static str = "content";
 
     /// Whether this is the token axis.
     pub fn is_tokens(&self) -> bool {

@@ -6,12 +6,25 @@ use crate::finding::Place;
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Geometry, KernelBlockId, Layer, Part};
 use crate::pairing::cuts::whole_block_cuts;
+use crate::pairing::most_pieces::{MostPieces, SPARE_PIECES, split_unit};
 
 /// Cuts of whole kernel blocks kept with a plan; rarer ones are computed for each request.
 const MAX_CUTS: usize = 4096;
 
 /// Pieces of the blocks of one plan. Conv states of a large model laid out the other way round have about a million.
 pub(crate) const MAX_PIECES: u64 = 1 << 21;
+
+/// Pieces that may still be made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PieceBudget {
+    all: u64,
+    /// Those that no engine's layout explains.
+    spare: u64,
+}
+
+impl PieceBudget {
+    pub(crate) const PLAN: Self = Self { all: MAX_PIECES, spare: SPARE_PIECES };
+}
 
 /// Where the blocks of some layers are.
 ///
@@ -141,11 +154,23 @@ pub(crate) struct GroupPair {
     pub(crate) cuts: Vec<KeptCut>,
     /// Bytes of one token.
     pub(crate) token_bytes: u64,
+    pub(crate) most_pieces: MostPieces,
+    /// Parts of all layers.
+    pub(crate) num_slices: u64,
 }
 
 impl GroupPair {
     pub(crate) fn new(local_group: usize, remote_group: usize) -> Self {
-        Self { local_group, remote_group, layers: vec![], strides: vec![], cuts: vec![], token_bytes: 0 }
+        Self {
+            local_group,
+            remote_group,
+            layers: vec![],
+            strides: vec![],
+            cuts: vec![],
+            token_bytes: 0,
+            most_pieces: MostPieces::default(),
+            num_slices: 0,
+        }
     }
 
     /// Adds what is read of a layer.
@@ -160,6 +185,8 @@ impl GroupPair {
         });
         for slice in &slices {
             let (part, _) = geometries.parts(layers, slice);
+            self.most_pieces = self.most_pieces.and(MostPieces::of(part, &slice.ranges));
+            self.num_slices += 1;
             if part.tokens().is_some() {
                 let items = slice.ranges.iter().map(|range| range.len());
                 // Layers that alias can add up to more than there is memory; nothing can be moved into them then.
@@ -171,49 +198,63 @@ impl GroupPair {
         self.layers.push(LayerPair { layers, slices, bases, strides: index });
     }
 
-    /// Finds the cuts of whole blocks and returns the templates of each; takes their pieces off the `left` that may
-    /// still be made.
+    /// Finds the cuts of whole blocks and takes their pieces off the `left` that may still be made; `add` is called with
+    /// the index of each cut and its templates.
     pub(crate) fn cut_whole_blocks(
         &mut self,
         geometries: &Geometries,
-        left: &mut u64,
-    ) -> Result<Vec<Vec<CopyTemplate>>> {
+        left: &mut PieceBudget,
+        mut add: impl FnMut(usize, &mut dyn Iterator<Item = CopyTemplate>),
+    ) -> Result<()> {
         let (local, remote) =
             (&geometries.local.groups[self.local_group], &geometries.remote.groups[self.remote_group]);
         let cuts = if local.kind.is_attention() {
-            whole_block_cuts(local, remote, MAX_CUTS).unwrap_or_default()
+            whole_block_cuts(local, remote, MAX_CUTS)
         } else {
-            vec![TokenCut::STATE]
+            Some(vec![TokenCut::STATE])
         };
-        let mut templates = Vec::with_capacity(cuts.len());
-        for cut in cuts {
-            *left = left.saturating_sub(self.count_unjoined(geometries, cut, *left)?);
-            let of_cut = self.templates(geometries, cut)?;
-            self.cuts.push(KeptCut { cut, pieces: of_cut.len() as u64 });
-            templates.push(of_cut);
+        let Some(cuts) = cuts else {
+            // Every cut of a request will be within this one.
+            let count = local.kernel_tokens().min(remote.kernel_tokens());
+            return self.count_unjoined(geometries, TokenCut { local: 0, remote: 0, count }, left).map(drop);
+        };
+        for (index, cut) in cuts.into_iter().enumerate() {
+            self.count_unjoined(geometries, cut, left)?;
+            let joined = self.joined_pieces(geometries, cut);
+            let pieces = joined.iter().map(|(_, pieces)| pieces.len() as u64).sum();
+            self.cuts.push(KeptCut { cut, pieces });
+            add(index, &mut templates_of(joined));
         }
-        Ok(templates)
+        Ok(())
     }
 
-    /// Number of pieces of a block for one cut before they are joined; fails if that is more than `limit`.
-    fn count_unjoined(&self, geometries: &Geometries, cut: TokenCut, limit: u64) -> Result<u64> {
+    /// Number of pieces of a block for one cut before they are joined, taken off those that are left; fails if these do
+    /// not suffice.
+    pub(crate) fn count_unjoined(&self, geometries: &Geometries, cut: TokenCut, left: &mut PieceBudget) -> Result<u64> {
         let mut pieces = 0u64;
         for LayerPair { layers, slices, .. } in &self.layers {
             for slice in slices {
                 let (local, remote) = geometries.parts(*layers, slice);
                 let cutout = Cutout { ranges: &slice.ranges, tokens: Some(cut) };
-                pieces = pieces.saturating_add(count_pieces(local, remote, cutout));
-                if pieces > limit {
-                    return Err(Error::unplannable(
-                        "pieces",
-                        Place::layer(&geometries.local.layers[layers.local].name).part(&local.name),
-                        "strides",
-                        (format!("{pieces} pieces"), format!("at most {limit}")),
-                        "the bytes of the two sides lie too differently",
-                    ));
+                let of_slice = count_pieces(local, remote, cutout);
+                pieces = pieces.saturating_add(of_slice);
+                let unexplained = of_slice.saturating_sub(MostPieces::of(local, &slice.ranges).pieces(cut, 1));
+                let place = || Place::layer(&geometries.local.layers[layers.local].name).part(&local.name);
+                if unexplained > left.spare
+                    && let Some((place, strides)) = split_unit(place(), local, remote)
+                {
+                    let reason = "every layout of an engine keeps these items together, for each token and head";
+                    return Err(Error::unplannable("split-items", place, "stride", strides, reason));
                 }
+                if pieces > left.all {
+                    let numbers = (format!("{pieces} pieces"), format!("at most {}", left.all));
+                    let reason = "the bytes of the two sides lie too differently";
+                    return Err(Error::unplannable("pieces", place(), "strides", numbers, reason));
+                }
+                left.spare = left.spare.saturating_sub(unexplained);
             }
         }
+        left.all -= pieces;
         Ok(pieces)
     }
 
@@ -236,8 +277,13 @@ impl GroupPair {
 
     /// Pieces of a block for one cut, joined over parts and layers.
     pub(crate) fn templates(&self, geometries: &Geometries, cut: TokenCut) -> Result<Vec<CopyTemplate>> {
-        self.count_unjoined(geometries, cut, MAX_PIECES)?;
-        let mut by_strides: Vec<Vec<Piece>> = vec![Vec::new(); self.strides.len()];
+        self.count_unjoined(geometries, cut, &mut PieceBudget::PLAN.clone())?;
+        Ok(templates_of(self.joined_pieces(geometries, cut)).collect())
+    }
+
+    fn joined_pieces(&self, geometries: &Geometries, cut: TokenCut) -> Vec<(StridePair, Vec<Piece>)> {
+        let mut by_strides: Vec<(StridePair, Vec<Piece>)> =
+            self.strides.iter().map(|&strides| (strides, Vec::new())).collect();
         for layer in &self.layers {
             for slice in &layer.slices {
                 let (local, remote) = geometries.parts(layer.layers, slice);
@@ -246,16 +292,18 @@ impl GroupPair {
                     continue;
                 }
                 let cutout = Cutout { ranges: &slice.ranges, tokens: Some(cut) };
-                part_pieces(local, remote, cutout, layer.bases, &mut by_strides[layer.strides]);
+                part_pieces(local, remote, cutout, layer.bases, &mut by_strides[layer.strides].1);
             }
         }
-        let mut templates = Vec::new();
-        for (&strides, mut pieces) in self.strides.iter().zip(by_strides) {
-            join_neighbours(&mut pieces);
-            templates.extend(pieces.into_iter().map(|piece| CopyTemplate { piece, strides }));
-        }
-        Ok(templates)
+        by_strides.iter_mut().for_each(|(_, pieces)| join_neighbours(pieces));
+        by_strides
     }
+}
+
+fn templates_of(joined: Vec<(StridePair, Vec<Piece>)>) -> impl Iterator<Item = CopyTemplate> {
+    joined
+        .into_iter()
+        .flat_map(|(strides, pieces)| pieces.into_iter().map(move |piece| CopyTemplate { piece, strides }))
 }
 
 #[cfg(test)]

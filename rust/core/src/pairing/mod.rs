@@ -3,6 +3,7 @@
 pub(crate) mod assign;
 pub(crate) mod cuts;
 pub(crate) mod group_pair;
+pub(crate) mod most_pieces;
 pub(crate) mod plan;
 pub(crate) mod settle;
 pub(crate) mod table;

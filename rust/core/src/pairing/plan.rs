@@ -9,7 +9,7 @@ use crate::finding::Finding;
 use crate::geometry::sharing::shared_memory;
 use crate::geometry::types::Geometry;
 use crate::pairing::assign::{Assignment, assign};
-use crate::pairing::group_pair::{Geometries, GroupPair, LayerIndices, MAX_PIECES, PartSlice};
+use crate::pairing::group_pair::{Geometries, GroupPair, LayerIndices, PartSlice, PieceBudget};
 use crate::pairing::settle::settle;
 use crate::pairing::table::Table;
 use crate::pairing::validate::{compare, refuse_errors};
@@ -155,7 +155,7 @@ fn tables(local: &Geometry, sources: &[&Geometry], assignments: Vec<Vec<Assignme
             group_pair.add(&Geometries { local, remote }, layers, slices);
         }
     }
-    let mut left = MAX_PIECES;
+    let mut left = PieceBudget::PLAN;
     by_source
         .into_iter()
         .zip(sources)
@@ -174,6 +174,6 @@ fn self_table(local: &Geometry, is_wanted: impl Fn(usize) -> bool) -> Result<Tab
         let pair = pairs.entry(layer.group).or_insert_with(|| GroupPair::new(layer.group, layer.group));
         pair.add(&geometries, LayerIndices { local: index, remote: index }, slices.collect());
     }
-    let mut left = MAX_PIECES;
+    let mut left = PieceBudget::PLAN;
     Table::new(pairs.into_values().collect(), &geometries, &mut left)
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::error::Result;
-use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair};
+use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair, PieceBudget};
 
 /// Block pairs of one group pair that are cut in one way: indices of both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,37 +45,58 @@ pub(crate) struct Table {
 
 impl Table {
     /// `left` is how many pieces the plan may still have.
-    pub(crate) fn new(mut group_pairs: Vec<GroupPair>, geometries: &Geometries, left: &mut u64) -> Result<Self> {
-        let mut filled: BTreeMap<CopyTemplate, Vec<PairCut>> = BTreeMap::new();
+    pub(crate) fn new(
+        mut group_pairs: Vec<GroupPair>,
+        geometries: &Geometries,
+        left: &mut PieceBudget,
+    ) -> Result<Self> {
+        // Until all are there, an entry is filled by one cut: its index in `cuts`.
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut cuts: Vec<PairCut> = Vec::new();
         for (index, group_pair) in group_pairs.iter_mut().enumerate() {
-            for (cut, templates) in group_pair.cut_whole_blocks(geometries, left)?.into_iter().enumerate() {
-                for template in templates {
-                    filled.entry(template).or_default().push(PairCut { group_pair: index, cut });
-                }
-            }
+            group_pair.cut_whole_blocks(geometries, left, |cut, templates| {
+                let filled_by = cuts.len();
+                cuts.push(PairCut { group_pair: index, cut });
+                entries.extend(templates.map(|template| Entry { template, filled_by }));
+            })?;
         }
-        let mut known: BTreeMap<Vec<PairCut>, usize> = BTreeMap::new();
-        let mut fillers: Vec<Fillers> = Vec::new();
-        let entries = filled
-            .into_iter()
-            .map(|(template, set)| {
-                let filled_by = *known.entry(set).or_insert_with_key(|set| {
-                    fillers.push(Fillers { cuts: set.clone(), bytes: 0, dense: 0, spaced: 0 });
-                    fillers.len() - 1
-                });
-                let Fillers { bytes, dense, spaced, .. } = &mut fillers[filled_by];
-                // Layers that alias can add up to more than there is memory; nothing can be moved into them then.
-                *bytes = bytes.saturating_add(template.piece.len);
-                *(if template.is_dense() { dense } else { spaced }) += 1;
-                Entry { template, filled_by }
-            })
-            .collect();
+        entries.sort_unstable_by_key(|entry| (entry.template, entry.filled_by));
+        let fillers = join_equal(&mut entries, &cuts);
+        entries.shrink_to_fit();
         Ok(Self { group_pairs, entries, fillers })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.group_pairs.is_empty()
     }
+}
+
+/// Leaves one entry of each template, filled by the cuts of all of them: returns the distinct sets of cuts.
+fn join_equal(entries: &mut Vec<Entry>, cuts: &[PairCut]) -> Vec<Fillers> {
+    let mut known: BTreeMap<Vec<PairCut>, usize> = BTreeMap::new();
+    let mut fillers: Vec<Fillers> = Vec::new();
+    let (mut read, mut kept) = (0, 0);
+    let mut set = Vec::new();
+    while let Some(&Entry { template, .. }) = entries.get(read) {
+        set.clear();
+        while let Some(entry) = entries.get(read).filter(|entry| entry.template == template) {
+            set.push(cuts[entry.filled_by]);
+            read += 1;
+        }
+        let filled_by = known.get(&set).copied().unwrap_or_else(|| {
+            known.insert(set.clone(), fillers.len());
+            fillers.push(Fillers { cuts: set.clone(), bytes: 0, dense: 0, spaced: 0 });
+            fillers.len() - 1
+        });
+        let Fillers { bytes, dense, spaced, .. } = &mut fillers[filled_by];
+        // Layers that alias can add up to more than there is memory; nothing can be moved into them then.
+        *bytes = bytes.saturating_add(template.piece.len);
+        *(if template.is_dense() { dense } else { spaced }) += 1;
+        entries[kept] = Entry { template, filled_by };
+        kept += 1;
+    }
+    entries.truncate(kept);
+    fillers
 }
 
 #[cfg(test)]

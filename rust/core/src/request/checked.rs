@@ -46,7 +46,9 @@ impl Plan {
                 excess_bytes = excess_bytes.saturating_add(excess);
             }
         }
-        Ok(CheckedRequest { spans, token_ranges, excess_bytes })
+        let request = CheckedRequest { spans, token_ranges, excess_bytes };
+        self.bound_block_pairs(&request)?;
+        Ok(request)
     }
 
     /// Block pairs of every group pair of a source.

@@ -3,6 +3,7 @@
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
 use crate::pairing::group_pair::{Geometries, StridePair};
+use crate::request::bound::{Allocate, no_memory};
 
 /// Regions of a copy on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -34,9 +35,6 @@ pub(crate) struct ByteRun {
     pub(crate) group: u16,
 }
 
-/// Allocates for so many descriptors; a caller who hands them on may know better where.
-pub type Allocate = fn(usize) -> Vec<Descriptor>;
-
 /// Copies sorted by local address, as descriptors of both sides: row `i` of `remote` is read into row `i` of `local`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Copies {
@@ -54,10 +52,10 @@ pub struct Copies {
 
 impl Copies {
     /// None yet, of the bytes that all will have.
-    pub(crate) fn new(allocate: Allocate, count: usize, bytes_by_group: Vec<u64>) -> Self {
-        let (local, remote) = (allocate(count), allocate(count));
+    pub(crate) fn new(allocate: Allocate, count: usize, bytes_by_group: Vec<u64>) -> Result<Self> {
+        let room = || allocate(count).ok_or_else(|| no_memory(count));
         let descriptors_by_group = vec![0; bytes_by_group.len()];
-        Self { local, remote, bytes_by_group, descriptors_by_group, last: RegionPair::default() }
+        Ok(Self { local: room()?, remote: room()?, bytes_by_group, descriptors_by_group, last: RegionPair::default() })
     }
 
     /// Bytes of all copies.
@@ -116,7 +114,7 @@ impl Copies {
             let end = |run: &ByteRun| run.local + run.len;
             return Err(Error::overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
         }
-        let mut copies = Self::new(allocate, runs.len(), bytes_by_group);
+        let mut copies = Self::new(allocate, runs.len(), bytes_by_group)?;
         for run in runs {
             copies.push(run, run.regions.devices(geometries));
         }
@@ -138,6 +136,7 @@ pub(crate) fn refuse_overlap<'a>(lists: impl Iterator<Item = &'a [Descriptor]>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::bound::ALLOCATE;
 
     fn run(local: u64, remote: u64, len: u64, region: u16) -> ByteRun {
         ByteRun { local, remote, len, regions: RegionPair { local: region, remote: 0 }, group: 0 }
@@ -145,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_copy_goes_on_only_where_both_sides_and_the_region_do() {
-        let mut copies = Copies::new(Vec::with_capacity, 4, vec![0; 2]);
+        let mut copies = Copies::new(ALLOCATE, 4, vec![0; 2]).expect("memory");
         let runs = [run(0, 100, 8, 0), run(8, 108, 8, 0), run(16, 200, 8, 0), run(24, 208, 8, 1)];
         let mut new = Vec::new();
         for (index, one) in runs.into_iter().enumerate() {

@@ -7,7 +7,8 @@ use crate::geometry::types::KernelBlockId;
 use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair};
 use crate::pairing::table::{Fillers, PairCut, Table};
 use crate::request::block_pairs::{BlockRun, OwnedPair, PackedPair, Pairs, is_each_local_block_once, runs, sort};
-use crate::request::copies::{Allocate, ByteRun, Copies, RegionPair};
+use crate::request::bound::{Allocate, Limit, room};
+use crate::request::copies::{ByteRun, Copies, RegionPair};
 use crate::request::pairs_by_cut::PairsByCut;
 
 /// Block pairs that fill the same templates.
@@ -44,7 +45,7 @@ impl Table {
         self.fillers.iter().map(gather).collect()
     }
 
-    fn pairs_of<'a>(&self, filler: PairCut, by_pair: &'a [PairsByCut]) -> &'a [PackedPair] {
+    pub(crate) fn pairs_of<'a>(&self, filler: PairCut, by_pair: &'a [PairsByCut]) -> &'a [PackedPair] {
         by_pair[filler.group_pair].get(self.group_pairs[filler.group_pair].cuts[filler.cut].cut)
     }
 
@@ -75,6 +76,7 @@ impl Table {
 
     /// The copies of a request's block pairs.
     pub(crate) fn copies(&self, geometries: &Geometries, by_pair: &[PairsByCut], allocate: Allocate) -> Result<Copies> {
+        let limit = self.bound_descriptors(by_pair)?;
         let fillings: Vec<Filling> = self.fillers.iter().map(|fillers| self.fill(fillers, by_pair)).collect();
         let filled = || {
             let filled = self.entries.iter();
@@ -83,16 +85,18 @@ impl Table {
         let is_in_order = fillings.iter().all(|filling| is_each_local_block_once(&filling.pairs))
             && is_ascending(filled().map(|filled| (filled.template, filled.filling.pairs.as_slice())));
         let mut bytes = self.bytes_by_group(geometries, by_pair);
+        let count = filled().map(|filled| filled.count()).sum();
+        limit.check(count as u64)?;
         if is_in_order && !self.has_rare_cuts(by_pair) {
-            let mut copies = Copies::new(allocate, filled().map(|filled| filled.count()).sum(), bytes);
+            let mut copies = Copies::new(allocate, count, bytes)?;
             filled().for_each(|filled| filled.append(geometries, &mut copies));
             self.count_extended(by_pair, &fillings, &mut copies.descriptors_by_group);
             return Ok(copies);
         }
-        let mut runs = Vec::new();
+        let mut runs = room(count)?;
         filled().for_each(|filled| filled.byte_runs(&mut runs));
         let kept = runs.len();
-        self.add_rare_cuts(geometries, by_pair, &mut runs)?;
+        self.add_rare_cuts(geometries, by_pair, limit, &mut runs)?;
         for run in &runs[kept..] {
             let of_group = &mut bytes[usize::from(run.group)];
             *of_group = run.len.saturating_add(*of_group);
@@ -138,11 +142,19 @@ impl Table {
         self.group_pairs.iter().zip(by_pair).flat_map(cuts)
     }
 
-    fn add_rare_cuts(&self, geometries: &Geometries, by_pair: &[PairsByCut], runs: &mut Vec<ByteRun>) -> Result<()> {
+    fn add_rare_cuts(
+        &self,
+        geometries: &Geometries,
+        by_pair: &[PairsByCut],
+        limit: Limit,
+        runs: &mut Vec<ByteRun>,
+    ) -> Result<()> {
         for (group_pair, cut, pairs) in self.rare_cuts(by_pair) {
             let group = group_pair.local_group as u16;
             let filling = Filling::new(pairs.iter().map(|&pair| (pair, group)).collect());
-            for template in group_pair.templates(geometries, cut)? {
+            let templates = group_pair.templates(geometries, cut)?;
+            limit.check((runs.len() as u64).saturating_add(templates.len() as u64 * pairs.len() as u64))?;
+            for template in templates {
                 Filled { template: &template, filling: &filling }.byte_runs(runs);
             }
         }

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::pairing::plan::Plan;
 use crate::pairing::view_table::ViewTable;
 use crate::request::block_pairs::{PackedPair, Pairs, runs};
+use crate::request::bound::{ALLOCATE, room};
 use crate::request::span::Span;
 use crate::request::token_ranges::TailPolicy;
 use crate::request::transfer::Transfer;
@@ -39,16 +40,20 @@ impl Plan {
                 let why = "two pairs of groups cut a group's first or last block differently".into();
                 return Err(Error::NoViews { why });
             }
+            let limit = table.bound_descriptors(&by_pair)?;
             let gathered = table.gather(&by_pair);
+            let total = views.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
+            limit.check(total as u64)?;
             is_disjoint &= reads.is_empty() && table.is_surely_disjoint(&gathered, &zero);
-            let ids = encode(source, views, &gathered);
+            let empty = Ids { source, local: room(total)?, remote: room(total)?, ..Ids::default() };
+            let ids = encode(empty, views, &gathered);
             if !ids.local.is_empty() {
                 reads.push(ids);
             }
         }
         if !is_disjoint && !self.is_each_block_once(&request) {
             // Several sources, interleaved views, or an overlap: what is written where has to be looked at one by one.
-            self.reads(&request, &zero, Vec::with_capacity)?;
+            self.reads(&request, &zero, ALLOCATE)?;
         }
         Ok(Transfer::new(reads, zero, &request))
     }
@@ -74,7 +79,7 @@ impl Plan {
 }
 
 /// Ids of gathered pairs: for each pair of views in turn, the ids of its blocks, from the id of block 0 on.
-fn encode(source: usize, table: &ViewTable, gathered: &[Pairs]) -> Ids {
+fn encode(mut ids: Ids, table: &ViewTable, gathered: &[Pairs]) -> Ids {
     // Block ids are below the count of their view, and all ids of a table fit int32.
     let columns: Vec<(Vec<i32>, Vec<i32>, u64)> = gathered
         .iter()
@@ -87,8 +92,6 @@ fn encode(source: usize, table: &ViewTable, gathered: &[Pairs]) -> Ids {
             )
         })
         .collect();
-    let total = table.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
-    let mut ids = Ids { source, local: Vec::with_capacity(total), remote: Vec::with_capacity(total), ..Ids::default() };
     for pair in &table.pairs {
         let (local, remote, runs) = &columns[pair.filled_by];
         let (local_start, remote_start) = (pair.local_start as i32, pair.remote_start as i32);
@@ -117,7 +120,7 @@ mod tests {
         };
         let table = ViewTable { local: vec![], remote: vec![], pairs: vec![pair(0, 100, true), pair(10, 200, false)] };
         let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
-        let ids = encode(3, &table, &[[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
+        let ids = encode(Ids { source: 3, ..Ids::default() }, &table, &[[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);
         assert_eq!(ids.remote, [105, 106, 101, 205, 206, 201]);
         // Blocks 2 and 3 are one run of the dense pair; the other pair has three descriptors.

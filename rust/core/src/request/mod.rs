@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What one request moves and zeroes.
 pub(crate) mod block_pairs;
+pub(crate) mod bound;
 pub(crate) mod checked;
 pub(crate) mod copies;
 pub(crate) mod fill;

@@ -4,8 +4,9 @@ use crate::bytes::rows::Descriptor;
 use crate::error::Result;
 use crate::geometry::sharing::no_block_twice;
 use crate::pairing::plan::Plan;
+use crate::request::bound::{ALLOCATE, Allocate};
 use crate::request::checked::CheckedRequest;
-use crate::request::copies::{Allocate, Copies, refuse_overlap};
+use crate::request::copies::{Copies, refuse_overlap};
 use crate::request::span::Span;
 use crate::request::token_ranges::TailPolicy;
 
@@ -44,7 +45,7 @@ impl Plan {
     /// `local` has a span for each local group, of the blocks to fill. `remote` has, for each source, a span for
     /// each of its groups; a single entry holds for all sources.
     pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
-        self.transfer_in(Vec::with_capacity, num_tokens, local, remote)
+        self.transfer_in(ALLOCATE, num_tokens, local, remote)
     }
 
     /// The same, with descriptors where `allocate` puts them.

@@ -11,6 +11,7 @@ use crate::pairing::group_pair::{Geometries, GroupPair};
 use crate::pairing::plan::Plan;
 use crate::pairing::table::Table;
 use crate::request::block_pairs::{BlockPair, visit_pairs};
+use crate::request::bound::ALLOCATE;
 use crate::request::checked::{CheckedRequest, state_block};
 use crate::request::copies::refuse_overlap;
 use crate::request::pairs_by_cut::PairsByCut;
@@ -38,7 +39,7 @@ impl Plan {
     fn ranges(&self, table: &Table, blocks: impl Fn(&GroupPair) -> PairsByCut) -> Result<Vec<Descriptor>> {
         let by_pair: Vec<PairsByCut> = table.group_pairs.iter().map(blocks).collect();
         let geometries = Geometries { local: &self.local, remote: &self.local };
-        Ok(table.copies(&geometries, &by_pair, Vec::with_capacity)?.local)
+        Ok(table.copies(&geometries, &by_pair, ALLOCATE)?.local)
     }
 
     /// Blocks of a group with the tokens before and after those that are moved.
