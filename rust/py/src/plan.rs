@@ -97,8 +97,8 @@ impl Plan {
     }
 
     /// Say in sentences and numbers what is read from which source, how it is cut, and why.
-    fn explain(&self) -> String {
-        self.core.explain()
+    fn explain(&self, py: Python<'_>) -> String {
+        py.detach(|| self.core.explain())
     }
 
     /// Compute what a request moves, as descriptors.
@@ -155,12 +155,15 @@ impl Plan {
         ids: &Bound<'_, PyAny>,
     ) -> PyResult<Rows<'py>> {
         let ids: Vec<i32> = read_ids("ids", ids)?.into_iter().map(|id| i32::try_from(id).unwrap_or(-1)).collect();
-        rows(py, self.core.id_descriptors(read_index(source)?, &ids).or_raise(py)?)
+        let source = read_index(source)?;
+        rows(py, py.detach(|| self.core.id_descriptors(source, &ids)).or_raise(py)?)
     }
 
     /// Local and remote views of a source, to be prepared once.
     fn views<'py>(&self, py: Python<'py>, source: &Bound<'_, PyAny>) -> PyResult<(Rows<'py>, Rows<'py>)> {
-        let (local, remote) = self.core.views(read_index(source)?).or_raise(py)?;
-        Ok((rows(py, local.to_vec())?, rows(py, remote.to_vec())?))
+        let source = read_index(source)?;
+        let views = || self.core.views(source).map(|(local, remote)| (local.to_vec(), remote.to_vec()));
+        let (local, remote) = py.detach(views).or_raise(py)?;
+        Ok((rows(py, local)?, rows(py, remote)?))
     }
 }

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a peer's geometry can cost: time, memory, and other threads' turns. Refused with the numbers, or cheap.
+
+Before there were bounds, a peer that said its pages of gemma-3-4b were transposed cost D 1.1 million descriptors for 16
+tokens, 36 million and a minute for 512, and an abort for 5,000.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import kvhma
+from kvhma import Geometry, KvhmaError, Span
+from kvhma.models import model
+from kvhma.models.vllm_layout import layout
+from support.limits import cost_of
+
+SECONDS, MEGABYTES, TURNS = 1, 512, 4
+BLOCKS = 1100
+
+
+def gemma(base: int, tp_rank: int = 0, tp_size: int = 1, order: str = "LBHNC") -> Geometry:
+    return layout(
+        model("gemma-3-4b"), num_blocks=BLOCKS, base=base, tp_rank=tp_rank, tp_size=tp_size, order=order
+    )
+
+
+def transposed(geometry: Geometry) -> Geometry:
+    """Turn the content of each page outside of its tokens: as many bytes, every item apart."""
+    form = json.loads(geometry.to_json())
+    for page in form["pages"]:
+        for part in page["parts"]:
+            by_name = {axis["name"]: axis for axis in part["axes"]}
+            if {"tokens", "content"} <= by_name.keys():
+                tokens, content = by_name["tokens"], by_name["content"]
+                tokens["stride"], content["stride"] = part["item_bytes"], part["item_bytes"] * tokens["extent"]
+    return Geometry.from_json(json.dumps(form))
+
+
+def moved(local: Geometry, remote: Geometry, tokens: int, how: str) -> str:
+    """Return what a request of so many tokens comes to."""
+
+    def spans(geometry: Geometry) -> list[Span]:
+        found = []
+        for group in geometry.groups:
+            window = group.window or tokens
+            first = max(0, tokens - window) // group.block_size
+            count = -(-tokens // group.block_size) - first
+            found.append((first, count))
+        ids = iter(range(1, BLOCKS))
+        return [Span(first, [next(ids) for _ in range(count)]) for first, count in found]
+
+    try:
+        transfer = getattr(kvhma.plan(local, remote), how)(tokens, spans(local), spans(remote))
+    except KvhmaError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{sum(read.descriptors for read in transfer.reads)} descriptors"
+
+
+def transposed_pages(tokens: int, how: str) -> str:
+    return moved(gemma(1 << 40), transposed(gemma(1 << 42)), tokens, how)
+
+
+@pytest.mark.parametrize("tokens", [16, 512, 5000])
+@pytest.mark.parametrize("how", ["transfer", "ids"])
+def test_transposed_pages_are_refused_when_the_plan_is_made(tokens, how):
+    cost = cost_of(transposed_pages, tokens, how)
+    assert cost.result.startswith("UnsupportedPairError: ")
+    assert 'part "kv" axis "content": stride cannot be paired: 2 bytes from index to index with 32' in cost.result
+    assert cost.seconds < SECONDS
+    assert cost.megabytes < MEGABYTES
+
+
+def small_pages(base: int, order: tuple[str, ...], blocks: int = 1 << 15) -> Geometry:
+    """One layer with 4 heads, 4 tokens and content of 64 bytes: as bytes, in an order of axes, outermost first."""
+    stride, axes = 1, []
+    lengths = {"heads": 4, "tokens": 4, "content": 64}
+    for name in reversed(order):
+        axes.append(kvhma.Axis(name, lengths[name], stride))
+        stride *= lengths[name]
+    page = kvhma.Page((kvhma.Part("kv", "u8", 1, 0, tuple(axes)),))
+    region = kvhma.Region(base, stride * blocks)
+    return Geometry((region,), (kvhma.Group("full", 4),), (kvhma.Layer("a", 0, 0, 0, blocks, stride, page),))
+
+
+def small(order: tuple[str, ...], blocks: int, how: str) -> str:
+    local, remote = small_pages(1 << 40, ("heads", "tokens", "content")), small_pages(1 << 42, order)
+    spans = [Span(0, range(1, blocks + 1))]
+    try:
+        transfer = getattr(kvhma.plan(local, remote), how)(4 * blocks, spans, spans)
+    except KvhmaError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{len(transfer.reads[0].local)} descriptors"
+
+
+@pytest.mark.parametrize("how", ["transfer", "ids"])
+def test_a_request_with_more_descriptors_than_layouts_explain_is_refused_before_they_are_made(how):
+    cost = cost_of(small, ("content", "heads", "tokens"), 4096, how)
+    # 1,024 items in each of 4,096 blocks, where 16 pieces of a block are the most that orders of engines make.
+    assert "RequestError: the request takes 4194304 descriptors, at most 1048576: " in cost.result
+    assert cost.seconds < SECONDS
+    assert cost.megabytes < MEGABYTES
+
+
+@pytest.mark.parametrize("how", ["transfer", "ids"])
+def test_odd_layouts_are_moved_while_that_is_cheap(how):
+    assert small(("content", "heads", "tokens"), 100, how) == "102400 descriptors"
+
+
+@pytest.mark.parametrize("how", ["transfer", "ids"])
+def test_an_order_of_an_engine_is_never_refused(how):
+    assert small(("tokens", "heads", "content"), 30_000, how) == f"{30_000 * 16} descriptors"
+
+
+def in_turn(work: Callable[[], object]) -> int:
+    """Run something in another thread, and return how often this one got no turn for 20 ms meanwhile."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)
+    late, done = 0, threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not done.is_set():
+        start, used = time.monotonic(), time.thread_time()
+        time.sleep(0)
+        # What this thread itself used is no wait; the rest is the other one's, or the machine's.
+        late += time.monotonic() - start - (time.thread_time() - used) > 0.02
+    thread.join()
+    sys.setswitchinterval(interval)
+    return late
+
+
+def large() -> Geometry:
+    """Many layers, each with a page of its own and many parts: about 10 MiB of JSON."""
+    def axes(index: int) -> tuple[kvhma.Axis, ...]:
+        return (kvhma.Axis("tokens", 4, 8), kvhma.Axis("content", 8, 1))
+
+    pages = [
+        kvhma.Page(tuple(kvhma.Part(f"p{part}", "u8", 1, 32 * part + 4096 * index, axes(index)) for part in range(32)))
+        for index in range(1500)
+    ]
+    layers = tuple(
+        kvhma.Layer(f"layer.{index}", 0, 0, 0, 1, 1 << 30, page) for index, page in enumerate(pages)
+    )
+    return Geometry((kvhma.Region(1 << 40, 1 << 30),), (kvhma.Group("full", 4),), layers)
+
+
+def turns_of_large() -> dict[str, int]:
+    geometry = large()
+    text = geometry.to_json()
+    return {
+        "from_json": in_turn(lambda: Geometry.from_json(text)),
+        "validate": in_turn(lambda: kvhma.validate(geometry, geometry)),
+        "plan": in_turn(lambda: kvhma.plan(geometry, geometry)),
+        "explain": in_turn(kvhma.plan(geometry, geometry).explain),
+    }
+
+
+def test_other_threads_have_their_turns():
+    late = cost_of(turns_of_large).result
+    # A busy machine keeps a thread from its turn now and then; what holds the interpreter does so every time.
+    assert all(count <= TURNS for count in late.values()), late
+
+
+def parsed(text: bytes) -> int:
+    return len(Geometry.from_json(text).layers)
+
+
+def test_the_longest_geometry_is_read_soon():
+    cost = cost_of(parsed, large().to_json())
+    assert cost.result == 1500
+    assert cost.seconds < 2 * SECONDS
+    assert cost.megabytes < MEGABYTES

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function in a clean process of its own and says what it cost there."""
+
+from __future__ import annotations
+
+import resource
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a function returned, and what it took.
+
+    Attributes:
+        result: what it returned.
+        seconds: processor time, so that a busy machine does not count.
+        megabytes: by how much the process grew at its largest.
+    """
+
+    result: object
+    seconds: float
+    megabytes: float
+
+
+def cost_of(function: Callable[..., object], *arguments: object) -> Cost:
+    """Run a function of a module in a process that has done nothing else, and raise what it raises as text."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["kvhma", "support.limits"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, function, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        answer = "the process ended by itself"
+    process.join()
+    assert isinstance(answer, Cost), f"{answer} (exit code {process.exitcode})"
+    return answer
+
+
+def _run(pipe: Connection, function: Callable[..., object], *arguments: object) -> None:
+    before, start = _peak(), time.process_time()
+    try:
+        result = function(*arguments)
+        pipe.send(Cost(result, time.process_time() - start, _peak() - before))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
