@@ -26,9 +26,7 @@ BLOCKS = 1100
 
 
 def gemma(base: int, tp_rank: int = 0, tp_size: int = 1, order: str = "LBHNC") -> Geometry:
-    return layout(
-        model("gemma-3-4b"), num_blocks=BLOCKS, base=base, tp_rank=tp_rank, tp_size=tp_size, order=order
-    )
+    return layout(model("gemma-3-4b"), num_blocks=BLOCKS, base=base, tp_rank=tp_rank, tp_size=tp_size, order=order)
 
 
 def transposed(geometry: Geometry) -> Geometry:
@@ -145,6 +143,7 @@ def in_turn(work: Callable[[], object]) -> int:
 
 def large() -> Geometry:
     """Many layers, each with a page of its own and many parts: about 10 MiB of JSON."""
+
     def axes(index: int) -> tuple[kvhma.Axis, ...]:
         return (kvhma.Axis("tokens", 4, 8), kvhma.Axis("content", 8, 1))
 
@@ -152,9 +151,7 @@ def large() -> Geometry:
         kvhma.Page(tuple(kvhma.Part(f"p{part}", "u8", 1, 32 * part + 4096 * index, axes(index)) for part in range(32)))
         for index in range(1500)
     ]
-    layers = tuple(
-        kvhma.Layer(f"layer.{index}", 0, 0, 0, 1, 1 << 30, page) for index, page in enumerate(pages)
-    )
+    layers = tuple(kvhma.Layer(f"layer.{index}", 0, 0, 0, 1, 1 << 30, page) for index, page in enumerate(pages))
     return Geometry((kvhma.Region(1 << 40, 1 << 30),), (kvhma.Group("full", 4),), layers)
 
 

@@ -22,7 +22,6 @@ SECONDS = 3  # of the processor, for the few things each case does; each of them
 MEGABYTES = 512
 
 
-
 def bounded(function, path):
     cost = cost_of(function, path)
     assert cost.seconds < SECONDS

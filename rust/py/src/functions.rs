@@ -13,11 +13,7 @@ use crate::results::Finding;
 
 /// Compare two geometries: what keeps them from being paired, and what is worth knowing.
 #[pyfunction]
-pub(crate) fn validate(
-    py: Python<'_>,
-    local: &Bound<'_, PyAny>,
-    remote: &Bound<'_, PyAny>,
-) -> PyResult<Vec<Finding>> {
+pub(crate) fn validate(py: Python<'_>, local: &Bound<'_, PyAny>, remote: &Bound<'_, PyAny>) -> PyResult<Vec<Finding>> {
     let (local, remote) = (read_geometry("local", local)?, read_geometry("remote", remote)?);
     let (local, remote) = (&local.get().geometry, &remote.get().geometry);
     let findings = py.detach(|| kvhma_core::validate(local, remote));

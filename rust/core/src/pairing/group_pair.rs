@@ -241,7 +241,7 @@ impl GroupPair {
                 let unexplained = of_slice.saturating_sub(MostPieces::of(local, &slice.ranges).pieces(cut, 1));
                 let place = || Place::layer(&geometries.local.layers[layers.local].name).part(&local.name);
                 if unexplained > left.spare
-                    && let Some((place, strides)) = split_unit(place(), local, remote)
+                    && let Some((place, strides)) = split_unit(&place(), local, remote)
                 {
                     let reason = "every layout of an engine keeps these items together, for each token and head";
                     return Err(Error::unplannable("split-items", place, "stride", strides, reason));
@@ -277,7 +277,8 @@ impl GroupPair {
 
     /// Pieces of a block for one cut, joined over parts and layers.
     pub(crate) fn templates(&self, geometries: &Geometries, cut: TokenCut) -> Result<Vec<CopyTemplate>> {
-        self.count_unjoined(geometries, cut, &mut PieceBudget::PLAN.clone())?;
+        let mut left = PieceBudget::PLAN;
+        self.count_unjoined(geometries, cut, &mut left)?;
         Ok(templates_of(self.joined_pieces(geometries, cut)).collect())
     }
 
@@ -295,7 +296,9 @@ impl GroupPair {
                 part_pieces(local, remote, cutout, layer.bases, &mut by_strides[layer.strides].1);
             }
         }
-        by_strides.iter_mut().for_each(|(_, pieces)| join_neighbours(pieces));
+        for (_, pieces) in &mut by_strides {
+            join_neighbours(pieces);
+        }
         by_strides
     }
 }

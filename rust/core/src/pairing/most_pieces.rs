@@ -60,7 +60,7 @@ fn unit(part: &Part) -> Option<&Axis> {
 }
 
 /// What of a pair of parts splits the unit: the place, and the bytes from index to index on both sides.
-pub(crate) fn split_unit(place: Place, local: &Part, remote: &Part) -> Option<(Place, (String, String))> {
+pub(crate) fn split_unit(place: &Place, local: &Part, remote: &Part) -> Option<(Place, (String, String))> {
     let inner = unit(local)?;
     let other = remote.axis(&inner.name)?;
     let bytes = |axis: &Axis| format!("{} bytes from index to index", axis.stride);
@@ -123,9 +123,9 @@ mod tests {
     fn what_splits_it_is_named() {
         let local = part(&[("heads", 4, 4096), ("tokens", 16, 256), ("content", 128, 2)]);
         let transposed = part(&[("heads", 4, 4096), ("tokens", 16, 2), ("content", 128, 32)]);
-        let (place, (one, other)) = split_unit(Place::layer("a"), &local, &transposed).expect("content is split");
+        let (place, (one, other)) = split_unit(&Place::layer("a"), &local, &transposed).expect("content is split");
         assert_eq!(place.axis.as_deref(), Some("content"));
         assert_eq!((one.as_str(), other.as_str()), ("2 bytes from index to index", "32 bytes from index to index"));
-        assert_eq!(split_unit(Place::layer("a"), &local, &local), None);
+        assert_eq!(split_unit(&Place::layer("a"), &local, &local), None);
     }
 }
