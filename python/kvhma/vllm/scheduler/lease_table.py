@@ -47,10 +47,10 @@ class LeaseEnd(enum.Enum):
     """Its lease ended, and no engine had ever claimed it."""
 
     NOT_RENEWED = "not_renewed"
-    """Its lease ended, and who had claimed it had neither read it nor let go of it."""
+    """Its lease ended, and who had claimed it had neither read nor released it."""
 
     UNREAD = "unread"
-    """Its lease ended, and whoever had claimed it had let go of it without having read it."""
+    """Its lease ended, and who had claimed it had released it unread."""
 
     DROPPED = "dropped"
     """Nobody had claimed or read it, and newer ones needed its place."""
