@@ -32,7 +32,7 @@ from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import AskHello, Leases, LeaseState, Renew, frame
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
 
 ENGINES = (256, 1024)
 HELLO = bytes(20_000)
@@ -64,14 +64,23 @@ class AnyLease:
         pass
 
 
+class Uncounted:
+    """Takes what is counted."""
+
+    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
+        pass
+
+    def record(self, **values: float) -> None:
+        pass
+
+
 def start_kvhma(port: int, secret: bool) -> None:
     Listener(
         Address("127.0.0.1", port),
-        engine_id="p",
-        incarnation_id=1,
-        hellos={(0, 0): (HELLO, bytes(32))},
+        LocalEngine("p", 1, {(0, 0): (HELLO, bytes(32))}),
         leases=AnyLease(),
         secrets=Secrets([SECRET] if secret else []),
+        counters=Uncounted(),
     )
 
 

@@ -36,6 +36,8 @@ PICTURES = {
         scheduler | worker
         *
         wire
+        threads
+        counters
     """,
     "rust/core/src": """
         lib

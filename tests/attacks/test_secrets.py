@@ -31,6 +31,7 @@ from support.listening import (
     close_all,
     connect,
     descriptors,
+    errors,
     has_ended,
     hostile,
     is_answered,
@@ -48,7 +49,7 @@ NONE = Secrets()
 def address():
     with listening(secrets=A) as found:
         yield found.at
-        assert found.failures == 0
+        assert errors(found) == 0
 
 
 @pytest.fixture

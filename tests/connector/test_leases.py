@@ -30,8 +30,9 @@ from kvhma.vllm.wire.messages import (
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.proofs import ProofKey, Proving, new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker.lease import LeaseQuestion
+from support.counted import Counted
 from support.engines.engine import free_port
 from support.listening import hostile
 
@@ -72,7 +73,7 @@ def address():
 
 
 def make_renewer(**more):
-    options = {"timeout": 0.3, "max_peers": 2, "secrets": OPEN, "restarted": lambda thread: None}
+    options = {"timeout": 0.3, "max_peers": 2, "secrets": OPEN, "counters": Counted()}
     return LeaseRenewer(**options | more)
 
 
@@ -84,7 +85,7 @@ def renewer():
 
 
 def listen(address, leases):
-    return Listener(address, engine_id="p", incarnation_id=1, hellos=HELLOS, leases=leases, secrets=OPEN)
+    return Listener(address, LocalEngine("p", 1, HELLOS), leases=leases, secrets=OPEN, counters=Counted())
 
 
 def end_of(table, key):
@@ -224,8 +225,8 @@ def test_an_engine_that_becomes_slow_is_not_prompt_any_more(address, service, re
 
 def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypatch, caplog):
     """A panic ended the one thread of the renewer, and with it all leases of the engine (S8)."""
-    restarts = []
-    renewer = make_renewer(restarted=restarts.append)
+    counted = Counted()
+    renewer = make_renewer(counters=counted)
     take_work, left = lease_renewer._Session.take_work, [Panic("p"), Panic("q")]
 
     def panics(self, now):
@@ -238,7 +239,7 @@ def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypat
         one = claim(key_of("a"))
         renewer.track(address, one, every=0.05)
         until(lambda: renewer.held(address, one))
-        assert restarts == ["kvhma-lease-renewer"] * 2
+        assert counted.by_label("thread_restarts") == {"kvhma-lease-renewer": 2}
         assert "kvhma-lease-renewer met an error" in caplog.text
     finally:
         renewer.close()

@@ -12,6 +12,7 @@ pytest.importorskip("cryptography")
 from kvhma.nixl import WARM_UP, Agent
 from kvhma.vllm.worker import notifications
 from kvhma.vllm.worker.notifications import NotificationDrain
+from support.counted import Counted
 from support.fake_nixl import ERRORS, FakeNet, FakeNixl
 from support.flat import flat_geometry
 
@@ -24,8 +25,12 @@ class Drained:
         self.net = FakeNet()
         self.nixl = FakeNixl("P", self.net)
         self.agent = Agent("P", nixl=self.nixl)
-        self.dropped, self.restarts = [], []
-        self.drain = NotificationDrain(self.agent, self.dropped.append, self.restarts.append)
+        self.counted = Counted()
+        self.drain = NotificationDrain(self.agent, self.counted)
+
+    @property
+    def dropped(self):
+        return self.counted.numbers["dropped_notifications"]
 
     def wait(self, condition):
         end = time.monotonic() + 5
@@ -46,16 +51,18 @@ def test_strangers_fill_nothing(drained):
     """S12: notifications that peers sent piled up in NIXL for as long as the worker lived."""
     drained.nixl.inbox += [("stranger", bytes(1000))] * 5000
     drained.nixl.inbox += [("D", WARM_UP)] * 7
-    drained.wait(lambda: sum(drained.dropped) == 5000)
+    drained.wait(lambda: drained.dropped == 5000)
     assert not drained.nixl.inbox
 
 
 def test_errors_end_nothing(drained):
     drained.net.fail["get_new_notifs"] = [ERRORS["nixlBackendError"]("no"), SystemError("panic"), KeyboardInterrupt()]
     drained.nixl.inbox.append(("stranger", b"x"))
-    drained.wait(lambda: drained.dropped == [1])
+    drained.wait(lambda: drained.dropped == 1)
     assert not drained.net.fail["get_new_notifs"]
-    assert drained.restarts == ["kvhma-notifications"], "what is no Exception begins the thread anew"
+    assert drained.counted.by_label("thread_restarts") == {"kvhma-notifications": 1}, (
+        "what is no Exception begins the thread anew"
+    )
 
 
 def test_a_peer_that_sends_what_kvhma_does_not(drained):
@@ -65,4 +72,4 @@ def test_a_peer_that_sends_what_kvhma_does_not(drained):
     peer = d.connect(drained.agent.handshake_payload(geometry))
     for _ in range(3):
         d.notify(peer, b"\n" * 100)
-    drained.wait(lambda: sum(drained.dropped) == 3)
+    drained.wait(lambda: drained.dropped == 3)

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -30,11 +29,12 @@ from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.proofs import new_agent_key, sign_hello
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker import prefill_engines
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.hellos import HelloBudget
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
+from support.counted import Counted
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
@@ -42,20 +42,6 @@ from support.identity import EXTRA, IDENTITY
 
 NOBODY = LeaseTable(30)
 NO_SECRET = Secrets()
-
-
-class Counted:
-    """What was counted and recorded."""
-
-    def __init__(self) -> None:
-        self.numbers: Counter[str] = Counter()
-        self.seconds: list[float] = []
-
-    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
-        self.numbers[name] += int(number)
-
-    def record(self, **values: float) -> None:
-        self.seconds += values.values()
 
 
 class World:
@@ -102,9 +88,8 @@ class World:
         """Start to listen for an engine whose workers say this."""
         address = at or Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
-        listener = Listener(
-            address, engine_id="p", incarnation_id=instance, hellos=said, leases=NOBODY, secrets=secrets
-        )
+        engine = LocalEngine("p", instance, said)
+        listener = Listener(address, engine, leases=NOBODY, secrets=secrets, counters=Counted())
         self.listeners.append(listener)
         return Incarnation(address, "p", instance, None)
 
@@ -153,7 +138,7 @@ def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
     world.engines.release(first)
     world.engines.release(second)
     assert world.acquire(remote) is second
-    assert world.counted.numbers["handshakes"] == len(world.counted.seconds) == 2
+    assert world.counted.numbers["handshakes"] == len(world.counted.values) == 2
 
 
 def test_an_engine_with_two_addresses():

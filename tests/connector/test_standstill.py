@@ -7,6 +7,7 @@ import pytest
 
 from kvhma.vllm import standstill as module
 from kvhma.vllm.standstill import Clocks, StandstillWatch, read_clocks, standstill
+from support.counted import Counted
 
 BEFORE = Clocks(monotonic=100.0, boottime=500.0, realtime=1e9)
 
@@ -51,14 +52,14 @@ def test_one_line_and_one_count_for_each(monkeypatch, caplog):
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.01)
     real = module.read_clocks
     monkeypatch.setattr(module, "read_clocks", lambda: real()._replace(boottime=real().boottime + jump[0]))
-    noticed = []
-    watch = StandstillWatch(lambda: noticed.append(1), lambda name: None)
+    counted = Counted()
+    watch = StandstillWatch(counted)
     try:
         time.sleep(0.1)
-        assert not noticed
+        assert not counted.numbers
         jump[0] = 8.0
         time.sleep(0.1)
-        assert len(noticed) == 1
+        assert counted.numbers == {"stood_still": 1}
         (line,) = (record.getMessage() for record in caplog.records)
         assert line == "kvhma: this process stood still for 8.0 s: the machine was suspended"
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 from kvhma.vllm import threads
 from kvhma.vllm.threads import SupervisedThread, in_thread
+from support.counted import Counted
 
 
 class Panic(BaseException):
@@ -17,16 +18,16 @@ class Panic(BaseException):
 @pytest.mark.parametrize("kind", [ValueError, Panic, SystemExit])
 def test_work_begins_again_whatever_is_raised(kind, caplog):
     """`except Exception` let a panic of Rust through: the thread ended, and with it every load (S8)."""
-    left, restarts, recovered = [kind("a"), kind("b")], [], []
+    left, counted, recovered = [kind("a"), kind("b")], Counted(), []
 
     def work():
         if left:
             raise left.pop(0)
 
-    thread = SupervisedThread("kvhma-test", work, restarted=restarts.append, recover=recovered.append)
+    thread = SupervisedThread("kvhma-test", work, counted, recover=recovered.append)
     thread.join(5)
     assert not thread.is_alive()
-    assert restarts == ["kvhma-test"] * 2
+    assert counted.by_label("thread_restarts") == {"kvhma-test": 2}
     assert [str(error) for error in recovered] == ["a", "b"]
     assert caplog.text.count("thread kvhma-test met an error") == 2
 
@@ -43,7 +44,7 @@ def test_what_recovers_may_raise_too():
         if len(raised) < 3:
             raise Panic("recover")
 
-    SupervisedThread("kvhma-test", work, restarted=lambda name: None, recover=recover).join(5)
+    SupervisedThread("kvhma-test", work, Counted(), recover=recover).join(5)
     assert raised == ["work", "recover", "recover"]
 
 
@@ -56,7 +57,7 @@ def test_work_that_fails_at_once_does_not_spin(monkeypatch):
         if not closed.is_set():
             raise Panic
 
-    thread = SupervisedThread("kvhma-test", work, restarted=lambda name: None)
+    thread = SupervisedThread("kvhma-test", work, Counted())
     time.sleep(0.5)
     closed.set()
     thread.join(5)

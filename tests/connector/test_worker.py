@@ -25,11 +25,12 @@ from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker import lease, loading, polling, preconnect
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.results import LoadResults
 from kvhma.vllm.worker.worker import KvhmaWorker
+from support.counted import Counted
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
@@ -59,11 +60,10 @@ class Prefill:
     def listen(self) -> None:
         self.listener = Listener(
             self.address,
-            engine_id="p",
-            incarnation_id=self.instance,
-            hellos=self.hellos,
+            LocalEngine("p", self.instance, self.hellos),
             leases=self.leases,
             secrets=Secrets(),
+            counters=Counted(),
         )
 
     def remote(self, name: str, blocks: list[int], *, held: bool = True, lease: float = 30.0) -> PrefillParams:

@@ -21,7 +21,8 @@ from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
+from support.counted import Counted
 from support.engines import Zygote, engines, free_port
 from support.handoff import all_free, failures, hand_over, kvhma, loads, prefill, prompts, same
 from support.handoff import decode as decode_at
@@ -67,11 +68,14 @@ def listening(info: EngineInfo, hello: bytes) -> Iterator[Address]:
     address = Address("127.0.0.1", free_port())
     listener = Listener(
         address,
-        engine_id=info.engine_id,
-        incarnation_id=int.from_bytes(info.incarnation_id, "big"),
-        hellos={info.ranks[0]: (hello, new_agent_key()[0])},
+        LocalEngine(
+            info.engine_id,
+            int.from_bytes(info.incarnation_id, "big"),
+            {info.ranks[0]: (hello, new_agent_key()[0])},
+        ),
         leases=Liar(),
         secrets=Secrets(),
+        counters=Counted(),
     )
     try:
         yield address

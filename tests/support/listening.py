@@ -18,7 +18,8 @@ from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, EngineInfo, LeaseState, Outcome, RankHello
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
+from support.counted import Counted
 from support.engines.engine import free_port
 
 HELLO = b"zero" * 10_000
@@ -49,24 +50,28 @@ class AnyLease:
 def listening(
     *, secrets: Secrets | None = None, leases: AnyLease | None = None, at: Address | None = None
 ) -> Iterator[Listener]:
-    """A listener at a free port of this machine, which has to answer at the end still; its address is `at`."""
+    """A listener at a free port of this machine, which has to answer at the end still.
+
+    Its address is `at`, what it counts `counted`.
+    """
     address = at or Address("127.0.0.1", free_port())
     secrets = secrets or Secrets()
-    listener = Listener(
-        address,
-        engine_id="p",
-        incarnation_id=258,
-        hellos={(0, 0): (HELLO, PRIVATE_KEY), (0, 1): (b"one", PRIVATE_KEY)},
-        leases=leases or AnyLease(),
-        secrets=secrets,
-    )
-    listener.at = address
+    engine = LocalEngine("p", 258, {(0, 0): (HELLO, PRIVATE_KEY), (0, 1): (b"one", PRIVATE_KEY)})
+    counted = Counted()
+    listener = Listener(address, engine, leases=leases or AnyLease(), secrets=secrets, counters=counted)
+    listener.at, listener.counted = address, counted
     try:
         yield listener
         if not listener._stopping:
             answers(address, secrets)
     finally:
         listener.close()
+
+
+def errors(listener: Listener) -> int:
+    """How often something was raised on the listener's own side."""
+    numbers = listener.counted.numbers
+    return numbers["thread_restarts:kvhma-listener"] + numbers["side_channel_refused:error"]
 
 
 def answers(address: Address, secrets: Secrets | None = None) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
+from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
 
 logger = logging.getLogger("vllm.kvhma")
@@ -58,11 +58,11 @@ def standstill(before: Clocks, after: Clocks, slept: float) -> tuple[float, str]
 class StandstillWatch:
     """A thread that compares the clocks once a second."""
 
-    def __init__(self, noticed: Callable[[], None], restarted: Callable[[str], None]) -> None:
-        """Start; `noticed` is called after each standstill, `restarted` as for a :class:`SupervisedThread`."""
-        self._noticed = noticed
+    def __init__(self, counters: Counters) -> None:
+        """Start; each standstill is counted."""
+        self._counters = counters
         self._closed = threading.Event()
-        self._thread = SupervisedThread("kvhma-standstill", self._run, restarted=restarted)
+        self._thread = SupervisedThread("kvhma-standstill", self._run, counters)
 
     def close(self) -> None:
         """Stop."""
@@ -76,5 +76,5 @@ class StandstillWatch:
             found = standstill(before, after, _INTERVAL_SECONDS)
             if found is not None:
                 logger.warning("kvhma: this process stood still for %.1f s: %s", *found)
-                self._noticed()
+                self._counters.count("stood_still")
             before = after

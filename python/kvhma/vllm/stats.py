@@ -62,7 +62,9 @@ METRICS = {
     "refused_sources": Metric(
         "Requests whose parameters name an engine that they may not be loaded from.", label="reason"
     ),
-    "side_channel_refused": Metric("Connections that the side channel refused or cut off.", label="reason"),
+    "side_channel_refused": Metric(
+        "Connections that the side channel refused or cut off, and its own errors.", label="reason"
+    ),
     "refused_engines": Metric("Handshakes that were refused while max_peers other engines were busy."),
     "dropped_notifications": Metric("Notifications of NIXL that no kvhma sends, and that were dropped."),
     "group_bytes": Metric("Bytes moved for a group.", label="group"),

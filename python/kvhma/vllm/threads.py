@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvhma.vllm.counters import Counters
+
 logger = logging.getLogger("vllm.kvhma")
 
 _PAUSE_SECONDS = 0.1
@@ -28,8 +30,8 @@ class SupervisedThread:
         self,
         name: str,
         work: Callable[[], None],
+        counters: Counters,
         *,
-        restarted: Callable[[str], None],
         recover: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Start.
@@ -37,12 +39,12 @@ class SupervisedThread:
         Args:
             name: of the thread.
             work: what it does; the thread ends when this returns.
-            restarted: called with the name whenever the work begins again, to be counted.
+            counters: count, by the name, how often the work began again.
             recover: called before that with what was raised, in this thread.
         """
         self._name = name
         self._work = work
-        self._restarted = restarted
+        self._counters = counters
         self._recover = recover
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -75,7 +77,7 @@ class SupervisedThread:
         logger.error(
             "kvhma: thread %s met an error of the connector's own and begins again", self._name, exc_info=error
         )
-        self._restarted(self._name)
+        self._counters.count("thread_restarts", label=self._name)
         if self._recover is not None:
             self._recover(error)
 

@@ -99,7 +99,7 @@ class DecodeScheduler:
             timeout=settings.handshake_timeout,
             max_peers=settings.max_peers,
             secrets=context.secrets,
-            restarted=lambda thread: context.stats.count("thread_restarts", label=thread),
+            counters=context.stats,
         )
         self.pending: dict[str, PendingLoad] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()

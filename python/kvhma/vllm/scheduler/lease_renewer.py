@@ -8,11 +8,12 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TypeVar
 
 from kvhma.errors import HandshakeError
+from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import MAX_CLAIMS, Done, Leases, LeaseState, Outcome, Release, Renew, write_claim
@@ -121,16 +122,16 @@ class LeaseRenewer:
     were slow, cannot have all of them: however many such a stranger's parameters name, others are renewed in time.
     """
 
-    def __init__(self, *, timeout: float, max_peers: int, secrets: Secrets, restarted: Callable[[str], None]) -> None:
+    def __init__(self, *, timeout: float, max_peers: int, secrets: Secrets, counters: Counters) -> None:
         """Start without threads.
 
         Args:
             timeout: seconds to wait for an answer.
             max_peers: engines to talk to at a time.
             secrets: of this engine.
-            restarted: as for :class:`kvhma.vllm.threads.SupervisedThread`.
+            counters: count threads that begin again.
         """
-        self._restarted = restarted
+        self._counters = counters
         self._timeout = timeout
         self._secrets = secrets
         self._max_threads = max(2, max_peers)
@@ -192,7 +193,7 @@ class LeaseRenewer:
         if not self._idle and self._running < self._max_threads and not self._closing:
             self._running += 1
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._threads.append(SupervisedThread("kvhma-lease-renewer", self._run, restarted=self._restarted))
+            self._threads.append(SupervisedThread("kvhma-lease-renewer", self._run, self._counters))
 
     def _run(self) -> None:
         while (session := self._next()) is not None:

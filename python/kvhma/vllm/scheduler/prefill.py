@@ -17,7 +17,7 @@ from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_table import LeaseEnd
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, new_nonce
-from kvhma.vllm.wire.server import Listener
+from kvhma.vllm.wire.server import Listener, LocalEngine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,8 +49,6 @@ class PrefillScheduler:
         self._context = context
         self._incarnation_id = new_nonce()
         self._listener: Listener | None = None
-        self._refused: dict[str, int] = {}
-        """Connections that were refused and counted, by reason."""
         self._shortened: set[str] = set()
         """Requests that stop before the tokens that D computes itself."""
         self._to_stage: dict[str, Request] = {}
@@ -66,13 +64,14 @@ class PrefillScheduler:
     def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank."""
         if self._listener is None:
+            context = self._context
+            signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
             self._listener = Listener(
-                self._context.engine.address,
-                engine_id=self._context.engine.engine_id,
-                incarnation_id=self._incarnation_id,
-                hellos={rank: (hello.data, hello.private_key) for rank, hello in hellos.items()},
-                leases=self._context.leases,
-                secrets=self._context.secrets,
+                context.engine.address,
+                LocalEngine(context.engine.engine_id, self._incarnation_id, signed),
+                leases=context.leases,
+                secrets=context.secrets,
+                counters=context.stats,
             )
 
     def add(self, request: Request) -> None:
@@ -87,7 +86,6 @@ class PrefillScheduler:
     def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Tell the workers which requests are not kept any more, and what to copy to host memory."""
         metadata.sent = self._take_ended()
-        self._count_refused()
         if self._to_stage:
             metadata.copy_to_host = self._finished_prefills(output)
 
@@ -114,13 +112,6 @@ class PrefillScheduler:
                 "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
             )
         return [name for names in ended.values() for name in names]
-
-    def _count_refused(self) -> None:
-        if self._listener is not None:
-            for reason, number in self._listener.refused.items():
-                if new := number - self._refused.get(reason, 0):
-                    self._context.stats.count("side_channel_refused", new, label=reason)
-                    self._refused[reason] = number
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Keep the blocks of a request that has ended, if a decode engine is to read them.

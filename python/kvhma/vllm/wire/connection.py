@@ -15,17 +15,14 @@ import ssl
 import time
 from collections.abc import Callable
 
-from kvhma.errors import HandshakeError
 from kvhma.vllm.wire.messages import (
     HEADER_BYTES,
     MAX_QUESTION_BYTES,
     PROTOCOL,
     Answer,
     Problem,
-    Question,
     frame,
     frame_length,
-    read_question,
 )
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.secrets import Secrets
@@ -74,9 +71,9 @@ class Connection:
     """
 
     def __init__(
-        self, accepted: socket.socket, host: str, secrets: Secrets, answer: Callable[[Question], Answer]
+        self, accepted: socket.socket, host: str, secrets: Secrets, answer: Callable[[memoryview], Answer]
     ) -> None:
-        """Take an accepted connection."""
+        """Take an accepted connection; `answer` is given the bytes of each question, and raises nothing."""
         self.socket = accepted
         self.host = host
         self.events = selectors.EVENT_READ
@@ -193,17 +190,11 @@ class Connection:
         if self._certificate is not None and not self._secrets.accepts(self._certificate):
             raise Ended("secret")  # it was let in by one that was taken back since
         self._received = bytearray()
-        self._send(self._answer_to(memoryview(received)[HEADER_BYTES:]))
+        self._send(self._answer(memoryview(received)[HEADER_BYTES:]))
 
     def _pending(self) -> bool:
         """Return whether TLS has more than was read; the file descriptor would not say so."""
         return isinstance(self.socket, ssl.SSLSocket) and bool(self.socket.pending())
-
-    def _answer_to(self, data: memoryview) -> Answer:
-        try:
-            return self._answer(read_question(data))
-        except HandshakeError as error:
-            return Problem(str(error))
 
     def _refuse(self, reason: str, log: str, text: str) -> None:
         logger.warning("kvhma: %s was refused: %s", self.host, log)

@@ -13,6 +13,7 @@ from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREA
 
 from kvhma.errors import HandshakeTimeoutError
 from kvhma.text import one_line
+from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.params import Address
 
 _MAX_LOOKUPS = 64
@@ -59,26 +60,23 @@ def look_up(address: Address) -> Future[Address]:
             return _lookups[address]
         if len(_lookups) >= _MAX_LOOKUPS:
             raise HandshakeTimeoutError(f"{len(_lookups)} other names are being looked up")
-        found: Future[Address] = Future()
         try:
-            threading.Thread(target=_look_up, args=(address, found), name="kvhma-look-up", daemon=True).start()
+            found = _lookups[address] = in_thread("kvhma-look-up", lambda: _look_up(address))
         except RuntimeError as error:
             raise HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}") from error
-        _lookups[address] = found
     return found
 
 
-def _look_up(address: Address, found: Future[Address]) -> None:
+def _look_up(address: Address) -> Address:
     try:
         # A listener at a name is bound to its first address of IPv4, if it has one.
         for family in (AF_INET, AF_INET6):
             with contextlib.suppress(gaierror):
                 ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)
-                found.set_result(Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port))
-                return
+                return Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port)
         raise OSError("the name is not known")
     except BaseException as error:
-        found.set_exception(HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}"))
+        raise HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}") from error
     finally:
         with _lookups_lock:
             _lookups.pop(address, None)

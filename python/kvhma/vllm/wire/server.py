@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import resource
 import selectors
 import socket
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvhma.errors import HandshakeError
 from kvhma.text import one_line
-from kvhma.vllm.wire import peer_log
+from kvhma.vllm.counters import Counters
+from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.connection import Connection, Ended
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -39,12 +39,12 @@ from kvhma.vllm.wire.messages import (
     Release,
     Renew,
     read_claim,
+    read_question,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.proofs import ProofKey, prove, sign_hello
 from kvhma.vllm.wire.secrets import Secrets
-
-logger = logging.getLogger("vllm.kvhma")
 
 MAX_CONNECTIONS = 4096
 """Beyond it, and beyond a quarter of the descriptors that the process may have, the idlest has to go."""
@@ -60,9 +60,6 @@ _ACCEPTS = 64
 _SWEEP_SECONDS = 1.0
 """How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
 
-_PAUSE_SECONDS = 0.05
-"""Before the loop begins again that was raised out of."""
-
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -76,52 +73,54 @@ class LeaseService(Protocol):
         """Take readers off requests."""
 
 
+@dataclass(frozen=True)
+class LocalEngine:
+    """What a listener says of its engine.
+
+    Attributes:
+        engine_id: what the engine calls itself.
+        incarnation_id: random number of this process.
+        hellos: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the Ed25519 private
+            key that signs it.
+    """
+
+    engine_id: str
+    incarnation_id: int
+    hellos: Mapping[tuple[int, int], tuple[bytes, bytes]] = field(repr=False)
+
+
 class Listener:
     """Answers other engines.
 
-    Attributes:
-        failures: errors on this side that were survived, whatever was raised.
-        refused: connections that were refused or cut off, by reason: ``secret`` (another one, or on one side only),
-            ``message`` (too long, or before the answer to another), ``time`` (slow), ``room`` (too many, too much).
+    Connections that are refused or cut off are counted as ``side_channel_refused``, by reason: ``secret`` (another one,
+    or on one side only), ``message`` (too long, or before the answer to another), ``time`` (slow), ``room`` (too many,
+    too much), ``error`` (of this side, whatever was raised).
     """
 
     def __init__(
-        self,
-        address: Address,
-        *,
-        engine_id: str,
-        incarnation_id: int,
-        hellos: Mapping[tuple[int, int], tuple[bytes, bytes]],
-        leases: LeaseService,
-        secrets: Secrets,
+        self, address: Address, engine: LocalEngine, *, leases: LeaseService, secrets: Secrets, counters: Counters
     ) -> None:
         """Bind and start to answer.
 
         Args:
             address: where to bind; a name or a numeric address.
-            engine_id: what this engine calls itself.
-            incarnation_id: random number of this process.
-            hellos: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the Ed25519
-                private key that signs it.
+            engine: for which it answers.
             leases: of the requests that are kept for other engines.
             secrets: of this engine; with one, only who has it too is answered.
+            counters: of this process.
 
         Raises:
             HandshakeError: the address cannot be bound; the text names it and the setting.
         """
-        self.failures = 0
-        self.refused = dict.fromkeys(("secret", "message", "time", "room"), 0)
-        self._hellos = dict(hellos)
-        self._engine_id = engine_id
-        self._incarnation_id = incarnation_id.to_bytes(8, "big")
+        self._engine = engine
         self._leases = leases
         self._secrets = secrets
+        self._counters = counters
         self._proof_key = ProofKey()
         self._socket = _bind(address)
         self._wakeup, self._waker = socket.socketpair()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvhma-listener", daemon=True)
-        self._thread.start()
+        self._thread = SupervisedThread("kvhma-listener", self._serve, counters)
 
     def close(self) -> None:
         """Stop answering."""
@@ -131,47 +130,36 @@ class Listener:
         self._socket.close()
         self._wakeup.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                if self._stopping:
-                    return
-                self._serve()
-            except BaseException:  # the thread must outlive it: without it, no engine reads from this one
-                with contextlib.suppress(BaseException):
-                    self.failures += 1
-                    peer_log.logger.exception("kvhma: the side channel starts again")
-                    time.sleep(_PAUSE_SECONDS)
-
     def _serve(self) -> None:
-        made = _Connections(self._socket, self._secrets, self._answer_anyway, self.refused)
+        made = _Connections(self._socket, self._secrets, self._answer_bytes, self._counters)
         with contextlib.closing(made) as connections:
             connections.register(self._wakeup)
             while not self._stopping:
-                failed = connections.serve()
-                self.failures += failed
+                connections.serve()
 
-    def _answer_anyway(self, question: Question) -> Answer:
+    def _answer_bytes(self, data: memoryview) -> Answer:
         try:
-            return self._answer(question)
+            return self._answer(read_question(data))
         except HandshakeError as error:
             return Problem(str(error))
         except BaseException:  # a panic in Rust is no Exception
-            self.failures += 1
-            peer_log.logger.exception("kvhma: cannot answer on the side channel")
+            self._counters.count("side_channel_refused", label="error")
+            logger.exception("kvhma: cannot answer on the side channel")
             return Problem("an error on this side, see its log")
 
     def _answer(self, question: Question) -> Answer:
+        engine = self._engine
         match question:
             case AskEngineInfo():
                 if question.protocol != PROTOCOL:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
-                return EngineInfo(PROTOCOL, self._engine_id, self._incarnation_id, sorted(self._hellos))
+                incarnation_id = engine.incarnation_id.to_bytes(8, "big")
+                return EngineInfo(PROTOCOL, engine.engine_id, incarnation_id, sorted(engine.hellos))
             case AskHello():
-                hello = self._hellos.get((question.pp_rank, question.tp_rank))
+                hello = engine.hellos.get((question.pp_rank, question.tp_rank))
                 if hello is None:
                     ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
-                    return Problem(f"no worker of rank {ranks}; there are {len(self._hellos)}")
+                    return Problem(f"no worker of rank {ranks}; there are {len(engine.hellos)}")
                 data, private_key = hello
                 engine_key = self._proof_key.public
                 return RankHello(data, engine_key, sign_hello(private_key, question.nonce, engine_key, data))
@@ -186,7 +174,7 @@ class Listener:
                 return Done()
             case Refused():
                 engine_id, text = one_line(question.engine_id), one_line(question.text)
-                peer_log.logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
+                logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
                 return Done()
 
 
@@ -197,11 +185,11 @@ class _Connections:
         self,
         listening: socket.socket,
         secrets: Secrets,
-        answer: Callable[[Question], Answer],
-        refused: dict[str, int],
+        answer: Callable[[memoryview], Answer],
+        counters: Counters,
     ) -> None:
         self._listening = listening
-        self._refused = refused
+        self._counters = counters
         self._secrets = secrets
         self._answer = answer
         self._by_host: dict[str, OrderedDict[Connection, None]] = {}
@@ -225,44 +213,38 @@ class _Connections:
             self._drop(connection)
         self._selector.close()
 
-    def serve(self) -> int:
-        """Wait for what comes, a moment at most, and serve it; return how many connections failed by our fault."""
-        failures = 0
+    def serve(self) -> None:
+        """Wait for what comes, a moment at most, and serve it."""
         for key, _ in self._selector.select(_SWEEP_SECONDS):
             if key.fileobj is self._listening:
                 self._accept()
             elif key.data is not None and key.data in self._by_host.get(key.data.host, ()):
-                failures += not self._advance(key.data)
+                self._advance(key.data)
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
             self._sweep()
-        return failures
 
-    def _advance(self, connection: Connection) -> bool:
-        """Serve one connection; return whether nothing went wrong on this side."""
+    def _advance(self, connection: Connection) -> None:
         events, answered = connection.events, connection.answered
         try:
             connection.advance()
         except Ended as ended:
             self._drop(connection, ended.refused)
-            return True
+            return
         except OSError:
             self._drop(connection)
-            return True
+            return
         except BaseException:  # it ends this connection and no other one
-            peer_log.logger.exception("kvhma: a connection of the side channel failed")
-            self._drop(connection)
-            return False
+            logger.exception("kvhma: a connection of the side channel failed")
+            self._drop(connection, "error")
+            return
         if connection.answered != answered:
             self._by_host[connection.host].move_to_end(connection)
         if connection.events != events:
             self._selector.modify(connection.fileno(), connection.events, connection)
         for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
             for largest in budget.note(connection, stored):
-                peer_log.logger.warning(
-                    "kvhma: %s is cut off, what it sends or does not take is too much", largest.host
-                )
+                logger.warning("kvhma: %s is cut off, what it sends or does not take is too much", largest.host)
                 self._drop(largest, "room")
-        return True
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):
@@ -273,21 +255,21 @@ class _Connections:
             except OSError as error:
                 if error.errno in _NO_ROOM:
                     # It would be tried again at once, and fail again.
-                    peer_log.logger.warning("kvhma: no room for another connection: %s", error)
+                    logger.warning("kvhma: no room for another connection: %s", error)
                     self._selector.unregister(self._listening)
                     self._accepting = False
                 return
             try:
                 self._add(Connection(accepted, host, self._secrets, self._answer))
             except BaseException:  # it ends this connection and no other one
-                peer_log.logger.exception("kvhma: a connection to the side channel failed")
+                logger.exception("kvhma: a connection to the side channel failed")
                 accepted.close()
 
     def _add(self, connection: Connection) -> None:
         if self._count >= self._limit:
             most = max(self._by_host.values(), key=len)
             idlest = next(iter(most))
-            peer_log.logger.warning(
+            logger.warning(
                 "kvhma: %d connections to the side channel; %s has %d and loses one",
                 self._count,
                 idlest.host,
@@ -316,7 +298,7 @@ class _Connections:
 
     def _drop(self, connection: Connection, refused: str = "") -> None:
         if refused:
-            self._refused[refused] += 1
+            self._counters.count("side_channel_refused", label=refused)
         of_host = self._by_host[connection.host]
         del of_host[connection]
         if not of_host:

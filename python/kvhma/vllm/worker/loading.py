@@ -47,9 +47,7 @@ class Loader:
         self._starting: ActiveLoad | None = None
         self._started: list[ActiveLoad] = []
         """Loads that were not handed over yet."""
-        self._thread = SupervisedThread(
-            "kvhma-load", self._run, restarted=results.count_restart, recover=self._end_starting
-        )
+        self._thread = SupervisedThread("kvhma-load", self._run, results.stats, recover=self._end_starting)
 
     def add(self, loads: Sequence[Load]) -> None:
         """Queue loads."""

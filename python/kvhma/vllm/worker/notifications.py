@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
+from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire import peer_log
 
@@ -21,18 +21,12 @@ _MANY = 1024
 class NotificationDrain:
     """Reads and drops notifications in a thread of its own, which may wait for NIXL's lock."""
 
-    def __init__(self, agent: Agent, dropped: Callable[[int], None], restarted: Callable[[str], None]) -> None:
-        """Start.
-
-        Args:
-            agent: whose notifications are dropped.
-            dropped: called with the number of those that are none of kvhma's.
-            restarted: as for a :class:`SupervisedThread`.
-        """
+    def __init__(self, agent: Agent, counters: Counters) -> None:
+        """Start to drop an agent's notifications; those that no kvhma sends are counted."""
         self._agent = agent
-        self._dropped = dropped
+        self._counters = counters
         self._closed = threading.Event()
-        self._thread = SupervisedThread("kvhma-notifications", self._run, restarted=restarted)
+        self._thread = SupervisedThread("kvhma-notifications", self._run, counters)
 
     def close(self, timeout: float) -> None:
         """Stop."""
@@ -53,5 +47,5 @@ class NotificationDrain:
             return 0
         if number:
             peer_log.logger.warning("kvhma: %d notifications of NIXL that no kvhma sends were dropped", number)
-            self._dropped(number)
+            self._counters.count("dropped_notifications", number)
         return number

@@ -103,7 +103,7 @@ class LoadPoller:
         self._finishing = False
         self._questions: WeakKeyDictionary[PrefillEngine, LeaseQuestion] = WeakKeyDictionary()
         """The last question to each engine."""
-        self._thread = SupervisedThread("kvhma-poll", self._run, restarted=results.count_restart)
+        self._thread = SupervisedThread("kvhma-poll", self._run, results.stats)
 
     def add(self, loads: list[ActiveLoad]) -> None:
         """Hand over active loads; the caller must not touch them any more."""

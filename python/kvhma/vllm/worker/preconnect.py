@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 from kvhma.errors import KvhmaError
+from kvhma.vllm.counters import Counters
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.params import Address
@@ -27,13 +27,13 @@ is left alone."""
 class Preconnector:
     """Knows each engine of the setting in each of its incarnations, by a thread of its own."""
 
-    def __init__(self, settings: Settings, engines: PrefillEngines, restarted: Callable[[str], None]) -> None:
-        """Start the thread, if there are engines to connect to; `restarted` as for a :class:`SupervisedThread`."""
+    def __init__(self, settings: Settings, engines: PrefillEngines, counters: Counters) -> None:
+        """Start the thread, if there are engines to connect to."""
         self._addresses = settings.prefill_engines
         self._engines = engines
         self._closed = threading.Event()
         self._refused_until: dict[Address, float] = {}
-        self._thread = SupervisedThread("kvhma-preconnect", self._run, restarted=restarted) if self._addresses else None
+        self._thread = SupervisedThread("kvhma-preconnect", self._run, counters) if self._addresses else None
 
     def close(self, timeout: float) -> None:
         """Stop."""

@@ -9,14 +9,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.nixl import HandshakePayload, Peer
 from kvhma.planning import plan as make_plan
+from kvhma.vllm.counters import Counters
 from kvhma.vllm.devices import unreachable
 from kvhma.vllm.identity import check_same_model, decode_extra
+from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
 from kvhma.vllm.wire.names import resolve
@@ -35,16 +36,6 @@ _HANDSHAKE_TIMEOUTS = 4
 
 _MAX_HELLOS_BYTES = 256 << 20
 """Bytes of the hellos of all handshakes under way."""
-
-
-class Counters(Protocol):
-    """What handshakes are counted in."""
-
-    def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
-        """Add to a counter."""
-
-    def record(self, **values: float) -> None:
-        """Append to histograms."""
 
 
 @dataclass(eq=False)
@@ -212,9 +203,8 @@ class PrefillEngines:
 
     def _begin_handshake(self, remote: Incarnation) -> None:
         # A thread for each engine: one that does not answer must not keep others waiting.
-        thread = threading.Thread(target=self._handshake, args=(remote,), name="kvhma-handshake", daemon=True)
         try:
-            thread.start()
+            in_thread("kvhma-handshake", lambda: self._handshake(remote))
         except RuntimeError as error:
             with self._lock:
                 _, *others = self._waiting.pop((remote.address, remote.incarnation_id))

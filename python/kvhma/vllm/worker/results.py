@@ -73,10 +73,6 @@ class LoadResults:
             for request_id in refusals:
                 self._unreported[request_id] = _Unreported(None, now)
 
-    def count_restart(self, thread: str) -> None:
-        """Count a thread that began again after an error."""
-        self.stats.count("thread_restarts", label=thread)
-
     def note_read(self) -> None:
         """Take note that the bytes of one more load are here. Its lease may still have to be checked."""
         with self._lock:

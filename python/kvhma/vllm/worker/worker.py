@@ -42,11 +42,9 @@ class KvhmaWorker:
         self._engines = PrefillEngines(context, stats)
         self._poller = LoadPoller(geometry, memory, self._engines, self._results, settings.handshake_timeout)
         self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
-        self._preconnector = Preconnector(settings, self._engines, self._results.count_restart)
-        self._notifications = NotificationDrain(
-            agent, lambda number: stats.count("dropped_notifications", number), self._results.count_restart
-        )
-        self._standstill = StandstillWatch(lambda: stats.count("stood_still"), self._results.count_restart)
+        self._preconnector = Preconnector(settings, self._engines, stats)
+        self._notifications = NotificationDrain(agent, stats)
+        self._standstill = StandstillWatch(stats)
         self._new_loads = False
 
     def start_loads(self, metadata: StepMetadata) -> None:
