@@ -22,7 +22,7 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, SettingsError
 from kvhma.vllm.wire import connection, server
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import AskEngineInfo, AskHello, EngineInfo, Leases, RankHello, Renew, frame
+from kvhma.vllm.wire.messages import MAX_CLAIMS, AskEngineInfo, AskHello, EngineInfo, Leases, RankHello, Renew, frame
 from kvhma.vllm.wire.secrets import Secrets
 from support.listening import (
     HELLO,
@@ -356,10 +356,12 @@ def test_a_peer_that_breaks_a_handshake_off_is_forgotten(address):
 
 
 def test_large_questions_and_answers(address):
-    claims = [("r" * 100, bytes(8), bytes(8), bytes(16))] * 4096
+    claims = [
+        ("\U0001f600" * 512, bytes(8), bytes(8), bytes(16))
+    ] * MAX_CLAIMS  # four bytes each: no longer one is read
     with Client(address, 10, A) as client:
         for _ in range(3):
-            assert len(client.ask(Renew(claims), Leases).states) == 4096
+            assert len(client.ask(Renew(claims), Leases).states) == MAX_CLAIMS
             assert client.ask(AskHello(0, 0, NONCE), RankHello).data == HELLO
 
 
@@ -413,16 +415,17 @@ def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
             thread.start()
         # Both accept the new one, then both use it, then nobody accepts the old one; each step at one side first.
         for lines in ((old, new), (new, old), (new,)):
-            for file in files:
+            for file, secrets in zip(files, (of_p, of_d), strict=True):
+                before, answered = secrets.client_context(), len(asked)
                 write(file, *lines)
-                time.sleep(0.3)
+                until(lambda secrets=secrets, before=before: secrets.client_context() is not before)
+                until(lambda answered=answered: wrong or len(asked) > answered + 50)
         stop.set()
         for thread in threads:
             thread.join()
         for pool in pools:
             pool.close()
         assert not wrong
-        assert len(asked) > 100
         assert len(retried) <= 3 * len(pools)
         with pytest.raises(HandshakeError, match="differ"):
             asks(found.at, Secrets([old]))
