@@ -584,13 +584,13 @@ def test_an_answer_can_be_waited_for_elsewhere(address):
 
 
 def test_polling_never_waits_and_ends_in_time():
-    with hostile(lambda raw: raw.recv(1000) and raw.recv(1000)) as address, Client(address, 0.3, NO_SECRETS) as client:
+    with hostile(lambda raw: raw.recv(1000) and raw.recv(1000)) as address, Client(address, 1, NO_SECRETS) as client:
         client.send(Renew([CLAIM]))
         began = time.monotonic()
         assert not client.poll()
-        assert time.monotonic() - began < 0.05
-        until(client.poll, 2)
-        assert time.monotonic() - began > 0.29
+        assert time.monotonic() - began < 0.5
+        until(client.poll)
+        assert time.monotonic() - began > 0.9
         with pytest.raises(HandshakeTimeoutError):
             client.receive(Leases, "Renew")
 
