@@ -104,8 +104,8 @@ def test_a_stranger_with_a_certificate_of_its_own_learns_nothing(address, tmp_pa
 
 
 def test_a_stranger_with_our_name_and_another_key_learns_nothing(address, tmp_path):
-    (identity,) = A._current.identities
-    name = identity.certificate.subject.rfc4514_string().removeprefix("CN=")
+    (credential,) = A._current.credentials
+    name = credential.certificate.subject.rfc4514_string().removeprefix("CN=")
     assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, name))), ssl.SSLError)
 
 
@@ -550,12 +550,12 @@ def test_a_digest_is_made_and_known_with_a_secret_only():
 
 def test_every_engine_derives_the_same():
     # A secret is all that two engines have in common: neither time nor chance may go into what comes from it.
-    wire_secrets._identity.cache_clear()
+    wire_secrets._credential.cache_clear()
     again = Secrets([b"a" * 32])
     assert again._current.accepted == A._current.accepted
     assert again.sign(b"x") == A.sign(b"x")
-    (identity,) = again._current.identities
-    wire_secrets._identity.cache_clear()
+    (credential,) = again._current.credentials
+    wire_secrets._credential.cache_clear()
     time.sleep(1.1)
-    (later,) = Secrets([b"a" * 32])._current.identities
-    assert later.der == identity.der
+    (later,) = Secrets([b"a" * 32])._current.credentials
+    assert later.der == credential.der

@@ -52,7 +52,7 @@ class SecretSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class _Identity:
+class _Credential:
     """What comes from one secret.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Identity:
 class _Current:
     """The secrets at one time; contexts are None without any."""
 
-    identities: tuple[_Identity, ...] = ()
+    credentials: tuple[_Credential, ...] = ()
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
     accepted: frozenset[bytes] = frozenset()
@@ -122,7 +122,7 @@ class Secrets:
     @property
     def enabled(self) -> bool:
         """Whether there is a secret. It stays so as long as the process lives."""
-        return bool(self._current.identities)
+        return bool(self._current.credentials)
 
     def server_context(self) -> ssl.SSLContext | None:
         """Return how to accept a connection now; None without a secret."""
@@ -138,12 +138,12 @@ class Secrets:
 
     def sign(self, data: bytes) -> bytes:
         """Return a digest of 16 bytes that only who has the secret can make; without a secret, anybody."""
-        identities = self._now().identities
-        return _digest(data, identities[0].sign_key if identities else b"")
+        credentials = self._now().credentials
+        return _digest(data, credentials[0].sign_key if credentials else b"")
 
     def verify(self, data: bytes, digest: bytes) -> bool:
         """Return whether a digest was made by :meth:`sign` with any of the secrets."""
-        keys = [identity.sign_key for identity in self._now().identities] or [b""]
+        keys = [credential.sign_key for credential in self._now().credentials] or [b""]
         return any(hmac.compare_digest(_digest(data, key), digest) for key in keys)
 
     def _now(self) -> _Current:
@@ -201,17 +201,17 @@ def _digest(data: bytes, key: bytes) -> bytes:
 def _derive(secrets: Sequence[bytes]) -> _Current:
     if not secrets:
         return _Current()
-    identities = tuple(_identity(secret) for secret in secrets)
+    credentials = tuple(_credential(secret) for secret in secrets)
     return _Current(
-        identities,
-        _context(ssl.PROTOCOL_TLS_SERVER, identities),
-        _context(ssl.PROTOCOL_TLS_CLIENT, identities),
-        frozenset(identity.der for identity in identities),
+        credentials,
+        _context(ssl.PROTOCOL_TLS_SERVER, credentials),
+        _context(ssl.PROTOCOL_TLS_CLIENT, credentials),
+        frozenset(credential.der for credential in credentials),
     )
 
 
 @lru_cache(2 * MAX_SECRETS)
-def _identity(secret: bytes) -> _Identity:
+def _credential(secret: bytes) -> _Credential:
     """Derive the keys of a secret, and a certificate that is the same at every engine that has it."""
     # Strangers see signed parameters and the certificate, and may try words offline: each one shall cost them this.
     stretched = hashlib.scrypt(secret, salt=b"kvhma-secret-3", n=1 << 14, r=8, p=1, dklen=64)
@@ -232,10 +232,10 @@ def _identity(secret: bytes) -> _Identity:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .sign(key, None)
     )
-    return _Identity(stretched[32:], key, certificate)
+    return _Credential(stretched[32:], key, certificate)
 
 
-def _context(protocol: int, identities: Sequence[_Identity]) -> ssl.SSLContext:
+def _context(protocol: int, credentials: Sequence[_Credential]) -> ssl.SSLContext:
     """Return a context for TLS 1.3 in which both sides show a certificate: the first one's; all are accepted."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -245,14 +245,14 @@ def _context(protocol: int, identities: Sequence[_Identity]) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # a connection is kept, never resumed
     encoding = serialization.Encoding
-    accepted = b"".join(identity.certificate.public_bytes(encoding.PEM) for identity in identities)
+    accepted = b"".join(credential.certificate.public_bytes(encoding.PEM) for credential in credentials)
     context.load_verify_locations(cadata=accepted.decode("ascii"))
     # The ssl module reads a private key from files only: the file is unreadable without what only this call knows.
     password = random.token_bytes(24).hex().encode()
-    private = identities[0].private_key.private_bytes(
+    private = credentials[0].private_key.private_bytes(
         encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(password)
     )
-    shown = identities[0].certificate.public_bytes(encoding.PEM)
+    shown = credentials[0].certificate.public_bytes(encoding.PEM)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "key.pem"
         path.write_bytes(private + shown)
