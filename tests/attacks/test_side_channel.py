@@ -578,7 +578,7 @@ def test_an_answer_can_be_waited_for_elsewhere(address):
         client.send(Renew([CLAIM]))
         assert client.waiting
         until(client.poll)
-        assert client.receive(Leases, "Renew").states == [LeaseState.HELD]
+        assert client.receive(Leases).states == [LeaseState.HELD]
         assert not client.waiting
         is_answered(client)
 
@@ -592,7 +592,7 @@ def test_polling_never_waits_and_ends_in_time():
         until(client.poll)
         assert time.monotonic() - began > 0.9
         with pytest.raises(HandshakeTimeoutError):
-            client.receive(Leases, "Renew")
+            client.receive(Leases)
 
 
 # --- S11: many, idle and vanished connections ----------------------------------------------------------------

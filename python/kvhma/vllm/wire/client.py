@@ -72,6 +72,7 @@ class Client:
         self._unsent = memoryview(b"")
         self._received = bytearray()
         self._limit = 0
+        self._asked = ""
         self._error: HandshakeError | None = None
         self._connected = False
         self._socket: socket.socket | ssl.SSLSocket = self._connect()
@@ -100,7 +101,7 @@ class Client:
         """
         self.send(question)
         self._deadline = min(self._deadline, deadline)
-        return self.receive(kind, type(question).__name__)
+        return self.receive(kind)
 
     def send(self, question: Question) -> None:
         """Ask without waiting. The answer has to be received before the next question.
@@ -117,7 +118,7 @@ class Client:
             self._error = self._error or HandshakeTimeoutError(f"{self._address} was asked and has not answered yet")
         if self._error is not None:
             raise self._error.with_traceback(None)
-        self.waiting = True
+        self.waiting, self._asked = True, type(question).__name__
         self._unsent = memoryview(data)
         self._limit = MAX_HELLO_BYTES if isinstance(question, AskHello) else MAX_ANSWER_BYTES
         self._deadline = time.monotonic() + self._timeout
@@ -141,14 +142,14 @@ class Client:
             self._error = HandshakeTimeoutError(f"no answer from {self._address} in {self._timeout:.3g} s")
         return self._error is not None or self._complete()
 
-    def receive(self, kind: type[AnswerT], asked: str) -> AnswerT:
-        """Wait for an answer of a kind to what was asked. Errors as for :meth:`ask`."""
+    def receive(self, kind: type[AnswerT]) -> AnswerT:
+        """Wait for an answer of a kind. Errors as for :meth:`ask`."""
         while not self.poll():
             events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
             _ready(self._socket, events, self._deadline - time.monotonic())
         answer = self._take()
         if not isinstance(answer, kind):
-            raise HandshakeError(f"{self._address} answers {asked} with {type(answer).__name__}")
+            raise HandshakeError(f"{self._address} answers {self._asked} with {type(answer).__name__}")
         return answer
 
     def _take(self) -> Answer:

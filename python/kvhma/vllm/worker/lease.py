@@ -126,7 +126,7 @@ class LeaseQuestion:
             return
         self._client = None
         try:
-            self._take(client.receive(Leases, "Renew"))
+            self._take(client.receive(Leases))
         except HandshakeError as error:
             if time.monotonic() < self._deadline:
                 self._ask_anew()  # the connection was an old one, which P has ended
