@@ -22,7 +22,7 @@ from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Renew
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -47,7 +47,7 @@ class Prefill:
 
     def __init__(self, address: Address, instance: int | None = None) -> None:
         self.address = address
-        self.instance = new_nonce() if instance is None else instance
+        self.instance = random_id() if instance is None else instance
         self.memory = labelled(PAGES, seed=next(self.numbers))
         self.geometry = flat_geometry(self.memory)
         private_key, public_key = new_agent_key()
@@ -67,7 +67,7 @@ class Prefill:
         )
 
     def remote(self, name: str, blocks: list[int], *, held: bool = True, lease: float = 30.0) -> PrefillParams:
-        key = LeaseKey(name, new_nonce())
+        key = LeaseKey(name, random_id())
         if held:
             self.leases.add(key, DIGEST, blocks)
         return params(self.address, key, blocks, instance=self.instance, lease=lease)
@@ -134,7 +134,7 @@ class Decode:
 
 
 def load(name: str, remote: PrefillParams, blocks: list[int]) -> Load:
-    return Load(name, remote, new_nonce(), remote.num_tokens, 0, (Span(0, blocks),))
+    return Load(name, remote, random_id(), remote.num_tokens, 0, (Span(0, blocks),))
 
 
 @pytest.fixture

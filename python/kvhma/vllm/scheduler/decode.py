@@ -19,7 +19,7 @@ from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -79,7 +79,7 @@ class PendingLoad:
     ask_first: bool = False
     since: float = field(default_factory=time.monotonic)
     asked_since: float | None = None
-    reader: int = field(default_factory=new_nonce)
+    reader: int = field(default_factory=random_id)
     first_tokens: dict[int, int] = field(default_factory=dict)
 
 

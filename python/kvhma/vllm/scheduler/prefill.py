@@ -16,7 +16,7 @@ from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_table import LeaseEnd
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams, new_nonce
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.server import Listener, LocalEngine
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PrefillScheduler:
     def __init__(self, context: SchedulerContext) -> None:
         """Start; other engines are answered from :meth:`serve` on."""
         self._context = context
-        self._incarnation_id = new_nonce()
+        self._incarnation_id = random_id()
         self._listener: Listener | None = None
         self._shortened: set[str] = set()
         """Requests that stop before the tokens that D computes itself."""
@@ -147,7 +147,7 @@ class PrefillScheduler:
             address=engine.address,
             engine_id=engine.engine_id,
             incarnation_id=self._incarnation_id,
-            lease_key=LeaseKey(request.request_id, new_nonce()),
+            lease_key=LeaseKey(request.request_id, random_id()),
             lease=self._context.settings.kv_lease_duration,
             num_tokens=tokens,
             prompt=self._context.prompt_digest(request, tokens),

@@ -36,15 +36,18 @@ MAX_CLAIMS = 480
 MAX_TEXT = 4096
 """Characters of a text."""
 
+NONCE_BYTES = 16
+"""Of the random number of a question; what signs or proves the answer covers it, so that no answer can be repeated."""
+
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Nonce = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
-Challenge = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+RandomId = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-WireClaim = tuple[Name, Nonce, Nonce, Digest]
+WireClaim = tuple[Name, RandomId, RandomId, Digest]
 """A claim as a message carries it: request, generation, reader, digest of the parameters."""
 
 
@@ -59,7 +62,7 @@ class AskHello(msgspec.Struct, tag="hello", frozen=True):
 
     pp_rank: Rank
     tp_rank: Rank
-    nonce: Challenge
+    nonce: Nonce
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True, omit_defaults=True):
@@ -70,7 +73,7 @@ class Renew(msgspec.Struct, tag="renew", frozen=True, omit_defaults=True):
 
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
     reader_key: Key | None = None
-    nonce: Challenge = bytes(16)
+    nonce: Nonce = bytes(NONCE_BYTES)
 
 
 class Outcome(enum.Enum):
@@ -105,7 +108,7 @@ class EngineInfo(msgspec.Struct, tag="roster", frozen=True, rename={"incarnation
 
     protocol: int
     engine_id: Name
-    incarnation_id: Nonce
+    incarnation_id: RandomId
     ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
 
 

@@ -190,8 +190,8 @@ class PrefillParams:
         remote = cls(
             address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
             engine_id=_text(params, "remote_engine_id"),
-            incarnation_id=_nonce(own, "kvhma.instance"),
-            lease_key=LeaseKey(_text(params, "remote_request_id"), _nonce(own, "kvhma.generation")),
+            incarnation_id=_random_id(own, "kvhma.instance"),
+            lease_key=LeaseKey(_text(params, "remote_request_id"), _random_id(own, "kvhma.generation")),
             lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
             prompt=_hex_digest(own, "kvhma.prompt"),
@@ -206,7 +206,7 @@ class PrefillParams:
         return replace(remote, spans=_spans(rows, tokens), digest=digest)
 
 
-def new_nonce() -> int:
+def random_id() -> int:
     """Return a random number of 64 bits."""
     return random.SystemRandom().getrandbits(64)
 
@@ -326,7 +326,7 @@ def _seconds(values: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _nonce(values: Mapping[str, Any], key: str) -> int:
+def _random_id(values: Mapping[str, Any], key: str) -> int:
     value = _get(values, key)
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value, re.ASCII):
         raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 16 hexadecimal digits")

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.nixl import HandshakePayload, decode_handshake
 from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import AskHello, RankHello
+from kvhma.vllm.wire.messages import NONCE_BYTES, AskHello, RankHello
 from kvhma.vllm.wire.proofs import verify_hello
-
-_NONCE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def ask_hellos(
     hellos: list[Hello] = []
     stored = 0
     for pp_rank, tp_rank in ranks:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         client.on_received = lambda received, before=stored: note(before + received)
         answer = client.ask(AskHello(pp_rank, tp_rank, nonce), RankHello, deadline=deadline)
         stored += len(answer.data)

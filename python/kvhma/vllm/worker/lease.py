@@ -12,11 +12,9 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, LeaseEndedError,
 from kvhma.text import one_line
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import Leases, LeaseState, Renew, write_claim
+from kvhma.vllm.wire.messages import NONCE_BYTES, Leases, LeaseState, Renew, write_claim
 from kvhma.vllm.wire.params import LeaseClaim
 from kvhma.vllm.wire.proofs import Proving, is_proved
-
-_NONCE_BYTES = 16
 
 
 class LeaseQuestion:
@@ -51,7 +49,7 @@ class LeaseQuestion:
         self._question = (
             Renew(wire_claims)
             if proving is None
-            else Renew(wire_claims, proving.reader_key, secrets.token_bytes(_NONCE_BYTES))
+            else Renew(wire_claims, proving.reader_key, secrets.token_bytes(NONCE_BYTES))
         )
         self._timeout = timeout
         self._answer: list[LeaseState] | None = None
