@@ -3,7 +3,7 @@
 
 Importing vLLM takes about eight seconds of a core, and an engine is at least three processes. A process forked from one
 that has the modules already starts in milliseconds. What makes the fork safe: the zygote has one thread (one OpenMP and
-one BLAS thread, no computation before the fork) and opens no device, no NIXL and no ZMQ.
+one BLAS thread, no computation before the fork) and opens no device, no NIXL and no connection.
 
 `Zygote` is the half that the test holds; `zygote_process` is the process.
 """
