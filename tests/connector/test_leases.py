@@ -194,6 +194,27 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address):
             one.close()
 
 
+def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog):
+    """Each bogus `remote_host` was kept until a thread had tried it, ten a second: after 12,000 of them a request could
+    wait a second in the scheduler's step, which looked at all of them under a lock. Each one was a line of the log."""
+    renewer = make_renewer(timeout=0.3, max_peers=8)
+    try:
+        good = claim(key_of("good"))
+        renewer.track(address, good, every=0.1)
+        until(lambda: renewer.held(address, good))
+        for number in range(3000):
+            bogus, one = Address(f"127.0.{number % 250}.1", 1 + number // 250), claim(LeaseKey("bogus", number))
+            renewer.track(bogus, one, every=0.1)
+            renewer.release(bogus, one, Outcome.UNREAD)
+        assert len(renewer._sessions) <= 1024
+        service.renewed = []
+        until(lambda: any(good in claims for _, claims in service.renewed))
+        assert renewer.held(address, good)
+    finally:
+        renewer.close()
+    assert len(caplog.records) <= 20
+
+
 def test_more_engines_than_the_renewer_has_threads_are_all_served():
     """Claims at more than `max_peers` engines were dropped without a word."""
     renewer = make_renewer(max_peers=2)

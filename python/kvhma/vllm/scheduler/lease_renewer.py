@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -15,13 +14,12 @@ from typing import TypeVar
 from kvhma.errors import HandshakeError
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import MAX_CLAIMS, Done, Leases, LeaseState, Outcome, Release, Renew, write_claim
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.secrets import Secrets
-
-logger = logging.getLogger("vllm.kvhma")
 
 _KEPT_SECONDS = 60.0
 """How long a connection, and a thread, is kept that has nothing to do."""
@@ -37,6 +35,12 @@ _STRANGERS_SHARE = 3 / 4
 
 _MAX_KNOWN = 4096
 """Engines that are remembered to be prompt."""
+
+_MAX_SESSIONS = 1024
+"""Conversations; beyond it the oldest one with an engine that is not known to be prompt is given up for a new one.
+
+To choose among more would take longer, with a lock for which the engine's steps wait.
+"""
 
 AnswerT = TypeVar("AnswerT", Leases, Done)
 
@@ -183,9 +187,20 @@ class LeaseRenewer:
     def _session(self, address: Address) -> _Session:
         session = self._sessions.get(address)
         if session is None:
+            self._make_room()
             session = self._sessions[address] = _Session(address)
         session.used_at = time.monotonic()
         return session
+
+    def _make_room(self) -> None:
+        """Give a conversation up if there are too many, one that has nothing to renew if possible; lock held."""
+        if len(self._sessions) < max(_MAX_SESSIONS, 4 * self._max_threads):
+            return
+        strangers = (one for one in self._sessions.values() if not one.busy and one.address not in self._prompt)
+        given_up = min(strangers, key=lambda one: bool(one.claims), default=None)
+        if given_up is not None:
+            del self._sessions[given_up.address]
+            _disconnect(given_up)
 
     def _wake(self) -> None:
         """Have a thread look for what is due; the lock is held."""
@@ -307,7 +322,7 @@ class LeaseRenewer:
             first_failure = error is not None and not session.failed
             session.failed = error is not None
         if first_failure:
-            logger.warning("kvhma: leases at %s are not renewed: %s", session.address, error)
+            peer_log.logger.warning("kvhma: leases at %s are not renewed: %s", session.address, error)
 
 
 def _disconnect(session: _Session) -> None:
