@@ -290,6 +290,41 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
     assert clients[0]() is None, "the frames of the handshake are kept with its error"
 
 
+@pytest.mark.parametrize("wrong", [{"engine_id": "q"}, {"tp_size": 3}])
+def test_wrong_parameters_do_not_fail_right_ones_of_the_same_engine(world, wrong):
+    """Whoever named an engine that D had not met with a wrong `tp_size`, which no digest covers, failed the requests of
+    all others for a second, again and again."""
+    remote = world.prefill(*world.workers())
+    for _ in range(2):
+        with pytest.raises(HandshakeError, match="in kv_transfer_params"):
+            world.acquire(replace(remote, **wrong))
+    assert world.acquire(remote).gone is None
+
+
+def test_wrong_parameters_keep_no_right_ones_waiting(world):
+    """Those that came while such a handshake was under way had its error, too."""
+    remote = world.prefill(*world.workers())
+    errors = []
+    assert world.engines.acquire(replace(remote, engine_id="q"), errors.append) is None
+    assert world.acquire(remote).gone is None
+
+
+def test_handshakes_with_an_engine_of_the_operator_are_bounded():
+    """Each wrong `kvhma.instance` with its address was a thread more, while the engine did not answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        port = silent.getsockname()[1]
+        world = World(max_peers=2, prefill_engines=[f"127.0.0.1:{port}"])
+        try:
+            for at in range(4):
+                named = Incarnation(Address("127.0.0.1", port), "p", at, None)
+                assert world.engines.acquire(named, lambda error: None) is None
+            with pytest.raises(HandshakeTimeoutError, match="4 handshakes with it are under way"):
+                world.engines.acquire(replace(named, incarnation_id=9), lambda error: None)
+            assert world.counted.numbers["refused_engines"] == 1
+        finally:
+            world.close()
+
+
 def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(world, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(prefill_engines.time, "monotonic", lambda: clock[0])

@@ -34,6 +34,9 @@ _FAILURE_SECONDS = 1.0
 _HANDSHAKE_TIMEOUTS = 4
 """Timeouts of one answer that all answers of a handshake may take together."""
 
+_MAX_AT_ADDRESS = 4
+"""Handshakes under way with one address: whoever writes parameters may have it be any number of engines."""
+
 _MAX_HELLOS_BYTES = 256 << 20
 """Bytes of the hellos of all handshakes under way."""
 
@@ -67,7 +70,7 @@ class PrefillEngine:
 
 
 class PrefillEngines:
-    """Prefill engines by address. Safe to use from several threads; one handshake at a time with each engine.
+    """Prefill engines by address. Safe to use from several threads; one handshake at a time with each incarnation.
 
     Those of the setting ``prefill_engines`` always have room; beside them there is room for ``max_peers`` others.
     """
@@ -83,9 +86,10 @@ class PrefillEngines:
         self._lock = threading.Lock()
         self._engines: OrderedDict[Address, PrefillEngine] = OrderedDict()
         """Known engines, the one that was not used for longest first."""
-        self._waiting: dict[tuple[Address, int], list[Callable[[KvhmaError | None], None]]] = {}
+        # By all that parameters say of an engine: one that says something wrong of it must not fail those that do not.
+        self._waiting: dict[Incarnation, list[Callable[[KvhmaError | None], None]]] = {}
         """Who waits for each handshake that is under way."""
-        self._failed: dict[tuple[Address, int], tuple[float, KvhmaError]] = {}
+        self._failed: dict[Incarnation, tuple[float, KvhmaError]] = {}
 
     def acquire(
         self, remote: Incarnation, after_handshake: Callable[[KvhmaError | None], None]
@@ -104,22 +108,21 @@ class PrefillEngines:
             UnsupportedPairError: its caches cannot be read into ours, or are of another model; it has been told so.
             TransferError: it could not be connected to.
         """
-        key = (remote.address, remote.incarnation_id)
         with self._lock:
             engine = self._find(remote)
             if engine is not None:
                 self._engines.move_to_end(engine.address)
                 engine.active_loads += 1
                 return engine
-            failed_at, error = self._failed.get(key, (0.0, None))
+            failed_at, error = self._failed.get(remote, (0.0, None))
             if error is not None and time.monotonic() - failed_at < _FAILURE_SECONDS:
                 raise error.with_traceback(None)
-            waiting = self._waiting.get(key)
+            waiting = self._waiting.get(remote)
             if waiting is not None:
                 waiting.append(after_handshake)
                 return None
             self._check_room(remote.address)
-            self._waiting[key] = [after_handshake]
+            self._waiting[remote] = [after_handshake]
         self._begin_handshake(remote)
         return None
 
@@ -146,7 +149,8 @@ class PrefillEngines:
         timeout = self._settings.handshake_timeout
         with Client(resolve(address, timeout), timeout, self._context.secrets) as client:
             info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), None)
+        tp_size = len({tp_rank for _, tp_rank in info.ranks})
+        remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), tp_size)
         engine = self.acquire(remote, after_handshake)
         if engine is not None:
             self.release(engine)
@@ -177,10 +181,13 @@ class PrefillEngines:
     def _check_room(self, address: Address) -> None:
         """Refuse a handshake for which nothing could go: strangers do not take the room of the operator's engines."""
         most = self._settings.max_peers
+        if sum(one.address == address for one in self._waiting) >= _MAX_AT_ADDRESS:
+            self._counters.count("refused_engines")
+            raise HandshakeTimeoutError(f"no room for {address}: {_MAX_AT_ADDRESS} handshakes with it are under way")
         if address in self._settings.prefill_engines:
             return
         loading = sum(one.active_loads > 0 for one in self._others())
-        waiting = sum(of not in self._settings.prefill_engines for of, _ in self._waiting)
+        waiting = sum(one.address not in self._settings.prefill_engines for one in self._waiting)
         if loading + waiting >= most:
             self._counters.count("refused_engines")
             raise HandshakeTimeoutError(
@@ -207,14 +214,13 @@ class PrefillEngines:
             in_thread("kvhma-handshake", lambda: self._handshake(remote))
         except RuntimeError as error:
             with self._lock:
-                _, *others = self._waiting.pop((remote.address, remote.incarnation_id))
+                _, *others = self._waiting.pop(remote)
             failure = HandshakeTimeoutError(f"no handshake with {remote.address}: {error}")
             for after_handshake in others:
                 after_handshake(failure)
             raise failure from error
 
     def _handshake(self, remote: Incarnation) -> None:
-        key = (remote.address, remote.incarnation_id)
         started = time.monotonic()
         dropped: list[PrefillEngine] = []
         failure: KvhmaError | None = None
@@ -232,8 +238,8 @@ class PrefillEngines:
             self._counters.record(handshake_seconds=time.monotonic() - started)
         with self._lock:
             if failure is not None:
-                self._note_failure(key, failure)
-            waiting = self._waiting.pop(key)
+                self._note_failure(remote, failure)
+            waiting = self._waiting.pop(remote)
         for after_handshake in waiting:
             try:
                 after_handshake(failure)
@@ -242,14 +248,14 @@ class PrefillEngines:
         for old in dropped:
             self._disconnect(old)
 
-    def _note_failure(self, key: tuple[Address, int], failure: KvhmaError) -> None:
+    def _note_failure(self, remote: Incarnation, failure: KvhmaError) -> None:
         """Let a lasting failure stand for a moment; one that may pass is tried again at once. The lock is held."""
         now = time.monotonic()
         self._failed = {of: one for of, one in self._failed.items() if now - one[0] < _FAILURE_SECONDS}
         if not isinstance(failure, (HandshakeTimeoutError, TransferError)):
             # The frames of its traceback hold all that the engine said.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
-            self._failed[key] = (now, failure)
+            self._failed[remote] = (now, failure)
 
     def _connect(self, remote: Incarnation) -> PrefillEngine:
         timeout = self._settings.handshake_timeout
