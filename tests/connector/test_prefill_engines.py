@@ -530,7 +530,7 @@ def test_hellos_of_all_handshakes_together_are_bounded():
         budget.note(handshake, 50)  # a share
     budget.note("large", 300)
     budget.note("large", 550)
-    with pytest.raises(HandshakeTimeoutError, match=r"a hello of 51 bytes.*more than 1000"):
+    with pytest.raises(HandshakeTimeoutError, match=r"hellos of 51 bytes.*more than 1000"):
         budget.note(0, 51)
     budget.note(1, 50)
     budget.note("large", 549)
@@ -539,6 +539,36 @@ def test_hellos_of_all_handshakes_together_are_bounded():
     budget.note(0, 550)
     budget.note(0, 0)
     assert budget._free == 500
+
+
+def large_engine(world, name, instance):
+    """Start an engine whose worker has a hello of more than 100,000 bytes."""
+    private, public = new_agent_key()
+    agent = world.make_agent(f"{name}-{key_hash(public)}", public)
+    fake = world.net.agents[agent.name]
+    metadata = fake.get_agent_metadata() + bytes(100_000)
+    fake.get_agent_metadata = lambda: metadata
+    return world.prefill((agent.handshake_payload(world.geometry, EXTRA), private), instance=instance)
+
+
+def test_hellos_of_all_known_engines_together_are_bounded(world):
+    """A hello was free of the bound once its handshake had ended, though it is kept with its peer: 128 MiB for each of
+    64 engines of a stranger's."""
+    world.engines._kept = HelloBudget(300_000, 64)  # room for one that is large
+    small = world.acquire(world.prefill(*world.workers("S"), instance=1))
+    first = world.acquire(large_engine(world, "L", 2))
+    second = large_engine(world, "M", 3)
+    with pytest.raises(HandshakeTimeoutError, match="with those of other engines it would be more than 300000"):
+        world.acquire(second)
+    assert world.counted.numbers["refused_engines"] == 1
+    end = time.monotonic() + 5
+    while len(world.agent._session.peers) > 3:
+        assert time.monotonic() < end, "what was refused is not kept"
+        time.sleep(0.01)
+    for engine in (small, first):
+        world.engines.release(engine)
+    assert world.acquire(second).gone is None
+    assert list(world.engines._engines) == [small.address, second.address], "an idle one that is large goes first"
 
 
 def test_a_hello_that_is_too_much_is_not_stored(world, monkeypatch):
@@ -550,7 +580,7 @@ def test_a_hello_that_is_too_much_is_not_stored(world, monkeypatch):
     note = HelloBudget.note
     monkeypatch.setattr(HelloBudget, "note", lambda self, of, stored: (seen.append(stored), note(self, of, stored))[1])
     world.engines._budget = HelloBudget(2 << 20, 64)
-    with pytest.raises(HandshakeTimeoutError, match="those of all handshakes under way would have more than 2097152"):
+    with pytest.raises(HandshakeTimeoutError, match="with those of other engines it would be more than 2097152"):
         world.acquire(world.prefill((long, private)))
     assert max(seen) < 2 << 20
     assert seen[-1] == 0

@@ -31,14 +31,14 @@ class Hello:
 
 
 class HelloBudget:
-    """Bytes of hellos that all handshakes under way have stored. Safe to use from several threads.
+    """Bytes of hellos that are stored, of all handshakes under way or of all engines. Safe to use from several threads.
 
     Half of the bytes are divided equally, so that engines with long hellos leave room for the others; the rest is for
     who comes first.
     """
 
     def __init__(self, limit: int, handshakes: int) -> None:
-        """Start empty: at most `limit` bytes for at most so many handshakes."""
+        """Start empty: at most `limit` bytes for at most so many handshakes, or engines."""
         self._limit = limit
         self._share = limit // 2 // handshakes
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class HelloBudget:
         """Bytes of each handshake beyond its share."""
 
     def note(self, handshake: object, stored: int) -> None:
-        """Note how many bytes a handshake stores in all; 0 when it has ended.
+        """Note how many bytes a handshake, or an engine, stores in all; 0 when it has ended.
 
         Raises:
             HandshakeTimeoutError: there is no room for them now.
@@ -58,7 +58,7 @@ class HelloBudget:
             self._free += before
             if beyond > self._free:
                 raise HandshakeTimeoutError(
-                    f"a hello of {stored} bytes: those of all handshakes under way would have more than {self._limit}"
+                    f"hellos of {stored} bytes: with those of other engines it would be more than {self._limit}"
                 )
             self._free -= beyond
             if beyond:

@@ -38,7 +38,7 @@ _MAX_AT_ADDRESS = 4
 """Handshakes under way with one address: whoever writes parameters may have it be any number of engines."""
 
 _MAX_HELLOS_BYTES = 256 << 20
-"""Bytes of the hellos of all handshakes under way."""
+"""Bytes of the hellos of all handshakes under way, and as many of all known engines."""
 
 
 @dataclass(eq=False)
@@ -52,6 +52,7 @@ class PrefillEngine:
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
         proving: how its answers are proved; None where a secret does that.
+        hello_bytes: of its workers' hellos, most of which are kept with the peers.
         active_loads: loads that have acquired it and not released it yet.
     """
 
@@ -61,6 +62,7 @@ class PrefillEngine:
     peers: list[Peer | None]
     clients: ClientPool
     proving: Proving | None
+    hello_bytes: int
     active_loads: int = 0
 
     @property
@@ -83,6 +85,7 @@ class PrefillEngines:
         self._counters = counters
         room = self._settings.max_peers + len(self._settings.prefill_engines)
         self._budget = HelloBudget(_MAX_HELLOS_BYTES, room)
+        self._kept = HelloBudget(_MAX_HELLOS_BYTES, room)
         self._lock = threading.Lock()
         self._engines: OrderedDict[Address, PrefillEngine] = OrderedDict()
         """Known engines, the one that was not used for longest first."""
@@ -133,7 +136,7 @@ class PrefillEngines:
             unusable = engine.gone is not None and not engine.active_loads
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
-            del self._engines[engine.address]
+            self._forget(engine)
         self._disconnect(engine)
 
     def preconnect(self, address: Address, after_handshake: Callable[[KvhmaError | None], None]) -> None:
@@ -195,16 +198,37 @@ class PrefillEngines:
                 f"{waiting} shaken hands with"
             )
 
-    def _add(self, engine: PrefillEngine) -> list[PrefillEngine]:
-        """Return what has to go for it: what was known at its address, and idle engines beyond the bound."""
-        replaced = self._engines.pop(engine.address, None)
-        self._engines[engine.address] = engine
-        dropped = [] if replaced is None else [replaced]
+    def _forget(self, engine: PrefillEngine) -> PrefillEngine:
+        self._kept.note(engine, 0)
+        return self._engines.pop(engine.address)
+
+    def _add(self, engine: PrefillEngine, dropped: list[PrefillEngine]) -> None:
+        """Know an engine; drop what was known at its address, and idle ones that leave no room for it.
+
+        Raises:
+            HandshakeTimeoutError: its hellos are too much beside those of the engines that are being read from.
+        """
+        if (replaced := self._engines.get(engine.address)) is not None:
+            dropped.append(self._forget(replaced))
         others = self._others()
-        idle = [one for one in others if not one.active_loads and one is not engine]
-        for old in idle[: max(0, len(others) - self._settings.max_peers)]:
-            dropped.append(self._engines.pop(old.address))
-        return dropped
+        idle = [one for one in others if not one.active_loads]
+        is_other = engine.address not in self._settings.prefill_engines
+        for old in idle[: max(0, len(others) + is_other - self._settings.max_peers)]:
+            idle.remove(old)
+            dropped.append(self._forget(old))
+        while True:
+            try:
+                self._kept.note(engine, engine.hello_bytes)
+                break
+            except HandshakeTimeoutError:
+                if not idle:
+                    self._counters.count("refused_engines")
+                    dropped.append(engine)
+                    raise
+            largest = max(idle, key=lambda one: one.hello_bytes)
+            idle.remove(largest)
+            dropped.append(self._forget(largest))
+        self._engines[engine.address] = engine
 
     # --- handshakes ----------------------------------------------------------------------------------------
 
@@ -227,7 +251,7 @@ class PrefillEngines:
         try:
             engine = self._connect(remote)
             with self._lock:
-                dropped = self._add(engine)
+                self._add(engine, dropped)
         except KvhmaError as error:
             failure = error
         except BaseException as error:  # a panic in Rust is no Exception, and loads wait for this thread
@@ -277,7 +301,8 @@ class PrefillEngines:
             self._budget.note(remote, 0)
         clients.release(client)
         proving = None if self._context.secrets.enabled else self._proving(hellos[0].engine_key)
-        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving)
+        stored = sum(len(hello.data) for hello in hellos)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, stored)
 
     def _proving(self, engine_key: bytes) -> Proving:
         own = self._context.proof_key
