@@ -428,6 +428,33 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
         time.sleep(0.01)
 
 
+def test_names_of_a_strangers_choosing_leave_known_ones_their_room(monkeypatch):
+    """64 names that were looked up slowly kept a prefill engine from being found again by its name."""
+    go_on = threading.Event()
+    getaddrinfo = names.getaddrinfo
+
+    def slowly(host, *more):
+        if host != "localhost":
+            go_on.wait(20)
+            raise socket.gaierror("at last")
+        return getaddrinfo(host, *more)
+
+    monkeypatch.setattr(names, "getaddrinfo", slowly)
+    known = Address("localhost", 7)
+    assert names.resolve(known, 5).host == "127.0.0.1"
+    try:
+        with contextlib.suppress(HandshakeTimeoutError):
+            for index in range(100):
+                names.look_up(Address(f"silent-{index}", 1))
+        assert names.resolve(known, 5).host == "127.0.0.1"
+    finally:
+        go_on.set()
+    end = time.monotonic() + 10
+    while names._lookups:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_rank_that_nothing_is_read_from_is_not_connected(world):
     # A stage without a layer of ours: the planner has no use for it.
     private, public = new_agent_key()

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import re
 import threading
+from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREAM, gaierror, getaddrinfo, getnameinfo
@@ -17,9 +18,15 @@ from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.params import Address
 
 _MAX_LOOKUPS = 64
-"""Names that are looked up at a time."""
+"""Names that are looked up at a time, and as many that have been found before: names of a stranger's choosing, which a
+name service of its own answers slowly, leave these their room."""
+
+_MAX_FOUND = 1024
 
 _lookups: dict[Address, Future[Address]] = {}
+_found: OrderedDict[Address, None] = OrderedDict()
+"""Names that have been found before."""
+
 _lookups_lock = threading.Lock()
 
 
@@ -58,8 +65,9 @@ def look_up(address: Address) -> Future[Address]:
     with _lookups_lock:
         if address in _lookups:
             return _lookups[address]
-        if len(_lookups) >= _MAX_LOOKUPS:
-            raise HandshakeTimeoutError(f"{len(_lookups)} other names are being looked up")
+        others = sum((other in _found) == (address in _found) for other in _lookups)
+        if others >= _MAX_LOOKUPS:
+            raise HandshakeTimeoutError(f"{others} other names are being looked up")
         try:
             found = _lookups[address] = in_thread("kvhma-look-up", lambda: _look_up(address))
         except RuntimeError as error:
@@ -73,10 +81,20 @@ def _look_up(address: Address) -> Address:
         for family in (AF_INET, AF_INET6):
             with contextlib.suppress(gaierror):
                 ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)
-                return Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port)
+                numeric = Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port)
+                _note_found(address)
+                return numeric
         raise OSError("the name is not known")
     except BaseException as error:
         raise HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}") from error
     finally:
         with _lookups_lock:
             _lookups.pop(address, None)
+
+
+def _note_found(address: Address) -> None:
+    with _lookups_lock:
+        _found[address] = None
+        _found.move_to_end(address)
+        if len(_found) > _MAX_FOUND:
+            _found.popitem(last=False)
