@@ -663,6 +663,37 @@ def test_who_asks_stays_and_who_only_connects_goes(monkeypatch):
             close_all(raws)
 
 
+def test_strangers_of_many_hosts_take_no_engines_connections(monkeypatch):
+    """The host with the most connections lost one: an engine with four, where a stranger had one from each host."""
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
+    raws = []
+    with listening() as found, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(found.at, 5, NO_SECRETS)) for _ in range(4)]
+        for client in clients:
+            is_answered(client)
+        try:
+            for number in range(60):
+                raws.append(connect(found.at, f"127.0.1.{number + 1}"))
+            answers(found.at)
+            assert all(client.idle() for client in clients)
+        finally:
+            close_all(raws)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "networks"),
+    [
+        (("2001:db8::1", "2001:db8::ffff:1"), 1),
+        (("2001:db8::1", "2001:db8:0:1::1"), 2),
+        (("::ffff:10.0.0.1", "::ffff:10.0.0.2"), 2),
+        (("10.0.0.1", "10.0.0.2"), 2),
+        (("fe80::1%eth0", "fe80::2%eth0"), 1),
+    ],
+)
+def test_addresses_that_one_host_may_choose_are_one(hosts, networks):
+    assert len(set(map(server._network, hosts))) == networks
+
+
 def test_connections_that_say_nothing_are_closed(monkeypatch, quick):
     monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
     with listening() as found, connect(found.at) as silent, connect(found.at) as once:

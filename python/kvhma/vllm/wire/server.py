@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import resource
 import selectors
 import socket
@@ -15,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvhma.errors import HandshakeError
 from kvhma.text import one_line
@@ -178,6 +179,18 @@ class Listener:
                 return Done()
 
 
+class _Group(NamedTuple):
+    """Connections that are alike when one has to go.
+
+    Attributes:
+        answered: whether they have been answered.
+        network: where they come from.
+    """
+
+    answered: bool
+    network: str
+
+
 class _Connections:
     """The connections of a listener, the one loop that serves them, and their bounds. It belongs to one thread."""
 
@@ -192,9 +205,9 @@ class _Connections:
         self._counters = counters
         self._secrets = secrets
         self._answer = answer
-        self._by_host: dict[str, OrderedDict[Connection, None]] = {}
-        """Connections of each host, the one that was not answered for longest first."""
-        self._count = 0
+        self._groups: dict[_Group, OrderedDict[Connection, None]] = {}
+        """Connections of each group, the one that was not answered for longest first."""
+        self._group_of: dict[Connection, _Group] = {}
         self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._questions = _Budget(MAX_QUESTIONS_BYTES)
         self._answers = _Budget(MAX_ANSWERS_BYTES)
@@ -218,7 +231,7 @@ class _Connections:
         for key, _ in self._selector.select(_SWEEP_SECONDS):
             if key.fileobj is self._listening:
                 self._accept()
-            elif key.data is not None and key.data in self._by_host.get(key.data.host, ()):
+            elif key.data in self._group_of:
                 self._advance(key.data)
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
             self._sweep()
@@ -238,7 +251,8 @@ class _Connections:
             self._drop(connection, "error")
             return
         if connection.answered != answered:
-            self._by_host[connection.host].move_to_end(connection)
+            self._leave_group(connection)
+            self._enter_group(connection, answered=True)
         if connection.events != events:
             self._selector.modify(connection.fileno(), connection.events, connection)
         for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
@@ -266,19 +280,38 @@ class _Connections:
                 accepted.close()
 
     def _add(self, connection: Connection) -> None:
-        if self._count >= self._limit:
-            most = max(self._by_host.values(), key=len)
-            idlest = next(iter(most))
+        if len(self._group_of) >= self._limit:
+            idlest, most = self._choose_idlest()
             logger.warning(
                 "kvhma: %d connections to the side channel; %s has %d and loses one",
-                self._count,
+                len(self._group_of),
                 idlest.host,
-                len(most),
+                most,
             )
             self._drop(idlest, "room")
         self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
-        self._by_host.setdefault(connection.host, OrderedDict())[connection] = None
-        self._count += 1
+        self._enter_group(connection, answered=False)
+
+    def _enter_group(self, connection: Connection, *, answered: bool) -> None:
+        group = self._group_of[connection] = _Group(answered, _network(connection.host))
+        self._groups.setdefault(group, OrderedDict())[connection] = None
+
+    def _leave_group(self, connection: Connection) -> None:
+        group = self._group_of.pop(connection)
+        del self._groups[group][connection]
+        if not self._groups[group]:
+            del self._groups[group]
+
+    def _choose_idlest(self) -> tuple[Connection, int]:
+        """Return the connection that has to go, and how many its group has.
+
+        It is of those that were answered, or of those that were not yet, whichever are more: a stranger without the
+        secret is never answered, so from however many hosts it connects, it takes nothing from engines.
+        """
+        answered = sum(len(of) for group, of in self._groups.items() if group.answered)
+        more = answered > len(self._group_of) // 2
+        most = max((of for group, of in self._groups.items() if group.answered is more), key=len)
+        return next(iter(most)), len(most)
 
     def _accept_again(self) -> None:
         if not self._accepting:
@@ -294,16 +327,12 @@ class _Connections:
         self._accept_again()
 
     def _all(self) -> list[Connection]:
-        return [connection for connections in self._by_host.values() for connection in connections]
+        return list(self._group_of)
 
     def _drop(self, connection: Connection, refused: str = "") -> None:
         if refused:
             self._counters.count("side_channel_refused", label=refused)
-        of_host = self._by_host[connection.host]
-        del of_host[connection]
-        if not of_host:
-            del self._by_host[connection.host]
-        self._count -= 1
+        self._leave_group(connection)
         self._questions.note(connection, 0)
         self._answers.note(connection, 0)
         with contextlib.suppress(KeyError, ValueError):
@@ -330,6 +359,14 @@ class _Budget:
         if self._sum <= self._limit:
             return []
         return [max(self._stored, key=self._stored.__getitem__)]
+
+
+def _network(host: str) -> str:
+    """Return what of an address its owner did not choose: a host of IPv6 has a whole /64."""
+    numeric = ipaddress.ip_address(host.partition("%")[0])
+    if numeric.version == 4 or numeric.ipv4_mapped:
+        return host
+    return str(ipaddress.ip_network((numeric, 64), strict=False))
 
 
 def _bind(address: Address) -> socket.socket:
