@@ -12,7 +12,9 @@ from kvhma.errors import LeaseEndedError, LeaseUnknownError, RequestError
 from kvhma.vllm.scheduler import lease_renewer
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
+from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire import names
+from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
@@ -403,6 +405,29 @@ def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same
         renewer.release(address, claim(key_of("b")), Outcome.READ)
         until(lambda: second.released)
     finally:
+        listener.close()
+
+
+def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(address, tmp_path, monkeypatch):
+    """The connection to it went on for as long as there was something to renew."""
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
+    file = tmp_path / "secrets"
+    file.write_bytes(b"o" * 32)
+    service, old = LeaseService(), Secrets([b"o" * 32])
+    listener = Listener(address, engine_id="p", incarnation_id=1, hellos=HELLOS, leases=service, secrets=old)
+    renewer = make_renewer(secrets=Secrets.load(Settings(secret_file=str(file))))
+    try:
+        one = claim(key_of("a"))
+        renewer.track(address, one, every=0.05)
+        until(lambda: len(service.renewed) > 2)
+        # P does not notice, since it still accepts what this connection has shown.
+        file.write_bytes(b"n" * 32)
+        time.sleep(0.3)
+        service.renewed = []
+        time.sleep(0.5)
+        assert not service.renewed
+    finally:
+        renewer.close()
         listener.close()
 
 

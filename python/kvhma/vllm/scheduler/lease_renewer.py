@@ -292,6 +292,8 @@ class LeaseRenewer:
 
     def _ask(self, session: _Session, question: Renew | Release, kind: type[AnswerT]) -> AnswerT:
         """Ask over the connection, or over a new one if P has ended that, as it does with those that are not used."""
+        if session.client is not None and session.client.context is not self._secrets.client_context():
+            _disconnect(session)  # whoever is there may have shown a secret that was taken back since
         if session.client is not None:
             begun = time.monotonic()
             try:
