@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
@@ -102,7 +102,7 @@ class Proving:
     """
 
     reader_key: bytes
-    shared: bytes
+    shared: bytes = field(repr=False)
 
 
 def prove(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], states: Sequence[LeaseState]) -> bytes:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -61,8 +61,8 @@ class _Credential:
         certificate: what a connection shows.
     """
 
-    sign_key: bytes
-    private_key: Ed25519PrivateKey
+    sign_key: bytes = field(repr=False)
+    private_key: Ed25519PrivateKey = field(repr=False)
     certificate: x509.Certificate
 
     @property
