@@ -517,7 +517,7 @@ def test_secrets_stand_in_no_text_and_no_log(tmp_path, caplog, monkeypatch):
     write(file, b"another-top-secret-that-is-long")
     time.sleep(0.01)
     found.sign(b"x")
-    keys = [identity.sign_key for identity in found._current.identities]
+    keys = [credential.sign_key for credential in found._current.credentials]
     assert not any(repr(key) in repr(found._current) for key in keys)
     texts = [repr(found), str(raised.value), caplog.text, *map(str, os.environ.items())]
     assert "secrets read from" in caplog.text

@@ -414,7 +414,7 @@ def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(ad
     file = tmp_path / "secrets"
     file.write_bytes(b"o" * 32)
     service, old = LeaseService(), Secrets([b"o" * 32])
-    listener = Listener(address, engine_id="p", incarnation_id=1, hellos=HELLOS, leases=service, secrets=old)
+    listener = Listener(address, LocalEngine("p", 1, HELLOS), leases=service, secrets=old, counters=Counted())
     renewer = make_renewer(secrets=Secrets.load(Settings(secret_file=str(file))))
     try:
         one = claim(key_of("a"))

@@ -102,7 +102,13 @@ def test_p_killed_before_during_and_after_and_restarted(
 def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     lease = 3.0
     settings = {
-        "p": kvhma(name, extra={"kv_lease_duration": lease}, num_gpu_blocks_override=40, max_model_len=1024),
+        # Two requests that nobody reads are more than the half of so few blocks.
+        "p": kvhma(
+            name,
+            extra={"kv_lease_duration": lease, "max_held_share": 1.0},
+            num_gpu_blocks_override=40,
+            max_model_len=1024,
+        ),
         "d": kvhma(name, policy="recompute", extra=QUICK, max_num_seqs=1),
         "strict": kvhma(name, policy="fail", extra=QUICK),
     }

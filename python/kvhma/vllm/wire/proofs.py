@@ -49,16 +49,21 @@ def sign_hello(private: bytes, nonce: bytes, engine_key: bytes, data: bytes) -> 
     Returns:
         64 bytes.
     """
-    return _private_key(private).sign(_HELLO + nonce + engine_key + data)
+    return _private_key(private).sign(_signed(nonce, engine_key, data))
 
 
 def verify_hello(public: bytes, nonce: bytes, engine_key: bytes, data: bytes, signature: bytes) -> bool:
     """Return whether who has the private key of `public`, 32 bytes, has signed this hello for this nonce."""
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, _HELLO + nonce + engine_key + data)
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed(nonce, engine_key, data))
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def _signed(nonce: bytes, engine_key: bytes, data: bytes) -> bytes:
+    # Of the hello its hash: to hash the largest one here gives way to other threads, Ed25519's own hash does not.
+    return _HELLO + nonce + engine_key + hashlib.blake2b(data).digest()
 
 
 _private_key = lru_cache(256)(Ed25519PrivateKey.from_private_bytes)

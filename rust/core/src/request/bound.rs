@@ -28,12 +28,13 @@ pub(crate) struct Limit {
 impl Limit {
     /// Of descriptors, when the layouts of engines explain so many.
     fn of_descriptors(explained: u64) -> Self {
-        if explained < MAX_DESCRIPTORS {
-            let reason = "no two layouts of engines cut these blocks into more pieces";
-            Self { count: explained.max(FREE_DESCRIPTORS), reason }
+        let count = explained.clamp(FREE_DESCRIPTORS, MAX_DESCRIPTORS);
+        let reason = if count == MAX_DESCRIPTORS {
+            "more are never made"
         } else {
-            Self { count: MAX_DESCRIPTORS, reason: "more are never made" }
-        }
+            "no two layouts of engines cut these blocks into more pieces"
+        };
+        Self { count, reason }
     }
 
     /// Fails if a count is beyond the limit.
