@@ -175,3 +175,16 @@ class OracleError(KvhmaError, AssertionError):
     """A transfer is wrong; the text says where, what was expected and what was found."""
 
     code = "oracle"
+
+
+class ConnectionEnded(Exception):  # noqa: N818
+    """A connection of the side channel is to be closed; it is no error of ours and leaves no listener.
+
+    Attributes:
+        refused: why the peer was refused, in a word for a metric; empty if it was not.
+    """
+
+    def __init__(self, refused: str = "") -> None:
+        """Store why."""
+        super().__init__(refused)
+        self.refused = refused

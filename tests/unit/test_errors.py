@@ -79,6 +79,11 @@ def side(block: int = 16, size: int = 1, rank: int = 0, strides: tuple[int, int,
 
 
 def pieces_without_end() -> kvhma.Plan:
+    block = 1 << 21
+    return kvhma.plan(side(block), side(block, strides=(2, 2 * block, 1)))
+
+
+def items_apart() -> kvhma.Plan:
     block = 1 << 20
     return kvhma.plan(side(block), side(block, strides=(1, 2 * block, block)))
 
@@ -167,6 +172,7 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
         {"code": "cp-overlap", "layer": "a", "part": "kv", "local": "0 of 1", "remote": "source 1"},
     ),
     (pieces_without_end, UnsupportedPairError, {"code": "pieces", "layer": "a", "field": "strides"}),
+    (items_apart, UnsupportedPairError, {"code": "split-items", "layer": "a", "field": "stride"}),
     (
         cut_in_thousands_of_ways,
         UnsupportedPairError,

@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import Callable
 
+from kvhma.errors import ConnectionEnded
 from kvhma.vllm.wire.messages import (
     HEADER_BYTES,
     MAX_QUESTION_BYTES,
@@ -45,19 +46,6 @@ _OPENING_BYTES = 6
 
 _ONLY_HERE = "this engine has a secret, and the question came without: set secret_file or KVHMA_SECRET there too"
 _ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here too"
-
-
-class Ended(Exception):  # noqa: N818
-    """The connection is to be closed; no error of ours.
-
-    Attributes:
-        refused: why the peer was refused, in a word for a metric; empty if it was not.
-    """
-
-    def __init__(self, refused: str = "") -> None:
-        """Store why."""
-        super().__init__(refused)
-        self.refused = refused
 
 
 class Connection:
@@ -113,7 +101,7 @@ class Connection:
         """Do what can be done now.
 
         Raises:
-            Ended: it is to be closed.
+            ConnectionEnded: it is to be closed.
             OSError: it has ended.
         """
         try:
@@ -127,7 +115,7 @@ class Connection:
         """Look at the first bytes: each side has a secret, or none has."""
         first = self.socket.recv(_OPENING_BYTES, socket.MSG_PEEK)
         if not first:
-            raise Ended
+            raise ConnectionEnded
         # A handshake record with a ClientHello. A question's fourth byte is of its length, at most 0x10, its fifth
         # begins a map and its sixth a text.
         whole = len(first) == _OPENING_BYTES
@@ -154,12 +142,12 @@ class Connection:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLEOFError as error:
-            raise Ended from error
+            raise ConnectionEnded from error
         except ssl.SSLError as error:
             logger.warning(
                 "kvhma: %s was refused, its secret is another one or it has none: %s", self.host, error.reason
             )
-            raise Ended("secret") from error
+            raise ConnectionEnded("secret") from error
         self._certificate = self.socket.getpeercert(True)
         self.deadline = time.monotonic() + IDLE_SECONDS
         self._advance = Connection._receive
@@ -171,7 +159,7 @@ class Connection:
         while True:
             data = self.socket.recv(_CHUNK if received else _FIRST_CHUNK)
             if not data:
-                raise Ended
+                raise ConnectionEnded
             if not received:
                 self.deadline = time.monotonic() + QUESTION_SECONDS
             received += data
@@ -188,7 +176,7 @@ class Connection:
             if len(received) == HEADER_BYTES + length:
                 break
         if self._certificate is not None and not self._secrets.accepts(self._certificate):
-            raise Ended("secret")  # it was let in by one that was taken back since
+            raise ConnectionEnded("secret")  # it was let in by one that was taken back since
         self._received = bytearray()
         self._send(self._answer(memoryview(received)[HEADER_BYTES:]))
 
@@ -222,6 +210,6 @@ class Connection:
             # What was not read would take the answer back.
             with contextlib.suppress(OSError):
                 self.socket.recv(_CHUNK)
-            raise Ended(self._refused)
+            raise ConnectionEnded(self._refused)
         self.events = selectors.EVENT_READ
         self._advance = Connection._receive

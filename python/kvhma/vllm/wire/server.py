@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvhma.errors import HandshakeError
+from kvhma.errors import ConnectionEnded, HandshakeError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
-from kvhma.vllm.wire.connection import Connection, Ended
+from kvhma.vllm.wire.connection import Connection
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
     Answer,
@@ -240,7 +240,7 @@ class _Connections:
         events, answered = connection.events, connection.answered
         try:
             connection.advance()
-        except Ended as ended:
+        except ConnectionEnded as ended:
             self._drop(connection, ended.refused)
             return
         except OSError:
