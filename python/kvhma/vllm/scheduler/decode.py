@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import re
 import time
 from collections import OrderedDict
@@ -20,13 +19,12 @@ from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
+from kvhma.vllm.wire.peer_log import logger
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger("vllm.kvhma")
 
 _RENEWALS = 6
 """In the time of a lease: some may be lost."""

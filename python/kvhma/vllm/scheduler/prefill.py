@@ -178,7 +178,7 @@ class PrefillScheduler:
             how = f"it decoded {decoded} tokens, and the state of a recurrent layer in host memory "
             where = "(kv_buffer_device, host_staged) is that of its prompt"
         text = "kvhma: request %s is not handed over: %s%s; ask P for max_tokens=1"
-        logger.warning(text, request.request_id, how, where)
+        peer_log.logger.warning(text, request.request_id, how, where)
         return None
 
     def _spans_to_hand_over(
@@ -192,7 +192,7 @@ class PrefillScheduler:
             logger.exception("kvhma: the blocks of %s cannot be handed over", request_id)
             return None
         if any(span.first > first for span, first in zip(spans, needed, strict=True)):
-            logger.warning(
+            peer_log.logger.warning(
                 "kvhma: request %s is not handed over: the window of token %d begins in a block that is not held any "
                 "more, since more tokens than that were computed here; its decode engine computes it itself",
                 request_id,

@@ -23,6 +23,7 @@ from kvhma.errors import (
 from kvhma.text import one_line
 from kvhma.vllm.metadata import Failure, Load, WorkerReport
 from kvhma.vllm.stats import StatsCollector
+from kvhma.vllm.wire import peer_log
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -86,7 +87,9 @@ class LoadResults:
 
     def fail(self, request_id: str, failure: Failure) -> None:
         """Report a load that failed."""
-        logger.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
+        # What is refused, clients decide.
+        log = peer_log.logger if failure.cause == "refused" else logger
+        log.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
         with self._lock:
             if not self._end(request_id):
                 return
