@@ -88,6 +88,19 @@ def items_apart() -> kvhma.Plan:
     return kvhma.plan(side(block), side(block, strides=(1, 2 * block, block)))
 
 
+def items_apart_in_many_blocks() -> object:
+    def one(strides: tuple[int, int, int]) -> Geometry:
+        extents = (("tokens", 4), ("heads", 4), ("content", 64))
+        axes = tuple(Axis(name, extent, step) for (name, extent), step in zip(extents, strides, strict=True))
+        page = Page((Part("kv", "uint8", 1, 0, axes),))
+        return Geometry(
+            (Region(1 << 30, 1024 << 13),), (Group("full", 4),), (Layer("a", 0, 0, 0, 1 << 13, 1024, page),)
+        )
+
+    spans = [Span(0, range(1, 4097))]
+    return kvhma.plan(one((64, 256, 1)), one((1, 4, 16))).transfer(4 * 4096, spans, spans)
+
+
 def cut_in_thousands_of_ways() -> object:
     return kvhma.plan(side(4096), side(4095)).views(0)
 
@@ -173,6 +186,11 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
     ),
     (pieces_without_end, UnsupportedPairError, {"code": "pieces", "layer": "a", "field": "strides"}),
     (items_apart, UnsupportedPairError, {"code": "split-items", "layer": "a", "field": "stride"}),
+    (
+        items_apart_in_many_blocks,
+        RequestError,
+        {"code": "too-many", "field": "descriptors", "value": 4096 * 1024, "expected": f"at most {1 << 20}"},
+    ),
     (
         cut_in_thousands_of_ways,
         UnsupportedPairError,
