@@ -54,13 +54,13 @@ def _is_done(result: Any) -> bool:
 
 INSIDE: tuple[tuple[str, str, str, str, Told], ...] = (
     # stage, module, method, whether its begin or its end is meant, and of which results
-    ("claimed", "kvhma.vllm.worker.loading", "Loader._claim", "end", _always),
     ("planned", "nixl._api", "nixl_agent.make_prepped_xfer", "begin", _always),
     ("planned", "nixl._api", "nixl_agent.initialize_xfer", "begin", _always),
     ("posted", "nixl._api", "nixl_agent.transfer", "end", _always),
     ("read", "nixl._api", "nixl_agent.transfer", "end", _is_done),  # a transport that copies inline
     ("read", "nixl._api", "nixl_agent.check_xfer_state", "end", _is_done),
-    ("checked", "kvhma.vllm.worker.lease", "Lease.covers", "end", bool),
+    ("asked", "kvhma.vllm.worker.polling", "LoadPoller._ask_engine", "end", _always),
+    ("checked", "kvhma.vllm.worker.lease", "LeaseQuestion.check", "end", _always),
 )
 """Stages of a load that vLLM's calls do not show. Those of `kvhma` exist in engines of our connector only."""
 

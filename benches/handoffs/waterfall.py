@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvhma.cli.svg import Drawing
 
 STAGES = (
-    "sent", "added", "ordered", "claimed", "planned", "posted", "read", "checked", "reported", "scheduled", "first token"
+    "sent", "added", "ordered", "planned", "posted", "read", "asked", "checked", "reported", "scheduled", "first token"
 )  # fmt: skip
-"""From D's front end sending the request to its engine to its first token there. vLLM's connector claims and checks
+"""From D's front end sending the request to its engine to its first token there. vLLM's connector asks and checks
 nothing."""
 
 _LEFT, _RIGHT, _LINE, _WIDTH = 110, 110, 16, 900
