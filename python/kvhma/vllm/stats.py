@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,46 +85,36 @@ METRICS = {
 :class:`kvhma.vllm.metadata.Failure`; docs/vllm.md explains the reasons."""
 
 
-def _empty() -> dict[str, Any]:
-    """Return no numbers: a list for a histogram, a dictionary by label, None for a gauge, or a sum."""
-
-    def nothing(metric: Metric) -> Any:
-        if metric.gauge:
-            return None
-        return [] if metric.buckets else {} if metric.label else 0
-
-    return {name: nothing(metric) for name, metric in METRICS.items()}
-
-
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Numbers of one interval. `data` can be pickled and sent as JSON.
+    """Numbers of one interval. `data` has only what was counted; it can be pickled and sent as JSON.
 
     Ranks and intervals are joined by appending and adding; of a gauge the highest value counts, which for the ranks of
     one step is that of the slowest.
+
+    Attributes:
+        data: by the metric's name: a list for a histogram, a dictionary by label, or a number.
     """
 
-    data: dict[str, Any] = field(default_factory=_empty)
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = _empty()
+        self.data = {}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted. A gauge that is 0 again is something: it was not before."""
-        return all(not value and not (METRICS[name].gauge and value == 0) for name, value in self.data.items())
+        return not self.data
 
     def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
         """Add to a counter."""
-        if label is None:
-            self.data[name] += number
-        else:
-            self.data[name][label] = self.data[name].get(label, 0) + number
+        numbers, key = (self.data, name) if label is None else (self.data.setdefault(name, {}), label)
+        numbers[key] = numbers.get(key, 0) + number
 
     def record(self, **values: float) -> None:
         """Append to histograms."""
         for name, value in values.items():
-            self.data[name].append(value)
+            self.data.setdefault(name, []).append(value)
 
     def gauge(self, name: str, value: float) -> None:
         """Say what a gauge is now."""
@@ -132,19 +123,22 @@ class TransferStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         """Add the numbers of another rank or interval."""
         for name, value in other.data.items():
-            if METRICS[name].gauge:
-                self.data[name] = max((one for one in (self.data[name], value) if one is not None), default=None)
+            if name not in self.data:
+                # Never the other's own list: this one grows.
+                self.data[name] = value.copy() if isinstance(value, dict | list) else value
+            elif METRICS[name].gauge:
+                self.data[name] = max(self.data[name], value)
             elif isinstance(value, dict):
                 for label, number in value.items():
                     self.count(name, number, label=label)
             else:
-                self.data[name] = self.data[name] + value
+                self.data[name] += value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return what the log line shows."""
         data = self.data
-        loads = len(data["load_seconds"])
+        loads = len(data.get("load_seconds", ()))
         line: dict[str, int | float] = {"Loads": loads}
         if loads:
             times = sorted(data["load_seconds"])
@@ -158,15 +152,16 @@ class TransferStats(KVConnectorStats):
                 "Avg descriptors": round(statistics.fmean(data["selected_descriptors"]), 1),
                 "Avg descriptors posted": round(statistics.fmean(data["posted_descriptors"]), 1),
             }
-        if len(data["rank_bytes"]) > 1:
-            for rank, nbytes in sorted(data["rank_bytes"].items()):
+        ranks = data.get("rank_bytes", {})
+        if len(ranks) > 1:
+            for rank, nbytes in sorted(ranks.items()):
                 line[f"Rank {rank} MB"] = round(nbytes / 1e6, 3)
                 line[f"Rank {rank} transfer (ms)"] = round(data["rank_seconds"][rank] * 1e3, 2)
         for name, metric in METRICS.items():
             text = name.replace("_", " ").capitalize()
             if metric.label in ("cause", "reason", "thread"):
-                line |= {f"{text} ({label})": number for label, number in data[name].items()}
-            elif not metric.buckets and not metric.label and data[name]:
+                line |= {f"{text} ({label})": number for label, number in data.get(name, {}).items()}
+            elif not metric.buckets and not metric.label and data.get(name):
                 line[text] = round(data[name], 1)
         return line
 
@@ -174,14 +169,21 @@ class TransferStats(KVConnectorStats):
 class StatsCollector:
     """What one process counts until it is taken. Safe to use from several threads."""
 
-    def __init__(self, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
-        """Start with nothing; `gauges` returns what the gauges of this process are."""
+    def __init__(
+        self, gauges: Callable[[], Mapping[str, float]] = dict, *, busy: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Start with nothing.
+
+        Args:
+            gauges: returns what the gauges of this process are.
+            busy: whether any of them may be other than 0; vLLM takes the stats in every step, so this has to be cheap.
+        """
         self._gauges = gauges
+        self._busy = busy
         self._lock = threading.Lock()
         self._stats = TransferStats()
-        self._shown: set[str] = set()
-        """Gauges that were not 0 when they were last told."""
-        self._told_at = -_GAUGE_SECONDS
+        self._was_busy = False
+        self._told_at = 0.0
 
     def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
         """Add to a counter."""
@@ -193,20 +195,27 @@ class StatsCollector:
         with self._lock:
             self._stats.record(**values)
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[TransferStats]:
+        """Count several things that are taken together."""
+        with self._lock:
+            yield self._stats
+
     def take(self) -> TransferStats | None:
         """Return what was counted since the last call, None if nothing was.
 
-        Gauges that are not 0 are among it once a second, and all of them whenever one leaves 0 or comes back to it.
+        Gauges are among it when they leave 0 and when all are 0 again, and once a second in between.
         """
-        values, now = self._gauges(), time.monotonic()
-        shown = {name for name, value in values.items() if value}
-        with self._lock:
-            if shown != self._shown or (shown and now - self._told_at >= _GAUGE_SECONDS):
-                self._shown, self._told_at = shown, now
+        busy = self._busy()
+        if busy != self._was_busy or (busy and time.monotonic() - self._told_at >= _GAUGE_SECONDS):
+            self._was_busy, self._told_at = busy, time.monotonic()
+            values = self._gauges()
+            with self._lock:
                 for name, value in values.items():
                     self._stats.gauge(name, value)
-            if self._stats.is_empty():
-                return None
+        if self._stats.is_empty():  # what is counted in this moment is taken the next time
+            return None
+        with self._lock:
             stats, self._stats = self._stats, TransferStats()
         return stats
 
@@ -238,8 +247,7 @@ class PromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.items():
             metric = self._metrics[name]
             if METRICS[name].gauge:
-                if value is not None:
-                    metric[engine_idx].set(value)
+                metric[engine_idx].set(value)
             elif isinstance(value, dict):
                 for label, number in value.items():
                     metric.labels(*self.per_engine_labelvalues[engine_idx], label).inc(number)

@@ -38,7 +38,7 @@ class KvhmaScheduler:
     def __init__(self, settings: Settings, secrets: Secrets, engine: EngineFacts) -> None:
         """Start the thread that renews leases; other engines are answered once the workers' hellos are there."""
         leases = LeaseTable(settings.kv_lease_duration)
-        stats = StatsCollector(lambda: lease_gauges(leases))
+        stats = StatsCollector(lambda: lease_gauges(leases), busy=lambda: len(leases) > 0)
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
         self.decode = DecodeScheduler(self.context)

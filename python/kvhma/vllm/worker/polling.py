@@ -254,15 +254,15 @@ class LoadPoller:
         }
         by_group = {"group_bytes": transfer.bytes_by_group, "group_descriptors": transfer.descriptors_by_group}
         logger.debug("kvhma: loaded %s from %s: %s", load.request_id, load.remote.engine_id, series | sums)
-        stats = self._results.stats
-        stats.record(**series)
-        for name, number in sums.items():
-            stats.count(name, number)
-        for name, number in by_rank.items():
-            stats.count(name, number, label=str(self._geometry.tp_rank))
-        for name, numbers in by_group.items():
-            for index, (group, of_group) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
-                stats.count(name, of_group, label=f"{index} {group.kind}")
+        with self._results.stats.together() as stats:
+            stats.record(**series)
+            for name, number in sums.items():
+                stats.count(name, number)
+            for name, number in by_rank.items():
+                stats.count(name, number, label=str(self._geometry.tp_rank))
+            for name, numbers in by_group.items():
+                for index, (group, of_group) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
+                    stats.count(name, of_group, label=f"{index} {group.kind}")
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:

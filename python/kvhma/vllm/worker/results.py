@@ -56,7 +56,7 @@ class LoadResults:
 
     def __init__(self) -> None:
         """Start without loads."""
-        self.stats = StatsCollector(self._gauges)
+        self.stats = StatsCollector(self._gauges, busy=lambda: bool(self._unreported))
         self._lock = threading.Lock()
         self._all_reported = threading.Condition(self._lock)
         self._unreported: dict[str, _Unreported] = {}
