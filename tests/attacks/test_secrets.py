@@ -22,7 +22,17 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, SettingsError
 from kvhma.vllm.wire import connection, server
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import MAX_CLAIMS, AskEngineInfo, AskHello, EngineInfo, Leases, RankHello, Renew, frame
+from kvhma.vllm.wire.messages import (
+    MAX_CLAIMS,
+    PROTOCOL,
+    AskEngineInfo,
+    AskHello,
+    EngineInfo,
+    Leases,
+    RankHello,
+    Renew,
+    frame,
+)
 from kvhma.vllm.wire.secrets import Secrets
 from support.listening import (
     HELLO,
@@ -209,7 +219,7 @@ def test_what_is_changed_on_the_way_is_no_answer(address):
 
 def asks(address, secrets):
     with Client(address, 20, secrets) as client:
-        client.ask(AskEngineInfo(3), EngineInfo)
+        client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
 
 
 def test_only_the_listener_has_a_secret(address):
@@ -332,7 +342,7 @@ def test_a_good_handshake_byte_by_byte_is_finished(address):
             except ssl.SSLWantReadError:
                 send_bytes(raw, outgoing)
                 incoming.write(raw.recv(1 << 16))
-        tls.write(frame(AskEngineInfo(3)))
+        tls.write(frame(AskEngineInfo(PROTOCOL)))
         send_bytes(raw, outgoing)
         incoming.write(raw.recv(1 << 16))
         assert b"roster" in tls.read(1000)
@@ -365,7 +375,7 @@ def test_large_questions_and_answers(address):
 
 def test_an_encrypted_question_before_the_last_one_was_answered(address):
     with connect(address) as raw, A.client_context().wrap_socket(raw) as wrapped:
-        wrapped.sendall(frame(AskEngineInfo(3)) * 2)
+        wrapped.sendall(frame(AskEngineInfo(PROTOCOL)) * 2)
         assert "one question at a time" in problem(said(wrapped))
 
 

@@ -103,7 +103,7 @@ def log_of_each_test(monkeypatch):
 def test_another_protocol(address):
     with (
         Client(address, 5, NO_SECRETS) as client,
-        pytest.raises(HandshakeError, match="protocol is 7 on your side, 3 on this side"),
+        pytest.raises(HandshakeError, match="protocol is 7 on your side, 4 on this side"),
     ):
         client.ask(AskEngineInfo(7), EngineInfo)
 

@@ -464,9 +464,9 @@ def table(address):
     listener.close()
 
 
-def ask(clients, *claims, timeout=2.0, proving=None):
+def ask(clients, *claims, timeout=2.0, proving=None, outcomes=()):
     """Ask, and wait for the answer as the poller does."""
-    question = LeaseQuestion(clients, claims, timeout, proving)
+    question = LeaseQuestion(clients, claims, timeout, proving, outcomes)
     until(question.poll, seconds=10)
     assert not question.open
     return question
@@ -476,9 +476,39 @@ def test_what_is_held_after_the_read_was_held(clients, table):
     ask(clients, claim(add(table, "a"))).check(0)
 
 
+def test_who_has_read_releases_with_the_same_question(clients, table):
+    key, other = add(table, "a"), add(table, "b")
+    gone = key_of("c")
+    claims, outcomes = [claim(key), claim(gone), claim(other)], [Outcome.READ, Outcome.READ, Outcome.READ_SHARED]
+    question = ask(clients, *claims, outcomes=outcomes)
+    question.check(0)
+    question.check(2)
+    with pytest.raises(LeaseEndedError):
+        question.check(1)
+    assert table.drain_ended() == {LeaseEnd.READ: ["a"]}
+    assert len(table) == 1, "one of several readers keeps it a little longer"
+
+
+def test_a_reader_that_releases_leaves_the_others_theirs(clients, table):
+    key = add(table, "a")
+    ask(clients, claim(key, 1))
+    ask(clients, claim(key, 2), outcomes=[Outcome.READ]).check(0)
+    assert table.drain_ended() == {}
+    ask(clients, claim(key, 1), outcomes=[Outcome.READ]).check(0)
+    assert table.drain_ended() == {LeaseEnd.READ: ["a"]}
+
+
+def test_each_claim_has_an_outcome(clients, table):
+    """A list that is too short would leave it to chance which blocks are freed."""
+    claims = [claim(add(table, "a")), claim(add(table, "b"))]
+    with pytest.raises(LeaseUnknownError, match="2 claims, 1 outcomes"):
+        ask(clients, *claims, outcomes=[Outcome.READ]).check(0)
+    assert len(table) == 2
+
+
 def test_what_is_not_held_after_the_read_may_have_been_lost(clients, table):
     key = add(table, "a")
-    until(lambda: table.drain_ended()[LeaseEnd.UNCLAIMED])
+    until(lambda: table.drain_ended().get(LeaseEnd.UNCLAIMED))
     with pytest.raises(LeaseEndedError, match="P does not hold 'a' for this reader: its lease has ended") as caught:
         ask(clients, claim(key)).check(0)
     assert not isinstance(caught.value, LeaseUnknownError)

@@ -297,7 +297,7 @@ def test_wrong_parameters_do_not_fail_right_ones_of_the_same_engine(world, wrong
     remote = world.prefill(*world.workers())
     for _ in range(2):
         with pytest.raises(HandshakeError, match="in kv_transfer_params"):
-            world.acquire(replace(remote, **wrong))
+            world.acquire(remote._replace(**wrong))
     assert world.acquire(remote).gone is None
 
 
@@ -305,7 +305,7 @@ def test_wrong_parameters_keep_no_right_ones_waiting(world):
     """Those that came while such a handshake was under way had its error, too."""
     remote = world.prefill(*world.workers())
     errors = []
-    assert world.engines.acquire(replace(remote, engine_id="q"), errors.append) is None
+    assert world.engines.acquire(remote._replace(engine_id="q"), errors.append) is None
     assert world.acquire(remote).gone is None
 
 
@@ -319,7 +319,7 @@ def test_handshakes_with_an_engine_of_the_operator_are_bounded():
                 named = Incarnation(Address("127.0.0.1", port), "p", at, None)
                 assert world.engines.acquire(named, lambda error: None) is None
             with pytest.raises(HandshakeTimeoutError, match="4 handshakes with it are under way"):
-                world.engines.acquire(replace(named, incarnation_id=9), lambda error: None)
+                world.engines.acquire(named._replace(incarnation_id=9), lambda error: None)
             assert world.counted.numbers["refused_engines"] == 1
         finally:
             world.close()
@@ -359,7 +359,7 @@ def test_no_thread_for_a_handshake(world, monkeypatch):
 
 def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
     remote = world.prefill(*world.workers())
-    named = replace(remote, address=Address("localhost", remote.address.port))
+    named = remote._replace(address=Address("localhost", remote.address.port))
     seen = []
     init = Client.__init__
     monkeypatch.setattr(
@@ -368,7 +368,7 @@ def test_names_are_looked_up_by_the_handshake(world, monkeypatch):
     assert world.acquire(named).gone is None
     assert {address.host for address in seen} <= {"127.0.0.1", "::1"}
     with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
-        world.acquire(replace(remote, address=Address("no-such-host.invalid", 1)))
+        world.acquire(remote._replace(address=Address("no-such-host.invalid", 1)))
 
 
 @pytest.mark.parametrize(

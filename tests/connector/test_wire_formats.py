@@ -17,6 +17,7 @@ from kvhma.vllm.wire.messages import (
     AskHello,
     Done,
     EngineInfo,
+    Finish,
     Leases,
     LeaseState,
     Outcome,
@@ -43,7 +44,7 @@ CLAIMS = "a6636c61696d739194a6636d706c2d31c4080000000000000007c4080123456789abcd
 RELEASE = f"83a474797065a772656c65617365{CLAIMS}a76f7574636f6d65"
 
 QUESTIONS = [
-    (AskEngineInfo(3), "82a474797065a6726f73746572a870726f746f636f6c03"),
+    (AskEngineInfo(4), "82a474797065a6726f73746572a870726f746f636f6c04"),
     (
         AskHello(0, 1, DIGEST),
         "84a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01a56e6f6e6365c410000102030405060708090a0b0c0d0e0f",
@@ -53,6 +54,10 @@ QUESTIONS = [
         Renew([write_claim(CLAIM)], KEY, DIGEST),
         f"84a474797065a572656e6577{CLAIMS}aa7265616465725f6b6579c420{KEY.hex()}a56e6f6e6365c410{DIGEST.hex()}",
     ),
+    (
+        Finish([write_claim(CLAIM)], [Outcome.READ]),
+        f"83a474797065a666696e697368{CLAIMS}a86f7574636f6d657391a472656164",
+    ),
     (Release([write_claim(CLAIM)], Outcome.READ), f"{RELEASE}a472656164"),
     (Release([write_claim(CLAIM)], Outcome.READ_SHARED), f"{RELEASE}af72656164206279207369626c696e67"),
     (Release([write_claim(CLAIM)], Outcome.UNREAD), f"{RELEASE}a6756e72656164"),
@@ -61,8 +66,8 @@ QUESTIONS = [
 
 ANSWERS = [
     (
-        EngineInfo(3, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)]),
-        "85a474797065a6726f73746572a870726f746f636f6c03a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
+        EngineInfo(4, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)]),
+        "85a474797065a6726f73746572a870726f746f636f6c04a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
         "0000000000000102a572616e6b7392920000920001",
     ),
     (

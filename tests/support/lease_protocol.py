@@ -59,6 +59,8 @@ class Asked(Enum):
     AT_P = 1
     HELD = 2
     """P has said so, and the answer is on its way."""
+    FINISHED = 4
+    """The same, and P has released the claim by the same question."""
     REFUSED = 3
 
 
@@ -169,7 +171,8 @@ class Explorer:
     # --- P's table: each of its states once, and each of its answers once ----------------------------------
 
     def _number(self, table: LeaseTable) -> int:
-        number = self._numbers.setdefault(repr(vars(table)["_held"]), len(self._tables))
+        state = repr((vars(table)["_held"], vars(table)["_ended"]))
+        number = self._numbers.setdefault(state, len(self._tables))
         if number == len(self._tables):
             self._tables.append(table)
         return number
@@ -191,6 +194,12 @@ class Explorer:
 
     def _renew(self, world: World, index: int) -> tuple[int, bool]:
         return self._at_p(world, lambda at: at.renew([self._claim(index)]) == [LeaseState.HELD], "renew", index)
+
+    def _finish(self, world: World, index: int, outcome: Outcome) -> tuple[int, bool]:
+        def finish(at: LeaseTable) -> bool:
+            return at.finish([self._claim(index)], [outcome]) == [LeaseState.HELD]
+
+        return self._at_p(world, finish, "finish", index, outcome)
 
     def _release(self, world: World, index: int, outcome: Outcome) -> int:
         return self._at_p(world, lambda at: at.release([self._claim(index)], outcome), "release", index, outcome)[0]
@@ -225,9 +234,15 @@ class Explorer:
         if reader.asked is Asked.AT_P:
             asked, held = self._renew(world, index)
             yield "is answered", asked, reader._replace(asked=Asked.HELD if held else Asked.REFUSED)
+            for outcome in (Outcome.READ, Outcome.READ_SHARED) if reader.phase is Phase.READ else ():
+                asked, held = self._finish(world, index, outcome)
+                state = Asked.FINISHED if held else Asked.REFUSED
+                yield f"is answered and released, {outcome.value}", asked, reader._replace(asked=state)
         if reader.phase is Phase.READ and reader.asked is Asked.HELD:
             for outcome in (Outcome.READ, Outcome.READ_SHARED):
                 yield "accepts", table, Reader(Phase.ACCEPTED, reader.right, Asked.NOT, reader.renewing, outcome)
+        if reader.phase is Phase.READ and reader.asked is Asked.FINISHED:
+            yield "accepts", table, Reader(Phase.ACCEPTED, reader.right, Asked.NOT, reader.renewing)
         if reader.phase is Phase.READ and reader.asked is not Asked.NOT:
             # It was refused, or its question or the answer is lost: it computes the prompt itself, or fails.
             for outcome in (Outcome.READ, Outcome.UNREAD):

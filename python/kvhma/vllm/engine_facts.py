@@ -38,3 +38,8 @@ class EngineFacts:
     transfer_groups: tuple[int, ...]
     drafted_state: bool = False
     has_windows: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many workers load each request."""
+        return self.tp_size * self.pp_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -13,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhma.geometry import Span
+from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import PrefillParams
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """A request whose cache is to be read.
 
     Attributes:
@@ -27,6 +28,8 @@ class Load:
         num_tokens: tokens whose cache is there afterwards, those that D had already included.
         cached: tokens that D had already.
         spans: D's blocks to fill, for each group.
+        outcome: how P is told, with the question after the read, that the blocks are not needed any more; None where
+            several ranks read, so that the scheduler tells it when all have.
     """
 
     request_id: str
@@ -35,6 +38,7 @@ class Load:
     num_tokens: int
     cached: int
     spans: tuple[Span, ...]
+    outcome: Outcome | None
 
 
 @dataclass

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -193,6 +193,9 @@ class DirectRenewer:
         if self.leases is not None:
             self.leases.release([claim], outcome)
 
+    def forget(self, address: Any, claim: LeaseClaim) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -353,6 +356,7 @@ class Engine:
         self.kvhma = self.connector._scheduler
         self.memory = memory_of(shape.name, shape.groups, shape.num_blocks, shape.ranks)
         self.kvhma.context.geometry = self.memory.geometry
+        self.kvhma.context.engine = replace(self.kvhma.context.engine, tp_size=shape.ranks)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.labels = self.memory.labels
         self.garbage(slice(None))
@@ -666,7 +670,8 @@ class Engine:
         """What the worker of one rank tells the connector's scheduler at the end of a load."""
         load = loading.load
         assert self.source is not None
-        (state,) = self.source.kvhma.context.leases.renew([load.remote.claim(load.reader)])
+        leases, claims = self.source.kvhma.context.leases, [load.remote.claim(load.reader)]
+        (state,) = leases.renew(claims) if load.outcome is None else leases.finish(claims, [load.outcome])
         if state is not LeaseState.HELD:
             return WorkerReport({load.request_id: Failure("expired", state.value, passing=False)})
         if loading.outcome != "ok":

@@ -44,7 +44,7 @@ def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], 
     def wrong(self: DecodeScheduler, *given: Any) -> Load:
         asked = load(self, *given)
         groups = zip(self._context.geometry.groups, asked.spans, strict=True)
-        return dataclasses.replace(asked, spans=tuple(change(group, span, asked.cached) for group, span in groups))
+        return asked._replace(spans=tuple(change(group, span, asked.cached) for group, span in groups))
 
     patch.setattr(DecodeScheduler, "_make_load", wrong)
 

@@ -34,6 +34,9 @@ _MAX_LEASE_SECONDS = 3600.0
 _MIN_RENEWAL_SECONDS = 0.5
 """Bounds of what parameters say of a lease, and of how often it is renewed for that: anybody may have written them."""
 
+_CLAIM_AFTER_SECONDS = 0.05
+"""Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
+
 _SAMPLE = re.compile(r"\d+_")
 """How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
 
@@ -64,6 +67,7 @@ class PendingLoad:
         since: when the request was added, on the monotonic clock.
         asked_since: when vLLM first asked how much is loaded for it; None before.
         reader: random number by which P knows this reader of its blocks.
+        claimed: whether P is told, again and again, that the request needs its blocks.
         first_tokens: of the ranks that have loaded, see `WorkerReport`.
     """
 
@@ -78,6 +82,7 @@ class PendingLoad:
     since: float = field(default_factory=time.monotonic)
     asked_since: float | None = None
     reader: int = field(default_factory=random_id)
+    claimed: bool = False
     first_tokens: dict[int, int] = field(default_factory=dict)
 
 
@@ -103,6 +108,8 @@ class DecodeScheduler:
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
+        self._unclaimed: dict[str, PendingLoad] = {}
+        """Pending loads that P has not heard of."""
 
     def close(self) -> None:
         """Stop to renew leases."""
@@ -119,7 +126,9 @@ class DecodeScheduler:
         self.pending[request_id] = PendingLoad(None, text)
 
     def take_metadata(self) -> StepMetadata:
-        """Return the loads and refusals since the last call."""
+        """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules."""
+        if self._unclaimed:
+            self._claim_what_lasts()
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
@@ -164,7 +173,8 @@ class DecodeScheduler:
         """Claim what P holds for a request; None if all of it is computed here."""
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
-        remote = replace(remote, lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
+        if not _MIN_LEASE_SECONDS <= remote.lease <= _MAX_LEASE_SECONDS:
+            remote = replace(remote, lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
         load = PendingLoad(
             remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
         )
@@ -179,9 +189,26 @@ class DecodeScheduler:
         if load.num_tokens <= 0:
             self._release(load, read=True)
             return None
+        if load.ask_first:
+            self._claim(load, remote)
+        else:
+            self._unclaimed[request.request_id] = load
+        return load
+
+    def _claim(self, load: PendingLoad, remote: PrefillParams) -> None:
         every = max(_MIN_RENEWAL_SECONDS, remote.lease / _RENEWALS)
         self.renewer.track(remote.address, remote.claim(load.reader), every=every)
-        return load
+        load.claimed = True
+
+    def _claim_what_lasts(self) -> None:
+        """Claim what waits for room, or takes long to load."""
+        now = time.monotonic()
+        for request_id, load in list(self._unclaimed.items()):
+            if load.state is LoadState.LOADING and now - load.since < _CLAIM_AFTER_SECONDS:
+                continue
+            del self._unclaimed[request_id]
+            if load.remote is not None:
+                self._claim(load, load.remote)
 
     def _is_shared(self, request: Request, key: LeaseKey) -> bool:
         """Return whether other requests may come, or have come, with the same parameters."""
@@ -276,6 +303,7 @@ class DecodeScheduler:
             num_tokens=load.num_tokens,
             cached=load.num_tokens - external,
             spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
+            outcome=self._read_outcome(load.remote) if self._context.engine.ranks == 1 else None,
         )
 
     def results(self, output: KVConnectorOutput) -> None:
@@ -305,7 +333,8 @@ class DecodeScheduler:
             load.state = LoadState.WANTED
         else:
             # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
-            self._end(request_id, read=not failed or recompute or load.aborted)
+            released = not failed and self._context.engine.ranks == 1
+            self._end(request_id, read=not failed or recompute or load.aborted, released=released)
 
     def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
         """Keep blocks that the load has not filled from their first token on out of the prefix cache."""
@@ -315,14 +344,20 @@ class DecodeScheduler:
                     self._context.manager, request_id, self._context.engine.transfer_groups[group], token
                 )
 
-    def _end(self, request_id: str, *, read: bool) -> None:
-        self._release(self.pending.pop(request_id), read=read)
+    def _end(self, request_id: str, *, read: bool, released: bool = False) -> None:
+        """Forget a load; P is told, unless the worker has `released` the blocks with its question."""
+        load = self.pending.pop(request_id)
+        self._unclaimed.pop(request_id, None)
+        if not released:
+            self._release(load, read=read)
+        elif load.claimed and load.remote is not None:
+            self.renewer.forget(load.remote.address, load.remote.claim(load.reader))
 
     def _release(self, load: PendingLoad, *, read: bool) -> None:
         """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
         if load.remote is not None:
-            key = load.remote.lease_key
-            outcome = (
-                (Outcome.READ_SHARED if self._shared.get(key, False) else Outcome.READ) if read else Outcome.UNREAD
-            )
+            outcome = self._read_outcome(load.remote) if read else Outcome.UNREAD
             self.renewer.release(load.remote.address, load.remote.claim(load.reader), outcome)
+
+    def _read_outcome(self, remote: PrefillParams) -> Outcome:
+        return Outcome.READ_SHARED if self._shared.get(remote.lease_key, False) else Outcome.READ

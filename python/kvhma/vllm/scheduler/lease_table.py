@@ -157,9 +157,9 @@ class LeaseTable:
     nothing. One request may always be kept, also if it alone is more than the bound.
 
     P does not know whose request is whose, and the rule needs no names: who leaves requests unread loses them first,
-    being the oldest. Others have to claim theirs, which a decode engine does as soon as it hears of a request, before P
-    has computed (or found in its prefix cache) as many other blocks as the bound. How many requests a tenant may have
-    is for the front end to decide.
+    being the oldest. Others have to read or claim theirs, which a decode engine does within 50 ms, or a step of its
+    own, before P has computed (or found in its prefix cache) as many other blocks as the bound. How many requests a
+    tenant may have is for the front end to decide.
 
     Times are seconds of :func:`time.monotonic` in this process, which is P's clock. How long a lease is, only P says.
 
@@ -175,7 +175,7 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
-        self._ended: dict[LeaseEnd, list[str]] = {why: [] for why in LeaseEnd}
+        self._ended: dict[LeaseEnd, list[str]] = {}
         self._all = _BlockCount()
         self._without_reader = _BlockCount()
 
@@ -242,6 +242,18 @@ class LeaseTable:
                 del held.readers[known]
         return reader in held.readers or len(held.readers) < MAX_READERS
 
+    def finish(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
+        """Return the state of each claim as :meth:`renew` does, and release those that are held, as :meth:`release`."""
+        now = time.monotonic()
+        states = []
+        with self._lock:
+            for claim, outcome in zip(claims, outcomes, strict=True):
+                state = self._renew(claim, now)
+                if state is LeaseState.HELD:
+                    self._release(self._held[claim.key], claim, outcome, now)
+                states.append(state)
+        return states
+
     def release(self, claims: Sequence[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests; those that are not held are passed over.
 
@@ -272,19 +284,23 @@ class LeaseTable:
         self._all.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
-        self._ended[LeaseEnd.READ if held.read else why].append(key.request_id)
+        self._ended.setdefault(LeaseEnd.READ if held.read else why, []).append(key.request_id)
 
     def drain_ended(self) -> dict[LeaseEnd, list[str]]:
         """Return the requests that are not kept any more since the last call, each once, by why they ended."""
+        if not self._held and not self._ended:  # most steps of most engines
+            return {}
         now = time.monotonic()
         with self._lock:
             for key in [key for key, held in self._held.items() if held.check_over(now)]:
                 self._end(key, self._held[key].why_ended())
-            ended, self._ended = self._ended, {why: [] for why in LeaseEnd}
+            ended, self._ended = self._ended, {}
         return ended
 
     def take_digests_refused(self) -> int:
         """Return how many claims and releases since the last call had a digest that is not their request's."""
+        if not self._digests_refused:
+            return 0
         with self._lock:
             refused, self._digests_refused = self._digests_refused, 0
         return refused

@@ -94,12 +94,12 @@ class PrefillScheduler:
         leases, stats = self._context.leases, self._context.stats
         ended = leases.drain_ended()
         for why, text in _UNREAD.items():
-            if names := ended[why]:
+            if names := ended.get(why):
                 stats.count("expired", len(names), label=why.value)
                 logger.warning(
                     "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(names)
                 )
-        if names := ended[LeaseEnd.DROPPED]:
+        if names := ended.get(LeaseEnd.DROPPED):
             stats.count("held_dropped", len(names))
             peer_log.logger.warning(
                 "kvhma: the oldest requests that no decode engine has asked for are given up, since they keep more "

@@ -22,7 +22,7 @@ from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.text import one_line
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
@@ -96,6 +96,19 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     outcome: Outcome
 
 
+class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
+    """We have read the blocks of these requests; did you hold them for us? If so, we do not need them any more.
+
+    It is `Renew` and `Release` in one, for a reader that is alone in its engine. An outcome for each claim; those that
+    are not held are not released.
+    """
+
+    claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
+    outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_CLAIMS)]
+    reader_key: Key | None = None
+    nonce: Nonce = bytes(NONCE_BYTES)
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """We cannot read your caches, and this is why. Both logs should say it."""
 
@@ -156,7 +169,7 @@ class Problem(msgspec.Struct, tag="problem", frozen=True):
     text: Text
 
 
-Question = AskEngineInfo | AskHello | Renew | Release | Refused
+Question = AskEngineInfo | AskHello | Renew | Finish | Release | Refused
 Answer = EngineInfo | RankHello | Leases | Done | Problem
 
 _HEADER = struct.Struct("<I")

@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
@@ -34,8 +34,7 @@ _BLOCKS_PER_TOKEN = 4
 _RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where the scheduler of an engine listens."""
 
     host: str
@@ -45,8 +44,7 @@ class Address:
         return f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Incarnation:
+class Incarnation(NamedTuple):
     """A prefill engine from one start to the next.
 
     Attributes:
@@ -62,8 +60,7 @@ class Incarnation:
     tp_size: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseKey:
+class LeaseKey(NamedTuple):
     """A finished request whose blocks P keeps for its readers.
 
     Attributes:
@@ -75,8 +72,7 @@ class LeaseKey:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseClaim:
+class LeaseClaim(NamedTuple):
     """A request that P keeps, and one of its readers.
 
     Attributes:

@@ -30,6 +30,7 @@ from kvhma.vllm.wire.messages import (
     AskHello,
     Done,
     EngineInfo,
+    Finish,
     Leases,
     LeaseState,
     Outcome,
@@ -72,6 +73,9 @@ class LeaseService(Protocol):
 
     def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests."""
+
+    def finish(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
+        """Return the state of each, and release those that are held."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +169,12 @@ class Listener:
                 engine_key = self._proof_key.public
                 return RankHello(data, engine_key, sign_hello(private_key, question.nonce, engine_key, data))
             case Renew():
-                states = self._leases.renew([read_claim(claim) for claim in question.claims])
-                if question.reader_key is None:
-                    return Leases(states)
-                shared = self._proof_key.shared(question.reader_key)
-                return Leases(states, prove(shared, question.nonce, question.claims, states))
+                return self._state(question, self._leases.renew([read_claim(claim) for claim in question.claims]))
+            case Finish():
+                if len(question.outcomes) != len(question.claims):
+                    return Problem(f"{len(question.claims)} claims, {len(question.outcomes)} outcomes")
+                claims = [read_claim(claim) for claim in question.claims]
+                return self._state(question, self._leases.finish(claims, question.outcomes))
             case Release():
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()
@@ -177,6 +182,12 @@ class Listener:
                 engine_id, text = one_line(question.engine_id), one_line(question.text)
                 logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
                 return Done()
+
+    def _state(self, question: Renew | Finish, states: list[LeaseState]) -> Leases:
+        if question.reader_key is None:
+            return Leases(states)
+        shared = self._proof_key.shared(question.reader_key)
+        return Leases(states, prove(shared, question.nonce, question.claims, states))
 
 
 class _Group(NamedTuple):

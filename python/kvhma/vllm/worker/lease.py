@@ -12,7 +12,16 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, LeaseEndedError,
 from kvhma.text import one_line
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.messages import NONCE_BYTES, Leases, LeaseState, Renew, write_claim
+from kvhma.vllm.wire.messages import (
+    NONCE_BYTES,
+    Finish,
+    Leases,
+    LeaseState,
+    Outcome,
+    Renew,
+    WireClaim,
+    write_claim,
+)
 from kvhma.vllm.wire.params import LeaseClaim
 from kvhma.vllm.wire.proofs import Proving, is_proved
 
@@ -32,25 +41,26 @@ class LeaseQuestion:
     """
 
     def __init__(
-        self, clients: ClientPool, claims: Sequence[LeaseClaim], timeout: float, proving: Proving | None
+        self,
+        clients: ClientPool,
+        claims: Sequence[LeaseClaim],
+        timeout: float,
+        proving: Proving | None,
+        outcomes: Sequence[Outcome] = (),
     ) -> None:
         """Ask.
 
         Args:
             clients: of P's scheduler.
             claims: what was read, and by whom; at most `MAX_CLAIMS`.
+            outcomes: of each claim, to release those that P held; none to release nothing.
             timeout: seconds to wait for the answer, and as long for a new connection.
             proving: how the answer has to be proved to be of the engine that was read; None if it need not be.
         """
         self._clients = clients
         self._claims = claims
-        wire_claims = [write_claim(claim) for claim in claims]
         self._proving = proving
-        self._question = (
-            Renew(wire_claims)
-            if proving is None
-            else Renew(wire_claims, proving.reader_key, secrets.token_bytes(NONCE_BYTES))
-        )
+        self._question = _question([write_claim(claim) for claim in claims], outcomes, proving)
         self._timeout = timeout
         self._answer: list[LeaseState] | None = None
         self._error: LeaseUnknownError | None = None
@@ -168,3 +178,8 @@ class LeaseQuestion:
 
     def _fail(self, error: BaseException) -> None:
         self._error = LeaseUnknownError(f"P has not confirmed that the blocks were held while they were read: {error}")
+
+
+def _question(claims: list[WireClaim], outcomes: Sequence[Outcome], proving: Proving | None) -> Renew | Finish:
+    proved = () if proving is None else (proving.reader_key, secrets.token_bytes(NONCE_BYTES))
+    return Finish(claims, list(outcomes), *proved) if outcomes else Renew(claims, *proved)

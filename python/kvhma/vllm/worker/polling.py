@@ -98,6 +98,7 @@ class LoadPoller:
         self._engines = engines
         self._results = results
         self._timeout = timeout
+        self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(geometry.groups)]
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
         self._active: list[ActiveLoad] = []
         self._finishing = False
@@ -146,14 +147,15 @@ class LoadPoller:
         try:
             if any(active.read_at is None for active in self._active):
                 return self._incoming.get(timeout=_POLL_SECONDS)
-            self._wait_for_answers()
+            self.wait_for_answers(self._active)
             return self._incoming.get_nowait()
         except queue.Empty:
             return []
 
-    def _wait_for_answers(self) -> None:
+    def wait_for_answers(self, loads: Sequence[ActiveLoad]) -> None:
+        """Pause until a prefill engine has answered about one of some loads, but not for long."""
         answers = select.poll()
-        for question in {active.question[0] for active in self._active if active.question is not None}:
+        for question in {active.question[0] for active in loads if active.question is not None}:
             if (fileno := question.fileno()) is not None:
                 answers.register(fileno, select.POLLIN)
         answers.poll(_ANSWER_MILLISECONDS)
@@ -182,7 +184,10 @@ class LoadPoller:
 
     def _ask_engine(self, engine: PrefillEngine, loads: Sequence[ActiveLoad]) -> None:
         claims = [active.load.remote.claim(active.load.reader) for active in loads]
-        question = self._questions[engine] = LeaseQuestion(engine.clients, claims, self._timeout, engine.proving)
+        # All of them or none: it depends on how many ranks this engine has.
+        outcomes = [active.load.outcome for active in loads if active.load.outcome is not None]
+        question = LeaseQuestion(engine.clients, claims, self._timeout, engine.proving, outcomes)
+        self._questions[engine] = question
         for index, active in enumerate(loads):
             active.question = question, index
 
@@ -216,17 +221,18 @@ class LoadPoller:
                 spans = active.load.spans
                 self._memory.copy_in(spans)
                 first_tokens = first_filled_tokens(self._geometry, spans, active.transfer.first_tokens)
-                self._measure(active, active.transfer)
+        ended_at = time.monotonic()
         if active.error is not None:
             self._results.fail(active.load.request_id, failure_of(active.error))
         else:
             self._results.succeed(active.load.request_id, first_tokens)
         active.reported = True
+        if active.error is None and active.transfer is not None:  # the engine goes on meanwhile
+            self._measure(active, active.transfer, ended_at)
 
-    def _measure(self, active: ActiveLoad, transfer: Transfer) -> None:
+    def _measure(self, active: ActiveLoad, transfer: Transfer, ended_at: float) -> None:
         load = active.load
-        now = time.monotonic()
-        transfer_seconds = (active.read_at or now) - active.posted_at + active.post_seconds
+        transfer_seconds = (active.read_at or ended_at) - active.posted_at + active.post_seconds
         clipped = [
             max(0, span.first * group.block_size - load.cached)
             for group, span in zip(self._geometry.groups, load.spans, strict=True)
@@ -234,7 +240,7 @@ class LoadPoller:
         ]
         posted = [handle.telemetry.descriptors for handle in active.handles if handle.telemetry is not None]
         series = {
-            "load_seconds": now - active.ordered_at,
+            "load_seconds": ended_at - active.ordered_at,
             "post_seconds": active.post_seconds,
             "transfer_seconds": transfer_seconds,
             "bytes": transfer.bytes,
@@ -253,7 +259,8 @@ class LoadPoller:
             "rank_seconds": transfer_seconds,
         }
         by_group = {"group_bytes": transfer.bytes_by_group, "group_descriptors": transfer.descriptors_by_group}
-        logger.debug("kvhma: loaded %s from %s: %s", load.request_id, load.remote.engine_id, series | sums)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("kvhma: loaded %s from %s: %s", load.request_id, load.remote.engine_id, series | sums)
         with self._results.stats.together() as stats:
             stats.record(**series)
             for name, number in sums.items():
@@ -261,8 +268,8 @@ class LoadPoller:
             for name, number in by_rank.items():
                 stats.count(name, number, label=str(self._geometry.tp_rank))
             for name, numbers in by_group.items():
-                for index, (group, of_group) in enumerate(zip(self._geometry.groups, numbers, strict=True)):
-                    stats.count(name, of_group, label=f"{index} {group.kind}")
+                for label, of_group in zip(self._group_labels, numbers, strict=True):
+                    stats.count(name, of_group, label=label)
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
