@@ -26,8 +26,12 @@ _MAX_BATCH = 32
 """Loads that are started before they are handed over to the poller."""
 
 
+_ANSWERS_SECONDS = 2e-3
+"""How long the loader stays with loads that only wait for answers: most come before another thread would be awake."""
+
+
 class Loader:
-    """Starts loads in a thread of its own, and hands them over to the poller, which reports them.
+    """Starts loads in a thread of its own. What does not end at once is handed over to the poller.
 
     One thread is enough: most of starting a load is Python, so several would wait for each other, and for vLLM's.
     """
@@ -97,8 +101,17 @@ class Loader:
             self._starting = None
             # Earlier loads may have ended by now: some transports copy inside the post.
             self._started = self._poller.advance(self._started, more_to_come=bool(self._batch))
+        self._await_answers()
         self._poller.add(self._started)
         self._started = []
+
+    def _await_answers(self) -> None:
+        deadline = time.monotonic() + _ANSWERS_SECONDS
+        while self._started and self._queue.empty() and time.monotonic() < deadline:
+            if any(active.read_at is None for active in self._started):
+                return
+            self._poller.wait_for_answers(self._started)
+            self._started = self._poller.advance(self._started)
 
     def _start(self, active: ActiveLoad) -> None:
         """Plan a load, zero what it does not cover, and post its reads; or queue it again after a handshake."""
