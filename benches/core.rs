@@ -6,7 +6,9 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use divan::Bencher;
-use kvhma_core::{Geometry, Plan, Span};
+use kvhma_core::{Geometry, Plan, PlanOptions, Span};
+
+const OPTIONS: PlanOptions = PlanOptions { descriptor_bytes: 131_072, ..PlanOptions::EXACT };
 
 fn main() {
     divan::main();
@@ -43,7 +45,7 @@ fn attention(layers: usize, blocks: u64, tokens: u64, base: u64, heads: (u64, u6
 
 fn equal(layers: usize, blocks: u64) -> Plan {
     let side = |base| Arc::new(attention(layers, blocks, 16, base, (0, 8), (0, 1)));
-    Plan::new(side(1 << 20), vec![side(1 << 44)], 131_072).expect("equal geometries pair")
+    Plan::new(side(1 << 20), vec![side(1 << 44)], OPTIONS).expect("equal geometries pair")
 }
 
 /// Ids in no order that helps: neighbours are never neighbours.
@@ -56,7 +58,7 @@ fn plan_of_100_layers_tp8(bencher: Bencher, blocks: u64) {
     let side = |rank: u32, base| Arc::new(attention(100, blocks, 16, base, (u64::from(rank), 1), (rank, 8)));
     let local = side(3, 1 << 20);
     let remotes: Vec<_> = (0..8).map(|rank| side(rank, 1 << 45)).collect();
-    bencher.bench(|| Plan::new(Arc::clone(&local), remotes.clone(), 131_072).expect("pairs"));
+    bencher.bench(|| Plan::new(Arc::clone(&local), remotes.clone(), OPTIONS).expect("pairs"));
 }
 
 #[divan::bench(args = [1_000, 50_000, 1_000_000])]

@@ -3,7 +3,7 @@
 #![no_main]
 use std::sync::Arc;
 
-use kvhma_core::{Geometry, Plan, validate};
+use kvhma_core::{Geometry, Plan, PlanOptions, validate};
 use kvhma_fuzz::check;
 use libfuzzer_sys::fuzz_target;
 
@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
     let geometry = Arc::new(geometry);
     let errors = validate(&geometry, &geometry).iter().filter(|found| found.code != "no-common-layer").count();
     assert_eq!(errors, 0, "a geometry does not pair with itself");
-    if let Ok(plan) = Plan::new(geometry.clone(), vec![geometry], 1 << 17) {
+    if let Ok(plan) = Plan::new(geometry.clone(), vec![geometry], PlanOptions::EXACT) {
         check::views(&plan);
     }
 });

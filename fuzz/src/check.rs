@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvhma_core::lowlevel::ids;
-use kvhma_core::{Class, Descriptor, Error, Geometry, Ids, Plan, Severity, Span, Transfer, View, validate};
+use kvhma_core::{Class, Descriptor, Error, Geometry, Ids, Plan, PlanOptions, Severity, Span, Transfer, View, validate};
 use serde_json::Value;
 
 use crate::case::Case;
@@ -167,6 +167,9 @@ fn read(form: &Value) -> Option<Arc<Geometry>> {
     Some(Arc::new(geometry))
 }
 
+/// As `kvhma.plan` has it, where nothing else is asked for.
+const MAX_DESCRIPTORS: u64 = 1 << 22;
+
 /// Runs a case.
 pub fn case(case: &Case) {
     let Some(local) = read(&case.local) else { return };
@@ -176,7 +179,8 @@ pub fn case(case: &Case) {
     }
     entries(case, &local);
     let Some(remote) = remotes.first().cloned() else { return };
-    let Ok(plan) = Plan::new(local.clone(), remotes.clone(), case.descriptor_bytes) else {
+    let options = PlanOptions { descriptor_bytes: case.descriptor_bytes, max_descriptors: MAX_DESCRIPTORS };
+    let Ok(plan) = Plan::new(local.clone(), remotes.clone(), options) else {
         return;
     };
     for (_, finding) in plan.findings() {
@@ -186,7 +190,7 @@ pub fn case(case: &Case) {
     assert!(!plan.explain().is_empty());
     request(&plan, case);
     // The other direction, from one source.
-    if let Ok(plan) = Plan::new(remote, vec![local], case.descriptor_bytes) {
+    if let Ok(plan) = Plan::new(remote, vec![local], options) {
         views(&plan);
         let mirrored = Case {
             local: Value::Null,

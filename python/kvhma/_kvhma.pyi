@@ -268,12 +268,17 @@ class Losses:
 class Plan:
     """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
 
-    It cannot be changed, so copies are the plan itself. It is pickled as its geometries and `descriptor_bytes`, and
-    made again from these.
+    It cannot be changed, so copies are the plan itself. It is pickled as its geometries and options, and made again
+    from these.
     """
 
     def __new__(
-        cls, local: _AnyGeometry, remote: _AnyGeometry | Sequence[_AnyGeometry], *, descriptor_bytes: int
+        cls,
+        local: _AnyGeometry,
+        remote: _AnyGeometry | Sequence[_AnyGeometry],
+        *,
+        descriptor_bytes: int,
+        max_descriptors: int,
     ) -> Plan: ...
     def __copy__(self) -> Plan: ...
     def __deepcopy__(self, memo: object, /) -> Plan: ...
@@ -296,7 +301,8 @@ class Plan:
             remote: a span for each group of the sources, or a list of such for each source.
 
         Raises:
-            RequestError: a count, type or position does not fit, or two reads would write the same byte.
+            RequestError: a count, type or position does not fit, or two reads would write the same byte; or there
+                are more descriptors than the layouts explain, or than `max_descriptors`.
             BlockIdError: an id is negative, too large, listed twice, or the null block.
         """
     @property

@@ -15,12 +15,16 @@ DEFAULT_DESCRIPTOR_BYTES = 131_072
 """Bytes that take about as long to move as posting one more descriptor: 3 µs at 40 GB/s. On one host with cross-memory
 attach (7 GB/s) 16 KiB is nearer."""
 
+DEFAULT_MAX_DESCRIPTORS = 1 << 22
+"""Descriptors that a request may have: 192 MiB, and 4 seconds of NIXL at best, which posts one in a microsecond."""
+
 
 def plan(
     local: Geometry,
     remote: Geometry | Sequence[Geometry],
     *,
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES,
+    max_descriptors: int = DEFAULT_MAX_DESCRIPTORS,
 ) -> Plan:
     """Pair a local (decode) rank with its sources, once for all requests.
 
@@ -29,13 +33,16 @@ def plan(
         remote: the rank or ranks it may read from: all tensor-parallel ranks and pipeline stages of the other engine.
         descriptor_bytes: how many bytes more a partial last block may move to save one descriptor; 0 never moves a
             token that was not asked for.
+        max_descriptors: descriptors that a request may have, its ranges to zero among them, before neighbours are
+            joined; beyond, it is refused before they are made. Each takes 48 bytes, and about 80 while they are
+            made.
 
     Raises:
         UnsupportedPairError: a source cannot be paired, or no source holds something; the text names the field and
             both values.
         RequestError: an argument has the wrong type.
     """
-    return Plan(local, remote, descriptor_bytes=descriptor_bytes)
+    return Plan(local, remote, descriptor_bytes=descriptor_bytes, max_descriptors=max_descriptors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import kvhma
-from kvhma import Geometry, KvhmaError, Span
+from kvhma import Geometry, KvhmaError, RequestError, Span
 from kvhma.models import model
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.limits import cost_of
@@ -119,6 +121,67 @@ def test_odd_layouts_are_moved_while_that_is_cheap(how):
 def test_an_order_of_an_engine_is_never_refused(how):
     # 2 million descriptors of 64 bytes.
     assert small(("tokens", "heads", "content"), 131_000, how) == f"{131_000 * 1024} bytes"
+
+
+MOST = 1 << 22
+"""`max_descriptors`, where nobody sets it."""
+
+
+def dear(tokens: int, order: str, options: dict[str, int]) -> int:
+    """Return the descriptors of `NHD` against `HND`: one for each token and head, of blocks that never go on."""
+    blocks = -(-tokens // 4)
+    local = small_pages(1 << 40, ("heads", "tokens", "content"), blocks + 1)
+    remote = small_pages(1 << 42, ("tokens", "heads", "content"), blocks + 1)
+    ids = list(range(1, blocks + 1))
+    if order == "shuffled":
+        random.Random(5).shuffle(ids)
+    plan = kvhma.plan(local, remote, descriptor_bytes=0, **options)
+    (read,) = plan.transfer(tokens, [Span(0, ids)], [Span(0, range(blocks, 0, -1))]).reads
+    return len(read.local)
+
+
+@pytest.mark.parametrize("order", ["ascending", "shuffled"])
+def test_the_dearest_request_that_is_allowed_takes_little_memory(order):
+    # Before there was `max_descriptors`, whoever said that it lies like that was served 32 times as many: 6 GiB.
+    cost = cost_of(dear, MOST // 4, order, {})
+    assert cost.result == MOST
+    assert cost.megabytes < MEGABYTES
+
+
+def test_one_descriptor_more_is_refused_before_any_is_made():
+    with pytest.raises(AssertionError) as refused:
+        cost_of(dear, MOST // 4 + 1, "ascending", {})
+    text = f"the request takes {MOST + 4} descriptors, at most {MOST}: max_descriptors is the most that may be made"
+    assert f"RequestError: {text}" in str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["transfer", "ids"])
+def test_max_descriptors_is_of_all_sources_together(how):
+    local = small_pages(1 << 40, ("heads", "tokens", "content"), 20)
+    halves = [half_of_the_heads(base, rank) for rank, base in enumerate((1 << 42, 1 << 43))]
+    spans = [Span(0, range(1, 11))]
+    # 10 blocks of 4 tokens with 2 heads, from each of two sources.
+    assert sum(read.descriptors for read in asked(local, halves, 160, how)(40, spans, spans).reads) <= 160
+    with pytest.raises(RequestError, match="takes 160 descriptors, at most 159: max_descriptors") as refused:
+        asked(local, halves, 159, how)(40, spans, spans)
+    assert (refused.value.code, refused.value.field, refused.value.value) == ("too-many", "descriptors", 160)
+
+
+def half_of_the_heads(base: int, rank: int) -> Geometry:
+    axes = (
+        kvhma.Axis("tokens", 4, 128),
+        kvhma.Axis("heads", 4, 64, start=2 * rank, length=2),
+        kvhma.Axis("content", 64, 1),
+    )
+    page = kvhma.Page((kvhma.Part("kv", "u8", 1, 0, axes),))
+    layer = kvhma.Layer("a", 0, 0, 0, 20, 512, page)
+    return Geometry((kvhma.Region(base, 20 * 512),), (kvhma.Group("full", 4),), (layer,), tp_rank=rank, tp_size=2)
+
+
+def asked(
+    local: Geometry, remotes: list[Geometry], max_descriptors: int, how: str
+) -> Callable[..., kvhma.Transfer[Any]]:
+    return getattr(kvhma.plan(local, remotes, max_descriptors=max_descriptors), how)
 
 
 def in_turn(work: Callable[[], object]) -> int:

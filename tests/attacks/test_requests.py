@@ -212,6 +212,8 @@ def test_sources_that_are_not_there(plan, source):
 def test_numbers_of_the_wrong_type(plan, value):
     with pytest.raises(RequestError, match="descriptor_bytes"):
         kvhma.plan(tiny_hybrid(5), tiny_hybrid(5), descriptor_bytes=value)
+    with pytest.raises(RequestError, match="max_descriptors"):
+        kvhma.plan(tiny_hybrid(5), tiny_hybrid(5), max_descriptors=value)
     with pytest.raises(RequestError, match="cached"):
         plan.losses(TOKENS, GOOD, GOOD, np.zeros((0, 3), dtype=np.uint64), cached=value)
 

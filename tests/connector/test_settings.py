@@ -54,6 +54,7 @@ def test_addresses():
         ({"net_devices": "eth0, eth1"}, "net_devices is 'eth0, eth1', expected names"),
         ({"net_devices": ["eth0"]}, "net_devices is"),
         ({"net_devices": "eth0\n"}, "net_devices is"),
+        ({"max_descriptors": 0}, "max_descriptors is 0, expected int 1..1099511627776"),
         ({"max_held_share": 0}, "max_held_share is 0, expected float 0.01..1"),
         ({"max_held_share": 1.1}, "max_held_share is 1.1"),
         ({"backends": []}, "backends is"),

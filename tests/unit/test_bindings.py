@@ -76,7 +76,7 @@ def test_the_signature_is_the_stubs(name: str) -> None:
 LOCAL, REMOTE = tiny_hybrid(8), tiny_hybrid(8, base=1 << 40)
 SPANS = [Span(0, [1, 2, 3]), Span(0, [4, 5, 6]), Span(0, [7])]
 OTHER = Geometry(REMOTE.regions, REMOTE.groups, (*REMOTE.layers[:5],))
-PLAN = kvhma.plan(LOCAL, [REMOTE, OTHER], descriptor_bytes=7)
+PLAN = kvhma.plan(LOCAL, [REMOTE, OTHER], descriptor_bytes=7, max_descriptors=1000)
 MOVED, IDS = PLAN.transfer(40, SPANS, SPANS), PLAN.ids(40, SPANS, SPANS)
 LOST = PLAN.losses(40, SPANS, SPANS, MOVED.reads[0].local[:1])
 (FINDING,) = kvhma.validate(LOCAL, OTHER)
@@ -146,7 +146,7 @@ def test_values_are_made_of_their_attributes() -> None:
         (LOCAL, "Geometry(rank 0 of 1, groups [full, sliding, ssm], 6 layers, 2 regions)"),
         (LOCAL.core, "CheckedGeometry(rank 0 of 1, groups [full, sliding, ssm], 6 layers, 2 regions)"),
         (LOCAL.layers[2].page, "Page(x, ssm: 632 bytes)"),
-        (PLAN, "Plan(reads from [0] of 2 sources, 0 warnings, descriptor_bytes=7)"),
+        (PLAN, "Plan(reads from [0] of 2 sources, 0 warnings, descriptor_bytes=7, max_descriptors=1000)"),
         (MOVED.reads[0], f"Read(source=0, descriptors={len(MOVED.reads[0].local)}, bytes={MOVED.bytes})"),
         (
             MOVED,
@@ -167,8 +167,16 @@ def test_a_repr_is_short_and_says_what_it_is(value: object, text: str) -> None:
         (lambda: kvhma.plan([LOCAL], REMOTE), "local", "local: list is not a Geometry"),
         (lambda: kvhma.plan(LOCAL, 5), "remote", "remote: int is not a Geometry or a list of them"),
         (lambda: kvhma.plan(LOCAL, [REMOTE, None]), "remote[1]", "remote[1]: NoneType is not a Geometry"),
-        (lambda: kvhma.Plan(SPANS, REMOTE, descriptor_bytes=1), "local", "local: list is not a Geometry"),
-        (lambda: kvhma.Plan(LOCAL.core, [[]], descriptor_bytes=1), "remote[0]", "remote[0]: list is not a Geometry"),
+        (
+            lambda: kvhma.Plan(SPANS, REMOTE, descriptor_bytes=1, max_descriptors=1),
+            "local",
+            "local: list is not a Geometry",
+        ),
+        (
+            lambda: kvhma.Plan(LOCAL.core, [[]], descriptor_bytes=1, max_descriptors=1),
+            "remote[0]",
+            "remote[0]: list is not a Geometry",
+        ),
         (lambda: kvhma.plan(LOCAL, REMOTE, descriptor_bytes="1"), "descriptor_bytes", "'1' of type str is not an int"),
         (lambda: kvhma.validate(LOCAL, PLAN), "remote", "remote: Plan is not a Geometry"),
         (lambda: kvhma.live_spans(SPANS, 40, []), "geometry", "geometry: list is not a Geometry"),

@@ -88,17 +88,23 @@ def items_apart() -> kvhma.Plan:
     return kvhma.plan(side(block), side(block, strides=(1, 2 * block, block)))
 
 
-def items_apart_in_many_blocks() -> object:
-    def one(strides: tuple[int, int, int]) -> Geometry:
-        extents = (("tokens", 4), ("heads", 4), ("content", 64))
-        axes = tuple(Axis(name, extent, step) for (name, extent), step in zip(extents, strides, strict=True))
-        page = Page((Part("kv", "uint8", 1, 0, axes),))
-        return Geometry(
-            (Region(1 << 30, 1024 << 13),), (Group("full", 4),), (Layer("a", 0, 0, 0, 1 << 13, 1024, page),)
-        )
+def many_blocks(strides: tuple[int, int, int], blocks: int) -> Geometry:
+    """One layer of 4 tokens, 4 heads and 64 items a block, with the strides of these."""
+    extents = (("tokens", 4), ("heads", 4), ("content", 64))
+    axes = tuple(Axis(name, extent, step) for (name, extent), step in zip(extents, strides, strict=True))
+    page = Page((Part("kv", "uint8", 1, 0, axes),))
+    layer = Layer("a", 0, 0, 0, blocks + 1, 1024, page)
+    return Geometry((Region(1 << 30, 1024 * (blocks + 1)),), (Group("full", 4),), (layer,))
 
+
+def items_apart_in_many_blocks() -> object:
     spans = [Span(0, range(1, 4097))]
-    return kvhma.plan(one((64, 256, 1)), one((1, 4, 16))).transfer(4 * 4096, spans, spans)
+    return kvhma.plan(many_blocks((64, 256, 1), 4096), many_blocks((1, 4, 16), 4096)).transfer(4 * 4096, spans, spans)
+
+
+def one_descriptor_too_many() -> object:
+    plan = kvhma.plan(many_blocks((64, 256, 1), 2), many_blocks((256, 64, 1), 2), max_descriptors=31)
+    return plan.transfer(8, [Span(0, [1, 2])], [Span(0, [2, 1])])
 
 
 def cut_in_thousands_of_ways() -> object:
@@ -190,6 +196,11 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
         items_apart_in_many_blocks,
         RequestError,
         {"code": "too-many", "field": "descriptors", "value": 4096 * 1024, "expected": f"at most {1 << 20}"},
+    ),
+    (
+        one_descriptor_too_many,
+        RequestError,
+        {"code": "too-many", "field": "descriptors", "value": 32, "expected": "at most 31"},
     ),
     (
         cut_in_thousands_of_ways,

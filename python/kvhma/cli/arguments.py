@@ -13,12 +13,12 @@ from click.shell_completion import CompletionItem
 
 from kvhma.cli.compare.engines import Engines
 from kvhma.cli.engine_options import EngineOptions, dtype, parse_engine
-from kvhma.cli.hand_off import MAX_TOKENS, HandOff, RequestOptions, of_geometries, of_model
+from kvhma.cli.hand_off import MAX_TOKENS, HandOff, PlanOptions, RequestOptions, of_geometries, of_model
 from kvhma.errors import GeometryError, KvhmaError, RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, models
 from kvhma.models.config import load_json, read_config
-from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,6 +78,13 @@ def hand_off_options(command: F) -> F:
             show_default=True,
             help="Bytes more that a partial last block may move to save one descriptor.",
         ),
+        click.option(
+            "--max-descriptors",
+            type=click.IntRange(1, 2**62),
+            default=DEFAULT_MAX_DESCRIPTORS,
+            show_default=True,
+            help="Descriptors that one rank may have; 48 bytes each.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -96,6 +103,12 @@ class Arguments(RequestOptions):
     local: Path | None = None
     remote: tuple[Path, ...] = ()
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
+    max_descriptors: int = DEFAULT_MAX_DESCRIPTORS
+
+    @property
+    def plan_options(self) -> PlanOptions:
+        """Options of the plan."""
+        return PlanOptions(self.descriptor_bytes, self.max_descriptors)
 
     def hand_off(self) -> HandOff:
         """Make the hand-off that the arguments ask for.

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvhma.cli.arguments import Arguments, hand_off_options
 from kvhma.cli.format import output_options, plural, print_json, printable, size, working
-from kvhma.cli.hand_off import HandOff, count
+from kvhma.cli.hand_off import HandOff, PlanOptions, count
 from kvhma.cli.remedies import Refusal, refusals
 from kvhma.cli.summary import engine_form, groups_form, notes
 from kvhma.errors import RequestError
@@ -48,8 +48,8 @@ def explain(rank: int | None, all_ranks: bool, as_json: bool, quiet: bool, **giv
     sentences = engines(hand_off)
     texts: list[str] = []
     if not wrong:
-        sentences += _request(hand_off, asked.descriptor_bytes, quiet or as_json)
-        texts = [hand_off.plan(hand_off.decode[index], asked.descriptor_bytes).explain() for index in chosen]
+        sentences += _request(hand_off, asked.plan_options, quiet or as_json)
+        texts = [hand_off.plan(hand_off.decode[index], asked.plan_options).explain() for index in chosen]
     if as_json:
         rows = [{"rank": index, "text": text} for index, text in zip(chosen, texts, strict=False)]
         print_json(
@@ -98,8 +98,8 @@ def _engine(geometry: Geometry) -> str:
     return text + "."
 
 
-def _request(hand_off: HandOff, descriptor_bytes: int, quiet: bool) -> list[str]:
-    counted = count(hand_off, descriptor_bytes, quiet)
+def _request(hand_off: HandOff, options: PlanOptions, quiet: bool) -> list[str]:
+    counted = count(hand_off, options, quiet)
     total = counted.total
     sentences = [
         f"{plural(len(counted.reads), 'pair')} of ranks move {size(total.bytes)} in {plural(total.descriptors, 'run')}."

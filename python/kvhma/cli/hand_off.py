@@ -16,11 +16,19 @@ from kvhma.cli.format import watched
 from kvhma.errors import KvhmaError, LayoutError, RequestError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model
-from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, live_spans
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS, live_spans
 from kvhma.planning import plan as make_plan
 
 MAX_TOKENS = 1 << 22
 """Of one request: more than any model takes, and block tables of it still take only seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Options of a plan, as for `kvhma.plan`."""
+
+    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
+    max_descriptors: int = DEFAULT_MAX_DESCRIPTORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +86,16 @@ class HandOff(Engines):
         local_spans = live_spans(local, self.tokens, self.local_tables, self.cached_blocks)
         return local_spans, live_spans(self.prefill[0], self.tokens, self.remote_tables)
 
-    def plan(self, local: Geometry, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES) -> Plan:
+    def plan(self, local: Geometry, options: PlanOptions | None = None) -> Plan:
         """Pair a rank of D with all of P.
 
         Raises:
             UnsupportedPairError: they cannot be paired.
         """
-        return make_plan(local, self.prefill, descriptor_bytes=descriptor_bytes)
+        given = options or PlanOptions()
+        return make_plan(
+            local, self.prefill, descriptor_bytes=given.descriptor_bytes, max_descriptors=given.max_descriptors
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +211,7 @@ def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandO
     )
 
 
-def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, quiet: bool = True) -> Counted:
+def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = True) -> Counted:
     """Plan the request on every rank of D, on a terminal with a bar unless `quiet`.
 
     Raises:
@@ -211,7 +222,7 @@ def count(hand_off: HandOff, descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES, q
     excess = zeroed = 0
     findings: dict[str, None] = {}
     for index, local in enumerate(watched("planning", hand_off.decode, quiet)):
-        plan = hand_off.plan(local, descriptor_bytes)
+        plan = hand_off.plan(local, options)
         findings |= dict.fromkeys(finding.text for _, finding in plan.findings)
         transfer = plan.transfer(hand_off.tokens, *hand_off.spans(local))
         excess += transfer.excess_bytes

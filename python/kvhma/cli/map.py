@@ -34,7 +34,7 @@ def map_(output: Path, rank: int, source: int | None, tensors: int, as_json: boo
     if rank >= len(hand_off.decode):
         raise RequestError(f"--rank {rank}: the decode engine has ranks 0 to {len(hand_off.decode) - 1}")
     with working("drawing", quiet or as_json):
-        drawn = scene(hand_off, rank, source, asked.descriptor_bytes)
+        drawn = scene(hand_off, rank, source, asked.plan_options)
         page, height = draw(drawn, tensors)
     nbytes = page.save(output, height)
     if as_json:

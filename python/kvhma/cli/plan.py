@@ -46,7 +46,7 @@ def plan(request: Path | None, link: Path | None, as_json: bool, quiet: bool, **
         return
     hand_off = asked.hand_off()
     constants = load_link(link)
-    counted = count(hand_off, asked.descriptor_bytes, quiet or as_json)
+    counted = count(hand_off, asked.plan_options, quiet or as_json)
     if as_json:
         print_json(form(hand_off, counted, constants))
         return

@@ -34,7 +34,7 @@ def run(asked: Arguments, request: Path, as_json: bool, quiet: bool) -> None:
         raise click.UsageError("--request needs --local and --remote")
     local, remotes = geometry(asked.local), [geometry(path) for path in asked.remote]
     num_tokens, local_spans, remote_spans = _read_request(request)
-    planned = plan(local, remotes, descriptor_bytes=asked.descriptor_bytes)
+    planned = plan(local, remotes, descriptor_bytes=asked.descriptor_bytes, max_descriptors=asked.max_descriptors)
     transfer = planned.transfer(num_tokens, local_spans, remote_spans)
     warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
     form = {**_form(transfer), "findings": warnings}

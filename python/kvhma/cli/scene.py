@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvhma.cli.compare.block_tables import BlockTables
 from kvhma.cli.format import plural, size
-from kvhma.cli.hand_off import HandOff
+from kvhma.cli.hand_off import HandOff, PlanOptions
 from kvhma.cli.pages import LEFT, RIGHT, SPAN, DrawnRank, color, draw_pages
 from kvhma.cli.svg import Drawing
 from kvhma.errors import RequestError
@@ -31,21 +31,21 @@ class Scene:
     """Of every run: local address, remote address, length."""
 
 
-def scene(hand_off: HandOff, rank: int, source: int | None, descriptor_bytes: int) -> Scene:
+def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions) -> Scene:
     """Plan one rank of D and pick one of its sources.
 
     Args:
         hand_off: the request.
         rank: index of the rank of D.
         source: index of the rank of P; None for the first that anything is read from.
-        descriptor_bytes: as for `kvhma.plan`.
+        options: of the plan.
 
     Raises:
         KvhmaError: the pair or the request is refused, or nothing is read from that source.
     """
     local = hand_off.decode[rank]
     local_spans, remote_spans = hand_off.spans(local)
-    moved = hand_off.plan(local, descriptor_bytes).transfer(hand_off.tokens, local_spans, remote_spans)
+    moved = hand_off.plan(local, options).transfer(hand_off.tokens, local_spans, remote_spans)
     reads = {read.source: read for read in moved.reads}
     chosen = source if source is not None else next(iter(reads), None)
     if chosen is None or chosen not in reads:

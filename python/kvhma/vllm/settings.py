@@ -11,7 +11,7 @@ from typing import Any
 
 from kvhma.errors import SettingsError
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
-from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.wire.params import Address
 
@@ -35,6 +35,7 @@ class Settings:
         max_held_share: share of a prefill engine's blocks that finished requests may keep until they are read.
         max_peers: engines whose connection and plan are kept.
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
+        max_descriptors: descriptors that a request of one rank may have, see :func:`kvhma.plan`.
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
         progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause.
@@ -61,6 +62,7 @@ class Settings:
     max_held_share: float = 0.5
     max_peers: int = 64
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
+    max_descriptors: int = DEFAULT_MAX_DESCRIPTORS
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
     progress_delay_us: int = PROGRESS_DELAY_US
@@ -124,6 +126,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "max_held_share": (float, 0.01, 1),
     "max_peers": (int, 1, 4096),
     "descriptor_bytes": (int, 0, 1 << 40),
+    "max_descriptors": (int, 1, 1 << 40),
     "num_threads": (int, 0, 256),
     "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
     "switch_interval_us": (int, 10, 1_000_000),

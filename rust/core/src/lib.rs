@@ -37,7 +37,7 @@ pub use digest::TokenDigest;
 pub use error::{Class, Error, Result, Value, Wrong};
 pub use finding::{Finding, Place, Severity};
 pub use geometry::types::{Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region};
-pub use pairing::plan::Plan;
+pub use pairing::plan::{Plan, PlanOptions};
 pub use pairing::validate::validate;
 pub use report::losses::{Loss, Losses};
 pub use request::bound::Allocate;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use kvhma_core::{Geometry, Plan, Span};
+use kvhma_core::{Geometry, Plan, PlanOptions, Span};
 use proptest::prelude::*;
 
 /// Sizes of a page, innermost last; the order of heads and tokens is what the two sides may differ in.
@@ -105,7 +105,7 @@ proptest! {
     #[test]
     fn copies_are_right_and_the_fewest((local_shape, remote_shape, tokens, local, remote) in pairs()) {
         let bases = (4096, 1 << 32);
-        let plan = Plan::new(Arc::new(local_shape.geometry(bases.0)), vec![Arc::new(remote_shape.geometry(bases.1))], 0).expect("pairs");
+        let plan = Plan::new(Arc::new(local_shape.geometry(bases.0)), vec![Arc::new(remote_shape.geometry(bases.1))], PlanOptions::EXACT).expect("pairs");
         let spans = |ids: &Vec<i64>| vec![Span { first: 0, ids: ids.clone() }];
         let moved = plan.transfer(tokens, &spans(&local), &[spans(&remote)]).expect("fits");
         let expected = brute(local_shape, remote_shape, bases, tokens, (&local, &remote));
@@ -147,7 +147,7 @@ fn side_by_side(base: u64, layers: u64, regions: &str) -> Geometry {
 
 fn zeroed(local: Geometry, ids: &[i64]) -> Vec<[u64; 3]> {
     let remote = side_by_side(1 << 32, 1, "");
-    let plan = Plan::new(Arc::new(local), vec![Arc::new(remote)], 0).expect("pairs");
+    let plan = Plan::new(Arc::new(local), vec![Arc::new(remote)], PlanOptions::EXACT).expect("pairs");
     let spans = || vec![Span { first: 0, ids: ids.to_vec() }];
     plan.transfer(6, &spans(), &[spans()]).expect("fits").zero
 }

@@ -25,7 +25,7 @@ pub(crate) struct Plan {
     core: kvhma_core::Plan,
     /// What it was made of.
     sides: Sides,
-    descriptor_bytes: u64,
+    options: kvhma_core::PlanOptions,
 }
 
 /// A request's blocks on both sides.
@@ -45,23 +45,29 @@ impl Request {
 #[pymethods]
 impl Plan {
     #[new]
-    #[pyo3(signature = (local, remote, *, descriptor_bytes))]
+    #[pyo3(signature = (local, remote, *, descriptor_bytes, max_descriptors))]
     fn new(
         py: Python<'_>,
         local: &Bound<'_, PyAny>,
         remote: &Bound<'_, PyAny>,
         descriptor_bytes: &Bound<'_, PyAny>,
+        max_descriptors: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let (local, remotes) = (read_geometry("local", local)?, read_geometries("remote", remote)?);
-        let descriptor_bytes = read_u64("descriptor_bytes", descriptor_bytes)?;
+        let options = kvhma_core::PlanOptions {
+            descriptor_bytes: read_u64("descriptor_bytes", descriptor_bytes)?,
+            max_descriptors: read_u64("max_descriptors", max_descriptors)?,
+        };
         let checked = |side: &Py<CheckedGeometry>| Arc::clone(&side.get().geometry);
         let (one, others) = (checked(&local), remotes.iter().map(checked).collect());
-        let core = py.detach(|| kvhma_core::Plan::new(one, others, descriptor_bytes)).or_raise(py)?;
-        Ok(Self { core, sides: (local, remotes), descriptor_bytes })
+        let core = py.detach(|| kvhma_core::Plan::new(one, others, options)).or_raise(py)?;
+        Ok(Self { core, sides: (local, remotes), options })
     }
 
     fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(&Sides, Bound<'py, PyDict>)> {
-        Ok((&self.sides, [("descriptor_bytes", self.descriptor_bytes)].into_py_dict(py)?))
+        let kvhma_core::PlanOptions { descriptor_bytes, max_descriptors } = self.options;
+        let options = [("descriptor_bytes", descriptor_bytes), ("max_descriptors", max_descriptors)];
+        Ok((&self.sides, options.into_py_dict(py)?))
     }
 
     fn __copy__(slf: Py<Self>) -> Py<Self> {
@@ -74,8 +80,12 @@ impl Plan {
 
     fn __repr__(&self) -> String {
         let (read, sources) = (self.core.sources(), self.core.num_sources());
-        let (warnings, bytes) = (self.core.findings().len(), self.descriptor_bytes);
-        format!("Plan(reads from {read:?} of {sources} sources, {warnings} warnings, descriptor_bytes={bytes})")
+        let kvhma_core::PlanOptions { descriptor_bytes, max_descriptors } = self.options;
+        let warnings = self.core.findings().len();
+        format!(
+            "Plan(reads from {read:?} of {sources} sources, {warnings} warnings, descriptor_bytes={descriptor_bytes}, \
+             max_descriptors={max_descriptors})"
+        )
     }
 
     /// Indices of the sources that anything is read from.

@@ -332,6 +332,7 @@ class PrefillEngines:
             self._context.geometry,
             [hello.geometry for hello in hellos],
             descriptor_bytes=self._settings.descriptor_bytes,
+            max_descriptors=self._settings.max_descriptors,
         )
 
     def _disconnect(self, engine: PrefillEngine) -> None:

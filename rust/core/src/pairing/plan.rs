@@ -22,6 +22,20 @@ pub(crate) struct Source {
     views: OnceLock<Result<ViewTable>>,
 }
 
+/// What a plan may cost its requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// A partial last block is moved whole when that costs less bytes than this for each descriptor saved.
+    pub descriptor_bytes: u64,
+    /// The most descriptors of a request, its reads and its ranges to zero together.
+    pub max_descriptors: u64,
+}
+
+impl PlanOptions {
+    /// Never a token that was not asked for, and as many descriptors as the layouts explain.
+    pub const EXACT: Self = Self { descriptor_bytes: 0, max_descriptors: u64::MAX };
+}
+
 /// What a local rank reads from its sources, whatever the request.
 pub struct Plan {
     pub(crate) local: Arc<Geometry>,
@@ -30,7 +44,7 @@ pub struct Plan {
     pub(crate) self_table: Table,
     /// The same for layers that no source has.
     pub(crate) unsourced: Table,
-    pub(crate) descriptor_bytes: u64,
+    pub(crate) options: PlanOptions,
     /// Which local groups share memory, if the layout says.
     pub(crate) shared_memory: Option<Vec<usize>>,
     findings: Vec<(usize, Finding)>,
@@ -39,9 +53,8 @@ pub struct Plan {
 impl Plan {
     /// Pairs a local rank with its sources.
     ///
-    /// A partial last block is moved whole when that costs less than `descriptor_bytes` for each descriptor saved.
     /// Fails with the first reason why a source cannot be paired, or why an item has no source.
-    pub fn new(local: Arc<Geometry>, remotes: Vec<Arc<Geometry>>, descriptor_bytes: u64) -> Result<Self> {
+    pub fn new(local: Arc<Geometry>, remotes: Vec<Arc<Geometry>>, options: PlanOptions) -> Result<Self> {
         if remotes.is_empty() {
             return Err(Error::count("remote geometries", 0, 1));
         }
@@ -64,7 +77,7 @@ impl Plan {
         let all_layers = self_table(&local, |_| true)?;
         let unsourced = self_table(&local, |layer| !has_source[layer])?;
         let shared_memory = shared_memory(&local);
-        Ok(Self { local, sources, self_table: all_layers, unsourced, descriptor_bytes, shared_memory, findings })
+        Ok(Self { local, sources, self_table: all_layers, unsourced, options, shared_memory, findings })
     }
 
     /// Warnings, each with the index of the source it is about.

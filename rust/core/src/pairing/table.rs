@@ -102,7 +102,7 @@ fn join_equal(entries: &mut Vec<Entry>, cuts: &[PairCut]) -> Vec<Fillers> {
 #[cfg(test)]
 mod tests {
     use crate::geometry::types::Geometry;
-    use crate::pairing::plan::Plan;
+    use crate::pairing::plan::{Plan, PlanOptions};
     use std::sync::Arc;
 
     /// Two groups with a layer each: both in one region, or in two.
@@ -124,7 +124,8 @@ mod tests {
     #[test]
     fn layers_that_alias_share_a_template() {
         let table = |local, remote| {
-            let plan = Plan::new(geometry(4096, local), vec![geometry(1 << 20, remote)], 0).expect("pairs");
+            let plan =
+                Plan::new(geometry(4096, local), vec![geometry(1 << 20, remote)], PlanOptions::EXACT).expect("pairs");
             let table = &plan.sources[0].table;
             let fillers = |index: usize| table.fillers[table.entries[index].filled_by].cuts.len();
             (0..table.entries.len()).map(fillers).collect::<Vec<_>>()

@@ -185,6 +185,7 @@ fn list(names: &[&str]) -> String {
 mod tests {
     use super::*;
     use crate::geometry::types::Geometry;
+    use crate::pairing::plan::PlanOptions;
     use std::sync::Arc;
 
     /// A full layer with 8 heads over all ranks and kernel blocks of 4 tokens.
@@ -215,7 +216,7 @@ mod tests {
     fn every_reason_is_said() {
         let local = geometry(1 << 20, (0, 1), false, &["a", "b"]);
         let remotes = (0..2).map(|rank| geometry(1 << 30, (rank, 2), true, &["a"])).collect();
-        let text = Plan::new(local, remotes, 0).expect("pairs").explain();
+        let text = Plan::new(local, remotes, PlanOptions::EXACT).expect("pairs").explain();
         for sentence in [
             "Rank 0 of 1 reads from 2 of 2 sources.\n",
             "Source 1 (rank 1 of 2): 1 layer.\n",
@@ -235,7 +236,7 @@ mod tests {
     fn a_source_that_is_not_needed_is_said_so() {
         let local = geometry(1 << 20, (0, 1), true, &["a"]);
         let remotes = vec![geometry(1 << 30, (0, 1), true, &["a"]), geometry(1 << 40, (0, 1), true, &["a"])];
-        let text = Plan::new(local, remotes, 0).expect("pairs").explain();
+        let text = Plan::new(local, remotes, PlanOptions::EXACT).expect("pairs").explain();
         assert!(text.contains("    kv whole.\n    Over 1 layer of a group a kernel block is 1 piece.\n"), "{text}");
         assert!(
             text.contains("Source 1 (rank 0 of 1): nothing; all it holds is read elsewhere or not needed."),

@@ -183,6 +183,7 @@ fn push_token(ranges: &mut Vec<(u64, u64)>, token: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pairing::plan::PlanOptions;
     use std::sync::Arc;
 
     /// A full group of one layer with blocks of 4 tokens of 2 bytes: two kernel blocks of 4 bytes, and 8 bytes of
@@ -204,7 +205,8 @@ mod tests {
 
     /// Losses of a request of 10 tokens, of which 2 were cached, in blocks 7, 3 and 5 and with its state in slot 4.
     fn losses(failed: &[(u64, u64)]) -> Losses {
-        let plan = Plan::new(geometry(1 << 20), vec![geometry(1 << 30)], 0).expect("equal geometries pair");
+        let plan =
+            Plan::new(geometry(1 << 20), vec![geometry(1 << 30)], PlanOptions::EXACT).expect("equal geometries pair");
         let spans = [Span { first: 0, ids: vec![7, 3, 5] }, Span { first: 0, ids: vec![4] }];
         plan.losses(10, &spans, &[spans.to_vec()], failed, 2).expect("a whole request")
     }

@@ -9,48 +9,72 @@ use crate::request::checked::CheckedRequest;
 use crate::request::pairs_by_cut::PairsByCut;
 use crate::request::token_ranges::TokenRange;
 
-/// Descriptors that any request may have, whatever the layouts: they take milliseconds and 48 MiB.
+/// Descriptors that the layouts of a request need not explain: they take milliseconds and 48 MiB.
 const FREE_DESCRIPTORS: u64 = 1 << 20;
-/// Descriptors that no request may have: 6 GiB.
-const MAX_DESCRIPTORS: u64 = 1 << 27;
-/// Pairs of kernel blocks of all sources, and pairs of one source in all sets that fill templates.
+/// Pairs of kernel blocks of all sources.
 const MAX_BLOCK_PAIRS: u64 = 1 << 24;
+/// Pairs of one source in all sets that fill templates: each takes up to 48 bytes beside its descriptors.
+const MAX_FILLING_PAIRS: u64 = 10_000_000;
 /// Parts of layers over all block pairs, where nearly every pair is cut in a way of its own.
 const MAX_RARE_SLICES: u64 = 1 << 17;
 
-/// A limit, and why it is one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Where a request's descriptors go, and how many it may have.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Budget {
+    pub(crate) allocate: Allocate,
+    /// Descriptors that were made already.
+    pub(crate) made: u64,
+    max_descriptors: u64,
+}
+
+/// How many descriptors some block pairs may have.
+///
+/// ```text
+/// made by now + those of the pairs <= max_descriptors of the plan
+///               those of the pairs <= what the layouts explain, or FREE_DESCRIPTORS
+/// ```
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Limit {
-    count: u64,
-    reason: &'static str,
+    explained: u64,
+    made: u64,
+    max_descriptors: u64,
 }
 
 impl Limit {
-    /// Of descriptors, when the layouts of engines explain so many.
-    fn of_descriptors(explained: u64) -> Self {
-        let count = explained.clamp(FREE_DESCRIPTORS, MAX_DESCRIPTORS);
-        let reason = if count == MAX_DESCRIPTORS {
-            "more are never made"
-        } else {
-            "no two layouts of engines cut these blocks into more pieces"
-        };
-        Self { count, reason }
+    /// For pairs of which the layouts of engines explain so many.
+    fn new(explained: u64, Budget { made, max_descriptors, .. }: Budget) -> Self {
+        Self { explained: explained.max(FREE_DESCRIPTORS), made, max_descriptors }
     }
 
     /// Fails if a count is beyond the limit.
     pub(crate) fn check(self, count: u64) -> Result<()> {
-        if count <= self.count { Ok(()) } else { Err(self.refusal("descriptors", count)) }
+        self.check_explained(count)?;
+        let all = self.made.saturating_add(count);
+        if all <= self.max_descriptors {
+            return Ok(());
+        }
+        Err(refusal("descriptors", all, self.max_descriptors, "max_descriptors is the most that may be made"))
     }
 
-    fn refusal(self, what: &'static str, count: u64) -> Error {
-        let Self { count: limit, reason } = self;
-        let text = format!("the request takes {count} {what}, at most {limit}: {reason}");
-        let values = (i128::from(count).into(), format!("at most {limit}").into());
-        Error::argument("too-many", what, values, reason, text)
+    /// Fails if a count is beyond what the layouts explain.
+    fn check_explained(self, count: u64) -> Result<()> {
+        let reason = "no two layouts of engines cut these blocks into more pieces";
+        if count <= self.explained { Ok(()) } else { Err(refusal("descriptors", count, self.explained, reason)) }
     }
 }
 
+fn refusal(what: &'static str, count: u64, limit: u64, reason: &'static str) -> Error {
+    let text = format!("the request takes {count} {what}, at most {limit}: {reason}");
+    let values = (i128::from(count).into(), format!("at most {limit}").into());
+    Error::argument("too-many", what, values, reason, text)
+}
+
 impl Plan {
+    /// For a request of which so many descriptors are there already.
+    pub(crate) fn budget(&self, allocate: Allocate, made: usize) -> Budget {
+        Budget { allocate, made: made as u64, max_descriptors: self.options.max_descriptors }
+    }
+
     /// Fails if a request pairs more kernel blocks than any real one: counted from the tokens, not from the blocks.
     pub(crate) fn bound_block_pairs(&self, request: &CheckedRequest) -> Result<()> {
         let (mut pairs, mut rare_slices) = (0u64, 0u64);
@@ -70,12 +94,10 @@ impl Plan {
         }
         let reason = "kernel blocks of the two sides cut each other too often";
         if pairs > MAX_BLOCK_PAIRS {
-            return Err(Limit { count: MAX_BLOCK_PAIRS, reason }.refusal("pairs of blocks", pairs));
+            return Err(refusal("pairs of blocks", pairs, MAX_BLOCK_PAIRS, reason));
         }
         if rare_slices > MAX_RARE_SLICES {
-            return Err(
-                Limit { count: MAX_RARE_SLICES, reason }.refusal("parts that are cut each in its way", rare_slices)
-            );
+            return Err(refusal("parts that are cut each in its way", rare_slices, MAX_RARE_SLICES, reason));
         }
         Ok(())
     }
@@ -94,15 +116,20 @@ impl Table {
     /// ```text
     /// descriptors <= pieces before they are joined <= sum over group pairs and cuts of most pieces * block pairs
     /// ```
-    pub(crate) fn bound_descriptors(&self, by_pair: &[PairsByCut]) -> Result<Limit> {
+    pub(crate) fn bound_descriptors(&self, by_pair: &[PairsByCut], budget: Budget) -> Result<Limit> {
         let explained = |(group_pair, pairs): (&GroupPair, &PairsByCut)| {
             let of_cut = |(cut, pairs): (_, &[_])| group_pair.most_pieces.pieces(cut, pairs.len() as u64);
             pairs.iter().map(of_cut).fold(0, u64::saturating_add)
         };
         let explained = self.group_pairs.iter().zip(by_pair).map(explained).fold(0, u64::saturating_add);
-        let limit = Limit::of_descriptors(explained);
+        let limit = Limit::new(explained, budget);
         let cuts = self.fillers.iter().flat_map(|fillers| &fillers.cuts);
-        limit.check(cuts.map(|&cut| self.pairs_of(cut, by_pair).len() as u64).sum())?;
+        let pairs = cuts.map(|&cut| self.pairs_of(cut, by_pair).len() as u64).sum();
+        limit.check_explained(pairs)?;
+        if pairs > MAX_FILLING_PAIRS {
+            let reason = "groups of the two sides share their memory in too many ways";
+            return Err(refusal("pairs of blocks", pairs, MAX_FILLING_PAIRS, reason));
+        }
         Ok(limit)
     }
 }
@@ -133,15 +160,25 @@ mod tests {
 
     #[test]
     fn a_limit_follows_from_the_layouts() {
-        assert_eq!(Limit::of_descriptors(10).count, FREE_DESCRIPTORS);
-        assert_eq!(Limit::of_descriptors(FREE_DESCRIPTORS + 1).count, FREE_DESCRIPTORS + 1);
-        assert_eq!(Limit::of_descriptors(u64::MAX).count, MAX_DESCRIPTORS);
-        let limit = Limit::of_descriptors(FREE_DESCRIPTORS + 1);
+        let budget = Budget { allocate: ALLOCATE, made: 0, max_descriptors: u64::MAX };
+        assert_eq!(Limit::new(10, budget).explained, FREE_DESCRIPTORS);
+        let limit = Limit::new(FREE_DESCRIPTORS + 1, budget);
         assert_eq!(limit.check(FREE_DESCRIPTORS + 1), Ok(()));
         let text = limit.check(1 << 30).expect_err("too many").to_string();
         assert!(
             text.starts_with("the request takes 1073741824 descriptors, at most 1048577: no two layouts"),
             "{text}"
+        );
+    }
+
+    #[test]
+    fn all_sources_share_the_descriptors_of_a_plan() {
+        let limit = Limit::new(0, Budget { allocate: ALLOCATE, made: 30, max_descriptors: 100 });
+        assert_eq!(limit.check(70), Ok(()));
+        let text = limit.check(71).expect_err("too many").to_string();
+        assert_eq!(
+            text,
+            "the request takes 101 descriptors, at most 100: max_descriptors is the most that may be made"
         );
     }
 

@@ -7,7 +7,7 @@ use crate::geometry::types::KernelBlockId;
 use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair};
 use crate::pairing::table::{Fillers, PairCut, Table};
 use crate::request::block_pairs::{BlockRun, OwnedPair, PackedPair, Pairs, is_each_local_block_once, runs, sort};
-use crate::request::bound::{Allocate, Limit, room};
+use crate::request::bound::{Budget, Limit, room};
 use crate::request::copies::{ByteRun, Copies, RegionPair};
 use crate::request::pairs_by_cut::PairsByCut;
 
@@ -75,8 +75,8 @@ impl Table {
     }
 
     /// The copies of a request's block pairs.
-    pub(crate) fn copies(&self, geometries: &Geometries, by_pair: &[PairsByCut], allocate: Allocate) -> Result<Copies> {
-        let limit = self.bound_descriptors(by_pair)?;
+    pub(crate) fn copies(&self, geometries: &Geometries, by_pair: &[PairsByCut], budget: Budget) -> Result<Copies> {
+        let limit = self.bound_descriptors(by_pair, budget)?;
         let fillings: Vec<Filling> = self.fillers.iter().map(|fillers| self.fill(fillers, by_pair)).collect();
         let filled = || {
             let filled = self.entries.iter();
@@ -88,20 +88,21 @@ impl Table {
         let count = filled().map(|filled| filled.count()).sum();
         limit.check(count as u64)?;
         if is_in_order && !self.has_rare_cuts(by_pair) {
-            let mut copies = Copies::new(allocate, count, bytes)?;
+            let mut copies = Copies::new(budget.allocate, count, bytes)?;
             filled().for_each(|filled| filled.append(geometries, &mut copies));
             self.count_extended(by_pair, &fillings, &mut copies.descriptors_by_group);
             return Ok(copies);
         }
         let mut runs = room(count)?;
         filled().for_each(|filled| filled.byte_runs(&mut runs));
+        drop(fillings);
         let kept = runs.len();
         self.add_rare_cuts(geometries, by_pair, limit, &mut runs)?;
         for run in &runs[kept..] {
             let of_group = &mut bytes[usize::from(run.group)];
             *of_group = run.len.saturating_add(*of_group);
         }
-        Copies::from_runs(runs, geometries, allocate, bytes)
+        Copies::from_runs(runs, geometries, budget.allocate, bytes)
     }
 
     /// Bytes of all templates that are kept with the plan.

@@ -32,6 +32,7 @@ impl Plan {
         let zero = self.zero(&request)?;
         let mut reads: Vec<Ids> = Vec::new();
         let mut is_disjoint = true;
+        let mut budget = self.budget(ALLOCATE, zero.len());
         for source in self.sources() {
             let views = self.view_table(source)?;
             let table = &self.sources[source].table;
@@ -40,10 +41,11 @@ impl Plan {
                 let why = "two pairs of groups cut a group's first or last block differently".into();
                 return Err(Error::NoViews { why });
             }
-            let limit = table.bound_descriptors(&by_pair)?;
+            let limit = table.bound_descriptors(&by_pair, budget)?;
             let gathered = table.gather(&by_pair);
             let total = views.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
             limit.check(total as u64)?;
+            budget.made += total as u64;
             is_disjoint &= reads.is_empty() && table.is_surely_disjoint(&gathered, &zero);
             let empty = Ids { source, local: room(total)?, remote: room(total)?, ..Ids::default() };
             let ids = encode(empty, views, &gathered);

@@ -149,7 +149,7 @@ impl Plan {
             whole_pieces += self.pieces_of_last_block(pair, Interval { end, ..exact })?;
         }
         let saved: u64 = u64::saturating_sub(cut_pieces, whole_pieces);
-        let is_cheaper = saved.saturating_mul(self.descriptor_bytes) > whole.excess_bytes;
+        let is_cheaper = saved.saturating_mul(self.options.descriptor_bytes) > whole.excess_bytes;
         Ok(if is_cheaper { whole } else { cut })
     }
 

@@ -65,9 +65,11 @@ impl Plan {
     /// The copies of every source. Fails if a byte is written twice, also by `zero`.
     pub(crate) fn reads(&self, request: &CheckedRequest, zero: &[Descriptor], allocate: Allocate) -> Result<Vec<Read>> {
         let mut reads: Vec<Read> = Vec::new();
+        let mut budget = self.budget(allocate, zero.len());
         for (index, source) in self.sources.iter().enumerate() {
             let by_pair = self.block_pairs(request, index)?;
-            let copies = source.table.copies(&self.geometries(index), &by_pair, allocate)?;
+            let copies = source.table.copies(&self.geometries(index), &by_pair, budget)?;
+            budget.made += copies.len() as u64;
             if !copies.is_empty() {
                 reads.push(Read { source: index, copies });
             }

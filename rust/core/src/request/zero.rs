@@ -39,7 +39,7 @@ impl Plan {
     fn ranges(&self, table: &Table, blocks: impl Fn(&GroupPair) -> PairsByCut) -> Result<Vec<Descriptor>> {
         let by_pair: Vec<PairsByCut> = table.group_pairs.iter().map(blocks).collect();
         let geometries = Geometries { local: &self.local, remote: &self.local };
-        Ok(table.copies(&geometries, &by_pair, ALLOCATE)?.local)
+        Ok(table.copies(&geometries, &by_pair, self.budget(ALLOCATE, 0))?.local)
     }
 
     /// Blocks of a group with the tokens before and after those that are moved.
@@ -86,7 +86,7 @@ impl Plan {
 mod tests {
     use crate::bytes::rows::Descriptor;
     use crate::geometry::types::Geometry;
-    use crate::pairing::plan::Plan;
+    use crate::pairing::plan::{Plan, PlanOptions};
     use crate::request::span::Span;
     use std::sync::Arc;
 
@@ -126,7 +126,8 @@ mod tests {
         (num_tokens, span): (u64, Span),
     ) -> Moved {
         let (local, remote) = (geometry(4096, group, local), geometry(1 << 20, group, remote));
-        let plan = Plan::new(local, vec![remote], descriptor_bytes).expect("pairs");
+        let plan =
+            Plan::new(local, vec![remote], PlanOptions { descriptor_bytes, ..PlanOptions::EXACT }).expect("pairs");
         let spans = [vec![span]];
         let transfer = plan.transfer(num_tokens, &spans[0], &spans).expect("fits");
         let ranges = |rows: &[Descriptor]| rows.iter().map(|row| (row[0] - 4096, row[1])).collect();
