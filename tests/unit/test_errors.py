@@ -8,6 +8,7 @@ import copy
 import json
 import pickle
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,20 @@ def one_descriptor_too_many() -> object:
     return plan.transfer(8, [Span(0, [1, 2])], [Span(0, [2, 1])])
 
 
+def no_room_for_descriptors() -> object:
+    """A process that may have 48 MiB more, where 4 million descriptors take 128 on the way."""
+    blocks = 1 << 18
+    plan = kvhma.plan(many_blocks((64, 256, 1), blocks), many_blocks((256, 64, 1), blocks))
+    request = 4 * blocks, [Span(0, range(1, blocks + 1))], [Span(0, range(blocks, 0, -1))]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), before[1]))
+    try:
+        return plan.transfer(*request)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def cut_in_thousands_of_ways() -> object:
     return kvhma.plan(side(4096), side(4095)).views(0)
 
@@ -201,6 +216,11 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
         one_descriptor_too_many,
         RequestError,
         {"code": "too-many", "field": "descriptors", "value": 32, "expected": "at most 31"},
+    ),
+    (
+        no_room_for_descriptors,
+        RequestError,
+        {"code": "no-memory", "field": "descriptors", "value": 1 << 22, "expected": "fewer"},
     ),
     (
         cut_in_thousands_of_ways,
