@@ -170,11 +170,11 @@ HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 COVERAGE := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
 	-Cllvm-args=-sanitizer-coverage-trace-compares
-LIBFUZZER := -max_total_time=$(SECONDS) -timeout=10 -rss_limit_mb=2048 -max_len=6000 -verbosity=0 -print_final_stats=1 \
+LIBFUZZER := -max_total_time=$(SECONDS) -timeout=1 -rss_limit_mb=512 -max_len=6000 -verbosity=0 -print_final_stats=1 \
 	-artifact_prefix=fuzz/artifacts/
 
 .PHONY: fuzz
-fuzz: dev ## coverage-guided fuzzing: core and handshake, SECONDS=60 each
+fuzz: dev ## coverage-guided fuzzing: core and handshake, 1 s and 512 MiB an input, SECONDS=60 each
 	mkdir -p fuzz/artifacts
 	PYTHONPATH=tests $(BIN)/python fuzz/seeds.py
 	cd fuzz && RUSTFLAGS="$(COVERAGE)" cargo build -q --release --target $(HOST)

@@ -135,7 +135,7 @@ def guided(seconds: int) -> None:
     def change(data: bytes, max_size: int, seed: int) -> bytes:
         return mutate(random.Random(seed), data, lambda _, part: atheris.Mutate(part, len(part) + 64))[:max_size]
 
-    options = [f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=16384"]
+    options = [f"-max_total_time={seconds}", "-timeout=1", "-rss_limit_mb=512", "-max_len=16384"]
     artifacts = f"-artifact_prefix={HERE}/artifacts/handshake-"
     atheris.Setup(
         [sys.argv[0], *options, artifacts, "-print_final_stats=1", str(corpus)], decode, custom_mutator=change
