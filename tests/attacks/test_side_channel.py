@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -106,6 +107,47 @@ def test_another_protocol(address):
         pytest.raises(HandshakeError, match="protocol is 7 on your side, 4 on this side"),
     ):
         client.ask(AskEngineInfo(7), EngineInfo)
+
+
+def test_strangers_do_not_take_all_of_the_time(monkeypatch):
+    """Before, who opened connections without end kept a core and Python's lock busy: 0.4 ms for each handshake."""
+    clock = SimpleNamespace(now=100.0, used=0.0)
+
+    def thread_time():
+        clock.used += 0.004  # so that everything that is done for a stranger takes 4 ms
+        return clock.used
+
+    monkeypatch.setattr(server, "_SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock.now, thread_time=thread_time))
+    at = Address("127.0.0.1", free_port())
+    with contextlib.ExitStack() as stack:
+        listening_at = stack.enter_context(server._bind(at))
+        served = server._Connections(listening_at, NO_SECRETS, lambda data: Done(), Counted())
+        stack.enter_context(contextlib.closing(served))
+        question = frame(AskEngineInfo(PROTOCOL))
+
+        def is_served(raw):
+            raw.sendall(question)
+            for _ in range(3):
+                served.serve()
+            return framed(said(raw)) == frame(Done())
+
+        engine = stack.enter_context(connect(at))
+        assert is_served(engine)
+        strangers = [stack.enter_context(connect(at)) for _ in range(8)]
+        for stranger in strangers:
+            stranger.sendall(question[:2])
+        while served._accepting:
+            served.serve()
+        # It rests for as long as it worked: half of the calls of the clock end what others began.
+        assert served._accept_at == pytest.approx(clock.now + clock.used / 2)
+        late = stack.enter_context(connect(at))
+        assert is_served(engine)
+        before = len(served._group_of)
+        served.serve()
+        assert len(served._group_of) == before == 9
+        clock.now = served._accept_at
+        assert is_served(late)
 
 
 def test_a_rank_that_is_not_there(address):

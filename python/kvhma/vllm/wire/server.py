@@ -62,6 +62,10 @@ _ACCEPTS = 64
 _SWEEP_SECONDS = 1.0
 """How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
 
+_STRANGERS_SECONDS = 0.01
+"""Processor time for connections that were never answered, after which none is accepted for as long: whoever opens them
+without end has half of a core, not all of it and Python's lock as often. They wait in the kernel."""
+
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -223,7 +227,9 @@ class _Connections:
         self._questions = _Budget(MAX_QUESTIONS_BYTES)
         self._answers = _Budget(MAX_ANSWERS_BYTES)
         self._accepting = False
-        self._swept = time.monotonic()
+        self._accept_at = self._swept = time.monotonic()
+        self._spent_on_strangers = 0.0
+        """Processor seconds since the last rest."""
         self._selector = selectors.DefaultSelector()
         self._accept_again()
 
@@ -239,13 +245,28 @@ class _Connections:
 
     def serve(self) -> None:
         """Wait for what comes, a moment at most, and serve it."""
-        for key, _ in self._selector.select(_SWEEP_SECONDS):
+        until_accept = _SWEEP_SECONDS if self._accepting else max(0.0, self._accept_at - time.monotonic())
+        for key, _ in self._selector.select(min(_SWEEP_SECONDS, until_accept)):
+            group, started = self._group_of.get(key.data), time.thread_time()
             if key.fileobj is self._listening:
                 self._accept()
-            elif key.data in self._group_of:
+            elif group is not None:
                 self._advance(key.data)
+            if group is None or not group.answered:
+                self._spent_on_strangers += time.thread_time() - started
+        if self._accepting and self._spent_on_strangers > _STRANGERS_SECONDS:
+            self._rest(self._spent_on_strangers)
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
             self._sweep()
+        if not self._accepting and time.monotonic() >= self._accept_at:
+            self._accept_again()
+
+    def _rest(self, seconds: float) -> None:
+        """Accept nothing for so long."""
+        self._selector.unregister(self._listening)
+        self._accepting = False
+        self._accept_at = time.monotonic() + seconds
+        self._spent_on_strangers = 0.0
 
     def _advance(self, connection: Connection) -> None:
         events, answered = connection.events, connection.answered
@@ -281,8 +302,7 @@ class _Connections:
                 if error.errno in _NO_ROOM:
                     # It would be tried again at once, and fail again.
                     logger.warning("kvhma: no room for another connection: %s", error)
-                    self._selector.unregister(self._listening)
-                    self._accepting = False
+                    self._rest(_SWEEP_SECONDS)
                 return
             try:
                 self._add(Connection(accepted, host, self._secrets, self._answer))
@@ -325,9 +345,8 @@ class _Connections:
         return next(iter(most)), len(most)
 
     def _accept_again(self) -> None:
-        if not self._accepting:
-            self._selector.register(self._listening, selectors.EVENT_READ)
-            self._accepting = True
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._accepting = True
 
     def _sweep(self) -> None:
         """Close the connections whose time is up."""
@@ -335,7 +354,6 @@ class _Connections:
         for connection in self._all():
             if connection.deadline < now:
                 self._drop(connection, "time" if connection.waits_for_peer else "")
-        self._accept_again()
 
     def _all(self) -> list[Connection]:
         return list(self._group_of)
