@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """kv_transfer_params: what goes out comes back, and nothing else gets in."""
 
-import dataclasses
 import json
 
 import pytest
@@ -44,7 +43,7 @@ def params():
 
 
 def test_round_trip_through_json():
-    assert read(params()) == REMOTE
+    assert read(params())._replace(digest=b"") == REMOTE
 
 
 def test_upstreams_keys_are_there():
@@ -107,12 +106,12 @@ WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400,
 def test_all_groups_together_have_a_bound():
     tokens = 20_000
     full, empty = Span(0, list(range(1, tokens + 1))), Span(0, [])
-    told = written(dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 4))
+    told = written(REMOTE._replace(num_tokens=tokens, spans=(full,) * 4))
     assert len(read(told, tokens).spans) == 4
-    told = written(dataclasses.replace(REMOTE, num_tokens=tokens, spans=(full,) * 200))
+    told = written(REMOTE._replace(num_tokens=tokens, spans=(full,) * 200))
     with pytest.raises(RequestError, match="block ids: more than"):
         read(told, tokens)
-    told = written(dataclasses.replace(REMOTE, num_tokens=tokens, spans=(empty,) * 256))
+    told = written(REMOTE._replace(num_tokens=tokens, spans=(empty,) * 256))
     assert len(read(told, tokens).spans) == 256
 
 
@@ -180,11 +179,11 @@ def test_numbers_that_another_json_library_writes_otherwise():
     told = params()
     assert isinstance(told["kvhma"]["lease"], float)
     told["kvhma"]["lease"] = int(told["kvhma"]["lease"])
-    assert read(told) == REMOTE
+    assert read(told)._replace(digest=b"") == REMOTE
 
 
 def test_the_parameters_of_two_requests_mixed_up():
-    other = written(dataclasses.replace(REMOTE, lease_key=LeaseKey("cmpl-2", 8), prompt="f0" * 16))
+    other = written(REMOTE._replace(lease_key=LeaseKey("cmpl-2", 8), prompt="f0" * 16))
     mixed = params() | {"kvhma": other["kvhma"]}
     with pytest.raises(RequestError, match=r"kvhma.digest is \w{32}, but not of these parameters: they were changed"):
         read(mixed)
@@ -208,7 +207,7 @@ def test_the_parameters_of_two_requests_mixed_up():
     ids=str,
 )
 def test_the_digest_sees_every_change(change):
-    changed = written(dataclasses.replace(REMOTE, **change))
+    changed = written(REMOTE._replace(**change))
     assert changed["kvhma"]["digest"] != params()["kvhma"]["digest"]
 
 
@@ -230,7 +229,7 @@ def test_what_p_remembers_is_what_d_claims_with():
 def forged(secrets):
     """Parameters of one request that name the blocks of another one, with a digest that is right for whoever `secrets`
     are."""
-    victim = dataclasses.replace(REMOTE, spans=(Span(0, [50, 51]), Span(5, [60]), Span(0, [])))
+    victim = REMOTE._replace(spans=(Span(0, [50, 51]), Span(5, [60]), Span(0, [])))
     return written(victim, secrets)
 
 
@@ -242,7 +241,7 @@ def test_without_a_secret_anybody_can_write_parameters():
 def test_with_a_secret_only_an_engine_can():
     """The digest had no key: with another request's blocks in it, the parameters of one's own looked as P's."""
     right = written(secrets=SECRET)
-    assert read(right, secrets=SECRET) == REMOTE
+    assert read(right, secrets=SECRET)._replace(digest=b"") == REMOTE
     mine = right | {"kvhma": forged(NO_SECRET)["kvhma"] | {"signed": True}}
     with pytest.raises(RequestError, match=r"P's secret is none of this engine's, or they were changed on the way"):
         read(mine, secrets=SECRET)
@@ -272,7 +271,7 @@ def test_parameters_that_were_written_before_the_secret_changed():
     """P signs with its first secret; D takes all that it knows, so neither has to wait for the other."""
     new, old = b"the new secret of both", b"the old secret of both"
     for p, d in (([old], [old, new]), ([new, old], [old, new]), ([old], [new, old]), ([new], [new, old])):
-        assert read(written(secrets=Secrets(p)), secrets=Secrets(d)) == REMOTE
+        assert read(written(secrets=Secrets(p)), secrets=Secrets(d))._replace(digest=b"") == REMOTE
     with pytest.raises(RequestError, match="P's secret is none of this engine's"):
         read(written(secrets=Secrets([old])), secrets=Secrets([new]))
 

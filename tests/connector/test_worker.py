@@ -5,7 +5,6 @@ import itertools
 import socket
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -259,8 +258,7 @@ def test_engines_of_the_setting_are_known_in_each_of_their_incarnations(p, monke
             assert np.array_equal(d.pages([4]), second.memory.reshape(PAGES, PAGE)[[3]])
             assert "handshakes" not in counted(d, "load_seconds", 1).data, "both were made before"
             # By another of its addresses it is the same engine.
-            elsewhere = second.remote("b", [5])
-            object.__setattr__(elsewhere, "address", Address("localhost", address.port))
+            elsewhere = second.remote("b", [5])._replace(address=Address("localhost", address.port))
             d.start(b=(elsewhere, [6]))
             assert d.ended("b") == {}
             assert "handshakes" not in counted(d, "load_seconds", 1).data
@@ -384,7 +382,7 @@ def test_nothing_is_asked_before_the_read_and_loads_of_a_step_are_one_question(p
 
 
 def test_other_parameters_than_p_handed_out(p, d):
-    remote = replace(p.remote("a", [1]), digest=b"x" * 16)
+    remote = p.remote("a", [1])._replace(digest=b"x" * 16)
     d.start(a=(remote, [1]), b=(p.remote("b", [2]), [2]))
     assert d.ended("a", "b") == {"a": "request"}
 

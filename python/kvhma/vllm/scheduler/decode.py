@@ -8,7 +8,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
@@ -174,7 +174,7 @@ class DecodeScheduler:
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
         if not _MIN_LEASE_SECONDS <= remote.lease <= _MAX_LEASE_SECONDS:
-            remote = replace(remote, lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
+            remote = remote._replace(lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
         load = PendingLoad(
             remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
         )

@@ -213,20 +213,25 @@ class LeaseTable:
             return [self._renew(claim, now) for claim in claims]
 
     def _renew(self, claim: LeaseClaim, now: float) -> LeaseState:
+        state, held = self._find(claim, now)
+        if held is not None:
+            if not held.readers:
+                self._without_reader.remove(held.blocks)
+            held.readers[claim.reader] = held.expires = now + self._lease
+        return state
+
+    def _find(self, claim: LeaseClaim, now: float) -> tuple[LeaseState, _Held | None]:
+        """Return the state of a claim, and what is held for it, which has a reader by now."""
         held = self._held.get(claim.key)
         if held is None:
-            return LeaseState.ENDED
+            return LeaseState.ENDED, None
         if not self._is_of(held, claim):
-            return LeaseState.OTHER
-        is_first = not held.readers
+            return LeaseState.OTHER, None
         if not self._admit(held, claim.reader, now):
-            return LeaseState.FULL
-        if is_first:
-            self._without_reader.remove(held.blocks)
+            return LeaseState.FULL, None
         # One whose time was up counts as held: only `drain_ended` gives its blocks back, and it has not yet.
-        held.readers[claim.reader] = held.expires = now + self._lease
         held.claimed, held.overdue_since = True, None
-        return LeaseState.HELD
+        return LeaseState.HELD, held
 
     def _is_of(self, held: _Held, claim: LeaseClaim) -> bool:
         """Return whether a claim is one of the parameters that were handed out."""
@@ -245,14 +250,15 @@ class LeaseTable:
     def finish(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
         """Return the state of each claim as :meth:`renew` does, and release those that are held, as :meth:`release`."""
         now = time.monotonic()
-        states = []
         with self._lock:
-            for claim, outcome in zip(claims, outcomes, strict=True):
-                state = self._renew(claim, now)
-                if state is LeaseState.HELD:
-                    self._release(self._held[claim.key], claim, outcome, now)
-                states.append(state)
-        return states
+            return [self._finish(claim, outcome, now) for claim, outcome in zip(claims, outcomes, strict=True)]
+
+    def _finish(self, claim: LeaseClaim, outcome: Outcome, now: float) -> LeaseState:
+        state, held = self._find(claim, now)
+        if held is not None:
+            held.expires = now + self._lease
+            self._release(held, claim, outcome, now)
+        return state
 
     def release(self, claims: Sequence[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests; those that are not held are passed over.

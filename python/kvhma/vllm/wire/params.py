@@ -12,7 +12,6 @@ import math
 import random
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvhma.errors import OtherPromptError, RequestError
@@ -86,8 +85,7 @@ class LeaseClaim(NamedTuple):
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillParams:
+class PrefillParams(NamedTuple):
     """What a decode request has to know of its prefill.
 
     Attributes:
@@ -114,7 +112,7 @@ class PrefillParams:
     prompt: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
-    digest: bytes = field(default=b"", compare=False)
+    digest: bytes = b""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -199,7 +197,7 @@ class PrefillParams:
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)
         if tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
-        return replace(remote, spans=_spans(rows, tokens), digest=digest)
+        return remote._replace(spans=_spans(rows, tokens), digest=digest)
 
 
 def random_id() -> int:
