@@ -364,10 +364,12 @@ def test_what_is_kept_adds_up_whatever_happens(table, clock):
         clock.pass_by(rng.random() * 2)
         what = rng.random()
         if what < 0.3 or not keys:
-            blocks = [rng.randrange(100) for _ in range(rng.randrange(12))]
+            blocks = rng.sample(range(100), rng.randrange(12))
             keys.append(add(table, f"{at}", blocks))
         elif what < 0.7:
             renew(table, rng.choice(keys[-20:]), rng.randrange(3))
+        elif what < 0.8:
+            table.finish([claim(rng.choice(keys[-20:]), rng.randrange(3))], [rng.choice(list(Outcome))])
         elif what < 0.95:
             table.release([claim(rng.choice(keys[-20:]), rng.randrange(3))], rng.choice(list(Outcome)))
         else:

@@ -77,7 +77,7 @@ class _Held:
 
     Attributes:
         digest: of the parameters that name it.
-        blocks: their ids, each once.
+        blocks: their ids, each once, as vLLM's tables have them.
         since: when it had finished.
         expires: when its lease ends.
         readers: who has claimed it and not released it yet, and until when that counts if it is not renewed.
@@ -129,9 +129,10 @@ class _BlockCount:
         """How many requests keep each block, by its id."""
 
     def add(self, blocks: Blocks) -> None:
-        """Add a request's blocks: ids that go up."""
-        if len(blocks) and blocks[-1] >= len(self._users):
-            self._users = np.concatenate([self._users, np.zeros(int(blocks[-1]) + 1, np.int32)])
+        """Add a request's blocks."""
+        highest = int(blocks.max(initial=0))
+        if highest >= len(self._users):
+            self._users = np.concatenate([self._users, np.zeros(highest + 1, np.int32)])
         self._users[blocks] += 1
         self.blocks += int((self._users[blocks] == 1).sum())
 
@@ -176,7 +177,6 @@ class LeaseTable:
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
         self._ended: dict[LeaseEnd, list[str]] = {}
-        self._all = _BlockCount()
         self._without_reader = _BlockCount()
 
     def add(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
@@ -185,13 +185,12 @@ class LeaseTable:
         Args:
             key: names it, with a new generation.
             digest: of the parameters that are handed out for it.
-            blocks: ids of the blocks that vLLM keeps for it, in any order.
+            blocks: ids of the blocks that vLLM keeps for it, each once, in any order.
         """
         now = time.monotonic()
-        held = _Held(digest, np.unique(np.asarray(blocks, np.int64)), now, now + self._lease)
+        held = _Held(digest, np.asarray(blocks, np.int64), now, now + self._lease)
         with self._lock:
             self._held[key] = held
-            self._all.add(held.blocks)
             self._without_reader.add(held.blocks)
             self._drop_oldest(keep=key)
 
@@ -287,7 +286,6 @@ class LeaseTable:
 
     def _end(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held.pop(key)
-        self._all.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
         self._ended.setdefault(LeaseEnd.READ if held.read else why, []).append(key.request_id)
@@ -316,7 +314,11 @@ class LeaseTable:
         now = time.monotonic()
         with self._lock:
             oldest = next((held.since for held in self._held.values() if not (held.readers or held.read)), now)
-            return LeaseUsage(len(self._held), self._all.blocks, now - oldest)
+            tables = [held.blocks for held in self._held.values()]
+        blocks = _BlockCount()
+        for table in tables:
+            blocks.add(table)
+        return LeaseUsage(len(tables), blocks.blocks, now - oldest)
 
     def __len__(self) -> int:
         return len(self._held)
