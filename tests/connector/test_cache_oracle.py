@@ -6,8 +6,11 @@ step each block that a request could hit, and everything that a request attends 
 tokens. KVHMA_CACHE_SEQUENCES=n runs another number of sequences.
 """
 
+import json
 import logging
+import math
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +18,9 @@ import pytest
 # With its parts, since torch warns while they are imported, which is no error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
-from support.cache.engine import Counts, Violation
+from kvhma.vllm.scheduler import decode
+from support.cache.engine import Counts, Engine, EngineShape, Violation
+from support.cache.labels import GroupShape
 from support.cache.mutants import MUTANTS
 from support.cache.sequences import MIXES, PAIRS, Run, case_of
 
@@ -131,6 +136,65 @@ def test_hits_that_end_inside_of_a_block_do_not_stop_d():
             Run(case).play()
             differed += 1
     assert differed > 10
+
+
+def hand_over(seed: int) -> list[str]:
+    """Hand some requests over to a D with little room, fail some of their loads; return those that never end."""
+    rng = random.Random(seed)
+    lengths = [rng.randrange(8, 600) for _ in range(rng.randint(3, 12))]
+    windows = rng.choice((1, 3, 6))
+    groups = (GroupShape("0", "full", 16), *(GroupShape(f"{at + 1}", "sliding", 16, 16) for at in range(windows)))
+    # Room for the longest one alone, as vLLM asks for when it starts, and some more.
+    room = (windows + 1) * (max(lengths) // 16 + 7) + rng.choice((1, 5, 20, 50, 100))
+    p = Engine(EngineShape("p", groups, 4000, 2048), random.Random(1))
+    d = Engine(EngineShape("d", groups, room, rng.choice((128, 256, 2048))), random.Random(1))
+    d.read_from(p)
+    prompts = {f"r{at}": [rng.randrange(1000) for _ in range(length)] for at, length in enumerate(lengths)}
+    for name, prompt in prompts.items():
+        p.add(name, prompt, 1, {"do_remote_decode": True})
+    while p.unfinished:
+        p.step()
+    d.load_odds = {"garbage": 0.4, "ok": 0.6}
+    for name, prompt in prompts.items():
+        d.add(name, prompt, rng.choice((4, 16, 64)), json.loads(json.dumps(p.finished[name].kv_transfer_params)))
+        d.step()
+        late = rng.random() < 0.7
+        for loading in d._loading:
+            loading.passing = rng.random() < 0.5
+            for part in loading.parts:
+                if part is not None and late:
+                    part.steps = 6
+    d.load_odds = {"ok": 1.0}
+    idle = 0
+    while d.unfinished and idle < 50:
+        idle = 0 if d.step() else idle + 1
+    return d.unfinished
+
+
+LACKS = {"nothing": 0, "it is put off": 1, "a second try has an end": 3}
+"""What a failed load lacks, and in how many of 100 cases requests wait for ever then, at least."""
+
+
+@pytest.mark.parametrize("lacks", LACKS)
+def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
+    """After a partition a decode engine with little room gave no answer any more, until its clients hung up.
+
+    vLLM schedules requests that hold blocks before others, and one whose load has failed stays the first of them. It
+    holds none by then. Where it needs more than are free, nothing was scheduled, and those behind it never let go of
+    theirs. And vLLM keeps blocks free for a load that has failed: its second try needs twice as many.
+    """
+    monkeypatch.setattr(decode, "_RETRY_ROOM_SECONDS", math.inf if lacks == "a second try has an end" else 0.0)
+    if lacks == "it is put off":
+        asked = decode.DecodeScheduler.matched_tokens
+
+        def at_once(self, *given):
+            self._failed.clear()
+            return asked(self, *given)
+
+        monkeypatch.setattr(decode.DecodeScheduler, "matched_tokens", at_once)
+    hung = sum(bool(hand_over(seed)) for seed in range(100))
+    print(f"{hung} of 100 hang")
+    assert hung == 0 if lacks == "nothing" else hung >= LACKS[lacks]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

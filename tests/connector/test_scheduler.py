@@ -221,11 +221,13 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_is_not(p, d):
         d.allocated(asked, blocks(d), 40)
         failure = Failure("peer_lost", "gone", passing)
         d.results(output(["r"], ["r"], {"r": failure}))
+        assert d.matched_tokens(asked, 0) == (None, False), "those that hold blocks go first"
         assert d.matched_tokens(asked, 0) == ((40, True) if again else (0, False))
     other = request("s", params=finished_at(p))
     d.add(other)
     d.allocated(other, blocks(d), 40)
     d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
+    assert d.matched_tokens(other, 0) == (None, False)
     assert d.matched_tokens(other, 0) == (0, False)
 
 

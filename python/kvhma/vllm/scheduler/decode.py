@@ -34,6 +34,10 @@ _MAX_LEASE_SECONDS = 3600.0
 _MIN_RENEWAL_SECONDS = 0.5
 """Bounds of what parameters say of a lease, and of how often it is renewed for that: anybody may have written them."""
 
+_RETRY_ROOM_SECONDS = 1.0
+"""How long a load that failed waits for blocks to be tried again. VLLM keeps blocks free for it as if it were still
+loading, so that the second try needs twice as many; where they never are free, it would wait for ever."""
+
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
 
@@ -108,6 +112,8 @@ class DecodeScheduler:
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
+        self._failed: set[str] = set()
+        """Requests whose load has failed, and that vLLM has not asked about since."""
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
 
@@ -134,6 +140,7 @@ class DecodeScheduler:
 
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""
+        self._failed.discard(request.request_id)
         load = self.pending.get(request.request_id)
         if load is None:
             return False
@@ -229,6 +236,11 @@ class DecodeScheduler:
         vLLM asks again in each step until the request is scheduled. The answer is the same unless P has answered or
         the request has waited too long.
         """
+        if request.request_id in self._failed:
+            # It holds no blocks any more, but is queued among those that do, which go first. Put off once, it is queued
+            # behind them; in front of them it might wait for blocks that they never let go of, waiting for it.
+            self._failed.discard(request.request_id)
+            return None, False
         load = self.pending.get(request.request_id)
         if load is None:
             return 0, False
@@ -244,6 +256,8 @@ class DecodeScheduler:
         elif self._starved(load):
             reason = "no_room"
             text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
+            if load.tries:
+                text = "its load has failed, and there are not enough free blocks to try again"
         else:
             wanted = load.num_tokens - local
             return (wanted, True) if wanted > 0 else (0, False)
@@ -261,11 +275,17 @@ class DecodeScheduler:
         return held
 
     def _starved(self, load: PendingLoad) -> bool:
-        """Return whether a load has waited for blocks for a lease, while others have yet to read from here."""
+        """Return whether a load has waited too long for blocks.
+
+        For a second try that is a second; for a first one, a lease, while others have yet to read from here.
+        """
         now = time.monotonic()
         if load.asked_since is None:
             load.asked_since = now
-        return len(self._context.leases) > 0 and now - load.asked_since > self._context.settings.kv_lease_duration
+        waited = now - load.asked_since
+        if load.tries:
+            return waited > _RETRY_ROOM_SECONDS
+        return len(self._context.leases) > 0 and waited > self._context.settings.kv_lease_duration
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
@@ -326,11 +346,14 @@ class DecodeScheduler:
 
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute
+        if failed and recompute and not load.finished:
+            self._failed.add(request_id)
         if not failed and not load.finished:
             self._keep_unfilled_out(request_id, load.first_tokens)
         may_try_again = not load.refusal and load.tries <= self._context.settings.load_retries
         if failed and may_try_again and not load.finished and recompute:
             load.state = LoadState.WANTED
+            load.asked_since = None
         else:
             # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
             released = not failed and self._context.engine.ranks == 1
