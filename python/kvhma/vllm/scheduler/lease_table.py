@@ -55,6 +55,9 @@ class LeaseEnd(enum.Enum):
     DROPPED = "dropped"
     """Nobody had claimed or read it, and newer ones needed its place."""
 
+    SLEPT = "slept"
+    """The engine slept, and what it held is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseUsage:
@@ -300,6 +303,12 @@ class LeaseTable:
                 self._end(key, self._held[key].why_ended())
             ended, self._ended = self._ended, {}
         return ended
+
+    def end_all(self) -> None:
+        """End every lease: what was kept is gone."""
+        with self._lock:
+            for key in list(self._held):
+                self._end(key, LeaseEnd.SLEPT)
 
     def take_digests_refused(self) -> int:
         """Return how many claims and releases since the last call had a digest that is not their request's."""

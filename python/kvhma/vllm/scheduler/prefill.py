@@ -31,6 +31,7 @@ _UNREAD = {
     LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
     LeaseEnd.NOT_RENEWED: "its decode engine has not renewed it in time",
     LeaseEnd.UNREAD: "its decode engine could not read it, and no other one has asked for it",
+    LeaseEnd.SLEPT: "this engine has slept, and its caches are empty",
 }
 """Why a lease may end that was not read."""
 
@@ -62,17 +63,24 @@ class PrefillScheduler:
             self._listener.close()
 
     def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
-        """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank."""
-        if self._listener is None:
-            context = self._context
-            signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
-            self._listener = Listener(
-                context.engine.address,
-                LocalEngine(context.engine.engine_id, self._incarnation_id, signed),
-                leases=context.leases,
-                secrets=context.secrets,
-                counters=context.stats,
-            )
+        """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank.
+
+        Hellos come again when the engine has slept. What it held is gone, and so is what others know of it: it is
+        another incarnation, which they see where it answers and in the parameters of later requests.
+        """
+        context = self._context
+        if self._listener is not None:
+            self._listener.close()
+            self._incarnation_id = random_id()
+            context.leases.end_all()
+        signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
+        self._listener = Listener(
+            context.engine.address,
+            LocalEngine(context.engine.engine_id, self._incarnation_id, signed),
+            leases=context.leases,
+            secrets=context.secrets,
+            counters=context.stats,
+        )
 
     def add(self, request: Request) -> None:
         """Take a new request whose decode another engine does."""

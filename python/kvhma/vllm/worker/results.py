@@ -134,6 +134,11 @@ class LoadResults:
             self.stats.count("slow_loads")
         return ended, report
 
+    def unreported(self) -> int:
+        """Return how many loads vLLM has not been told the end of."""
+        with self._lock:
+            return len(self._unreported) + len(self._ended)
+
     def _new_slow_ones(self) -> list[tuple[Load, float]]:
         """Return the loads that have come to last longer than their lease, and how long they do; the lock is held."""
         now = time.monotonic()

@@ -11,8 +11,6 @@ and for P to say that it held the blocks.
 
 from __future__ import annotations
 
-import logging
-
 from kvhma.errors import TransferError
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
@@ -25,8 +23,6 @@ from kvhma.vllm.worker.polling import LoadPoller
 from kvhma.vllm.worker.preconnect import Preconnector
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
 from kvhma.vllm.worker.results import LoadResults
-
-logger = logging.getLogger("vllm.kvhma")
 
 
 class KvhmaWorker:
@@ -70,8 +66,17 @@ class KvhmaWorker:
         """Return what was counted since the last call; None if nothing was."""
         return self._results.stats.take()
 
-    def close(self) -> None:
-        """Wait for what is in flight and stop; the caches may be freed afterwards."""
+    def close(self, *, idle: bool = False) -> None:
+        """Wait for what is in flight and stop; the caches may be freed afterwards.
+
+        Args:
+            idle: only if there is nothing that vLLM waits for.
+
+        Raises:
+            TransferError: reads did not end, and still write to the caches; or it is not `idle` and goes on.
+        """
+        if idle and (loads := self._results.unreported()):
+            raise TransferError(f"the caches cannot be unregistered: {loads} loads have not been reported")
         self._loader.close()
         self._standstill.close()
         self._preconnector.close(self._stop_seconds)
@@ -79,7 +84,4 @@ class KvhmaWorker:
         self._loader.join(self._stop_seconds)
         self._poller.join(self._stop_seconds)
         self._engines.close()
-        try:
-            self._agent.close()
-        except TransferError as error:
-            logger.warning("kvhma: %s", error)
+        self._agent.close()

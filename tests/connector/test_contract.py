@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the installed vLLM calls on a connector is what `support.connector_contract` lists, hook by hook."""
+
+from pathlib import Path
+
+import pytest
+
+base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+import vllm
+
+from kvhma.versions import series
+from kvhma.vllm import KvhmaConnector
+from support import connector_contract
+from support.connector_contract import ATTRIBUTES, CALLERS, attributes, calls, holders, hooks, members, takes_all_of
+
+SERIES = "{}.{}".format(*series(vllm.__version__))
+HOOKS = hooks(SERIES)
+SOURCES = Path(vllm.__file__).parent
+
+
+def test_the_base_class_has_the_hooks_that_are_listed():
+    """New ones, ones that are gone, and ones with other parameters."""
+    assert members(base.KVConnectorBase_V1, base.SupportsHMA) == {name: hook.form for name, hook in HOOKS.items()}
+    listed = {name for name, since in ATTRIBUTES.items() if series(since) <= series(SERIES)}
+    assert attributes(base.KVConnectorBase_V1, base.SupportsHMA) == listed
+
+
+def test_what_must_be_there_is_ours():
+    demanded = base.KVConnectorBase_V1.__abstractmethods__ | base.SupportsHMA.__abstractmethods__
+    assert {name for name in demanded if not HOOKS[name].ours} == set()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_is_ours_or_inherited_on_purpose(name):
+    hook = HOOKS[name]
+    assert hook.why
+    assert (name in vars(KvhmaConnector)) == hook.ours
+    if hook.ours:
+        assert takes_all_of(vars(KvhmaConnector)[name], hook)
+
+
+def test_nothing_that_vllm_calls_is_missing():
+    """Its scheduler and workers may call what no base class has."""
+    called = calls(SOURCES)
+    assert {name: where for name, where in called.items() if name not in HOOKS} == {}
+    assert len(called) > 35
+
+
+def test_the_files_that_call_are_listed():
+    assert holders(SOURCES) - CALLERS.keys() == set()
+
+
+def test_what_is_ours_and_no_hook_is_private():
+    """A name of ours that a later vLLM gives to a hook would be called by it."""
+    own = {name for name in vars(KvhmaConnector) if not name.startswith("_")}
+    assert own - {hook.name for hook in connector_contract.HOOKS} == set()

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep mode: vLLM unmaps the caches of an engine and maps others in their place, and nobody may read those as before.
+
+Both halves of the connector as vLLM makes them, real agents and a real listener; vLLM's calls are made by hand.
+"""
+
+import time
+
+import pytest
+
+base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+torch = pytest.importorskip("torch")
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvhma.errors import TransferError, UnsupportedPairError
+from kvhma.geometry import Span
+from kvhma.nixl import decode_handshake
+from kvhma.versions import series
+from kvhma.vllm import KvhmaConnector
+from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.scheduler.lease_table import LeaseEnd
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
+from support.cache.engine import vllm_config_of
+from support.engines.engine import free_port
+
+BLOCKS, TOKENS = 16, 32
+DIGEST = b"d" * 16
+ASKS = series(vllm.__version__) >= (0, 33)
+WORKER, SCHEDULER = base.KVConnectorRole.WORKER, base.KVConnectorRole.SCHEDULER
+
+
+class Engine:
+    """One engine of one rank and one layer, without a model."""
+
+    def __init__(self, name: str, **extra: object) -> None:
+        self.address = Address("127.0.0.1", free_port())
+        config = vllm_config_of(name, True, "kv_both")
+        given = {"side_channel_host": self.address.host, "side_channel_port": self.address.port, **extra}
+        config.kv_transfer_config.kv_connector_extra_config.update({"handshake_timeout": 2, "model_id": "m", **given})
+        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)
+        layout = KVCacheConfig(
+            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
+        self.cache = torch.zeros(BLOCKS, 2, TOKENS, 32)
+        self.worker = KvhmaConnector(config, WORKER, layout)
+        self.scheduler = KvhmaConnector(config, SCHEDULER, layout)
+        self.worker.register_kv_caches({"layer": self.cache})
+        self.publish()
+
+    def publish(self) -> None:
+        """What vLLM does when the caches are there, and again after a wake-up."""
+        hello = self.worker.get_handshake_metadata()
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): hello})
+
+    @property
+    def leases(self):
+        return self.scheduler._scheduler.context.leases
+
+    def wake(self, *, other_bytes: bool = True) -> None:
+        if other_bytes:
+            self.cache.normal_()
+        self.worker.restore_kv_caches()
+        self.publish()
+
+    def hold(self, name: str, blocks: list[int]) -> PrefillParams:
+        """Parameters of a request whose blocks are held."""
+        key = LeaseKey(name, random_id())
+        self.leases.add(key, DIGEST, blocks)
+        return PrefillParams(
+            address=self.address,
+            engine_id=self.scheduler._engine_id,
+            incarnation_id=self.scheduler._scheduler.prefill._incarnation_id,
+            lease_key=key,
+            lease=30.0,
+            num_tokens=TOKENS * len(blocks),
+            prompt="0" * 32,
+            spans=(Span(0, blocks),),
+            tp_size=1,
+            digest=DIGEST,
+        )
+
+    def order(self, name: str, params: PrefillParams, blocks: list[int]) -> None:
+        tokens = TOKENS * len(blocks)
+        metadata = StepMetadata([Load(name, params, random_id(), tokens, 0, (Span(0, blocks),))])
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.start_load_kv(None)
+
+    def ended(self) -> str | None:
+        """Wait until one load has ended; return why it failed, None if it did not."""
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            results = self.worker.get_transfer_results(set())
+            report = self.worker.build_connector_worker_meta()
+            if results.finished_recving:
+                (name,) = results.finished_recving
+                return report.failures[name].cause if results.failed_recving else None
+            time.sleep(0.01)
+        raise AssertionError("the load does not end")
+
+    def load(self, name: str, params: PrefillParams, blocks: list[int]) -> str | None:
+        self.order(name, params, blocks)
+        return self.ended()
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture
+def pair():
+    p, d = Engine("p"), Engine("d")
+    p.cache.normal_()
+    yield p, d
+    p.close()
+    d.close()
+
+
+def assert_read(p: Engine, d: Engine, name: str) -> None:
+    """A new request of P is read right."""
+    assert d.load(name, p.hold(name, [3, 5, 4]), [1, 2, 3]) is None
+    assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])
+
+
+def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):
+    p, d = pair
+    assert_read(p, d, "before")
+    old = p.hold("held", [3, 5, 4])
+    assert p.leases.drain_ended()[LeaseEnd.READ] == []
+    p.worker.unregister_kv_caches()
+    assert d.load("asleep", old, [1, 2, 3]) is not None
+    p.wake()
+    assert d.load("awake", old, [1, 2, 3]) == "handshake"
+    assert "held" in p.scheduler.build_connector_meta(step_of()).sent, "or vLLM kept its blocks for ever"
+    assert len(p.leases) == 0
+    assert_read(p, d, "after")
+
+
+def test_who_connected_before_reads_the_new_caches(pair):
+    """D has not been told, and asks with the parameters of a later request."""
+    p, d = pair
+    assert_read(p, d, "before")
+    for number in range(2):
+        p.worker.unregister_kv_caches()
+        p.wake()
+        assert_read(p, d, f"after {number}")
+
+
+def test_d_reads_on_after_it_slept(pair):
+    p, d = pair
+    assert_read(p, d, "before")
+    d.worker.unregister_kv_caches()
+    d.wake()
+    assert_read(p, d, "after")
+
+
+def test_a_sleeping_engine_has_another_hello(pair):
+    """The agent of before could be taken for the one of now."""
+    p, _ = pair
+    before = p.worker.get_handshake_metadata()
+    p.worker.unregister_kv_caches()
+    p.worker.unregister_kv_caches()
+    assert p.worker.get_handshake_metadata() is None
+    p.worker.restore_kv_caches()
+    now = p.worker.get_handshake_metadata()
+    p.worker.restore_kv_caches()
+    assert p.worker.get_handshake_metadata() is now
+    assert decode_handshake(now.data).name != decode_handshake(before.data).name
+    assert now.private_key != before.private_key
+
+
+def test_what_vllm_has_not_been_told_keeps_the_engine_awake(pair):
+    """It drains before it asks; if it did not, it would wait for these requests for ever."""
+    p, d = pair
+    d.order("r", p.hold("r", [3]), [1])
+    with pytest.raises(TransferError, match="1 loads have not been reported"):
+        d.worker.unregister_kv_caches()
+    assert d.ended() is None
+    d.worker.unregister_kv_caches()
+
+
+def test_caches_that_were_never_registered_are_not_restored():
+    config = vllm_config_of("p", True, "kv_both")
+    made = KvhmaConnector(config, WORKER, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[]))
+    made.unregister_kv_caches()
+    made.restore_kv_caches()
+    assert made.get_handshake_metadata() is None
+    made.shutdown()
+
+
+def sleeping_config(**extra: object) -> VllmConfig:
+    config = vllm_config_of("p", True, "kv_both")
+    config.kv_transfer_config.kv_connector_extra_config.update(extra)
+    config.model_config.enable_sleep_mode = True  # vLLM's CPU platform refuses the option itself
+    return config
+
+
+@pytest.mark.skipif(not ASKS, reason="vLLM asks from 0.33 on")
+def test_vllm_asks():
+    """Its own check; another backend than UCX may keep what it knew of the memory."""
+    sleeping_config()._verify_kv_transfer_compat()
+    with pytest.raises(ValueError, match="KvhmaConnector does not support sleep mode"):
+        sleeping_config(backends=["UCX", "GDS"])._verify_kv_transfer_compat()
+
+
+@pytest.mark.parametrize("role", [WORKER, SCHEDULER])
+def test_sleep_mode_is_refused_where_vllm_does_not_ask(role):
+    caches = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
+    if ASKS:
+        KvhmaConnector(sleeping_config(), role, caches).shutdown()
+        return
+    with pytest.raises(
+        UnsupportedPairError, match="enable_sleep_mode is True, the kvhma connector supports only False"
+    ):
+        KvhmaConnector(sleeping_config(), role, caches)
+
+
+def step_of():
+    """A step in which vLLM computes nothing."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return SchedulerOutput.make_empty()
