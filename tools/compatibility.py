@@ -76,7 +76,7 @@ def rows(report: Path, of: dict[str, str | None]) -> list[Row]:
         raise ValueError(f"{report}: no tests of {', '.join(FOLDERS)}, or no date")
     return [
         (
-            of["vllm"] or "none",
+            (of["vllm"] or "none").partition("+")[0],
             of["nixl"] or "none",
             of["on"] or "unknown",
             f"`{name}`",

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 torch = pytest.importorskip("torch")
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -31,6 +30,7 @@ from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.pages import state_bytes
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.groups import cache_groups
+from support.vllm_grouping import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 BLOCKS = 5
 ORDERS = tuple(KVCacheLayout.__members__)

