@@ -7,18 +7,20 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+import kvhma
 from kvhma.errors import SettingsError
+from kvhma.versions import VLLM
 from kvhma.vllm import KvhmaConnector
-from support.cache.engine import vllm_config_of
+from support.cache.engine import own_config_of
 
 
 def connector(role, **extra):
     caches = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
-    config = vllm_config_of("p", True, "kv_both")
-    config.kv_transfer_config.kv_connector_extra_config.update(extra)
+    config = own_config_of("p", **extra)
     return KvhmaConnector(config, role, caches)
 
 
@@ -73,6 +75,24 @@ def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch,
     assert "a secret of sixteen" not in said
     file.chmod(0o600)
     assert "everybody" not in log(secret_file=str(file))
+
+
+def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log):
+    said = log(engine_ttl=600.0, bidirectional_kv_xfer=True)
+    (line,) = [line for line in said.splitlines() if "settings of vLLM's own connector" in line]
+    assert line.startswith("WARNING")
+    assert "bidirectional_kv_xfer (P reads nothing from D" in line
+    assert "engine_ttl (max_peers" in line
+    assert "own connector" not in log(enforce_handshake_compat=True)
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "1.0.0rc1", "0.34.1.dev7+cpu"])
+def test_the_log_says_in_one_line_that_a_version_was_not_tested(log, monkeypatch, version):
+    assert "was not tested" not in log()
+    monkeypatch.setattr(vllm, "__version__", version)
+    (line,) = [line for line in log().splitlines() if "was not tested" in line]
+    assert line.startswith("WARNING")
+    assert f"vLLM {version} was not tested with kvhma {kvhma.__version__}; the last one that was is {VLLM[-1]}" in line
 
 
 @pytest.mark.parametrize("content", [None, b"short\n", b""])

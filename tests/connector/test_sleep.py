@@ -23,7 +23,7 @@ from kvhma.vllm import KvhmaConnector
 from kvhma.vllm.metadata import Load, StepMetadata
 from kvhma.vllm.scheduler.lease_table import LeaseEnd
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
-from support.cache.engine import vllm_config_of
+from support.cache.engine import own_config_of
 from support.engines.engine import free_port
 
 BLOCKS, TOKENS = 16, 32
@@ -35,11 +35,10 @@ WORKER, SCHEDULER = base.KVConnectorRole.WORKER, base.KVConnectorRole.SCHEDULER
 class Engine:
     """One engine of one rank and one layer, without a model."""
 
-    def __init__(self, name: str, **extra: object) -> None:
+    def __init__(self, name: str) -> None:
         self.address = Address("127.0.0.1", free_port())
-        config = vllm_config_of(name, True, "kv_both")
-        given = {"side_channel_host": self.address.host, "side_channel_port": self.address.port, **extra}
-        config.kv_transfer_config.kv_connector_extra_config.update({"handshake_timeout": 2, "model_id": "m", **given})
+        place = {"side_channel_host": self.address.host, "side_channel_port": self.address.port}
+        config = own_config_of(name, handshake_timeout=2, model_id="m", **place)
         spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)
         layout = KVCacheConfig(
             num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
@@ -182,8 +181,9 @@ def test_what_vllm_has_not_been_told_keeps_the_engine_awake(pair):
 
 
 def test_caches_that_were_never_registered_are_not_restored():
-    config = vllm_config_of("p", True, "kv_both")
-    made = KvhmaConnector(config, WORKER, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[]))
+    made = KvhmaConnector(
+        own_config_of("p"), WORKER, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
+    )
     made.unregister_kv_caches()
     made.restore_kv_caches()
     assert made.get_handshake_metadata() is None
@@ -191,8 +191,7 @@ def test_caches_that_were_never_registered_are_not_restored():
 
 
 def sleeping_config(**extra: object) -> VllmConfig:
-    config = vllm_config_of("p", True, "kv_both")
-    config.kv_transfer_config.kv_connector_extra_config.update(extra)
+    config = own_config_of("p", **extra)
     config.model_config.enable_sleep_mode = True  # vLLM's CPU platform refuses the option itself
     return config
 

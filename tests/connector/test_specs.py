@@ -2,7 +2,7 @@
 """Every KV cache spec that vLLM has, through vLLM's own grouping, allocation and views, against docs/formats.md."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from support.writers import execute
-
-try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
-except ImportError:  # until vLLM 0.32
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-
 import kvhma
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry
@@ -37,6 +30,8 @@ from kvhma.vllm.formats import KINDS, NOT_TRANSFERRED, REFUSED, Writer, encoding
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.settings import Settings
+from support.vllm_grouping import get_kv_cache_config_from_groups, get_kv_cache_groups
+from support.writers import execute
 
 SERIES = ".".join(vllm.__version__.split(".")[:2])
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -125,7 +120,7 @@ def config_of(specs: dict[str, Any]) -> tuple[VllmConfig, KVCacheConfig]:
     return config, get_kv_cache_config_from_groups(config, groups, 1 << 16)
 
 
-def worker_of(caches: KVCacheConfig, rank_info: RankInfo = ALONE) -> tuple[Any, Geometry]:
+def worker_of(caches: KVCacheConfig, rank_info: RankInfo = ALONE, cache_dtype: str = "") -> tuple[Any, Geometry]:
     """Let vLLM allocate and view the caches, and describe them."""
     sizes = [group.kv_cache_spec.block_size for group in caches.kv_cache_groups]
     views = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
@@ -134,7 +129,8 @@ def worker_of(caches: KVCacheConfig, rank_info: RankInfo = ALONE) -> tuple[Any, 
         for group in caches.kv_cache_groups
         for layer in group.layer_names
     }
-    return views, geometry_of(caches, views, rank_info, writer=lambda layer: writer(names[layer]))
+    writers = {layer: replace(writer(name), cache_dtype=cache_dtype) for layer, name in names.items()}
+    return views, geometry_of(caches, views, rank_info, writer=writers.__getitem__)
 
 
 def layers_of(name: str, beside: bool, **more: Any) -> dict[str, Any]:
@@ -288,6 +284,20 @@ def test_modes_with_one_number_have_two_names():
     assert [member.name for member in aliased] == (["OCTAVE_K3V4"] if SERIES == "0.33" else [])
     for mode in aliased:
         spec = spec_of("FullAttentionSpec", kv_quant_mode=mode)
-        own = Writer("FLASH_ATTN", cache_dtype="octave_k3v4"), Writer("FLASH_ATTN", cache_dtype="a_plug_in_s")
-        assert encoding_of(spec, "uint8", Writer()) == "uint8/octave_k3v4|custom"
+        own = [Writer("FLASH_ATTN", cache_dtype=kind) for kind in ("octave_k3v4", "a_plug_in_s")]
         assert len({encoding_of(spec, "uint8", writer) for writer in own}) == 2
+        with pytest.raises(
+            GeometryError, match=r"kv_quant_mode is 12, which is octave_k3v4\|custom, and no cache type"
+        ):
+            encoding_of(spec, "uint8", Writer())
+
+
+@pytest.mark.skipif(SERIES != "0.33", reason="no two modes have one number")
+def test_engines_whose_formats_have_one_number_are_no_pair():
+    """Both pages are as long, and the bytes in them mean something else."""
+    layers = layers_of("FullAttentionSpec", beside=False, dtype=torch.uint8, kv_quant_mode=KVQuantMode.OCTAVE_K3V4)
+    _, caches = config_of(layers)
+    octave, plug_in = (worker_of(caches, cache_dtype=kind)[1] for kind in ("octave_k3v4", "a_plug_in_s"))
+    kvhma.plan(octave, [octave])
+    with pytest.raises(UnsupportedPairError, match="a_plug_in_s"):
+        kvhma.plan(octave, [plug_in])

@@ -150,11 +150,17 @@ def kind_of(name: str, spec: Any) -> Kind:
 
 
 def encoding_of(spec: Any, dtype: str, writer: Writer) -> str:
-    """Return what has to be equal on the other side of how numbers are stored: items, cache type, quantisation."""
+    """Return what has to be equal on the other side of how numbers are stored: items, cache type, quantisation.
+
+    Raises:
+        GeometryError: the number of the quantisation has several names, and nothing else says which format it is.
+    """
     kind = writer.cache_dtype or getattr(spec, "cache_dtype_str", None) or ""
     mode = spec.kv_quant_mode
     # Where several modes have one value, Python's name of it is that of the first.
     modes = "|".join(name.lower() for name, member in type(mode).__members__.items() if member is mode)
+    if "|" in modes and not kind:
+        raise GeometryError(f"kv_quant_mode is {mode.value}, which is {modes}, and no cache type says which of them")
     special = ["" if kind in _PLAIN_CACHE_DTYPES else kind, "" if modes == "none" else modes]
     return "/".join([dtype, *filter(None, special)])
 

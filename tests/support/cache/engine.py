@@ -148,6 +148,15 @@ def vllm_config_of(name: str, recompute: bool, role: str) -> VllmConfig:
         )
 
 
+def own_config_of(name: str, **extra: Any) -> VllmConfig:
+    """A configuration of its own, with more settings of the connector."""
+    config = copy.copy(vllm_config_of(name, True, "kv_both"))
+    config.model_config = copy.copy(config.model_config)
+    config.kv_transfer_config = transfer = copy.copy(config.kv_transfer_config)
+    transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | extra
+    return config
+
+
 def _spec(group: GroupShape, shape: EngineShape) -> KVCacheSpec:
     if group.kind == "state":
         return MambaSpec(
@@ -753,8 +762,8 @@ class Engine:
         allocated = self.connector.update_state_after_alloc
         local: dict[str, list[int]] = {}
 
-        def ask(request: Request) -> Any:
-            found = asked(request)
+        def ask(request: Request, *more: Any) -> Any:
+            found = asked(request, *more)
             blocks = [block for group in found[0].blocks for block in group if not block.is_null]
             local[request.request_id] = [block.block_id for block in blocks]
             return found
