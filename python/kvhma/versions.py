@@ -27,6 +27,11 @@ NIXL_STRIDED = "1.5"
 """The first series of NIXL that takes strided views; before it they are written out row by row."""
 
 
+def is_newer_than_tested(vllm: str) -> bool:
+    """Return whether a version of vLLM is of a later series than those that were tested."""
+    return series(vllm) > series(VLLM[-1])
+
+
 def series(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version; zeros where it has none."""
     match = re.match(r"(\d+)\.(\d+)", version)

