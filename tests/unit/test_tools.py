@@ -215,7 +215,7 @@ def test_this_house_has_good_words(capsys):
     assert words.main() == 0, capsys.readouterr().out
 
 
-# --- a wheel for CPUs --------------------------------------------------------------------------------------------------
+# --- a wheel for CPUs -------------------------------------------------------------------------------------------------
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> Path:

@@ -118,6 +118,30 @@ class Extension:
 
         return plain(follow(get_kv_transfer_group(), path))
 
+    def e2e_sleep_as_gpus_do(self) -> bool:
+        """Have this worker, which ignores `sleep` and `wake_up` on CPUs, do to its caches what vLLM's GPU worker does.
+
+        False, and nothing is done, where vLLM tells its connectors nothing of it.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+        if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+            return False
+        connector = get_kv_transfer_group()
+        layers = self.model_runner.compilation_config.static_forward_context
+
+        def sleep(level: int = 1) -> None:
+            connector.unregister_kv_caches()
+            for part in (part for name in layers for part in self._e2e_parts(name)):
+                part.fill_(3)
+
+        def wake_up(tags: list[str] | None = None) -> None:
+            connector.restore_kv_caches()
+
+        self.sleep, self.wake_up = sleep, wake_up
+        return True
+
     def e2e_kernels(self) -> list[str]:
         """Instruction sets that the CPU's attention packs the blocks of its layers for."""
         layers = self.model_runner.compilation_config.static_forward_context.values()
