@@ -147,6 +147,15 @@ def test_who_connected_before_reads_the_new_caches(pair):
         assert_read(p, d, f"after {number}")
 
 
+def test_an_engine_that_is_woken_up_awake_keeps_what_it_holds(pair):
+    """vLLM publishes the hellos again whether or not it slept."""
+    p, d = pair
+    held = p.hold("held", [3, 5, 4])
+    p.wake(other_bytes=False)
+    assert d.load("r", held, [1, 2, 3]) is None
+    assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])
+
+
 def test_d_reads_on_after_it_slept(pair):
     p, d = pair
     assert_read(p, d, "before")

@@ -50,6 +50,7 @@ class PrefillScheduler:
         self._context = context
         self._incarnation_id = random_id()
         self._listener: Listener | None = None
+        self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._shortened: set[str] = set()
         """Requests that stop before the tokens that D computes itself."""
         self._to_stage: dict[str, Request] = {}
@@ -65,15 +66,19 @@ class PrefillScheduler:
     def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank.
 
-        Hellos come again when the engine has slept. What it held is gone, and so is what others know of it: it is
-        another incarnation, which they see where it answers and in the parameters of later requests.
+        Other hellos come when the engine has slept. What it held is gone, and so is what others know of it: it is
+        another incarnation, which they see where it answers and in the parameters of later requests. The same ones come
+        when an engine is woken up that is awake.
         """
         context = self._context
+        signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
+        if signed == self._hellos:
+            return
         if self._listener is not None:
             self._listener.close()
             self._incarnation_id = random_id()
             context.leases.end_all()
-        signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
+        self._hellos = signed
         self._listener = Listener(
             context.engine.address,
             LocalEngine(context.engine.engine_id, self._incarnation_id, signed),
