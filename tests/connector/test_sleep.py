@@ -83,7 +83,7 @@ class Engine:
 
     def order(self, name: str, params: PrefillParams, blocks: list[int]) -> None:
         tokens = TOKENS * len(blocks)
-        metadata = StepMetadata([Load(name, params, random_id(), tokens, 0, (Span(0, blocks),))])
+        metadata = StepMetadata([Load(name, params, random_id(), tokens, 0, (Span(0, blocks),), None)])
         self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(None)
 
@@ -127,7 +127,7 @@ def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):
     p, d = pair
     assert_read(p, d, "before")
     old = p.hold("held", [3, 5, 4])
-    assert p.leases.drain_ended()[LeaseEnd.READ] == []
+    assert p.leases.drain_ended().get(LeaseEnd.READ, []) == []
     p.worker.unregister_kv_caches()
     assert d.load("asleep", old, [1, 2, 3]) is not None
     p.wake()
