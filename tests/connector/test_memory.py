@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.vllm.memory import DeviceMemory, HostStaging, zero_device
+from kvhma.vllm.memory import DeviceMemory, HostStaging, Storages
 
 BYTES = 64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -21,7 +21,10 @@ def storages(*ranges: tuple[int, int]):
     return (
         raw,
         base.data_ptr(),
-        [torch.frombuffer(raw, dtype=torch.uint8, offset=start, count=end - start) for start, end in ranges],
+        {
+            f"{start}..{end}": torch.frombuffer(raw, dtype=torch.uint8, offset=start, count=end - start)
+            for start, end in ranges
+        },
     )
 
 
@@ -39,7 +42,8 @@ def storages(*ranges: tuple[int, int]):
 @pytest.mark.parametrize(("start", "length"), [(10, 4), (10, 30), (0, 64), (12, 1), (40, 0)])
 def test_exactly_what_is_asked_for_is_zeroed(ranges, start, length):
     raw, base, made = storages(*ranges)
-    zero_device(np.array([[base + start, length, 0]], np.uint64), made)
+    for piece in Storages(made).pieces(np.array([[base + start, length, 0]], np.uint64)):
+        piece.zero_()
     expected = np.ones(BYTES, np.uint8)
     expected[start : start + length] = 0
     assert np.array_equal(np.frombuffer(raw, np.uint8), expected)
@@ -49,7 +53,7 @@ def test_exactly_what_is_asked_for_is_zeroed(ranges, start, length):
 def test_what_is_in_no_storage_is_refused(start, end):
     _, base, made = storages((0, 24), (28, 64))
     with pytest.raises(GeometryError, match="to be zeroed are in no storage of the caches"):
-        zero_device(np.array([[base + start, end - start, 0]], np.uint64), made)
+        Storages(made).pieces(np.array([[base + start, end - start, 0]], np.uint64))
 
 
 @pytest.mark.parametrize("device", DEVICES)

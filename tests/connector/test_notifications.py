@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from kvhma.nixl import WARM_UP, Agent
+from kvhma.vllm.cache_device import HOST
 from kvhma.vllm.worker import notifications
 from kvhma.vllm.worker.notifications import NotificationDrain
 from support.counted import Counted
@@ -26,7 +27,7 @@ class Drained:
         self.nixl = FakeNixl("P", self.net)
         self.agent = Agent("P", nixl=self.nixl)
         self.counted = Counted()
-        self.drain = NotificationDrain(self.agent, self.counted)
+        self.drain = NotificationDrain(self.agent, HOST, self.counted)
 
     @property
     def dropped(self):

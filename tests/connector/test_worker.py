@@ -112,6 +112,7 @@ class Decode:
         read = Settings.read({"handshake_timeout": 2, **settings})
         context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent)
         self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
+        self.worker.be_ready()
 
     def start(self, **loads: tuple[PrefillParams, list[int]]) -> None:
         self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()]))

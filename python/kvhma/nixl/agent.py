@@ -87,6 +87,7 @@ class Agent:
         self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
         self._memory.register(opened, [self._scratch])
+        self._device_scratch: Region | None = None
         # NIXL does not document the form of its metadata: a peer's is checked only if this agent's has the known form.
         self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
 
@@ -108,6 +109,23 @@ class Agent:
         """
         with self._session.setup:
             self._memory.register(self._session.open(), geometry.regions)
+
+    def register_scratch(self, region: Region) -> None:
+        """Register memory that :meth:`connect` may read a few bytes into, of the kind that reads will go into.
+
+        Without it connections are warmed up into host memory, which leaves the first read into a device's memory to
+        set up the transports between devices. Call it before :meth:`handshake_payload`.
+
+        Args:
+            region: memory of a device that nothing else uses, at least one byte.
+
+        Raises:
+            RequestError: it overlaps registered memory without being part of it.
+            TransferError: NIXL refused it.
+        """
+        with self._session.setup:
+            self._memory.register(self._session.open(), [region])
+            self._device_scratch = region
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -194,13 +212,23 @@ class Agent:
     def _warm_up(self, peer: Peer, timeout: float) -> None:
         # Adding an agent and sending it a notification only start to connect, and a transfer that follows waits for
         # the rest, tens of milliseconds. A small read that is waited for leaves nothing to set up.
-        region = next((region for region in peer.geometry.regions if region.memory == "DRAM"), None)
-        if region is None:  # not every transport reads device memory into host memory
+        scratch = self._device_scratch or self._scratch
+        # Not every transport reads device memory into host memory.
+        readable = (one for one in peer.geometry.regions if self._device_scratch is not None or one.memory == "DRAM")
+        region = next(readable, None)
+        if region is None:
             self.notify(peer, WARM_UP)
             return
-        size = min(region.bytes, _SCRATCH_BYTES)
+        size = min(region.bytes, scratch.bytes, _SCRATCH_BYTES)
         try:
-            done = self.read(peer, row_of(self._scratch, size), row_of(region, size), WARM_UP).wait(timeout)
+            done = self.read(
+                peer,
+                row_of(scratch, size),
+                row_of(region, size),
+                WARM_UP,
+                local_memory=scratch.memory,
+                remote_memory=region.memory,
+            ).wait(timeout)
         except KvhmaError:
             self.disconnect(peer, timeout)
             raise

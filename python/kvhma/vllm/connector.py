@@ -52,7 +52,10 @@ from kvhma.vllm.worker.worker import KvhmaWorker
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -172,11 +175,22 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
         private_key, public_key = new_agent_key()
         agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}", public_key)
+        if self._memory.scratch is not None:
+            agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
         identity = identity_of(config, self._settings)
         hello = agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__))
         self._hello = WorkerHello(hello, private_key)
-        context = WorkerContext(self._settings, self._secrets, self._engine_id, identity, geometry, agent)
+        context = WorkerContext(
+            self._settings,
+            self._secrets,
+            self._engine_id,
+            identity,
+            geometry,
+            agent,
+            self._memory.device,
+            config.parallel_config.data_parallel_size,
+        )
         self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
@@ -235,11 +249,19 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the hello of this worker."""
+        """Return the hello of this worker. The engine asks for it once it has captured its graphs."""
+        if self._worker is not None:
+            self._worker.be_ready()
         return self._hello
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the orders of a step, right before the step is launched."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata) and self._worker is not None:
+            self._worker.begin_step(connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start the loads of this step; returns at once."""
+        """Start the loads of this step; returns at once. The step may have been launched by now."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
             self._sent.update(metadata.sent)

@@ -46,6 +46,13 @@ METRICS = {
         "Tokens of loads that lie before every window or chunk of a group, summed over such groups."
     ),
     "zeroed_bytes": Metric("Bytes zeroed behind the tokens of loads."),
+    "zero_seconds": Metric(
+        "Time until a device has zeroed what a load does not cover and has done the steps before, in seconds.",
+        [2**k * 1e-5 for k in range(18)],
+    ),
+    "waiting_posts": Metric(
+        "Loads that were not posted at once, since the device was still zeroing or at an earlier step."
+    ),
     "handshakes": Metric("Handshakes with other engines."),
     "expired": Metric("Leases that ended before anybody read the blocks.", label="reason"),
     "held_dropped": Metric("Finished requests whose blocks were given up unread, since newer ones needed the room."),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent
+from kvhma.vllm.cache_device import HOST, CacheDevice
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.proofs import ProofKey
@@ -24,6 +25,8 @@ class WorkerContext:
         identity: of the model that it runs.
         geometry: its caches.
         agent: with which they are registered.
+        device: that the engine's caches are on.
+        data_parallel_size: engines that take each of their steps together; 1 if it takes its own.
         proof_key: for questions whose answers are to be proved.
     """
 
@@ -33,4 +36,6 @@ class WorkerContext:
     identity: ModelIdentity
     geometry: Geometry
     agent: Agent
+    device: CacheDevice = HOST
+    data_parallel_size: int = 1
     proof_key: ProofKey = field(default_factory=ProofKey)

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from kvhma.errors import KvhmaError, PeerLostError, RequestError
 from kvhma.nixl import Agent
 from kvhma.vllm.memory import Memory
@@ -25,6 +27,8 @@ _MAX_HANDSHAKES = 3
 _MAX_BATCH = 32
 """Loads that are started before they are handed over to the poller."""
 
+_DEVICE_SECONDS = 5e-4
+"""Pause between two looks at the device while it zeroes for loads."""
 
 _ANSWERS_SECONDS = 2e-3
 """How long the loader stays with loads that only wait for answers: most come before another thread would be awake."""
@@ -44,20 +48,25 @@ class Loader:
         self._memory = memory
         self._engines = engines
         self._poller = poller
+        self._counters = results.stats
         self._queue: queue.SimpleQueue[ActiveLoad | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._batch: deque[ActiveLoad] = deque()
         """Loads that are started next."""
+        self._zeroing: deque[ActiveLoad] = deque()
+        """Loads that are posted once the device has zeroed what they do not cover."""
         self._starting: ActiveLoad | None = None
         self._started: list[ActiveLoad] = []
         """Loads that were not handed over yet."""
-        self._thread = SupervisedThread("kvhma-load", self._run, results.stats, recover=self._end_starting)
+        self._thread = SupervisedThread(
+            "kvhma-load", memory.device.chosen(self._run), results.stats, recover=self._end_starting
+        )
 
-    def add(self, loads: Sequence[Load]) -> None:
-        """Queue loads."""
+    def add(self, loads: Sequence[Load], after: torch.Event | None = None) -> None:
+        """Queue loads; `after` is what the device has to have done before anything is written to their blocks."""
         now = time.monotonic()
         for load in loads:
-            self._queue.put(ActiveLoad(load, now))
+            self._queue.put(ActiveLoad(load, now, after))
 
     def close(self) -> None:
         """Start nothing any more; the poller finishes what was started."""
@@ -83,8 +92,14 @@ class Loader:
             self._started.append(starting)
 
     def _take_batch(self) -> None:
-        """Wait for a load and take it with those that are queued after it; none once it is closed."""
-        active = self._queue.get()
+        """Wait for a load and take it with those that are queued after it; none once it is closed.
+
+        While the device zeroes it is not waited for long.
+        """
+        try:
+            active = self._queue.get(timeout=_DEVICE_SECONDS if self._zeroing else None)
+        except queue.Empty:
+            return
         while active is not None:
             self._batch.append(active)
             if len(self._batch) == _MAX_BATCH or self._queue.empty():
@@ -95,26 +110,38 @@ class Loader:
         while self._batch and not self._closed.is_set():
             active = self._starting = self._batch.popleft()
             with errors_end(active):
-                self._start(active)
+                self._plan(active)
             if active.engine is not None or active.error is not None:
-                self._started.append(active)
+                self._zeroing.append(active)
             self._starting = None
+            self._post_zeroed()
             # Earlier loads may have ended by now: some transports copy inside the post.
             self._started = self._poller.advance(self._started, more_to_come=bool(self._batch))
+        self._post_zeroed()
         self._await_answers()
         self._poller.add(self._started)
         self._started = []
 
     def _await_answers(self) -> None:
         deadline = time.monotonic() + _ANSWERS_SECONDS
-        while self._started and self._queue.empty() and time.monotonic() < deadline:
+        while self._started and not self._zeroing and self._queue.empty() and time.monotonic() < deadline:
             if any(active.read_at is None for active in self._started):
                 return
             self._poller.wait_for_answers(self._started)
             self._started = self._poller.advance(self._started)
 
-    def _start(self, active: ActiveLoad) -> None:
-        """Plan a load, zero what it does not cover, and post its reads; or queue it again after a handshake."""
+    def _post_zeroed(self) -> None:
+        """Post the reads of loads into whose blocks the device writes nothing any more."""
+        for active in [one for one in self._zeroing if one.is_zeroed()]:
+            self._starting = active
+            self._zeroing.remove(active)
+            with errors_end(active):
+                self._post(active)
+            self._started.append(active)
+            self._starting = None
+
+    def _plan(self, active: ActiveLoad) -> None:
+        """Plan a load and begin to zero what it does not cover; or queue it again after a handshake."""
         if active.error is not None:
             return
         load = active.load
@@ -122,8 +149,19 @@ class Loader:
         if active.engine is None:
             return
         active.transfer = active.engine.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
-        self._memory.zero(active.transfer.zero)
+        active.planned_at = time.monotonic()
+        active.zeroing = self._memory.zero(active.transfer.zero, active.after)
+        active.planned_at = time.monotonic()
+        active.waits_for_device = not active.is_zeroed()
+
+    def _post(self, active: ActiveLoad) -> None:
+        """Post the reads of a load that was planned."""
+        if active.transfer is None or active.engine is None or active.error is not None:
+            return
         started = time.monotonic()
+        if not self._memory.device.is_host:
+            self._counters.record(zero_seconds=started - active.planned_at)
+            self._counters.count("waiting_posts", active.waits_for_device)
         for read in active.transfer.reads:
             peer = active.engine.peers[read.source]
             if peer is None:

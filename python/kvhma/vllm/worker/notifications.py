@@ -7,6 +7,7 @@ import threading
 
 from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
+from kvhma.vllm.cache_device import CacheDevice
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire import peer_log
@@ -21,12 +22,12 @@ _MANY = 1024
 class NotificationDrain:
     """Reads and drops notifications in a thread of its own, which may wait for NIXL's lock."""
 
-    def __init__(self, agent: Agent, counters: Counters) -> None:
+    def __init__(self, agent: Agent, device: CacheDevice, counters: Counters) -> None:
         """Start to drop an agent's notifications; those that no kvhma sends are counted."""
         self._agent = agent
         self._counters = counters
         self._closed = threading.Event()
-        self._thread = SupervisedThread("kvhma-notifications", self._run, counters)
+        self._thread = SupervisedThread("kvhma-notifications", device.chosen(self._run), counters)
 
     def close(self, timeout: float) -> None:
         """Stop."""

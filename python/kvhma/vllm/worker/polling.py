@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
+
 from kvhma._kvhma import Transfer
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
@@ -40,9 +42,13 @@ class ActiveLoad:
     Attributes:
         load: what the scheduler ordered.
         ordered_at: when it did.
+        after: what the device has to have done before anything is written to its blocks; None if nothing.
+        zeroing: the same, and what was begun to be zeroed since; None if the device has done it.
         handshakes: how many it has waited for.
         engine: where the load reads, acquired for it; None before, and once it was released.
         transfer: what it reads and zeroes; None before it is planned.
+        planned_at: when it was, and zeroing was begun.
+        waits_for_device: whether the device had not zeroed by then.
         handles: of the reads that were posted.
         posted_at: when the last one was.
         post_seconds: how long posting took.
@@ -54,9 +60,13 @@ class ActiveLoad:
 
     load: Load
     ordered_at: float
+    after: torch.Event | None = None
+    zeroing: torch.Event | None = None
     handshakes: int = 0
     engine: PrefillEngine | None = None
     transfer: Transfer | None = None
+    planned_at: float = 0.0
+    waits_for_device: bool = False
     handles: list[TransferHandle] = field(default_factory=list)
     posted_at: float = 0.0
     post_seconds: float = 0.0
@@ -69,6 +79,15 @@ class ActiveLoad:
     def wants_answer(self) -> bool:
         """Whether P has to be asked about it now."""
         return self.read_at is not None and self.question is None and self.error is None
+
+    def is_zeroed(self) -> bool:
+        """Whether nothing is launched any more that writes to its blocks: only then they are read into, or given up."""
+        if self.zeroing is not None:
+            with errors_end(self):  # after an error of the device nothing runs there any more
+                if not self.zeroing.query():
+                    return False
+            self.zeroing = None
+        return True
 
     def fail(self, error: BaseException | None) -> None:
         """Take note of an error; the first one counts."""
@@ -104,7 +123,7 @@ class LoadPoller:
         self._finishing = False
         self._questions: WeakKeyDictionary[PrefillEngine, LeaseQuestion] = WeakKeyDictionary()
         """The last question to each engine."""
-        self._thread = SupervisedThread("kvhma-poll", self._run, results.stats)
+        self._thread = SupervisedThread("kvhma-poll", memory.device.chosen(self._run), results.stats)
 
     def add(self, loads: list[ActiveLoad]) -> None:
         """Hand over active loads; the caller must not touch them any more."""
@@ -165,7 +184,7 @@ class LoadPoller:
             if not handle.finished:
                 with errors_end(active):
                     handle.poll()
-        if active.read_at is None and all(handle.finished for handle in active.handles):
+        if active.read_at is None and all(handle.finished for handle in active.handles) and active.is_zeroed():
             active.read_at = time.monotonic()
             self._results.note_read()
 
@@ -219,7 +238,7 @@ class LoadPoller:
         with errors_end(active):
             if active.error is None and active.transfer is not None:
                 spans = active.load.spans
-                self._memory.copy_in(spans)
+                self._memory.copy_in(spans, active.after)
                 first_tokens = first_filled_tokens(self._geometry, spans, active.transfer.first_tokens)
         ended_at = time.monotonic()
         if active.error is not None:

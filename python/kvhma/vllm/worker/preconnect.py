@@ -10,9 +10,9 @@ from functools import partial
 
 from kvhma.errors import KvhmaError
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.settings import Settings
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.params import Address
+from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
 from kvhma.vllm.worker.results import failure_of
 
@@ -27,13 +27,25 @@ is left alone."""
 class Preconnector:
     """Knows each engine of the setting in each of its incarnations, by a thread of its own."""
 
-    def __init__(self, settings: Settings, engines: PrefillEngines, counters: Counters) -> None:
-        """Start the thread, if there are engines to connect to."""
-        self._addresses = settings.prefill_engines
+    def __init__(self, context: WorkerContext, engines: PrefillEngines, counters: Counters) -> None:
+        """Wait to be started."""
+        self._addresses = context.settings.prefill_engines
+        self._device = context.device
         self._engines = engines
+        self._counters = counters
         self._closed = threading.Event()
         self._refused_until: dict[Address, float] = {}
-        self._thread = SupervisedThread("kvhma-preconnect", self._run, counters) if self._addresses else None
+        self._thread: SupervisedThread | None = None
+
+    def start(self) -> None:
+        """Start the thread, once, if there are engines to connect to.
+
+        The engine has to have captured its graphs: a connection begins with a read of device memory, and what another
+        thread does on the device meanwhile can end a capture.
+        """
+        if self._addresses and self._thread is None:
+            work = self._device.chosen(self._run)
+            self._thread = SupervisedThread("kvhma-preconnect", work, self._counters)
 
     def close(self, timeout: float) -> None:
         """Stop."""

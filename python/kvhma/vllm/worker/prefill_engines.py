@@ -282,6 +282,7 @@ class PrefillEngines:
             self._failed[remote] = (now, failure)
 
     def _connect(self, remote: Incarnation) -> PrefillEngine:
+        self._context.device.choose()
         timeout = self._settings.handshake_timeout
         numeric = resolve(remote.address, timeout)
         clients = ClientPool(numeric, timeout, self._context.secrets)

@@ -11,6 +11,8 @@ and for P to say that it held the blocks.
 
 from __future__ import annotations
 
+import torch
+
 from kvhma.errors import TransferError
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
@@ -36,12 +38,27 @@ class KvhmaWorker:
         self._results = LoadResults()
         stats = self._results.stats
         self._engines = PrefillEngines(context, stats)
+        self._device = context.device
+        self._may_wait = context.data_parallel_size == 1
         self._poller = LoadPoller(geometry, memory, self._engines, self._results, settings.handshake_timeout)
         self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
-        self._preconnector = Preconnector(settings, self._engines, stats)
-        self._notifications = NotificationDrain(agent, stats)
+        self._preconnector = Preconnector(context, self._engines, stats)
+        self._notifications = NotificationDrain(agent, context.device, stats)
         self._standstill = StandstillWatch(stats)
         self._new_loads = False
+        self._mark: torch.Event | None = None
+
+    def be_ready(self) -> None:
+        """Take note that the engine is: its memory is laid out and its graphs are captured. More often is no harm."""
+        self._preconnector.start()
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Take note of what was launched before a step: loads of the step come after that, but not after the step.
+
+        To be called by the thread that launches the step, before it does.
+        """
+        self.be_ready()
+        self._mark = self._device.mark() if metadata.loads else None
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step; returns at once."""
@@ -49,16 +66,20 @@ class KvhmaWorker:
         self._results.expect(metadata.loads, metadata.refusals)
         for request_id, text in metadata.refusals.items():
             self._results.fail(request_id, Failure("refused", text, passing=False))
-        self._loader.add(metadata.loads)
+        if metadata.loads:
+            after, self._mark = self._mark or self._device.mark(), None
+            self._loader.add(metadata.loads, after)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
 
-        Small loads end with the step that ordered them, or just after it. So that step waits for its loads, and so does
-        an `idle` one, which has nothing to compute: the engine would only ask again. Other steps do not wait.
+        An `idle` step, which has nothing to compute, waits for loads a little: the engine would only ask again. On CPUs
+        so does the step that ordered them, since small loads end with it or just after it. On a device it would keep
+        what it has computed from being sampled. With data parallel no step waits: engines that are not idle would wait
+        for this one to join their next step.
         """
-        if self._new_loads or idle:
-            self._new_loads = False
+        new_loads, self._new_loads = self._new_loads, False
+        if self._may_wait and (idle or (new_loads and self._device.is_host)):
             self._results.wait()
         return self._results.take()
 
