@@ -213,6 +213,25 @@ def test_a_peer_that_does_not_answer(world):
     assert world.p.connect(payload, timeout=1).gone is None
 
 
+@pytest.mark.parametrize("remote_memory", ["VRAM", "DRAM"])
+def test_a_connection_for_reads_into_device_memory_is_warmed_up_there(remote_memory):
+    net, scratch, source = FakeNet(), np.zeros(PAGE, np.uint8), labelled(1)
+    d = Agent("D", nixl=FakeNixl("D", net))
+    d.register_scratch(Region(scratch.ctypes.data, 64, "VRAM", 1))
+    p = Agent("P", nixl=FakeNixl("P", net))
+    region = Region(source.ctypes.data, PAGE, remote_memory, 3 if remote_memory == "VRAM" else 0)
+    geometry = Geometry((region,), (), ())
+    p.register(geometry)
+    d.connect(p.handshake_payload(geometry))
+    assert np.array_equal(scratch[:64], source[:64])
+    assert not scratch[64:].any()
+
+
+def test_scratch_beside_registered_memory(world):
+    with pytest.raises(RequestError, match="overlaps registered memory"):
+        world.d.register_scratch(Region(world.target.ctypes.data - 8, 64))
+
+
 def test_a_peer_with_device_memory_is_only_notified(world):
     device = FakeNixl("G", world.net)
     agent = Agent("G", nixl=device)

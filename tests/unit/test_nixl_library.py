@@ -12,7 +12,8 @@ from typing import ClassVar
 import pytest
 
 from kvhma.errors import RequestError, TransferError
-from kvhma.nixl.library import PROGRESS_DELAY_US, AgentOptions, open_nixl, takes_strided
+from kvhma.nixl import library as library_module
+from kvhma.nixl.library import PROGRESS_DELAY_US, AgentOptions, import_nixl, open_nixl, takes_strided
 
 
 class Sync(Enum):
@@ -68,6 +69,50 @@ def library(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl._api", api)
     monkeypatch.setitem(sys.modules, "nixl_test._bindings", bindings)
     return bindings
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "expected"), [(False, None, "1024"), (False, "7", "7"), (True, None, None)]
+)
+def test_the_environment_is_completed_before_the_first_import_only(monkeypatch, before, given, expected):
+    name = "UCX_RCACHE_MAX_UNRELEASED"
+    environ = {} if given is None else {name: given}
+    monkeypatch.setattr(library_module.os, "environ", environ)
+    api = sys.modules["nixl._api"]
+    if not before:
+        monkeypatch.delitem(sys.modules, "nixl")
+    monkeypatch.setattr(library_module.importlib, "import_module", {"nixl._api": api}.__getitem__)
+    import_nixl()
+    assert environ.get(name) == expected
+
+
+def test_the_package_of_rocm(monkeypatch):
+    imported = []
+    api = sys.modules["nixl._api"]
+
+    def only(*names):
+        def find(name):
+            imported.append(name)
+            if name not in names:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+            return api
+
+        return find
+
+    for packages, package, expected in (
+        (("nixl._api", "nixl_rocm._api"), None, ["nixl._api"]),
+        (("nixl._api", "nixl_rocm._api"), "nixl_rocm", ["nixl_rocm._api"]),
+        (("nixl_rocm._api",), None, ["nixl._api", "nixl_rocm._api"]),
+    ):
+        imported.clear()
+        monkeypatch.setattr(library_module.importlib, "import_module", only(*packages))
+        assert import_nixl(package) is api
+        assert imported == expected
+    monkeypatch.setattr(library_module.importlib, "import_module", only())
+    with pytest.raises(ImportError, match=r"pip install 'kvhma\[nixl\]'.*No module named 'nixl._api'"):
+        open_nixl("A", AgentOptions())
+    with pytest.raises(RequestError, match=r"package is 'other', expected one of \['nixl', 'nixl_rocm'\]"):
+        open_nixl("A", AgentOptions(package="other"))
 
 
 @pytest.mark.parametrize(("options", "delay"), [({}, PROGRESS_DELAY_US), ({"progress_delay_us": 20}, 20)])

@@ -23,6 +23,7 @@ from kvhma.cli import link
 from kvhma.cli.format import duration, output_options, print_json, printable, progress
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
+from kvhma.nixl.library import import_nixl
 from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
 
 State: TypeAlias = Literal["ok", "note", "missing", "failed"]
@@ -101,7 +102,7 @@ def installed(*names: str) -> tuple[str, str] | None:
 
 
 def _nixl() -> Row:
-    found = installed("nixl", "nixl-cu12", "nixl-cu13")
+    found = installed("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm")
     if found is None:
         return Row("NIXL", "missing", "not installed", "pip install 'kvhma[nixl]'")
     name, text = found
@@ -128,9 +129,8 @@ def _backends() -> Row:
 
 def _plugins(pipe: Connection) -> None:
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        pipe.send(sorted(nixl_agent("kvhma-doctor", nixl_agent_config(backends=[])).get_plugin_list()))
+        api = import_nixl()
+        pipe.send(sorted(api.nixl_agent("kvhma-doctor", api.nixl_agent_config(backends=[])).get_plugin_list()))
     except Exception as error:  # whatever a broken installation raises is the answer
         pipe.send(f"{type(error).__name__}: {error}")
 

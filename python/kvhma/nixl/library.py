@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -25,6 +28,12 @@ PROGRESS_DELAY_US = 1000
 
 MAX_PROGRESS_DELAY_US = 1_000_000
 """The longest delay: an event that the thread misses may cost as much."""
+
+PACKAGES = ("nixl", "nixl_rocm")
+"""What NIXL is called: for CUDA and for hosts without a GPU, and for ROCm."""
+
+_ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+"""What UCX finds in its environment unless it was set: vLLM's connector sets it too, against a leak of UCX."""
 
 _THREADS_OPTION = {
     "UCX": "num_threads",
@@ -89,19 +98,23 @@ class AgentOptions:
         progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it, from 0 to
             1,000,000. With 0 it polls without a pause, as with NIXL's own Python API, which takes a processor core.
         strided: False to write views out even where NIXL takes strided rows; None to go by NIXL's version.
+        package: which of `PACKAGES` to import; None for the first one that is installed.
     """
 
     backends: Sequence[str] = ("UCX",)
     num_threads: int = 0
     progress_delay_us: int = PROGRESS_DELAY_US
     strided: bool | None = None
+    package: str | None = None
 
     def check(self) -> None:
         """Check what NIXL would ignore or take too literally.
 
         Raises:
-            RequestError: the delay is out of range, or no backend takes a number of threads.
+            RequestError: the delay is out of range, no backend takes a number of threads, or NIXL has no such package.
         """
+        if self.package is not None and self.package not in PACKAGES:
+            raise RequestError(f"package is {self.package!r}, expected one of {list(PACKAGES)}")
         if not 0 <= self.progress_delay_us <= MAX_PROGRESS_DELAY_US:
             raise RequestError(f"progress_delay_us is {self.progress_delay_us}, expected 0 to {MAX_PROGRESS_DELAY_US}")
         if self.num_threads and not _THREADS_OPTION.keys() & set(self.backends):
@@ -120,7 +133,7 @@ def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
     """
     options.check()
     try:
-        api = importlib.import_module("nixl._api")
+        api = import_nixl(options.package)
     except ImportError as exc:
         raise ImportError(f"kvhma.nixl needs NIXL: pip install 'kvhma[nixl]' (importing it: {exc})") from exc
     # NIXL's default is no locking at all. An engine posts from one thread, polls from another and connects in a third.
@@ -139,6 +152,28 @@ def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
     except Exception as exc:
         raise translate(exc, f"cannot make NIXL agent {name!r} with backends {list(options.backends)}") from exc
     return cast(NixlAgent, agent)
+
+
+def import_nixl(package: str | None = None) -> Any:
+    """Return the module that has ``nixl_agent``; UCX's environment is completed before it is first imported.
+
+    Args:
+        package: which of `PACKAGES`; None for the first one that is installed.
+
+    Raises:
+        ImportError: none is installed, or it cannot be imported.
+    """
+    if not any(name in sys.modules for name in PACKAGES):
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    first, *others = PACKAGES if package is None else (package,)
+    try:
+        return importlib.import_module(f"{first}._api")
+    except ModuleNotFoundError as missing:
+        for other in others if missing.name == first else ():
+            with contextlib.suppress(ModuleNotFoundError):
+                return importlib.import_module(f"{other}._api")
+        raise
 
 
 def _delay_progress(agent: Any, lock: Any, delay_us: int) -> None:

@@ -30,6 +30,7 @@ from kvhma.vllm.engine_config import (
     engine_id_of,
     host_staged,
     identity_of,
+    nixl_package,
     rank_info_of,
     side_channel_of,
     writer_of,
@@ -237,7 +238,9 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def _agent(self, name: str, public_key: bytes) -> Agent:
         settings = self._settings
         choose_devices(settings, side_channel_of(self._vllm_config, settings).host)
-        options = AgentOptions(settings.backends, settings.num_threads, settings.progress_delay_us)
+        options = AgentOptions(
+            settings.backends, settings.num_threads, settings.progress_delay_us, package=nixl_package()
+        )
         before = listening_sockets()
         agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)
         warn_of_open_ports(listening_sockets() - before)

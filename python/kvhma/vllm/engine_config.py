@@ -136,6 +136,11 @@ def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def nixl_package() -> str:
+    """Return the name of NIXL's package on this platform, as vLLM's own connector chooses it."""
+    return "nixl_rocm" if current_platform.is_rocm() else "nixl"
+
+
 def host_staged(config: VllmConfig, settings: Settings) -> bool:
     """Return whether blocks go through host memory."""
     if settings.host_staged is not None:

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads into device memory, from registering caches to the bytes, with vLLM's views, real NIXL, and no device.
+
+The device is simulated (`support.simulated_device`): what is launched is done later, and only in the order that streams
+and events give. So what is not ordered shows in bytes, and every call is recorded with its thread. What is not shown is
+that a device, its driver and UCX do as documented: tests/gpu is for that.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+torch = pytest.importorskip("torch")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvhma.errors import GeometryError
+from kvhma.geometry import Span
+from kvhma.nixl import agent as agent_module
+from kvhma.vllm import KvhmaConnector, accelerator, connector, memory
+from kvhma.vllm.formats import Writer
+from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.server import Listener, LocalEngine
+from kvhma.vllm.worker.polling import ActiveLoad
+from support.cache.engine import vllm_config_of
+from support.counted import Counted
+from support.engines.engine import free_port
+from support.simulated_device import DEVICE, HostMapped, OnDevice, SimulatedDevice, on_device
+
+BLOCKS, BLOCK, LAYERS = 8, 16, ("a", "b")
+TOKENS = 2 * BLOCK + 5
+THEIRS, OURS = [3, 1, 6], [2, 7, 4]
+DIGEST = b"d" * 16
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The device, which the connector takes for torch's."""
+    made = SimulatedDevice()
+    for module in (accelerator, memory):
+        monkeypatch.setattr(module, "torch", made)
+    open_nixl = agent_module.open_nixl
+    monkeypatch.setattr(agent_module, "open_nixl", lambda *of: HostMapped(open_nixl(*of), made))
+    monkeypatch.setattr(connector, "writer_of", lambda config: lambda layer: Writer("FLASH_ATTN", "cuda", "9.0"))
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    yield made
+    made.close()
+
+
+class Engine:
+    """A worker's part of the connector over caches that say they are on the device."""
+
+    def __init__(self, name, *, data_parallel_size=1, **extra):
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+        raw = torch.empty(len(LAYERS) * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
+        raw.random_(generator=torch.Generator().manual_seed(len(name)))
+        strides = compute_layout_strides(spec, BLOCKS, len(LAYERS), KVCacheLayout.LBHNC)
+        tensor = KVCacheTensor(raw.numel(), list(LAYERS), layer_stride=strides[0], block_stride=strides[1])
+        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)
+        self.raw = raw
+        # As bits: of random floats some equal nothing.
+        self.caches = [view.view(torch.int16) for view in views]
+        config = vllm_config_of(name, False, "kv_both")
+        extra |= {"model_id": "tiny", "descriptor_bytes": 0, "handshake_timeout": 10}
+        config.kv_transfer_config.kv_connector_extra_config |= extra
+        config.parallel_config.data_parallel_size = data_parallel_size
+        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
+        self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, KVCacheConfig(BLOCKS, [tensor], groups))
+        self.connector.register_kv_caches({of: on_device(view) for of, view in zip(LAYERS, views, strict=True)})
+
+    def step(self, *loads, launch=lambda: None, idle=False):
+        """Run a step as vLLM's runners do: orders, then the forward pass, then loads begin and results are taken."""
+        self.connector.bind_connector_metadata(StepMetadata(list(loads), idle=idle))
+        launch()
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        results = self.connector.get_transfer_results(set())
+        self.connector.clear_connector_metadata()
+        return results
+
+    def until_received(self, *names):
+        received, failed, deadline = set(), set(), time.monotonic() + 60
+        while received != set(names):
+            assert time.monotonic() < deadline, received
+            results = self.step(idle=True)
+            received |= results.finished_recving
+            failed |= results.failed_recving
+        return failed
+
+
+class Prefill(Engine):
+    """An engine that others read from."""
+
+    def __init__(self):
+        super().__init__("prefill")
+        self.address = Address("127.0.0.1", free_port())
+        self.instance = random_id()
+        self.leases = LeaseTable(30.0)
+        hello = self.connector.get_handshake_metadata()
+        self.listener = Listener(
+            self.address,
+            LocalEngine("p", self.instance, {(0, 0): (hello.data, hello.private_key)}),
+            leases=self.leases,
+            secrets=Secrets(),
+            counters=Counted(),
+        )
+
+    def load(self, name, blocks=OURS, theirs=THEIRS, tokens=TOKENS):
+        key = LeaseKey(name, random_id())
+        self.leases.add(key, DIGEST, theirs)
+        remote = PrefillParams(
+            address=self.address,
+            engine_id="p",
+            incarnation_id=self.instance,
+            lease_key=key,
+            lease=30.0,
+            num_tokens=tokens,
+            prompt="0" * 32,
+            spans=(Span(0, theirs),),
+            tp_size=1,
+            digest=DIGEST,
+        )
+        return Load(name, remote, random_id(), tokens, 0, (Span(0, blocks),), None)
+
+
+@pytest.fixture
+def start(device):
+    """Start engines, and see to their end."""
+    with contextlib.ExitStack() as stack:
+
+        def one(kind, *of, **more):
+            made = kind(*of, **more)
+            stack.callback(made.connector.shutdown)
+            if isinstance(made, Prefill):
+                stack.callback(made.listener.close)
+            return made
+
+        yield one
+
+
+@pytest.fixture
+def p(start):
+    return start(Prefill)
+
+
+@pytest.fixture
+def d(start):
+    return start(Engine, "d")
+
+
+def expected_after_loading(p, before, tokens):
+    """D's caches after a load: tokens of P, zeros behind them in the blocks of the load, all else as it was."""
+    caches = [cache.clone() for cache in before]
+    for of_d, of_p in zip(caches, p.caches, strict=True):
+        of_d[OURS] = of_p[THEIRS]
+        of_d[OURS[-1], :, tokens - 2 * BLOCK :] = 0
+    return caches
+
+
+def equal(found, expected):
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 3 * BLOCK])
+def test_a_load_comes_after_the_steps_before_it_and_not_after_its_own(p, d, device, tokens):
+    """D's blocks are still written by a step that was launched before they were freed (a draft's, for one)."""
+    before = [cache.clone() for cache in d.caches]
+    written, ended = threading.Event(), threading.Event()
+
+    def write_late():
+        for cache in d.caches:
+            cache[OURS] = 7
+
+    device.engine.put(write_late, written.is_set)
+    started = time.monotonic()
+    results = d.step(p.load("r", tokens=tokens), launch=lambda: device.engine.put(lambda: None, ended.is_set))
+    assert time.monotonic() - started < 5
+    assert not results.finished_recving
+    until(lambda: d.connector._worker._loader._zeroing)
+    time.sleep(0.2)
+    assert "nixl.initialize_xfer" not in [call.what for call in device.calls if call.thread == "kvhma-load"]
+    assert equal(d.caches, before), "nothing is zeroed before it may be"
+    written.set()
+    assert d.until_received("r") == set()
+    assert not ended.is_set(), "the step that ordered it still runs"
+    assert equal(d.caches, expected_after_loading(p, before, tokens))
+    ended.set()
+    device.idle()
+    assert equal(d.caches, expected_after_loading(p, before, tokens)), "nothing is written later"
+    stats = d.connector.get_kv_connector_stats().data
+    assert (stats["waiting_posts"], len(stats["zero_seconds"])) == (1, 1)
+    assert stats["zero_seconds"][0] > 0.1
+
+
+def test_what_is_asked_of_the_device_in_a_load_and_in_which_order(p, d, device):
+    d.step(p.load("first"))
+    assert d.until_received("first") == set()
+    device.idle()
+    device.calls.clear()
+    d.step(p.load("r"))
+    assert d.until_received("r") == set()
+    engine, thread = threading.current_thread().name, "kvhma-load"
+    calls = [(call.thread, call.what, call.of) for call in device.calls if call.thread in (engine, thread)]
+    (mark, of_engine) = next(of for name, what, of in calls if (name, what) == (engine, "record"))
+    assert of_engine is device.engine
+    by_loader = [(what, of) for name, what, of in calls if name == thread]
+    names = [what for what, _ in by_loader]
+    assert names[:3] == ["wait", "zero", "record"]
+    own, after = by_loader[0][1]
+    done, recorded_on = by_loader[2][1]
+    assert own is by_loader[1][1] is recorded_on is not device.engine
+    assert after is mark
+    assert names.index("done") < names.index("nixl.initialize_xfer") < names.index("nixl.transfer")
+    assert by_loader[names.index("done")][1] is done
+    assert names.count("zero") == 1, "one launch for all ranges"
+
+
+def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, start, device):
+    d = start(Engine, "d", prefill_engines=[str(p.address)])
+    time.sleep(0.2)
+    assert "kvhma-preconnect" not in {call.thread for call in device.calls}, "graphs are captured first"
+    d.connector.get_handshake_metadata()
+    until(lambda: any(call.thread == "kvhma-handshake" and call.what == "nixl.transfer" for call in device.calls))
+    d.step(p.load("r"))
+    assert d.until_received("r") == set()
+    time.sleep(1.2)  # notifications are drained once a second
+    by_thread = {}
+    for call in list(device.calls):
+        by_thread.setdefault(call.thread, []).append(call)
+    engine = by_thread.pop(threading.current_thread().name)
+    assert by_thread.keys() == {
+        "kvhma-load",
+        "kvhma-poll",
+        "kvhma-handshake",
+        "kvhma-preconnect",
+        "kvhma-notifications",
+    }
+    for name, calls in by_thread.items():
+        assert [call.what for call in calls[:2]] == ["choose", "first operation"], name
+        assert calls[0].of == DEVICE, name
+    assert {call.what for call in engine} & {"choose", "first operation"} == set(), "it is vLLM's to choose there"
+    waits = {call.what for call in device.calls} & {"synchronize", "wait for an event"}
+    assert waits == set()
+
+
+def test_a_connection_is_warmed_up_from_device_memory_into_device_memory(p, d, device):
+    d.step(p.load("r"))
+    assert d.until_received("r") == set()
+    made = [call.of for call in device.calls if (call.thread, call.what) == ("kvhma-handshake", "nixl.get_xfer_descs")]
+    (local_memory, local), (remote_memory, remote) = made[-2:]
+    assert (local_memory, remote_memory) == ("VRAM", "VRAM")
+    ours, theirs = d.raw.data_ptr(), p.raw.data_ptr()
+    assert not ours <= local[0, 0] < ours + d.raw.nbytes, "no block is written, the null block neither"
+    assert theirs <= remote[0, 0] < theirs + p.raw.nbytes
+    assert local[0, 1] == remote[0, 1] <= 4096
+
+
+def test_a_load_that_the_device_holds_up_holds_up_no_other(p, d, device):
+    go_on = threading.Event()
+    device.engine.put(lambda: None, go_on.is_set)
+    d.step(p.load("waits"))
+    until(lambda: d.connector._worker._loader._zeroing)
+    d.step(p.load("wrong", blocks=[BLOCKS, 1, 2]))
+    assert d.until_received("wrong") == {"wrong"}
+    go_on.set()
+    assert d.until_received("waits") == set()
+
+
+@pytest.mark.parametrize("where", ["in the load", "in the thread"])
+def test_a_load_that_failed_is_not_reported_while_the_device_may_write(p, d, device, monkeypatch, where):
+    """vLLM gives its blocks to another request at once, and what was launched would zero them."""
+    d.step(p.load("before"))
+    d.until_received("before")
+    go_on = threading.Event()
+    device.engine.put(lambda: None, go_on.is_set)
+    raised = []
+
+    def raise_once(active, then):
+        if not raised:
+            raised.append(active)
+            raise RuntimeError("between the launch and the post")
+        return then(active)
+
+    if where == "in the load":
+        is_zeroed = ActiveLoad.is_zeroed
+        monkeypatch.setattr(ActiveLoad, "is_zeroed", lambda active: raise_once(active, is_zeroed))
+    else:
+        loader = d.connector._worker._loader
+
+        class Queue(deque):
+            def append(self, active):
+                raise_once(active, super().append)
+
+        loader._zeroing = Queue()
+    d.step(p.load("r"))
+    until(lambda: raised)
+    time.sleep(0.2)
+    assert d.step(idle=True).finished_recving == set()
+    go_on.set()
+    assert d.until_received("r") == {"r"}
+
+
+def test_a_device_that_fails_fails_its_loads(p, d, device, monkeypatch):
+    d.step(p.load("before"))
+    d.until_received("before")
+    monkeypatch.setattr(type(d.connector._worker._device.mark()), "query", lambda event: 1 // 0)
+    d.step(p.load("r"))
+    assert d.until_received("r") == {"r"}
+
+
+WAITS = {
+    ("d", 1, False): 0,
+    ("d", 1, True): 1,
+    ("d", 2, False): 0,
+    ("d", 2, True): 0,
+}
+
+
+@pytest.mark.parametrize(("name", "data_parallel_size", "idle"), WAITS)
+def test_which_steps_wait_for_loads(p, start, device, monkeypatch, name, data_parallel_size, idle):
+    d = start(Engine, name, data_parallel_size=data_parallel_size)
+    waits = []
+    monkeypatch.setattr(d.connector._worker._results, "wait", lambda: waits.append(1))
+    d.step(p.load("r"), idle=idle)
+    d.step()
+    assert len(waits) == WAITS[name, data_parallel_size, idle]
+
+
+def test_blocks_that_come_through_the_host_are_copied_after_the_steps_before(device, monkeypatch):
+    caches = {"a": torch.zeros(4, 4)}
+    monkeypatch.setattr(memory, "device_of", lambda tensors: accelerator.Accelerator(DEVICE))
+    staging = memory.HostStaging(caches)
+    copied = threading.Event()
+    own = []
+
+    def copy(spans, *, to_host):
+        own.append(device.current())
+        device.current().put(copied.set)
+
+    monkeypatch.setattr(staging, "_copy", copy)
+    go_on = threading.Event()
+    device.engine.put(lambda: None, go_on.is_set)
+    after = staging.device.mark()
+    thread = threading.Thread(target=staging.copy_in, args=([Span(0, [1])], after))
+    thread.start()
+    time.sleep(0.1)
+    assert not copied.is_set()
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(10)
+    assert copied.is_set()
+    assert own[0] is not device.engine
+    assert "synchronize" not in {call.what for call in device.calls}
+
+
+def test_caches_on_several_devices_are_refused():
+    other = type("Other", (OnDevice,), {"device": torch.device("cuda", 2)})
+    tensors = [on_device(torch.zeros(1)), torch.zeros(1).as_subclass(other)]
+    with pytest.raises(GeometryError, match="on cuda:1 and on cuda:2"):
+        accelerator.device_of(tensors)
+    assert accelerator.device_of([torch.zeros(1)]).is_host
+    assert accelerator.device_of(itertools.repeat(torch.zeros(1), 2)).is_host
+
+
+def test_tensors_of_inference_mode_are_zeroed_outside_of_it(device):
+    """vLLM may have made its caches in that mode; writing them in another thread raises."""
+    with torch.inference_mode():
+        cache = on_device(torch.ones(64, dtype=torch.int8))
+    found = []
+
+    def launch():
+        pieces = memory.Storages({"a": cache}).pieces(rows)
+        made = accelerator.Accelerator(DEVICE)
+        found.append(made.launch(lambda: torch._foreach_zero_(pieces), None))
+
+    rows = np.array([[cache.data_ptr() + 4, 8, 1]], np.uint64)
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert found
+    assert cache.as_subclass(torch.Tensor).sum() == 56
