@@ -158,6 +158,12 @@ bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for ea
 	PYTHONPATH=python $(E2E)/bin/python benches/torch_transfer.py > benches/RESULTS_TORCH.md
 	cat benches/RESULTS_TORCH.md
 
+# With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
+GPU_PYTHON = $(E2E)/bin/python
+.PHONY: gpu
+gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, ten steps, in benches/RESULTS_GPU.md
+	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
+
 .PHONY: bench-vllm
 bench-vllm: build $(E2E)/.ready ## against vLLM's own functions, in benches/RESULTS_VLLM.md (sets up .venv-e2e, 6 GB)
 	PYTHONPATH=python $(E2E)/bin/python benches/against_vllm.py > benches/RESULTS_VLLM.md

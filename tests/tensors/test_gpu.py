@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of ``make gpu`` on host memory: that they work, so that a machine with a device is not needed for that."""
+
+import time
+
+import pytest
+
+pytest.importorskip("nixl")
+torch = pytest.importorskip("torch")
+
+from gpu import __main__ as runner
+from gpu import order, results, transfers
+from gpu.place import Outcome, Place
+from gpu.steps import STEPS
+
+
+@pytest.mark.parametrize("number", range(1, len(STEPS) + 1), ids=lambda number: STEPS[number - 1].name)
+def test_a_step(number):
+    outcome = Outcome()
+    STEPS[number - 1].run(Place("cpu"), outcome)
+    assert outcome.facts
+    assert all(seconds > 0 for seconds in outcome.seconds.values())
+
+
+def test_a_step_finds_wrong_bytes(monkeypatch):
+    """What a step says is worth something only if it can fail."""
+    read = transfers.Worker.read
+    monkeypatch.setattr(transfers.Worker, "read", lambda self, peer, ours, theirs: read(self, peer, ours, ours))
+    with pytest.raises(AssertionError):
+        transfers.rows_in_one_process(Place("cpu"), Outcome())
+
+
+def test_a_load_that_is_not_zeroed_is_found(monkeypatch):
+    monkeypatch.setattr(order.DeviceMemory, "zero", lambda self, rows, after=None: None)
+    with pytest.raises(AssertionError):
+        order.zeroing(Place("cpu"), Outcome())
+
+
+def test_a_step_in_a_process_of_its_own_ends_in_time():
+    result = runner.run(9, "cpu")
+    assert (result.verdict, result.problem) == ("passed", "")
+    assert dict(result.outcome.facts).keys() == {"blocks to the host", "blocks to the device"}
+    started = time.monotonic()
+    result = runner.run(2, "cpu", limit=0.5)
+    assert time.monotonic() - started < 30
+    assert (result.verdict, result.problem) == ("failed", "not done after 0.5 s")
+    assert "device string: nothing" in runner.run(2, "nothing").problem
+
+
+def test_without_a_device_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert runner.main([]) == 0
+    assert capsys.readouterr().out == "no device: torch finds no accelerator, so nothing was tried\n"
+
+
+def test_what_was_found_is_written(monkeypatch, tmp_path, capsys):
+    good, bad = Outcome(), Outcome()
+    good.time("a read", 0.002, 4_000_000)
+    found = {1: results.Result(1, good), 2: results.Result(2, bad, "Traceback\nValueError: a | b")}
+    monkeypatch.setattr(runner, "run", lambda number, device: found[number])
+    assert runner.main(["--device", "cuda:0", "--steps", "1,2", "--output", str(tmp_path)]) == 1
+    text = (tmp_path / "RESULTS_GPU.md").read_text()
+    assert "| 1. what is there | passed | a read | 2.000 ms, 2.00 GB/s |" in text
+    assert "| failed |  | Traceback<br>ValueError: a \\| b |" in text
+    assert "shown (step 1)" in text
+    assert "not shown (step 2)" in text
+    assert "1. a read" in (tmp_path / "gpu.svg").read_text()
+    assert runner.main(["--device", "cpu", "--steps", "1"]) == 0
+    assert "not: host memory (step 1)" in capsys.readouterr().out
