@@ -52,7 +52,7 @@ WORDS = {
         "SchedulerHalf": "KvhmaScheduler",
         "_deciding": "_scheduler",
         "Direct": "DeviceMemory",
-        "Staged": "HostStaging",
+        "Staged HostStaging": "StagingPool",
         "leaving": "copy_out",
         "arrived": "copy_in",
         "Place": "RankInfo",

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from connector.test_scheduler import request, scheduler, tables
+from kvhma.vllm.slots import SlotRanges
 from kvhma.vllm.wire.params import write_ids
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
@@ -51,10 +52,8 @@ def staged_request(tokens=40):
     return asked
 
 
-def staging_scheduler():
-    made = scheduler()
-    made.context.engine = dataclasses.replace(made.context.engine, host_staged=True)
-    return made
+def staging_scheduler(slots=1000, **more):
+    return scheduler(staging=SlotRanges.of(slots, 0), **more)
 
 
 def scheduled(p, name, count, held):
@@ -72,12 +71,80 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
         before, after = tables(p, 1), tables(p, 61)
         assert len(scheduled(p, "r", 40, before)) == 1
         asked.num_preemptions = 1
-        (copied,) = scheduled(p, "r", 40, after)
+        ((copied, slots),) = scheduled(p, "r", 40, after)
+        assert [len(span.ids) for span in copied] == [len(span.ids) for span in slots]
+        assert copied[0].ids[0] == after[0][0]
         asked.num_computed_tokens = 40
         held, params = p.finish(asked, after)
         assert held
         named = [text for _, text in params["kvhma"]["spans"]]
-        assert [write_ids(span.ids) for span in copied] == named
+        assert [write_ids(span.ids) for span in slots] == named
+    finally:
+        p.close()
+
+
+def handed_over(p, name):
+    """Compute a prompt and finish its request; return what a decode engine is told, and the slots."""
+    asked = staged_request()
+    asked.request_id = name
+    p.add(asked)
+    asked.num_computed_tokens = 0
+    copied = scheduled(p, name, 40, tables(p))
+    asked.num_computed_tokens = 40
+    _, params = p.finish(asked, tables(p))
+    return params, {slot for _, slots in copied for span in slots for slot in span.ids}
+
+
+def test_slots_are_of_one_request_until_others_have_read_it_or_its_lease_ended():
+    p = staging_scheduler(lease=1.0)
+    try:
+        _, first = handed_over(p, "a")
+        _, second = handed_over(p, "b")
+        assert first
+        assert not first & second
+        assert 0 not in first | second
+        until = time.monotonic() + 20
+        while p.prefill._slots_held:
+            assert time.monotonic() < until
+            p.step(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
+            time.sleep(0.05)
+        assert handed_over(p, "c")[1] == first
+    finally:
+        p.close()
+
+
+def test_without_a_slot_a_request_is_not_handed_over(caplog):
+    p = staging_scheduler()
+    try:
+        needed = len(handed_over(p, "a")[1])
+    finally:
+        p.close()
+    p = staging_scheduler(slots=needed + 1)
+    try:
+        assert handed_over(p, "a")[0] is not None
+        assert handed_over(p, "b") == (None, set())
+        assert "request b is not handed over" in caplog.text
+        assert p.context.stats.take().data["unstaged"] == 1
+    finally:
+        p.close()
+    p = staging_scheduler(slots=needed - 1)
+    try:
+        assert handed_over(p, "a") == (None, set())
+        assert f"{needed} blocks go through host memory, staging_blocks has room for {needed - 1}" in caplog.text
+    finally:
+        p.close()
+
+
+def test_a_request_that_nobody_reads_gives_its_slots_back():
+    p = staging_scheduler()
+    try:
+        asked = staged_request()
+        p.add(asked)
+        asked.num_computed_tokens = 0
+        scheduled(p, "r", 40, tables(p))
+        asked.status = SimpleNamespace(name="FINISHED_ABORTED")
+        assert p.finish(asked, tables(p)) == (False, None)
+        assert len(p.prefill._slots._free) == 1000
     finally:
         p.close()
 

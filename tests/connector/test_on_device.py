@@ -30,12 +30,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvhma.errors import GeometryError
-from kvhma.geometry import Span
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import agent as agent_module
-from kvhma.vllm import KvhmaConnector, accelerator, connector, memory
+from kvhma.vllm import KvhmaConnector, accelerator, connector, memory, staging
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.metadata import Load, StepMetadata
 from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.vllm.slots import SlotRanges
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -352,21 +353,25 @@ def test_which_steps_wait_for_loads(p, start, device, monkeypatch, name, data_pa
 
 
 def test_blocks_that_come_through_the_host_are_copied_after_the_steps_before(device, monkeypatch):
-    caches = {"a": torch.zeros(4, 4)}
-    monkeypatch.setattr(memory, "device_of", lambda tensors: accelerator.Accelerator(DEVICE))
-    staging = memory.HostStaging(caches)
+    monkeypatch.setattr(staging, "torch", device)
+    monkeypatch.setattr(device, "empty", lambda *of, pin_memory, **more: torch.empty(*of, **more), raising=False)
+    cache = on_device(torch.zeros(4, 16, dtype=torch.uint8))
+    part = Part("kv", "uint8", 1, 0, (Axis("tokens", 1, 16), Axis("content", 16, 1)))
+    region = Region(cache.data_ptr(), cache.nbytes, "VRAM", 1)
+    geometry = Geometry((region,), (Group("full", 1),), (Layer("a", 0, 0, 0, 4, 16, Page((part,))),))
+    pool = staging.StagingPool(geometry, {"a": cache}, SlotRanges.of(1, 2))
     copied = threading.Event()
     own = []
 
-    def copy(spans, *, to_host):
+    def copy(places, spans):
         own.append(device.current())
         device.current().put(copied.set)
 
-    monkeypatch.setattr(staging, "_copy", copy)
+    monkeypatch.setattr(pool, "_to_device", copy)
     go_on = threading.Event()
     device.engine.put(lambda: None, go_on.is_set)
-    after = staging.device.mark()
-    thread = threading.Thread(target=staging.copy_in, args=([Span(0, [1])], after))
+    after = pool.device.mark()
+    thread = threading.Thread(target=pool.copy_in, args=([Span(0, [1])], [Span(0, [2])], after))
     thread.start()
     time.sleep(0.1)
     assert not copied.is_set()

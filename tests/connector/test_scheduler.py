@@ -21,6 +21,7 @@ from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.slots import NO_SLOTS
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_claim
 from kvhma.vllm.wire.params import Address, PrefillParams
@@ -41,6 +42,7 @@ def scheduler(
     has_windows=False,
     secrets=(),
     ranks=2,  # so that the scheduler tells P; a worker that is alone does that itself
+    staging=NO_SLOTS,
     **more,
 ):
     geometry = tiny_hybrid(100)
@@ -55,7 +57,8 @@ def scheduler(
         has_windows=has_windows,
         backoff=backoff,
         recompute=recompute,
-        host_staged=False,
+        host_staged=staging is not NO_SLOTS,
+        staging=staging,
         transfer_groups=tuple(range(len(geometry.groups))),
     )
     made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)

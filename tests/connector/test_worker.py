@@ -440,6 +440,7 @@ def raises_once(monkeypatch, owner, name: str, error: BaseException, *, after: b
 
 IN_A_LOAD = {
     "find the engine": lambda worker: (worker._engines, "acquire"),
+    "find room": lambda worker: (worker._loader._memory, "take"),
     "zero": lambda worker: (worker._loader._memory, "zero"),
     "post": lambda worker: (worker._loader._agent, "read"),
     "poll": lambda worker: (HeldRead, "poll"),
@@ -448,6 +449,7 @@ IN_A_LOAD = {
     "poll the answer": lambda worker: (lease.LeaseQuestion, "poll"),
     "check the answer": lambda worker: (lease.LeaseQuestion, "check"),
     "copy": lambda worker: (worker._poller._memory, "copy_in"),
+    "leave room": lambda worker: (worker._poller._memory, "release"),
     "let go of the engine": lambda worker: (worker._engines, "release"),
 }
 """What is called for a load."""

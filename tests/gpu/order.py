@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from gpu.place import PAGE, Outcome, Place, Worker, connected, done, in_fresh_thread, rows_of, seconds_of
-from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.vllm.memory import DeviceMemory, HostStaging
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Span
+from kvhma.vllm.memory import DeviceMemory
+from kvhma.vllm.slots import SlotRanges
+from kvhma.vllm.staging import StagingPool
 
 _STEP_SECONDS = 0.01
 
@@ -162,23 +164,24 @@ def staging(place: Place, outcome: Outcome) -> None:
     blocks, heads = place.size(2_048, 64), 8
     shape = (blocks, heads, 16, 128)
     cache = torch.randn(shape, dtype=torch.float32, device=place.device).to(torch.bfloat16)
-    made = HostStaging({"layer": cache})
-    made.describe(_attention(made.caches["layer"]))
     ids = list(range(1, blocks, 2))
+    made = StagingPool(_attention(place, cache), {"layer": cache}, SlotRanges.of(0, len(ids)))
     nbytes = len(ids) * cache[0].nbytes
-    made.copy_out([Span(0, ids)])
-    outcome.time("blocks to the host", seconds_of(lambda: made.copy_out([Span(0, ids)])), nbytes)
-    assert torch.equal(made.caches["layer"][ids], cache[ids].cpu())
+    spans = [Span(0, ids)]
+    places = made.take(spans)
+    assert places is not None
+    made.copy_out(spans, places)
+    outcome.time("blocks to the host", seconds_of(lambda: made.copy_out(spans, places)), nbytes)
     before = cache.clone()
     cache.zero_()
     mark = made.device.mark()
-    outcome.time("blocks to the device", seconds_of(lambda: made.copy_in([Span(0, ids)], mark)), nbytes)
+    outcome.time("blocks to the device", seconds_of(lambda: made.copy_in(places, spans, mark)), nbytes)
     place.settle()
     assert torch.equal(cache[ids], before[ids])
     assert not cache[::2].any()
 
 
-def _attention(view: torch.Tensor) -> Geometry:
+def _attention(place: Place, view: torch.Tensor) -> Geometry:
     blocks, heads, tokens, content = view.shape
     axes = (
         Axis("heads", heads, view.stride(1) * 2),
@@ -187,7 +190,7 @@ def _attention(view: torch.Tensor) -> Geometry:
     )
     page = view.stride(0) * 2
     layer = Layer("layer", 0, 0, 0, blocks, page, Page((Part("kv", "bfloat16", 2, 0, axes),)))
-    return Geometry((Region(view.data_ptr(), view.nbytes),), (Group("full", tokens),), (layer,))
+    return Geometry((place.region(view),), (Group("full", tokens),), (layer,))
 
 
 def many_loads(place: Place, outcome: Outcome) -> None:

@@ -33,16 +33,18 @@ from kvhma.vllm.engine_config import (
     nixl_package,
     rank_info_of,
     side_channel_of,
+    staging_slots,
     writer_of,
 )
 from kvhma.vllm.formats import transferred_groups
 from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.layer_parts import RankInfo
-from kvhma.vllm.memory import DeviceMemory, HostStaging, Memory
+from kvhma.vllm.memory import DeviceMemory, Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.staging import StagingPool
 from kvhma.vllm.stats import PromMetrics, TransferStats
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.proofs import new_agent_key
@@ -226,14 +228,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         groups = (layout.kv_cache_groups[index] for index in transferred_groups(layout))
         names = {name for group in groups for name in group.layer_names}
         caches = {name: cache for name, cache in kv_caches.items() if name in names}
-        writer = writer_of(config)
+        geometry = geometry_of(layout, caches, place, writer=writer_of(config))
         if not host_staged(config, self._settings):
-            geometry = geometry_of(layout, caches, place, writer=writer)
             return geometry, DeviceMemory(geometry, caches)
-        staging = HostStaging(caches)
-        geometry = geometry_of(layout, staging.caches, place, writer=writer)
-        staging.describe(geometry)
-        return geometry, staging
+        staging = StagingPool(geometry, caches, staging_slots(config, layout, self._settings))
+        return staging.geometry, staging
 
     def _agent(self, name: str, public_key: bytes) -> Agent:
         settings = self._settings
@@ -281,8 +280,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy what others will read to host memory, if they read it there."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata) and self._memory is not None:
-            for spans in metadata.copy_to_host:
-                self._memory.copy_out(spans)
+            for spans, slots in metadata.copy_to_host:
+                self._memory.copy_out(spans, slots)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return what has ended, each request once; failed ones are among the received."""

@@ -22,6 +22,7 @@ from kvhma.vllm.formats import Writer, kind_of, transferred_groups
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
@@ -148,6 +149,19 @@ def host_staged(config: VllmConfig, settings: Settings) -> bool:
     return bool(_transfer_config(config).kv_buffer_device == "cpu" and current_platform.device_type != "cpu")
 
 
+def staging_slots(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> SlotRanges:
+    """Return the slots in host memory, of as many blocks as the settings say for each role that the engine has."""
+    if not host_staged(config, settings):
+        return NO_SLOTS
+    groups = [caches.kv_cache_groups[index].kv_cache_spec for index in transferred_groups(caches)]
+    # Of every request at least one goes through at a time.
+    longest = sum(-(-config.model_config.max_model_len // spec.block_size) + 1 for spec in groups)
+    least = min(longest, caches.num_blocks)
+    count = settings.staging_blocks or max(caches.num_blocks // 4, least)
+    transfer = _transfer_config(config)
+    return SlotRanges.of(count if transfer.is_kv_producer else 0, count if transfer.is_kv_consumer else 0)
+
+
 def _transfer_config(config: VllmConfig) -> KVTransferConfig:
     if config.kv_transfer_config is None:
         raise SettingsError("kv_transfer_config is None, expected the connector's")
@@ -197,6 +211,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         backoff=max(int(not keeps_all), lookahead),
         recompute=_transfer_config(config).kv_load_failure_policy == "recompute",
         host_staged=host_staged(config, settings),
+        staging=staging_slots(config, caches, settings),
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvhma.vllm.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
 
@@ -23,6 +24,7 @@ class EngineFacts:
         recompute: whether a load that failed is recomputed instead of failing the request.
         host_staged: whether blocks go through host memory.
         transfer_groups: which groups of the engine take part.
+        staging: slots of the pool in host memory; none if blocks do not go through it.
         drafted_state: whether decoding leaves a state where the drafts that were accepted ended: in another slot, some
             rows further, or in a ring. Only right after a prompt it is where another engine looks for it.
     """
@@ -36,6 +38,7 @@ class EngineFacts:
     recompute: bool
     host_staged: bool
     transfer_groups: tuple[int, ...]
+    staging: SlotRanges = NO_SLOTS
     drafted_state: bool = False
     has_windows: bool = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that is registered for transfer: the caches themselves, or a copy in host memory where they cannot be."""
+"""The memory that is registered for transfer, and the caches themselves as such memory."""
 
 from __future__ import annotations
 
@@ -49,16 +49,27 @@ class Memory(Protocol):
             GeometryError: a range that is not in the caches. Nothing was zeroed.
         """
 
-    def copy_in(self, spans: Sequence[Span], after: torch.Event | None = None) -> None:
-        """Bring blocks that were read, for each group, to where the engine uses them. Done when it returns.
+    def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
+        """Return places to read a load's blocks into, for each group; None while there is no room.
+
+        Raises:
+            RequestError: there will never be.
+        """
+
+    def release(self, places: Sequence[Span]) -> None:
+        """Take places back: nothing is read into them any more."""
+
+    def copy_in(self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None) -> None:
+        """Bring what was read to where the engine uses it. Done when it returns.
 
         Args:
+            places: that were taken for the blocks.
             spans: the blocks.
             after: what the device has to have done before, since it may write there; None if nothing.
         """
 
-    def copy_out(self, spans: Sequence[Span]) -> None:
-        """Bring blocks that the engine has computed to where others read them. Done when it returns."""
+    def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
+        """Bring blocks that the engine has computed to places where others read them. Done when it returns."""
 
 
 class DeviceMemory:
@@ -86,73 +97,18 @@ class DeviceMemory:
         pieces = self._storages.pieces(rows)
         return self.device.launch(lambda: _zero_all(pieces), after)
 
-    def copy_in(self, spans: Sequence[Span], after: torch.Event | None = None) -> None:
+    def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
+        """Blocks are read into themselves."""
+        return spans
+
+    def release(self, places: Sequence[Span]) -> None:
+        """They are the engine's."""
+
+    def copy_in(self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None) -> None:
         """Blocks are where they belong."""
 
-    def copy_out(self, spans: Sequence[Span]) -> None:
+    def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
         """Blocks are where they belong."""
-
-
-class HostStaging:
-    """A copy of the caches in host memory, byte for byte, through which blocks go in and out."""
-
-    kind: MemoryKind = "DRAM"
-    scratch: Region | None = None
-
-    def __init__(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Allocate a copy of each storage; the views of the copy are `caches`."""
-        self.device = device_of(caches.values())
-        copies: dict[tuple[int, int], torch.Tensor] = {}
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.caches: dict[str, torch.Tensor] = {}
-        for name, cache in caches.items():
-            key = _storage_key(cache)
-            if key not in copies:
-                _, nbytes = key
-                copies[key] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=cache.is_cuda)
-            view = torch.empty(0, dtype=cache.dtype).set_(
-                copies[key].untyped_storage(), cache.storage_offset(), cache.shape, cache.stride()
-            )
-            self.caches[name] = view
-            self._pairs[name] = (cache, view)
-        self._layers: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []
-
-    def describe(self, geometry: Geometry) -> None:
-        """Take the geometry of the copy, which says what the layers of each group are."""
-        self._layers = [[] for _ in geometry.groups]
-        for layer in geometry.layers:
-            cache, view = self._pairs[layer.name]
-            self._layers[layer.group].append((cache, view, geometry.groups[layer.group].ratio))
-
-    def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
-        """See :class:`Memory`. Nothing but reads is written to the copy, so it comes after nothing."""
-        zero_host(rows)
-        return None
-
-    def copy_in(self, spans: Sequence[Span], after: torch.Event | None = None) -> None:
-        """Copy blocks to the device, on the connector's stream."""
-        if isinstance(self.device, Accelerator):
-            self.device.launch(lambda: self._copy(spans, to_host=False), after).synchronize()
-        else:
-            self._copy(spans, to_host=False)
-
-    def copy_out(self, spans: Sequence[Span]) -> None:
-        """Copy blocks to the host, on the stream of the calling thread, which waits for it."""
-        self._copy(spans, to_host=True)
-
-    def _copy(self, spans: Sequence[Span], *, to_host: bool) -> None:
-        for layers, span in zip(self._layers, spans, strict=True):
-            ids = torch.as_tensor(np.asarray(span.ids, dtype=np.int64))
-            if not len(ids):
-                continue
-            for cache, view, ratio in layers:
-                # block i:  | kernel block i * ratio | ... | i * ratio + ratio - 1 |
-                on_host = (ids[:, None] * ratio + torch.arange(ratio)).reshape(-1)
-                on_device = on_host.to(cache.device)
-                if to_host:
-                    view[on_host] = cache[on_device].to("cpu")
-                else:
-                    cache[on_device] = view[on_host].to(cache.device)
 
 
 class Storages:
@@ -189,14 +145,18 @@ class Storages:
         for address, length, _ in rows.tolist():
             at, end = address, address + length
             while at < end:
-                index = bisect_right(self._starts, at) - 1  # of those that begin by then, the one that ends last
-                if index < 0 or self._ends[index] <= at:
+                rest = self.from_address(at)
+                if not len(rest):
                     raise GeometryError(f"bytes {at:#x}..{end:#x} to be zeroed are in no storage of the caches")
-                stop = min(end, self._ends[index])
-                start = self._starts[index]
-                found.append(self._bytes[index][at - start : stop - start])
-                at = stop
+                found.append(rest[: end - at])
+                at += len(found[-1])
         return found
+
+    def from_address(self, address: int) -> torch.Tensor:
+        """Return the bytes from an address to the end of its storage; none if it is in no storage."""
+        index = bisect_right(self._starts, address) - 1  # of those that begin by then, the one that ends last
+        start = self._starts[max(0, index)]
+        return self._bytes[index][address - start :] if index >= 0 else self._bytes[0][:0]
 
 
 def zero_host(rows: NDArray[np.uint64]) -> None:

@@ -49,14 +49,15 @@ class StepMetadata(KVConnectorMetadata):
         loads: requests to read.
         refusals: requests that cannot be read, and why; the workers report them as failed.
         sent: requests whose blocks are not kept for others any more, to be reported as sent.
-        copy_to_host: blocks to copy to host memory after this step: for each request, a span for each group.
+        copy_to_host: blocks to copy to host memory after this step, and the slots to copy them to: for each request, a
+            span for each group.
         idle: whether nothing is computed in this step.
     """
 
     loads: list[Load] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     sent: list[str] = field(default_factory=list)
-    copy_to_host: list[tuple[Span, ...]] = field(default_factory=list)
+    copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
 
 

@@ -50,6 +50,8 @@ class Settings:
             instead of path and revision, and adapters by their name alone. None to compare these.
         host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
             ``kv_buffer_device`` is ``cpu`` and the caches are not.
+        staging_blocks: blocks that host memory has room for, for what others read and as many for what is loaded; None
+            for a quarter of the engine's, and at least those of the longest request.
     """
 
     kv_lease_duration: float = 30.0
@@ -73,6 +75,7 @@ class Settings:
     kv_cache_layout: str | None = None
     model_id: str | None = None
     host_staged: bool | None = None
+    staging_blocks: int | None = None
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector that change nothing here, each with why; they are reported in the log."""
 
@@ -136,6 +139,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "max_descriptors": (int, 1, 1 << 40),
     "num_threads": (int, 0, 256),
     "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
+    "staging_blocks": (int, 1, 1 << 31),
     "switch_interval_us": (int, 10, 1_000_000),
     "side_channel_port": (int, 1, 65535),
 }

@@ -56,6 +56,7 @@ METRICS = {
     "handshakes": Metric("Handshakes with other engines."),
     "expired": Metric("Leases that ended before anybody read the blocks.", label="reason"),
     "held_dropped": Metric("Finished requests whose blocks were given up unread, since newer ones needed the room."),
+    "unstaged": Metric("Finished prompts that were not handed over, since staging_blocks had no room for them."),
     "digest_refused": Metric("Claims and releases whose parameters are not those that were handed out."),
     "held_leases": Metric("Finished requests whose blocks are kept for other engines.", gauge=True),
     "pinned_blocks": Metric("Blocks that are kept for other engines.", gauge=True),

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhma._kvhma import first_entries
-from kvhma.errors import KvhmaError
+from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_table import LeaseEnd
+from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -55,8 +56,11 @@ class PrefillScheduler:
         """Requests that stop before the tokens that D computes itself."""
         self._to_stage: dict[str, Request] = {}
         """Requests whose blocks are copied to host memory when their prompt is computed."""
-        self._staged: dict[str, int] = {}
-        """How often a request had been preempted when its blocks were copied."""
+        self._staged: dict[str, tuple[int, tuple[Span, ...] | None]] = {}
+        """How often a request had been preempted when its blocks were copied, and to which slots; None: to none."""
+        self._slots = Slots(context.engine.staging.reads)
+        self._slots_held: dict[str, tuple[Span, ...]] = {}
+        """Slots of requests that others read."""
 
     def close(self) -> None:
         """Stop to answer other engines."""
@@ -124,7 +128,10 @@ class PrefillScheduler:
             peer_log.logger.warning(
                 "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
             )
-        return [name for names in ended.values() for name in names]
+        found = [name for names in ended.values() for name in names]
+        for name in found:
+            self._slots.release(self._slots_held.pop(name, ()))
+        return found
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Keep the blocks of a request that has ended, if a decode engine is to read them.
@@ -133,11 +140,14 @@ class PrefillScheduler:
             ``kv_transfer_params`` for the decode request; None if the blocks are not kept.
         """
         self._to_stage.pop(request.request_id, None)
-        self._staged.pop(request.request_id, None)
         remote, geometry = self._describe(request, tables), self._context.geometry
         self._shortened.discard(request.request_id)
+        _, slots = self._staged.pop(request.request_id, (0, None))
         if remote is None or geometry is None:
+            self._slots.release(slots or ())
             return None
+        if slots is not None:
+            self._slots_held[request.request_id] = slots
         params, digest = remote.to_params(self._context.secrets, pp_size=self._context.engine.pp_size)
         # All that vLLM keeps, of groups that take no part too.
         blocks = [block for table in tables for block in table if block != geometry.null_block]
@@ -197,9 +207,18 @@ class PrefillScheduler:
     def _spans_to_hand_over(
         self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
     ) -> list[Span] | None:
-        """Return all blocks that are still held; None if one is missing of the windows and chunks after `tokens`."""
+        """Return all blocks that are still held, or their slots in host memory.
+
+        None if they have no slots, or if one is missing of the windows and chunks after `tokens`.
+        """
         try:
-            spans = live_spans(geometry, None, self._context.transfer_tables(tables))
+            if self._context.engine.host_staged:
+                _, slots = self._staged.get(request_id, (0, None))
+                if slots is None:
+                    return None
+                spans = list(slots)
+            else:
+                spans = live_spans(geometry, None, self._context.transfer_tables(tables))
             needed = first_entries(geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
             logger.exception("kvhma: the blocks of %s cannot be handed over", request_id)
@@ -214,8 +233,8 @@ class PrefillScheduler:
             return None
         return spans
 
-    def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[Span, ...]]:
-        """Return the blocks of the requests whose prompt is computed in this step, before another engine reads them.
+    def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[tuple[Span, ...], tuple[Span, ...]]]:
+        """Return the blocks of the requests whose prompt is computed in this step, and the slots that others read.
 
         Again after each preemption: the request has other blocks then, which may all be hits of the prefix cache.
         """
@@ -225,13 +244,32 @@ class PrefillScheduler:
             request = self._to_stage.get(request_id)
             if request is None or request.num_computed_tokens + count < request.num_prompt_tokens:
                 continue
-            if self._staged.get(request_id) == request.num_preemptions:
-                continue
-            self._staged[request_id] = request.num_preemptions
-            if geometry is not None and manager is not None:
+            preemptions, slots = self._staged.pop(request_id, (-1, None))
+            if preemptions != request.num_preemptions and geometry is not None and manager is not None:
+                self._slots.release(slots or ())
                 tables = self._context.transfer_tables(manager.get_block_ids(request_id))
-                finished.append(tuple(live_spans(geometry, None, tables)))
+                spans = tuple(live_spans(geometry, None, tables))
+                slots = self._take_slots(request_id, spans)
+                if slots is not None:
+                    finished.append((spans, slots))
+            self._staged[request_id] = request.num_preemptions, slots
         return finished
+
+    def _take_slots(self, request_id: str, spans: tuple[Span, ...]) -> tuple[Span, ...] | None:
+        """Return slots for the blocks of a request; None if there is no room, so that it is not handed over."""
+        try:
+            slots = self._slots.take(spans)
+        except RequestError as error:
+            logger.warning("kvhma: request %s is not handed over: %s", request_id, error)
+            return None
+        if slots is None:
+            self._context.stats.count("unstaged")
+            peer_log.logger.warning(
+                "kvhma: request %s is not handed over: the blocks of others that decode engines have not read yet take "
+                "all of staging_blocks; its decode engine computes it itself",
+                request_id,
+            )
+        return slots
 
 
 def _some(names: Sequence[str]) -> tuple[int, str]:

@@ -28,7 +28,7 @@ _MAX_BATCH = 32
 """Loads that are started before they are handed over to the poller."""
 
 _DEVICE_SECONDS = 5e-4
-"""Pause between two looks at the device while it zeroes for loads."""
+"""Pause between two looks at the device while it zeroes for loads, or at places while there are none to read into."""
 
 _ANSWERS_SECONDS = 2e-3
 """How long the loader stays with loads that only wait for answers: most come before another thread would be awake."""
@@ -55,6 +55,8 @@ class Loader:
         """Loads that are started next."""
         self._zeroing: deque[ActiveLoad] = deque()
         """Loads that are posted once the device has zeroed what they do not cover."""
+        self._without_room: deque[ActiveLoad] = deque()
+        """Loads that are started once others have left places to read into."""
         self._starting: ActiveLoad | None = None
         self._started: list[ActiveLoad] = []
         """Loads that were not handed over yet."""
@@ -94,10 +96,12 @@ class Loader:
     def _take_batch(self) -> None:
         """Wait for a load and take it with those that are queued after it; none once it is closed.
 
-        While the device zeroes it is not waited for long.
+        While loads wait for the device, or for room, it is not waited for long.
         """
+        self._batch.extend(self._without_room)
+        self._without_room.clear()
         try:
-            active = self._queue.get(timeout=_DEVICE_SECONDS if self._zeroing else None)
+            active = self._queue.get(timeout=_DEVICE_SECONDS if self._zeroing or self._batch else None)
         except queue.Empty:
             return
         while active is not None:
@@ -111,8 +115,10 @@ class Loader:
             active = self._starting = self._batch.popleft()
             with errors_end(active):
                 self._plan(active)
-            if active.engine is not None or active.error is not None:
+            if active.transfer is not None or active.error is not None:
                 self._zeroing.append(active)
+            elif active.engine is not None:
+                self._without_room.append(active)
             self._starting = None
             self._post_zeroed()
             # Earlier loads may have ended by now: some transports copy inside the post.
@@ -141,14 +147,22 @@ class Loader:
             self._starting = None
 
     def _plan(self, active: ActiveLoad) -> None:
-        """Plan a load and begin to zero what it does not cover; or queue it again after a handshake."""
+        """Plan a load and begin to zero what it does not cover; or queue it again after a handshake.
+
+        Without room for it, it is left without a transfer.
+        """
         if active.error is not None:
             return
         load = active.load
-        active.engine = self._engines.acquire(load.remote.incarnation, partial(self._after_handshake, active))
+        if active.engine is None:
+            active.engine = self._engines.acquire(load.remote.incarnation, partial(self._after_handshake, active))
         if active.engine is None:
             return
-        active.transfer = active.engine.plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))
+        if active.places is None:
+            active.places = self._memory.take(load.spans)
+        if active.places is None:
+            return
+        active.transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
         active.planned_at = time.monotonic()
         active.zeroing = self._memory.zero(active.transfer.zero, active.after)
         active.planned_at = time.monotonic()

@@ -49,6 +49,7 @@ class ActiveLoad:
         transfer: what it reads and zeroes; None before it is planned.
         planned_at: when it was, and zeroing was begun.
         waits_for_device: whether the device had not zeroed by then.
+        places: where it is read into, for each group; None before they are taken.
         handles: of the reads that were posted.
         posted_at: when the last one was.
         post_seconds: how long posting took.
@@ -65,6 +66,7 @@ class ActiveLoad:
     handshakes: int = 0
     engine: PrefillEngine | None = None
     transfer: Transfer | None = None
+    places: Sequence[Span] | None = None
     planned_at: float = 0.0
     waits_for_device: bool = False
     handles: list[TransferHandle] = field(default_factory=list)
@@ -236,10 +238,14 @@ class LoadPoller:
             if active.question is not None:
                 active.question[0].close()  # without effect, unless what was raised came from it
         with errors_end(active):
-            if active.error is None and active.transfer is not None:
+            if active.error is None and active.transfer is not None and active.places is not None:
                 spans = active.load.spans
-                self._memory.copy_in(spans, active.after)
+                self._memory.copy_in(active.places, spans, active.after)
                 first_tokens = first_filled_tokens(self._geometry, spans, active.transfer.first_tokens)
+        with errors_end(active):
+            places, active.places = active.places, None
+            if places is not None:
+                self._memory.release(places)
         ended_at = time.monotonic()
         if active.error is not None:
             self._results.fail(active.load.request_id, failure_of(active.error))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that go through a bounded pool in host memory, on P and on D."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+torch = pytest.importorskip("torch")
+
+from connector.test_memory import DEVICES
+from connector.test_worker import PAGE, PAGES, HeldRead, Prefill, load, until
+from kvhma.errors import GeometryError, RequestError
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
+from kvhma.nixl import Agent
+from kvhma.vllm.engine_config import staging_slots
+from kvhma.vllm.metadata import StepMetadata
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.slots import NO_SLOTS, SlotRanges, Slots
+from kvhma.vllm.staging import StagingPool
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.worker import KvhmaWorker
+from support.engines.engine import free_port
+from support.flat import flat_geometry
+from support.identity import IDENTITY
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel_first", [False, True])
+def test_blocks_go_through_the_host(device, kernel_first):
+    """Two layers in one storage, with two kernel blocks per block, which need not be neighbours."""
+    shape = (2, 2, 4, 6) if kernel_first else (2, 4, 2, 6)  # layer, kernel block and block or the other way, floats
+    cache = torch.arange(96, dtype=torch.float32, device=device).reshape(shape)
+    strides = (24, 96) if kernel_first else (48, 24)
+    part = Part("kv", "float32", 4, 0, (Axis("tokens", 2, 12), Axis("content", 3, 4)))
+    layers = tuple(
+        Layer(name, 0, 0, 192 * index, 4, strides[0], Page((part,)), kernel_stride=strides[1])
+        for index, name in enumerate("ab")
+    )
+    kind = "DRAM" if device == "cpu" else "VRAM"
+    geometry = Geometry((Region(cache.data_ptr(), cache.nbytes, kind),), (Group("full", 4, ratio=2),), layers)
+    pool = StagingPool(geometry, {"a": cache[0], "b": cache[1]}, SlotRanges.of(3, 2))
+    assert [(layer.num_blocks, layer.page) for layer in pool.geometry.layers] == [(6, Page((part,)))] * 2
+    pages = cache.transpose(1, 2) if kernel_first else cache  # layer, block, kernel block
+    before = pages.cpu().clone()
+    pool.copy_out([Span(0, [3, 1])], [Span(0, [2, 3])])
+    assert torch.equal(in_pool(pool, [2, 3]), before[:, [3, 1]])
+    (places,) = pool.take([Span(0, [1])])
+    assert places == Span(0, [4])
+    in_pool(pool, [4])[:] = 0
+    for view in views_of(pool):
+        view[4] = 1000
+    pool.copy_in([places], [Span(0, [1])])
+    before[:, 1] = 1000
+    assert torch.equal(pages.cpu(), before)
+
+
+def views_of(pool):
+    """The pages of each layer in the pool, as its geometry says: slot, kernel block, floats."""
+    (region,) = pool.geometry.regions
+    raw = (ctypes.c_char * region.bytes).from_address(region.base)
+    floats = torch.frombuffer(raw, dtype=torch.float32)
+    return [
+        floats.as_strided((6, 2, 6), (layer.block_stride // 4, layer.kernel_stride // 4, 1), layer.offset // 4)
+        for layer in pool.geometry.layers
+    ]
+
+
+def in_pool(pool, slots):
+    return torch.stack([view[slots] for view in views_of(pool)])
+
+
+def test_pages_that_are_interleaved_are_not_copied_whole():
+    """Copied back whole, a page would bring what another layer's tokens had been."""
+    raw = torch.zeros(96, dtype=torch.uint8)
+    axes = (Axis("tokens", 4, 8), Axis("content", 4, 1))
+    layers = tuple(
+        Layer(name, 0, 0, 4 * at, 3, 32, Page((Part("kv", "uint8", 1, 0, axes),))) for at, name in enumerate("ab")
+    )
+    geometry = Geometry((Region(raw.data_ptr(), 96),), (Group("full", 4),), layers)
+    with pytest.raises(GeometryError, match="host_staged: pages of a and b are interleaved: 28 bytes, of which"):
+        StagingPool(geometry, {"a": raw, "b": raw}, SlotRanges.of(1, 1))
+
+
+def test_slots_are_taken_and_given_back():
+    slots = Slots(range(1, 6))
+    first = slots.take([Span(0, [9, 8]), Span(7, []), Span(3, [5])])
+    assert first == (Span(0, [1, 2]), Span(7, []), Span(3, [3]))
+    assert slots.take([Span(0, [1, 2, 3])]) is None
+    second = slots.take([Span(0, [1, 2])])
+    slots.release(first)
+    slots.release(())
+    assert slots.take([Span(0, [1, 2, 3])]) == (Span(0, [1, 2, 3]),)
+    slots.release(second)
+    with pytest.raises(RequestError, match="6 blocks go through host memory, staging_blocks has room for 5"):
+        slots.take([Span(0, range(6))])
+
+
+class Decode:
+    """A worker whose caches are read into through four slots."""
+
+    def __init__(self):
+        self.caches = torch.zeros(PAGES * PAGE, dtype=torch.uint8)
+        self.pool = StagingPool(flat_geometry(self.caches.numpy()), {"layer.0": self.caches}, SlotRanges.of(2, 4))
+        agent = Agent(f"D{next(Prefill.numbers)}")
+        agent.register(self.pool.geometry)
+        settings = Settings.read({"handshake_timeout": 5})
+        context = WorkerContext(settings, Secrets(), "d", IDENTITY, self.pool.geometry, agent)
+        self.worker = KvhmaWorker(context, self.pool)
+
+    def ended(self, *names):
+        received, causes = set(), {}
+
+        def all_ended():
+            some, report = self.worker.collect(idle=True)
+            received.update(some)
+            causes.update({name: failure.cause for name, failure in report.failures.items()})
+            return received >= set(names)
+
+        until(all_ended, 20)
+        return causes
+
+
+def test_loads_wait_for_slots_and_each_gets_its_own_bytes(monkeypatch):
+    p, d = Prefill(Address("127.0.0.1", free_port())), Decode()
+    go_on, read, posted = threading.Event(), Agent.read, []
+
+    def held_read(*args, **more):
+        posted.append(args)
+        return HeldRead(read(*args, **more), go_on)
+
+    try:
+        go_on.set()
+        d.worker.start_loads(StepMetadata([load("first", p.remote("first", [1]), [60])]))
+        assert d.ended("first") == {}
+        go_on.clear()
+        monkeypatch.setattr(Agent, "read", held_read)
+        moves = {f"r{at}": ([at, at + 20, at + 40], [3 * at, 3 * at + 1, 3 * at + 2]) for at in range(1, 7)}
+        loads = [load(name, p.remote(name, theirs), ours) for name, (theirs, ours) in moves.items()]
+        too_long = load("too long", p.remote("too long", [1, 2, 3, 4, 5]), [30, 31, 32, 33, 34])
+        d.worker.start_loads(StepMetadata([*loads, too_long]))
+        assert d.ended("too long") == {"too long": "request"}
+        assert len(posted) == 1, "four slots are enough for one of them"
+        go_on.set()
+        assert d.ended(*moves) == {}
+        theirs, ours = p.memory.reshape(PAGES, PAGE), d.caches.numpy().reshape(PAGES, PAGE)
+        expected = np.zeros_like(ours)
+        expected[60] = theirs[1]
+        for of_p, of_d in moves.values():
+            expected[of_d] = theirs[of_p]
+        assert np.array_equal(ours, expected)
+        assert sorted(d.pool._slots._free) == [3, 4, 5, 6]
+    finally:
+        d.worker.close()
+        p.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "expected"),
+    [
+        ("kv_both", None, (14, 14)),
+        ("kv_producer", None, (14, 0)),
+        ("kv_consumer", None, (0, 14)),
+        ("kv_both", 3, (3, 3)),
+        (None, None, (0, 0)),
+    ],
+)
+def test_slots_by_role(role, given, expected):
+    """A quarter of 20 blocks would not hold the longest request: 8 and 4 blocks, and one more of each group."""
+    transfer = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(max_model_len=128))
+    specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (16, 32)]
+    caches = SimpleNamespace(num_blocks=20, kv_cache_groups=specs, transfer_group_ids=(0, 1))
+    settings = Settings(host_staged=role is not None, staging_blocks=given)
+    found = staging_slots(config, caches, settings)
+    assert (len(found.reads), len(found.loads)) == expected
+    assert not set(found.reads) & set(found.loads)
+    assert 0 not in {*found.reads, *found.loads}
+    assert (found == NO_SLOTS) == (role is None)
