@@ -11,11 +11,18 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 torch = pytest.importorskip("torch")
 
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+import kvhma
+from connector import test_geometry
+from connector.test_geometry import chunked, full, gdn, mamba2, mla, sliding, tables_of, worker
 from connector.test_memory import DEVICES
 from connector.test_worker import PAGE, PAGES, HeldRead, Prefill, load, until
-from kvhma.errors import GeometryError, RequestError
+from kvhma.errors import RequestError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import Agent
+from kvhma.oracle import fill_source, fill_stale
+from kvhma.planning import live_spans
 from kvhma.vllm.engine_config import staging_slots
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.settings import Settings
@@ -75,16 +82,65 @@ def in_pool(pool, slots):
     return torch.stack([view[slots] for view in views_of(pool)])
 
 
-def test_pages_that_are_interleaved_are_not_copied_whole():
-    """Copied back whole, a page would bring what another layer's tokens had been."""
-    raw = torch.zeros(96, dtype=torch.uint8)
-    axes = (Axis("tokens", 4, 8), Axis("content", 4, 1))
-    layers = tuple(
-        Layer(name, 0, 0, 4 * at, 3, 32, Page((Part("kv", "uint8", 1, 0, axes),))) for at, name in enumerate("ab")
+SPECS = {
+    "full and sliding": lambda: [full(), sliding()],
+    "chunked, kernel blocks": lambda: [chunked(block=32)],
+    "latents": lambda: [mla()],
+    "padded pages of state": lambda: [full(block=64), mamba2(1, padded=full(block=64).page_size_bytes, spec=2)],
+    "gdn": lambda: [full(block=64), gdn(1, padded=full(block=64).page_size_bytes)],
+}
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
+@pytest.mark.parametrize("specs", SPECS)
+def test_what_came_through_pools_is_what_a_direct_read_brings(monkeypatch, layout, specs):
+    """Whatever lies between the bytes of a page in some layouts, of other layers and blocks, stays as it was."""
+    made = []
+    geometry_of = test_geometry.geometry_of
+    monkeypatch.setattr(
+        test_geometry,
+        "geometry_of",
+        lambda config, caches, *of, **more: made.append(caches) or geometry_of(config, caches, *of, **more),
     )
-    geometry = Geometry((Region(raw.data_ptr(), 96),), (Group("full", 4),), layers)
-    with pytest.raises(GeometryError, match="host_staged: pages of a and b are interleaved: 28 bytes, of which"):
-        StagingPool(geometry, {"a": raw, "b": raw}, SlotRanges.of(1, 1))
+    # vLLM splits no blocks of the other layouts.
+    kernel = 16 if "kernel" in specs and layout in ("LBHNC", "LBNHC") else None
+    p, d = (worker(SPECS[specs](), layout=layout, kernel=kernel) for _ in range(2))
+    memories = [[in_memory(region) for region in geometry.regions] for geometry in (p, d)]
+    tokens = 40
+    theirs, ours = (live_spans(geometry, tokens, tables_of(geometry, tokens)) for geometry in (p, d))
+    ours = [Span(span.first, [7 - block for block in span.ids]) for span in ours]
+    fill_source(memories[0], p, theirs)
+    fill_stale(memories[1])
+    before = [region.copy() for region in memories[1]]
+    move(d, p, tokens, ours, theirs)
+    expected = [region.copy() for region in memories[1]]
+    for region, old in zip(memories[1], before, strict=True):
+        region[:] = old
+    p_pool, d_pool = (
+        StagingPool(geometry, caches, SlotRanges.of(7, 7)) for geometry, caches in zip((p, d), made, strict=True)
+    )
+    for pool in (p_pool, d_pool):
+        in_memory(pool.geometry.regions[0])[:] = 0xEE
+    slots, places = p_pool._slots.take(theirs), d_pool.take(ours)
+    p_pool.copy_out(theirs, slots)
+    move(d_pool.geometry, p_pool.geometry, tokens, places, slots)
+    d_pool.copy_in(places, ours)
+    for found, wanted in zip(memories[1], expected, strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def in_memory(region):
+    return np.ctypeslib.as_array((ctypes.c_uint8 * region.bytes).from_address(region.base))
+
+
+def move(local, remote, tokens, ours, theirs):
+    """Do what a transfer says."""
+    transfer = kvhma.plan(local, (remote,), descriptor_bytes=0).transfer(tokens, list(ours), list(theirs))
+    for address, nbytes, _ in transfer.zero.tolist():
+        ctypes.memset(address, 0, nbytes)
+    for read in transfer.reads:
+        for (to, nbytes, _), (source, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
+            ctypes.memmove(to, source, nbytes)
 
 
 def test_slots_are_taken_and_given_back():

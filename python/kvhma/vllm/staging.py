@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Layer, Page, Region, Span
 from kvhma.geometry import Memory as MemoryKind
 from kvhma.vllm.accelerator import Accelerator, device_of
@@ -47,9 +45,6 @@ class StagingPool:
             geometry: of the caches.
             caches: by layer.
             slots: how many.
-
-        Raises:
-            GeometryError: a page is not in one piece, or pages of two layers are interleaved.
         """
         self.device = device_of(caches.values())
         self._slots = Slots(slots.loads)
@@ -58,11 +53,13 @@ class StagingPool:
         region = Region(self._bytes.data_ptr(), self._bytes.nbytes)
         self.geometry = replace(geometry, regions=(region,), layers=layers)
         storages = Storages(caches)
-        of_caches = (_pages(storages, geometry, layer) for layer in geometry.layers)
-        of_pool = (_pages(Storages({"pool": self._bytes}), self.geometry, layer) for layer in layers)
-        self._pages: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in geometry.groups]
-        for layer, on_device, on_host in zip(layers, of_caches, of_pool, strict=True):
-            self._pages[layer.group].append((on_device, on_host))
+        pool = Storages({"pool": self._bytes})
+        self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in geometry.groups]
+        for of_cache, of_pool in zip(geometry.layers, layers, strict=True):
+            on_host = _parts(pool, self.geometry, of_pool)
+            self._parts[of_pool.group] += [
+                (part, on_host[name]) for name, part in _parts(storages, geometry, of_cache).items()
+            ]
 
     def take(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
         """See :class:`kvhma.vllm.memory.Memory`."""
@@ -86,94 +83,74 @@ class StagingPool:
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
         """Copy blocks to slots, on the stream of the calling thread, which waits for it."""
-        for pages, blocks, slots in self._moves(spans, places):
-            for on_device, on_host in pages:
+        for parts, blocks, slots in self._moves(spans, places):
+            for on_device, on_host in parts:
                 on_host[slots] = on_device[blocks.to(on_device.device)].to("cpu")
 
     def _to_device(self, places: Sequence[Span], spans: Sequence[Span]) -> None:
-        for pages, blocks, slots in self._moves(spans, places):
-            for on_device, on_host in pages:
+        for parts, blocks, slots in self._moves(spans, places):
+            for on_device, on_host in parts:
                 on_device[blocks.to(on_device.device)] = on_host[slots].to(on_device.device)
 
     def _moves(
         self, spans: Sequence[Span], places: Sequence[Span]
     ) -> Iterable[tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor, torch.Tensor]]:
-        """Yield the pages of each group's layers, its blocks, and their slots."""
-        for pages, span, place in zip(self._pages, spans, places, strict=True):
+        """Yield the parts of each group's layers, its blocks, and their slots."""
+        for parts, span, place in zip(self._parts, spans, places, strict=True):
             blocks, slots = (torch.as_tensor(np.asarray(of.ids, dtype=np.int64)) for of in (span, place))
             if len(blocks):
-                yield pages, blocks, slots
+                yield parts, blocks, slots
 
 
 def _pool_layers(geometry: Geometry, slots: int) -> tuple[int, tuple[Layer, ...]]:
     """Return the bytes of a slot, and where in the pool each layer's pages are."""
-    _check_pages(geometry)
-    offsets = []
     ends = [0] * len(geometry.groups)
+    pages, offsets = [], []
     for layer in geometry.layers:
+        pages.append(_dense(layer.page))
         offsets.append(ends[layer.group])
-        page = _room(layer.page)
-        ends[layer.group] += geometry.groups[layer.group].ratio * page
+        ends[layer.group] += geometry.groups[layer.group].ratio * _room(layer.page)
     room = max(ends, default=0)
-    layers = []
-    for layer, offset in zip(geometry.layers, offsets, strict=True):
-        page = _room(layer.page)
-        layers.append(replace(layer, region=0, offset=offset, num_blocks=slots, block_stride=room, kernel_stride=page))
-    return room, tuple(layers)
-
-
-def _check_pages(geometry: Geometry) -> None:
-    """Refuse pages that cannot be copied whole: what lies between their bytes is another page's.
-
-    ::
-
-        in one piece    | a: page of block 0 | b: page of block 0 | a: page of block 1 | ...
-        interleaved     | a: token 0 | b: token 0 | a: token 1 | b: token 1 | ...
-    """
-    for group in range(len(geometry.groups)):
-        pieces = []
-        for layer in (one for one in geometry.layers if one.group == group):
-            stride = _kernel_stride(geometry, layer)
-            start = geometry.regions[layer.region].base + layer.offset
-            # Of the first two blocks: with those after them it is the same.
-            pieces += [
-                (start + block * layer.block_stride + kernel * stride, _reach(layer.page), layer.name)
-                for block in range(min(2, layer.num_blocks))
-                for kernel in range(geometry.groups[group].ratio)
-            ]
-        for (start, nbytes, name), (after, _, other) in pairwise(sorted(pieces)):
-            if start + nbytes > after:
-                raise GeometryError(
-                    f"host_staged: pages of {name} and {other} are interleaved: {nbytes} bytes, of which the other's "
-                    f"begin at {after - start}"
-                )
-
-
-def _reach(page: Page) -> int:
-    """Return the bytes from a page's start to its last byte, what lies between its items included."""
-    return max(
-        part.offset + sum((axis.shard.held - 1) * axis.stride for axis in part.axes) + part.item_bytes
-        for part in page.parts
+    layers = tuple(
+        Layer(layer.name, layer.group, 0, offset, slots, room, page, kernel_stride=_room(page))
+        for layer, page, offset in zip(geometry.layers, pages, offsets, strict=True)
     )
+    return room, layers
+
+
+def _dense(page: Page) -> Page:
+    """Return a page without gaps, its axes in the same order of strides.
+
+    What lies between the items of a page may be another layer's, or another block's: it is not copied::
+
+        in a cache   a: token 0 | b: token 0 | a: token 1 | b: token 1 | ...
+        in a slot    a: token 0 | a: token 1 | ...
+    """
+    parts, offset = [], 0
+    for part in sorted(page.parts, key=lambda part: part.offset):
+        stride = part.item_bytes
+        strides = {}
+        for index, axis in sorted(enumerate(part.axes), key=lambda item: item[1].stride):
+            strides[index] = stride
+            stride *= axis.shard.held
+        axes = tuple(replace(axis, stride=strides[index]) for index, axis in enumerate(part.axes))
+        parts.append(replace(part, offset=offset, axes=axes))
+        offset += stride
+    return Page(tuple(parts))
 
 
 def _room(page: Page) -> int:
-    """Return the bytes that a page gets in a slot."""
-    return -(-_reach(page) // _ALIGN) * _ALIGN
+    """Return the bytes that a page has in a slot."""
+    return -(-page.nbytes // _ALIGN) * _ALIGN
 
 
-def _kernel_stride(geometry: Geometry, layer: Layer) -> int:
-    ratio = geometry.groups[layer.group].ratio
-    return layer.block_stride // ratio if layer.kernel_stride is None else layer.kernel_stride
-
-
-def _pages(storages: Storages, geometry: Geometry, layer: Layer) -> torch.Tensor:
-    """Return a layer's pages as bytes: shape (blocks, kernel blocks of a block, bytes of a page)."""
-    address = geometry.regions[layer.region].base + layer.offset
-    within = storages.from_address(address)
-    ratio = geometry.groups[layer.group].ratio
-    return within.as_strided(
-        (layer.num_blocks, ratio, _reach(layer.page)),
-        (layer.block_stride, _kernel_stride(geometry, layer), 1),
-        within.storage_offset(),
-    )
+def _parts(storages: Storages, geometry: Geometry, layer: Layer) -> dict[str, torch.Tensor]:
+    """Return the parts of a layer's pages as bytes: blocks, kernel blocks of a block, axes, bytes of an item."""
+    found = {}
+    for part in layer.page.parts:
+        within = storages.from_address(geometry.regions[layer.region].base + layer.offset + part.offset)
+        ratio = geometry.groups[layer.group].ratio
+        shape = (layer.num_blocks, ratio, *(axis.shard.held for axis in part.axes), part.item_bytes)
+        strides = (layer.block_stride, geometry.kernel_stride(layer), *(axis.stride for axis in part.axes), 1)
+        found[part.name] = within.as_strided(shape, strides, within.storage_offset())
+    return found
