@@ -334,22 +334,14 @@ def test_a_device_that_fails_fails_its_loads(p, d, device, monkeypatch):
     assert d.until_received("r") == {"r"}
 
 
-WAITS = {
-    ("d", 1, False): 0,
-    ("d", 1, True): 1,
-    ("d", 2, False): 0,
-    ("d", 2, True): 0,
-}
-
-
-@pytest.mark.parametrize(("name", "data_parallel_size", "idle"), WAITS)
-def test_which_steps_wait_for_loads(p, start, device, monkeypatch, name, data_parallel_size, idle):
-    d = start(Engine, name, data_parallel_size=data_parallel_size)
+@pytest.mark.parametrize(("engines", "idle", "expected"), [(1, False, 0), (1, True, 1), (2, False, 0), (2, True, 0)])
+def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expected):
+    d = start(Engine, "d", data_parallel_size=engines)
     waits = []
     monkeypatch.setattr(d.connector._worker._results, "wait", lambda: waits.append(1))
     d.step(p.load("r"), idle=idle)
     d.step()
-    assert len(waits) == WAITS[name, data_parallel_size, idle]
+    assert len(waits) == expected
 
 
 def test_blocks_that_come_through_the_host_are_copied_after_the_steps_before(device, monkeypatch):

@@ -26,12 +26,12 @@ from kvhma.nixl.library import (
 from kvhma.nixl.memory import RegisteredMemory
 from kvhma.nixl.peer import Peer, add_peer, metadata_start, remove_peer
 from kvhma.nixl.prepared import PreparedList, PreparedLists
+from kvhma.nixl.scratch import Scratch
 from kvhma.nixl.session import Session
 from kvhma.nixl.transfer import InFlight, Telemetry, TransferHandle
 
 _DEFAULTS = AgentOptions()
 _READ = "READ"
-_SCRATCH_BYTES = 4096
 
 
 class Agent:
@@ -84,10 +84,8 @@ class Agent:
         self._prepared = PreparedLists(self._session, strided=self.strided)
         self._in_flight = InFlight(self._session)
         # Registered at once, so that all handshake payloads of the agent have the same metadata for it.
-        self._scratch_bytes = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
-        self._scratch = Region(self._scratch_bytes.ctypes.data, _SCRATCH_BYTES)
-        self._memory.register(opened, [self._scratch])
-        self._device_scratch: Region | None = None
+        self._scratch = Scratch()
+        self._memory.register(opened, [self._scratch.host])
         # NIXL does not document the form of its metadata: a peer's is checked only if this agent's has the known form.
         self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
 
@@ -111,13 +109,10 @@ class Agent:
             self._memory.register(self._session.open(), geometry.regions)
 
     def register_scratch(self, region: Region) -> None:
-        """Register memory that :meth:`connect` may read a few bytes into, of the kind that reads will go into.
+        """Register memory of a device, which nothing else uses, for :meth:`connect` to read a few bytes into.
 
-        Without it connections are warmed up into host memory, which leaves the first read into a device's memory to
-        set up the transports between devices. Call it before :meth:`handshake_payload`.
-
-        Args:
-            region: memory of a device that nothing else uses, at least one byte.
+        Without it the first read into a device's memory sets up what that takes. Call it before
+        :meth:`handshake_payload`.
 
         Raises:
             RequestError: it overlaps registered memory without being part of it.
@@ -125,7 +120,7 @@ class Agent:
         """
         with self._session.setup:
             self._memory.register(self._session.open(), [region])
-            self._device_scratch = region
+            self._scratch.device = region
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -169,7 +164,7 @@ class Agent:
             Agent(f"{self.name}-reader", self._options) as reader,
         ):
             for local, remote in ((self, owner), (reader, self)):
-                scratch = Geometry(regions=(remote._scratch,), groups=(), layers=())
+                scratch = Geometry(regions=(remote._scratch.host,), groups=(), layers=())
                 local.disconnect(local.connect(remote.handshake_payload(scratch)))
 
     def connect(self, payload: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
@@ -212,23 +207,14 @@ class Agent:
     def _warm_up(self, peer: Peer, timeout: float) -> None:
         # Adding an agent and sending it a notification only start to connect, and a transfer that follows waits for
         # the rest, tens of milliseconds. A small read that is waited for leaves nothing to set up.
-        scratch = self._device_scratch or self._scratch
-        # Not every transport reads device memory into host memory.
-        readable = (one for one in peer.geometry.regions if self._device_scratch is not None or one.memory == "DRAM")
-        region = next(readable, None)
-        if region is None:
+        rows = self._scratch.for_read(peer)
+        if rows is None:
             self.notify(peer, WARM_UP)
             return
-        size = min(region.bytes, scratch.bytes, _SCRATCH_BYTES)
+        local, remote, size = rows
+        memory = {"local_memory": local.memory, "remote_memory": remote.memory}
         try:
-            done = self.read(
-                peer,
-                row_of(scratch, size),
-                row_of(region, size),
-                WARM_UP,
-                local_memory=scratch.memory,
-                remote_memory=region.memory,
-            ).wait(timeout)
+            done = self.read(peer, row_of(local, size), row_of(remote, size), WARM_UP, **memory).wait(timeout)
         except KvhmaError:
             self.disconnect(peer, timeout)
             raise
