@@ -165,7 +165,6 @@ class Loader:
         active.transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
         active.planned_at = time.monotonic()
         active.zeroing = self._memory.zero(active.transfer.zero, active.after)
-        active.planned_at = time.monotonic()
         active.waits_for_device = not active.is_zeroed()
 
     def _post(self, active: ActiveLoad) -> None:
