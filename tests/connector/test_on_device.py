@@ -44,7 +44,16 @@ from kvhma.vllm.worker.polling import ActiveLoad
 from support.cache.engine import vllm_config_of
 from support.counted import Counted
 from support.engines.engine import free_port
-from support.simulated_device import DEVICE, HostMapped, OnDevice, SimulatedDevice, on_device
+from support.simulated_device import (
+    DEVICE,
+    Accelerators,
+    Event,
+    HostMapped,
+    OnDevice,
+    SimulatedDevice,
+    Stream,
+    on_device,
+)
 
 BLOCKS, BLOCK, LAYERS = 8, 16, ("a", "b")
 TOKENS = 2 * BLOCK + 5
@@ -373,6 +382,19 @@ def test_blocks_that_come_through_the_host_are_copied_after_the_steps_before(dev
     assert copied.is_set()
     assert own[0] is not device.engine
     assert "synchronize" not in {call.what for call in device.calls}
+
+
+def test_what_is_simulated_is_torchs():
+    for simulated, real in ((Stream, torch.Stream), (Event, torch.Event), (Accelerators, torch.accelerator)):
+        names = {name for name in vars(simulated) if not name.startswith("_") and name != "put"}
+        assert names
+        assert all(callable(getattr(real, name)) for name in names), real
+    assert hasattr(torch.Stream, "__enter__")
+    stream, event = torch.Stream(torch.device("cpu"), priority=-1), torch.Event(torch.device("cpu"))
+    assert (stream.device, event.device) == (torch.device("cpu"), torch.device("cpu"))
+    pieces = [torch.ones(3), torch.ones(2)]
+    torch._foreach_zero_(pieces)
+    assert not any(piece.any() for piece in pieces)
 
 
 def test_caches_on_several_devices_are_refused():

@@ -96,7 +96,7 @@ class Stream:
         self._simulated.local.stream = self._outer.pop()
 
 
-class _Accelerator:
+class Accelerators:
     """`torch.accelerator`."""
 
     def __init__(self, simulated: SimulatedDevice) -> None:
@@ -125,7 +125,7 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.local = threading.local()
-        self.accelerator = _Accelerator(self)
+        self.accelerator = Accelerators(self)
         self.streams: list[Stream] = []
         self.engine = self._new_stream()
         self.local.stream, self.local.device = self.engine, DEVICE
