@@ -17,6 +17,7 @@ from kvhma.vllm.memory import Storages, zero_host
 from kvhma.vllm.slots import SlotRanges, Slots
 
 _ALIGN = 64
+_ITEMS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StagingPool:
@@ -58,7 +59,7 @@ class StagingPool:
         for of_cache, of_pool in zip(geometry.layers, layers, strict=True):
             on_host = _parts(pool, self.geometry, of_pool)
             self._parts[of_pool.group] += [
-                (part, on_host[name]) for name, part in _parts(storages, geometry, of_cache).items()
+                _as_items(part, on_host[name]) for name, part in _parts(storages, geometry, of_cache).items()
             ]
 
     def take(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
@@ -85,12 +86,14 @@ class StagingPool:
         """Copy blocks to slots, on the stream of the calling thread, which waits for it."""
         for parts, blocks, slots in self._moves(spans, places):
             for on_device, on_host in parts:
-                on_host[slots] = on_device[blocks.to(on_device.device)].to("cpu")
+                found = on_device.index_select(0, blocks.to(on_device.device))
+                on_host.index_copy_(0, slots, found.to("cpu"))
 
     def _to_device(self, places: Sequence[Span], spans: Sequence[Span]) -> None:
         for parts, blocks, slots in self._moves(spans, places):
             for on_device, on_host in parts:
-                on_device[blocks.to(on_device.device)] = on_host[slots].to(on_device.device)
+                found = on_host.index_select(0, slots).to(on_device.device)
+                on_device.index_copy_(0, blocks.to(on_device.device), found)
 
     def _moves(
         self, spans: Sequence[Span], places: Sequence[Span]
@@ -154,3 +157,12 @@ def _parts(storages: Storages, geometry: Geometry, layer: Layer) -> dict[str, to
         strides = (layer.block_stride, geometry.kernel_stride(layer), *(axis.stride for axis in part.axes), 1)
         found[part.name] = within.as_strided(shape, strides, within.storage_offset())
     return found
+
+
+def _as_items(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two views with whole items in place of their bytes, which are copied faster, where they are aligned."""
+    dtype = _ITEMS.get(one.shape[-1], torch.uint8)
+    try:
+        return one.view(dtype), other.view(dtype)
+    except RuntimeError:
+        return one, other
