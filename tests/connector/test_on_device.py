@@ -7,6 +7,7 @@ that a device, its driver and UCX do as documented: tests/gpu is for that.
 """
 
 import contextlib
+import copy
 import itertools
 import threading
 import time
@@ -76,9 +77,9 @@ def device(monkeypatch):
 
 
 class Engine:
-    """A worker's part of the connector over caches that say they are on the device."""
+    """A worker's part of the connector, over caches that say they are on the device if nothing else is said."""
 
-    def __init__(self, name, *, data_parallel_size=1, **extra):
+    def __init__(self, name, *, data_parallel_size=1, place=on_device, **extra):
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
         raw = torch.empty(len(LAYERS) * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
         raw.random_(generator=torch.Generator().manual_seed(len(name)))
@@ -88,13 +89,13 @@ class Engine:
         self.raw = raw
         # As bits: of random floats some equal nothing.
         self.caches = [view.view(torch.int16) for view in views]
-        config = vllm_config_of(name, False, "kv_both")
+        config = copy.deepcopy(vllm_config_of(name, False, "kv_both"))
         extra |= {"model_id": "tiny", "descriptor_bytes": 0, "handshake_timeout": 10}
         config.kv_transfer_config.kv_connector_extra_config |= extra
         config.parallel_config.data_parallel_size = data_parallel_size
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, KVCacheConfig(BLOCKS, [tensor], groups))
-        self.connector.register_kv_caches({of: on_device(view) for of, view in zip(LAYERS, views, strict=True)})
+        self.connector.register_kv_caches({of: place(view) for of, view in zip(LAYERS, views, strict=True)})
 
     def step(self, *loads, launch=lambda: None, idle=False):
         """Run a step as vLLM's runners do: orders, then the forward pass, then loads begin and results are taken."""
@@ -119,8 +120,8 @@ class Engine:
 class Prefill(Engine):
     """An engine that others read from."""
 
-    def __init__(self):
-        super().__init__("prefill")
+    def __init__(self, **more):
+        super().__init__("prefill", **more)
         self.address = Address("127.0.0.1", free_port())
         self.instance = random_id()
         self.leases = LeaseTable(30.0)

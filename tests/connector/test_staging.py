@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import kvhma
-from connector import test_geometry
+from connector import test_geometry, test_on_device
 from connector.test_geometry import chunked, full, gdn, mamba2, mla, sliding, tables_of, worker
 from connector.test_memory import DEVICES
 from connector.test_worker import PAGE, PAGES, HeldRead, Prefill, load, until
@@ -23,7 +23,9 @@ from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Spa
 from kvhma.nixl import Agent
 from kvhma.oracle import fill_source, fill_stale
 from kvhma.planning import live_spans
+from kvhma.vllm import connector
 from kvhma.vllm.engine_config import staging_slots
+from kvhma.vllm.formats import Writer
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.slots import NO_SLOTS, SlotRanges, Slots
@@ -214,6 +216,28 @@ def test_loads_wait_for_slots_and_each_gets_its_own_bytes(monkeypatch):
     finally:
         d.worker.close()
         p.close()
+
+
+def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
+    monkeypatch.setattr(connector, "writer_of", lambda config: lambda layer: Writer("FLASH_ATTN", "cuda", "9.0"))
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    staged = {"place": lambda view: view, "host_staged": True}
+    p, d = test_on_device.Prefill(**staged), test_on_device.Engine("d", **staged)
+    try:
+        before = [cache.clone() for cache in d.caches]
+        expected = test_on_device.expected_after_loading(p, before, test_on_device.TOKENS)
+        slots = (Span(0, [2, 3, 1]),)
+        p.connector.bind_connector_metadata(StepMetadata(copy_to_host=[((Span(0, test_on_device.THEIRS),), slots)]))
+        p.connector.wait_for_save()
+        for cache in p.caches:
+            cache.zero_()  # the blocks may be anybody's now
+        d.step(p.load("r", theirs=[2, 3, 1]))
+        assert d.until_received("r") == set()
+        assert test_on_device.equal(d.caches, expected)
+    finally:
+        d.connector.shutdown()
+        p.listener.close()
+        p.connector.shutdown()
 
 
 @pytest.mark.parametrize(
