@@ -190,7 +190,8 @@ def test_parameters_of_a_request():
     params, digest = told.to_params(Secrets(), pp_size=1)
     assert json.dumps(params) == json.dumps(recorded)
     assert digest.hex() == recorded["kvhma"]["digest"]
-    assert PrefillParams.from_params(recorded, Secrets(), num_prompt_tokens=300) == told
+    read = PrefillParams.from_params(recorded, Secrets(), num_prompt_tokens=300)
+    assert read == told._replace(digest=digest)
 
 
 def test_what_an_engine_adds_to_its_hello():
