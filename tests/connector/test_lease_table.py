@@ -348,6 +348,23 @@ def test_one_that_was_read_and_waits_for_late_readers_may_go(table):
     assert ended(table) == {LeaseEnd.READ: ["a"]}, "it was read, so it is not counted as given up"
 
 
+@pytest.mark.parametrize("what", ["renews", "finishes"])
+def test_readers_that_are_gone_are_counted_off_once(table, clock, what):
+    """Their blocks were counted off again when one more reader took their room, and then not for a later request."""
+    table.max_unread_blocks = 10
+    most = lease_table.MAX_READERS
+    key = add(table, "a", range(10))
+    assert table.renew([claim(key, reader) for reader in range(most)]) == [HELD] * most
+    clock.pass_by(LEASE)
+    new = claim(key, most)
+    assert (table.renew([new]) if what == "renews" else table.finish([new], [Outcome.READ])) == [HELD]
+    table.release([new], Outcome.READ)
+    assert ended(table) == {LeaseEnd.READ: ["a"]}
+    add(table, "b", range(10))
+    add(table, "c", range(10, 20))
+    assert ended(table) == {LeaseEnd.DROPPED: ["b"]}
+
+
 def test_without_vllms_manager_there_is_no_bound(table):
     for at in range(20):
         add(table, f"{at}", range(10 * at, 10 * at + 10))

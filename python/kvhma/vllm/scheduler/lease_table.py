@@ -223,7 +223,7 @@ class LeaseTable:
         return state
 
     def _find(self, claim: LeaseClaim, now: float) -> tuple[LeaseState, _Held | None]:
-        """Return the state of a claim, and what is held for it, which has a reader by now."""
+        """Return the state of a claim, and what is held for it, which was claimed by now."""
         held = self._held.get(claim.key)
         if held is None:
             return LeaseState.ENDED, None
@@ -241,12 +241,13 @@ class LeaseTable:
         self._digests_refused += not same
         return same
 
-    @staticmethod
-    def _admit(held: _Held, reader: int, now: float) -> bool:
+    def _admit(self, held: _Held, reader: int, now: float) -> bool:
         """Return whether there is room for a reader; those that do not renew any more make room."""
         if reader not in held.readers and len(held.readers) >= MAX_READERS:
             for known in [known for known, until in held.readers.items() if until <= now]:
                 del held.readers[known]
+            if not held.readers:
+                self._without_reader.add(held.blocks)
         return reader in held.readers or len(held.readers) < MAX_READERS
 
     def finish(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
