@@ -12,6 +12,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -195,6 +196,34 @@ def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
     hung = sum(bool(hand_over(seed)) for seed in range(100))
     print(f"{hung} of 100 hang")
     assert hung == 0 if lacks == "nothing" else hung >= LACKS[lacks]
+
+
+@pytest.mark.parametrize("passing", [False, True], ids=["computed here", "tried again"])
+def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(passing, monkeypatch):
+    """vLLM keeps blocks free for it, and those that lack them were asked before it in every step."""
+    monkeypatch.setattr(decode, "_RETRY_ROOM_SECONDS", 0.0)
+    groups = (GroupShape("0", "full", 16),)
+    p = Engine(EngineShape("p", groups, 400, 2048), random.Random(1))
+    d = Engine(EngineShape("d", groups, 50, 2048, policy="priority"), random.Random(1))
+    d.read_from(p)
+    prompts = {"low": [1] * 560, "high": [2] * 480}
+    for name, prompt in prompts.items():
+        p.add(name, prompt, 1, {"do_remote_decode": True})
+    while p.unfinished:
+        p.step()
+    d.load_odds = {"garbage": 1.0}
+    d.add("low", prompts["low"], 4, p.finished["low"].kv_transfer_params, priority=1)
+    part = Engine._part
+    monkeypatch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=3))
+    d.step()
+    (loading,) = d._loading
+    loading.passing = passing
+    d.load_odds = {"ok": 1.0}
+    d.add("high", prompts["high"], 4, p.finished["high"].kv_transfer_params, priority=0)
+    for _ in range(50):
+        d.step()
+    assert d.unfinished == []
+    assert not d.kvhma.decode._failed
 
 
 @pytest.mark.parametrize("name", MUTANTS)

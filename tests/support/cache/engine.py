@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -86,6 +86,7 @@ class EngineShape:
         ranks: workers, each with the layers of some of the groups.
         role: ``kv_role`` of the connector.
         long_prefill: tokens of a request in one step at most while there are others, 0 for any.
+        policy: in which order requests are scheduled.
     """
 
     name: str
@@ -102,6 +103,7 @@ class EngineShape:
     ranks: int = 1
     role: str = "kv_both"
     long_prefill: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
 
 
 # --- vLLM's objects ------------------------------------------------------------------------------------------
@@ -219,6 +221,7 @@ def _scheduler(shape: EngineShape) -> Scheduler:
     cache.enable_prefix_caching = shape.caching
     cache.mamba_cache_mode = "align" if state and shape.caching else "none"
     cache.prefix_match_unit = shape.hash_unit
+    config.scheduler_config.policy = shape.policy
     config.scheduler_config.max_num_batched_tokens = shape.batch
     config.scheduler_config.long_prefill_token_threshold = shape.long_prefill
     config.scheduler_config.scheduler_reserve_full_isl = shape.reserve_full
@@ -400,7 +403,7 @@ class Engine:
         self.kvhma.decode.renewer.leases = other.kvhma.context.leases
 
     def add(
-        self, name: str, tokens: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: bool
+        self, name: str, tokens: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: int
     ) -> None:
         """Give the engine a request.
 
@@ -410,16 +413,18 @@ class Engine:
             max_tokens: how many tokens it generates.
             params: ``kv_transfer_params``.
             more: `greedy`, whether the tokens it generates are those that others generate after the same prompt;
-                `unread`, whether it may not begin with blocks of the prefix cache.
+                `unread`, whether it may not begin with blocks of the prefix cache;
+                `priority`, lower ones go first where the policy says so.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             temperature=0.0,
-            skip_reading_prefix_cache=more.get("unread", False),
+            skip_reading_prefix_cache=bool(more.get("unread")),
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
-        request = Request(name, list(tokens), sampling, None, block_hasher=self._hasher)
+        priority = more.get("priority", 0)
+        request = Request(name, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority)
         text = Text(tokens)
         self._learn(request, text)
         self.scheduler.add_request(request)
@@ -427,7 +432,7 @@ class Engine:
             # The connector of P leaves the last token to D; the hashes above still are of the whole prompt.
             text = Text(tokens[: request.num_prompt_tokens])
         self.texts[name] = text
-        self.greedy[name] = more.get("greedy", True)
+        self.greedy[name] = bool(more.get("greedy", True))
         self._requests[name] = request
 
     def abort(self, name: str) -> None:

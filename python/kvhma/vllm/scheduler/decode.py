@@ -112,8 +112,8 @@ class DecodeScheduler:
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
-        self._failed: set[str] = set()
-        """Requests whose load has failed, and that vLLM has not asked about since."""
+        self._failed: dict[str, float | None] = {}
+        """Requests whose load has failed and that have had no blocks since, and when each was put off; None before."""
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
 
@@ -140,7 +140,7 @@ class DecodeScheduler:
 
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""
-        self._failed.discard(request.request_id)
+        self._failed.pop(request.request_id, None)
         load = self.pending.get(request.request_id)
         if load is None:
             return False
@@ -236,10 +236,7 @@ class DecodeScheduler:
         vLLM asks again in each step until the request is scheduled. The answer is the same unless P has answered or
         the request has waited too long.
         """
-        if request.request_id in self._failed:
-            # It holds no blocks any more, but is queued among those that do, which go first. Put off once, it is queued
-            # behind them; in front of them it might wait for blocks that they never let go of, waiting for it.
-            self._failed.discard(request.request_id)
+        if self._failed and self._is_put_off(request.request_id):
             return None, False
         load = self.pending.get(request.request_id)
         if load is None:
@@ -264,6 +261,23 @@ class DecodeScheduler:
         self._compute_here(request.request_id, reason, text)
         self._end(request.request_id, read=True)
         return 0, False
+
+    def _is_put_off(self, request_id: str) -> bool:
+        """Return whether a request has to let others go first, since a load has failed.
+
+        The one that has failed holds no blocks any more, but is queued among those that do, which go first. Put off
+        once, it is queued behind them; in front of them it might wait for blocks that they never let go of, waiting for
+        it. vLLM goes on to keep blocks free for it. Loads of higher priority, for which not enough are left then, would
+        wait in front of it for ever; so they are put off when it has waited a while.
+        """
+        now = time.monotonic()
+        if request_id in self._failed:
+            first = self._failed[request_id] is None
+            if first:
+                self._failed[request_id] = now
+            return first
+        oldest = min((since for since in self._failed.values() if since is not None), default=now)
+        return request_id in self.pending and now - oldest > _RETRY_ROOM_SECONDS
 
     def _held_at_p(self, load: PendingLoad, remote: PrefillParams) -> bool | None:
         """Return whether P still holds what is to be loaded; None if it has to answer first."""
@@ -290,6 +304,7 @@ class DecodeScheduler:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
         request_id = request.request_id
+        self._failed.pop(request_id, None)
         load = self.pending.get(request_id)
         if load is None or load.state is not LoadState.WANTED:
             return
@@ -347,7 +362,7 @@ class DecodeScheduler:
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute
         if failed and recompute and not load.finished:
-            self._failed.add(request_id)
+            self._failed[request_id] = None
         if not failed and not load.finished:
             self._keep_unfilled_out(request_id, load.first_tokens)
         may_try_again = not load.refusal and load.tries <= self._context.settings.load_retries
