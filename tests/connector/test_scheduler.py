@@ -159,7 +159,7 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
     """One question of its worker is all that an ordinary hand-off costs P: no claim before it, no release after it."""
     d = scheduler(ranks=1)
     said = []
-    for name in ("track", "release", "forget"):
+    for name in ("track", "release"):
         monkeypatch.setattr(d.decode.renewer, name, lambda *_, name=name, **__: said.append(name))
     try:
         asked = request(params=finished_at(p))
@@ -173,12 +173,28 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
         assert load(d, sibling).outcome is Outcome.READ_SHARED
         assert said == ["track"], "one of several samples is claimed at once"
         d.results(output(["1_r"]))
-        assert said == ["track", "forget"]
+        assert said == ["track", "release"]
         failed = request("s", params=finished_at(p))
         d.add(failed)
         load(d, failed)
         d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
-        assert said == ["track", "forget", "release"], "what failed was not released by the worker"
+        assert said == ["track", "release", "release"], "what failed was not released by the worker"
+    finally:
+        d.close()
+
+
+def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
+    """It goes another way to P than the question, and made a reader of one that had read, for a whole lease."""
+    d = scheduler(ranks=1)
+    try:
+        asked = request("0_r", params=finished_at(p))
+        d.add(asked)
+        order = load(d, asked)
+        claim, leases = order.remote.claim(order.reader), p.context.leases
+        assert leases.finish([claim], [order.outcome]) == [LeaseState.HELD]
+        assert leases.renew([claim]) == [LeaseState.HELD], "kept for other samples"
+        d.results(output(["0_r"]))
+        until(lambda: p.step(STEP).sent == ["at p"])
     finally:
         d.close()
 

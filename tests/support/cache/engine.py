@@ -204,9 +204,6 @@ class DirectRenewer:
         if self.leases is not None:
             self.leases.release([claim], outcome)
 
-    def forget(self, address: Any, claim: LeaseClaim) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

@@ -383,13 +383,14 @@ class DecodeScheduler:
                 )
 
     def _end(self, request_id: str, *, read: bool, released: bool = False) -> None:
-        """Forget a load; P is told, unless the worker has `released` the blocks with its question."""
+        """Forget a load; P is told, unless the worker has `released` the blocks with its question.
+
+        What is claimed is released all the same: a renewal may have been on its way then, and have claimed it again.
+        """
         load = self.pending.pop(request_id)
         self._unclaimed.pop(request_id, None)
-        if not released:
+        if load.claimed or not released:
             self._release(load, read=read)
-        elif load.claimed and load.remote is not None:
-            self.renewer.forget(load.remote.address, load.remote.claim(load.reader))
 
     def _release(self, load: PendingLoad, *, read: bool) -> None:
         """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""

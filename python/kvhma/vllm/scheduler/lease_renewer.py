@@ -90,14 +90,10 @@ class _Session:
 
     def release(self, claim: LeaseClaim, outcome: Outcome) -> None:
         """Release a claim, and renew it no more."""
-        self.forget(claim)
-        self.releases.append((claim, outcome))
-
-    def forget(self, claim: LeaseClaim) -> None:
-        """Renew a claim no more."""
         self.claims.pop(claim, None)
         if not self.claims:
             self.every = self.renew_at = math.inf
+        self.releases.append((claim, outcome))
 
     def take_work(self, now: float) -> tuple[list[LeaseClaim], list[tuple[LeaseClaim, Outcome]]]:
         """Return the claims to renew and those to release by now."""
@@ -172,13 +168,6 @@ class LeaseRenewer:
         with self._changed:
             self._session(address).release(claim, outcome)
             self._wake()
-
-    def forget(self, address: Address, claim: LeaseClaim) -> None:
-        """Stop to renew a claim that P has released already."""
-        with self._changed:
-            session = self._sessions.get(address)
-            if session is not None:
-                session.forget(claim)
 
     def close(self) -> None:
         """Stop; what was not sent is left to the leases, which end."""
