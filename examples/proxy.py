@@ -4,22 +4,34 @@
 
     python proxy.py --port 8000 --prefill http://host-a:8100 --decode http://host-b:8200 [--decode http://host-c:8200]
 
-It needs aiohttp, which vLLM brings along. Engines take turns. ``kv_transfer_params`` are handed on as they come.
-Of several samples (``n``) the prompt is computed once. Of several prompts in one body vLLM has parameters for the first
-only: the decode engine computes the others.
+It needs aiohttp and prometheus_client, which vLLM brings along. Engines take turns. ``kv_transfer_params`` are handed
+on as they come. Of several samples (``n``) the prompt is computed once. Of several prompts in one body vLLM has parameters
+for the first only: the decode engine computes the others.
+
+``/v1/models`` is answered by a decode engine, ``/v1/embeddings`` by an engine of ``--embeddings``, or else by a prefill
+engine. ``/health`` says which engines answer, ``/metrics`` what became of requests. A decode engine that runs with
+``--enable-prompt-tokens-details`` says how many tokens of a prompt it had not to compute: if it is none, nothing was
+handed over, which the log says and ``kvhma_proxy_prompts_total`` counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
+import logging
+import re
+import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+logger = logging.getLogger("kvhma.proxy")
 
 PREFILL_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
@@ -31,6 +43,11 @@ PREFILL_PARAMS: dict[str, Any] = {
 }
 ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo", "prompt_logprobs", "use_beam_search")
 MAX_BODY_BYTES = 64 << 20
+USAGE_BYTES = 4096
+"""How much of an answer's end is looked at for how many tokens were cached: usage is its last field, or last event."""
+CACHED = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]*"cached_tokens":\s*(\d+)')
+PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
+SECONDS = [0.001 * 2**k for k in range(16)]
 
 
 class UpstreamError(Exception):
@@ -42,19 +59,63 @@ class UpstreamError(Exception):
         self.body = {"error": {"message": message, "type": kind, "code": status}}
 
 
-def first_prompt(prompt: Any) -> Any:
-    """Return the first of several prompts; a list of numbers is one."""
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    return prompt[0] if several else prompt
+def has_several_prompts(prompt: Any) -> bool:
+    """Whether it is a list of prompts; a list of numbers is one."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+
+
+class Metrics:
+    """What the proxy counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvhma_proxy_requests",
+            "Requests sent to an engine. Outcome: ok, refused (its status was 4xx), failed (another status, or no "
+            "kv_transfer_params), unreachable, lost (in the middle of its answer), hung_up (the client).",
+            ["role", "engine", "outcome"],
+            registry=self.registry,
+        )
+        self.first_token = Histogram(
+            "kvhma_proxy_first_token_seconds",
+            "Seconds from the prefill engine's answer to the first bytes of a decode engine's stream.",
+            ["engine"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.prompts = Counter(
+            "kvhma_proxy_prompts",
+            "Prompts that were to be handed over. The decode engine says that it had the cache of some of the tokens "
+            "(cached), loaded or its own; that it had none (computed); or nothing (unknown).",
+            ["engine", "result"],
+            registry=self.registry,
+        )
+
+    def count_prompt(self, engine: str, end: bytes, request_id: str) -> None:
+        """Look at the end of a decode engine's answer for what became of the hand-off."""
+        cached, prompt = CACHED.search(end), PROMPT.search(end)
+        if cached is None or prompt is None or int(prompt[1]) < 3:  # of so few tokens there may be none to hand over
+            self.prompts.labels(engine, "unknown").inc()
+        elif int(cached[1]) > 0:
+            self.prompts.labels(engine, "cached").inc()
+        else:
+            self.prompts.labels(engine, "computed").inc()
+            logger.warning(
+                "request %s: nothing was handed over: decode engine %s computed all %d tokens of the prompt; its log "
+                "and its metrics vllm:kvhma_failed_loads and vllm:kvhma_computed_prompts say why",
+                request_id,
+                engine,
+                int(prompt[1]),
+            )
 
 
 class Proxy:
     """Sends requests on."""
 
-    def __init__(self, prefill: list[str], decode: list[str]) -> None:
-        self._engines = {"prefill": prefill, "decode": decode}
-        self._prefill: Iterator[str] = itertools.cycle(prefill)
-        self._decode: Iterator[str] = itertools.cycle(decode)
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], embeddings: Sequence[str] = ()) -> None:
+        self._engines = {"prefill": prefill, "decode": decode} | ({"embeddings": embeddings} if embeddings else {})
+        self._turns = {role: itertools.cycle(engines) for role, engines in self._engines.items()}
+        self._metrics = Metrics()
 
     async def run_client(self, app: web.Application) -> AsyncIterator[None]:
         """Keep one pool of connections for the life of the app."""
@@ -67,118 +128,196 @@ class Proxy:
         try:
             body = await request.json()
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            return web.json_response(
-                {"error": {"message": f"the body is not JSON: {error}", "type": "invalid"}}, status=400
-            )
+            return invalid(f"the body is not JSON: {error}")
         if not isinstance(body, dict):
-            return web.json_response({"error": {"message": "the body is not an object", "type": "invalid"}}, status=400)
-        headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
-        if "Authorization" in request.headers:
-            headers["Authorization"] = request.headers["Authorization"]
+            return invalid("the body is not an object")
+        headers = headers_of(request)
+        call = Call(self._session, self._metrics, request.path, headers)
         try:
-            params = await self._prefill_one(next(self._prefill), request.path, body, headers)
-            return await self._decode_one(next(self._decode), request, body | {"kv_transfer_params": params}, headers)
+            params = await call.prefill(next(self._turns["prefill"]), body)
+            return await call.decode(next(self._turns["decode"]), request, body | {"kv_transfer_params": params})
         except UpstreamError as error:
             return web.json_response(error.body, status=error.status, headers=headers)
 
-    async def _prefill_one(
-        self, engine: str, path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> dict[str, Any]:
-        short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
-        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
-        if "prompt" in short:
-            short["prompt"] = first_prompt(short["prompt"])
-        if "max_completion_tokens" in short:
-            short["max_completion_tokens"] = 1
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Have one engine answer: a decode engine which models there are, another one embeddings."""
+        role = "decode" if request.method == "GET" else "embeddings" if "embeddings" in self._turns else "prefill"
+        engine, headers = next(self._turns[role]), headers_of(request)
+        call = Call(self._session, self._metrics, request.path, headers)
+        if "Content-Type" in request.headers:
+            call.headers["Content-Type"] = request.headers["Content-Type"]
         try:
-            async with self._session.post(engine + path, json=short, headers=headers) as answer:
-                text = await answer.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise UpstreamError(
-                502, f"prefill engine {engine}: {error or type(error).__name__}", "prefill_unreachable"
-            ) from error
-        if answer.status != 200:
-            raise UpstreamError(answer.status, f"prefill engine {engine}: {text[:1000]}", "prefill_failed")
-        try:
-            params = json.loads(text).get("kv_transfer_params")
-        except (json.JSONDecodeError, AttributeError) as error:
-            raise UpstreamError(
-                502, f"prefill engine {engine} does not answer with JSON: {error}", "prefill_failed"
-            ) from error
-        if not isinstance(params, dict):
-            raise UpstreamError(
-                502,
-                f"prefill engine {engine} returns no kv_transfer_params; was it started with a connector?",
-                "prefill_failed",
-            )
-        return params
+            async with await call.send(role, engine, request.method, data=await request.read() or None) as answer:
+                text = await call.read(role, engine, answer)
+                self._metrics.requests.labels(role, engine, outcome_of(answer.status)).inc()
+                return web.Response(status=answer.status, text=text, content_type=answer.content_type)
+        except UpstreamError as error:
+            return web.json_response(error.body, status=error.status, headers=headers)
 
-    async def _decode_one(
-        self, engine: str, request: web.Request, body: dict[str, Any], headers: dict[str, str]
-    ) -> web.StreamResponse:
+    async def _state(self, engine: str) -> str:
         try:
-            answer = await self._session.post(engine + request.path, json=body, headers=headers)
+            async with self._session.get(engine + "/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return "ok" if answer.status == 200 else f"status {answer.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise UpstreamError(
-                502, f"decode engine {engine}: {error or type(error).__name__}", "decode_unreachable"
-            ) from error
-        # Leaving this block closes the connection, so that a client that hangs up ends its request at the engine too.
-        async with answer:
-            if answer.status != 200:
-                text = await answer.text()
-                raise UpstreamError(answer.status, f"decode engine {engine}: {text[:1000]}", "decode_failed")
-            passed = web.StreamResponse(
-                headers={"Content-Type": answer.headers.get("Content-Type", "application/json")} | headers
-            )
-            await passed.prepare(request)
-            try:
-                async for chunk in answer.content.iter_any():
-                    await passed.write(chunk)
-            except aiohttp.ClientError as error:
-                # The status line is out; an event says what happened, and the missing [DONE] that it is not all.
-                message = {"error": {"message": f"decode engine {engine}: {error}", "type": "decode_lost", "code": 502}}
-                await passed.write(b"data: " + json.dumps(message).encode() + b"\n\n")
-            await passed.write_eof()
-            return passed
+            return str(error) or type(error).__name__
 
     async def health(self, request: web.Request) -> web.Response:
         """200 if all engines are healthy, else 503 and which are not."""
         found: dict[str, dict[str, str]] = {}
-        well = True
         for role, engines in self._engines.items():
-            for engine in engines:
-                try:
-                    async with self._session.get(engine + "/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
-                        state = "ok" if answer.status == 200 else f"status {answer.status}"
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    state = str(error) or type(error).__name__
-                well = well and state == "ok"
-                found.setdefault(role, {})[engine] = state
+            states = await asyncio.gather(*map(self._state, engines))
+            found[role] = dict(zip(engines, states, strict=True))
+        well = all(state == "ok" for states in found.values() for state in states.values())
         return web.json_response(found, status=200 if well else 503)
 
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Return what was counted, as text of Prometheus."""
+        return web.Response(body=generate_latest(self._metrics.registry), content_type="text/plain", charset="utf-8")
 
-def make_app(prefill: list[str], decode: list[str]) -> web.Application:
+
+def invalid(message: str) -> web.Response:
+    """Refuse a body."""
+    return web.json_response({"error": {"message": message, "type": "invalid"}}, status=400)
+
+
+def headers_of(request: web.Request) -> dict[str, str]:
+    """Return what an engine has to know of the client's headers."""
+    headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
+    return headers | {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+
+
+def outcome_of(status: int) -> str:
+    """Name what an engine's status means."""
+    return "ok" if status == 200 else "refused" if 400 <= status < 500 else "failed"
+
+
+class Call:
+    """One request of a client."""
+
+    def __init__(self, session: aiohttp.ClientSession, metrics: Metrics, path: str, headers: dict[str, str]) -> None:
+        self._session = session
+        self._metrics = metrics
+        self._path = path
+        self.headers = headers
+
+    def _count(self, role: str, engine: str, outcome: str) -> None:
+        self._metrics.requests.labels(role, engine, outcome).inc()
+
+    async def send(self, role: str, engine: str, method: str = "POST", **body: Any) -> aiohttp.ClientResponse:
+        """Ask an engine; of its answer only the head has been read."""
+        try:
+            return await self._session.request(method, engine + self._path, headers=self.headers, **body)
+        except asyncio.CancelledError:
+            self._count(role, engine, "hung_up")
+            raise
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._count(role, engine, "unreachable")
+            reason = f"{role} engine {engine}: {error or type(error).__name__}"
+            raise UpstreamError(502, reason, f"{role}_unreachable") from error
+
+    async def read(self, role: str, engine: str, answer: aiohttp.ClientResponse) -> str:
+        """Read all of an answer."""
+        try:
+            return await answer.text()
+        except asyncio.CancelledError:
+            self._count(role, engine, "hung_up")
+            raise
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._count(role, engine, "lost")
+            raise UpstreamError(502, f"{role} engine {engine}: {error}", f"{role}_unreachable") from error
+
+    async def prefill(self, engine: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Have the prompt computed, and return the parameters for the decode engine."""
+        short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
+        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+        if has_several_prompts(short.get("prompt")):
+            short["prompt"] = short["prompt"][0]
+        if "max_completion_tokens" in short:
+            short["max_completion_tokens"] = 1
+        async with await self.send("prefill", engine, json=short) as answer:
+            text = await self.read("prefill", engine, answer)
+        if answer.status != 200:
+            self._count("prefill", engine, outcome_of(answer.status))
+            raise UpstreamError(answer.status, f"prefill engine {engine}: {text[:1000]}", "prefill_failed")
+        try:
+            params = json.loads(text).get("kv_transfer_params")
+            problem = "returns no kv_transfer_params; was it started with a connector?"
+        except (json.JSONDecodeError, AttributeError) as error:
+            params, problem = None, f"does not answer with JSON: {error}"
+        if not isinstance(params, dict):
+            self._count("prefill", engine, "failed")
+            raise UpstreamError(502, f"prefill engine {engine} {problem}", "prefill_failed")
+        self._count("prefill", engine, "ok")
+        return params
+
+    async def decode(self, engine: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Pass on what the decode engine answers."""
+        began = time.monotonic()
+        # Leaving this block closes the connection, so that a client that hangs up ends its request at the engine too.
+        async with await self.send("decode", engine, json=body) as answer:
+            if answer.status != 200:
+                text = await self.read("decode", engine, answer)
+                self._count("decode", engine, outcome_of(answer.status))
+                raise UpstreamError(answer.status, f"decode engine {engine}: {text[:1000]}", "decode_failed")
+            passed = web.StreamResponse(
+                headers={"Content-Type": answer.headers.get("Content-Type", "application/json")} | self.headers
+            )
+            end, outcome = b"", "hung_up"
+            try:
+                await passed.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    if not end and body.get("stream"):
+                        self._metrics.first_token.labels(engine).observe(time.monotonic() - began)
+                    end = (end + chunk)[-USAGE_BYTES:]
+                    await passed.write(chunk)
+                outcome = "ok"
+            except aiohttp.ClientPayloadError as error:
+                outcome = "lost"
+                # The status line is out; an event says what happened, and the missing [DONE] that it is not all.
+                message = {"error": {"message": f"decode engine {engine}: {error}", "type": "decode_lost", "code": 502}}
+                await passed.write(b"data: " + json.dumps(message).encode() + b"\n\n")
+            finally:
+                self._count("decode", engine, outcome)
+            if outcome == "ok":
+                several = has_several_prompts(body.get("prompt")) and len(body["prompt"]) > 1
+                self._metrics.count_prompt(engine, b"" if several else end, self.headers["X-Request-Id"])
+            await passed.write_eof()
+            return passed
+
+
+def make_app(prefill: Sequence[str], decode: Sequence[str], embeddings: Sequence[str] = ()) -> web.Application:
     """The proxy as an aiohttp application."""
-    proxy = Proxy(prefill, decode)
+    proxy = Proxy(prefill, decode, embeddings)
     # A handler is cancelled when its client hangs up, see run() below.
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(proxy.run_client)
     app.router.add_post("/v1/completions", proxy.complete)
     app.router.add_post("/v1/chat/completions", proxy.complete)
+    app.router.add_post("/v1/embeddings", proxy.pass_on)
+    app.router.add_get("/v1/models", proxy.pass_on)
     app.router.add_get("/health", proxy.health)
+    app.router.add_get("/metrics", proxy.metrics)
     return app
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command line takes."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=8000)
+    several: dict[str, Any] = {"action": "append", "metavar": "URL", "help": "may be given several times"}
+    made.add_argument("--prefill", required=True, **several)
+    made.add_argument("--decode", required=True, **several)
+    made.add_argument("--embeddings", default=[], **several)
+    return made
 
 
 def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--prefill", action="append", required=True, metavar="URL", help="may be given several times")
-    parser.add_argument("--decode", action="append", required=True, metavar="URL", help="may be given several times")
-    options = parser.parse_args()
-    app = make_app([url.rstrip("/") for url in options.prefill], [url.rstrip("/") for url in options.decode])
-    web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, access_log=None)
+    options = parser().parse_args()
+    logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", level=logging.WARNING)
+    roles = ([url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode, options.embeddings))
+    web.run_app(make_app(*roles), host=options.host, port=options.port, handler_cancellation=True, access_log=None)
 
 
 if __name__ == "__main__":

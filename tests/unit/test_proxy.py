@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy of examples/, in front of engines that are played: servers which answer as vLLM's do."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="make dev installs it")
+aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+PROXY = Path(__file__).parents[2] / "examples" / "proxy.py"
+spec = importlib.util.spec_from_file_location("proxy", PROXY)
+proxy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(proxy)
+
+PARAMS = {"do_remote_prefill": True, "remote_host": "p", "kvhma": {"version": 3}}
+
+
+class Engine:
+    """What an engine is asked, and how it answers."""
+
+    def __init__(self, usage=None):
+        self.asked = []
+        self.status, self.params, self.usage = 200, PARAMS, usage
+        self.breaks = self.hangs = False
+        self.ended = asyncio.Event()
+        app = web.Application()
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+            app.router.add_post(path, self.answer)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        self.server = TestServer(app)
+
+    @property
+    def url(self):
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def models(self, request):
+        return web.json_response({"data": [{"id": "tiny"}], "auth": request.headers.get("Authorization")})
+
+    async def health(self, request):
+        return web.Response(status=self.status)
+
+    async def answer(self, request):
+        body = await request.json()
+        self.asked.append((request.path, body, request.headers))
+        if self.status != 200:
+            return web.json_response({"error": "no such model"}, status=self.status)
+        if not body.get("stream"):
+            return web.json_response(
+                {"choices": [{"text": "a"}], "usage": self.usage, "kv_transfer_params": self.params}
+            )
+        events = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await events.prepare(request)
+        try:
+            await events.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+            if self.hangs:
+                await asyncio.sleep(60)
+        finally:
+            self.ended.set()
+        if self.breaks:
+            request.transport.abort()
+            return events
+        usage = json.dumps({"choices": [], "usage": self.usage}).encode()
+        await events.write(b"data: " + usage + b"\n\ndata: [DONE]\n\n")
+        return events
+
+
+def usage(cached, prompt=50):
+    return {"prompt_tokens": prompt, "total_tokens": 51, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+class Fleet:
+    """One prefill engine, decode engines, the proxy, and a client."""
+
+    def __init__(self, *answers, embeddings=False):
+        self.prefill = Engine()
+        self.decode = [Engine(usage=answer) for answer in answers or (None,)]
+        self.embeddings = [Engine()] if embeddings else []
+
+    async def __aenter__(self):
+        self._stack = AsyncExitStack()
+        for engine in (self.prefill, *self.decode, *self.embeddings):
+            await engine.server.start_server()
+            self._stack.push_async_callback(engine.server.close)
+        urls = [[engine.url for engine in engines] for engines in ([self.prefill], self.decode, self.embeddings)]
+        server = TestServer(proxy.make_app(*urls))
+        await server.start_server()
+        self._stack.push_async_callback(server.close)
+        self.client = await self._stack.enter_async_context(aiohttp.ClientSession(str(server.make_url("/"))))
+        return self
+
+    async def __aexit__(self, *error):
+        await self._stack.aclose()
+
+    async def complete(self, path="/v1/completions", **body):
+        async with self.client.post(path, json={"prompt": "a b c"} | body) as answer:
+            return answer.status, await answer.text()
+
+    async def get(self, path, **headers):
+        async with self.client.get(path, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+    async def samples(self, name):
+        """Samples of a metric by role, engine and outcome or result, as far as it has them; without those of 0."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = text_string_to_metric_families((await self.get("/metrics"))[1])
+        found = [sample for family in families for sample in family.samples if sample.name == name]
+        order = ("role", "engine", "outcome", "result")
+        return {
+            tuple(sample.labels[label] for label in order if label in sample.labels): sample.value
+            for sample in found
+            if sample.value
+        }
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_goes_through_both_engines(stream):
+    async def test():
+        async with Fleet(usage(48)) as fleet:
+            status, text = await fleet.complete(max_tokens=7, stream=stream, min_tokens=3, kv_transfer_params={"x": 1})
+            assert status == 200
+            assert ("[DONE]" in text) == stream
+            (((path, asked, headers),), ((_, decoded, others),)) = fleet.prefill.asked, fleet.decode[0].asked
+            assert path == "/v1/completions"
+            assert (asked["max_tokens"], asked["stream"]) == (1, False)
+            assert asked["kv_transfer_params"] == proxy.PREFILL_PARAMS
+            assert "min_tokens" not in asked
+            assert decoded["kv_transfer_params"] == PARAMS, "not what the client had sent"
+            assert (decoded["max_tokens"], decoded["min_tokens"]) == (7, 3)
+            assert headers["X-Request-Id"] == others["X-Request-Id"]
+            of = await fleet.samples("kvhma_proxy_requests_total")
+            assert of == {("prefill", fleet.prefill.url, "ok"): 1, ("decode", fleet.decode[0].url, "ok"): 1}
+            assert await fleet.samples("kvhma_proxy_prompts_total") == {(fleet.decode[0].url, "cached"): 1}
+            timed = await fleet.samples("kvhma_proxy_first_token_seconds_count")
+            assert timed == ({(fleet.decode[0].url,): 1} if stream else {})
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "result"),
+    [
+        (usage(0), "computed"),
+        (usage(1), "cached"),
+        (usage(0, prompt=2), "unknown"),
+        ({"prompt_tokens": 50, "prompt_tokens_details": None}, "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_a_hand_off_that_did_not_happen_is_told(said, result, stream, caplog):
+    async def test():
+        async with Fleet(said) as fleet:
+            assert (await fleet.complete(stream=stream))[0] == 200
+            assert await fleet.samples("kvhma_proxy_prompts_total") == {(fleet.decode[0].url, result): 1}
+
+    with caplog.at_level(logging.WARNING, "kvhma.proxy"):
+        run(test())
+    told = [record.getMessage() for record in caplog.records if record.name == "kvhma.proxy"]
+    assert len(told) == (result == "computed")
+    assert all("nothing was handed over" in line and "all 50 tokens" in line for line in told)
+
+
+def test_of_several_prompts_the_first_is_handed_over():
+    """The decode engine computes the others, as vLLM has no parameters for them: that is no loss."""
+
+    async def test():
+        async with Fleet(usage(0)) as fleet:
+            for prompt, first in (["a", "b"], "a"), ([[1, 2], [3]], [1, 2]), ([1, 2, 3], [1, 2, 3]):
+                await fleet.complete(prompt=prompt)
+                assert fleet.prefill.asked[-1][1]["prompt"] == first
+                assert fleet.decode[0].asked[-1][1]["prompt"] == prompt
+            found = await fleet.samples("kvhma_proxy_prompts_total")
+            assert found == {(fleet.decode[0].url, "unknown"): 2, (fleet.decode[0].url, "computed"): 1}
+
+    run(test())
+
+
+def test_engines_take_turns():
+    async def test():
+        async with Fleet(None, None) as fleet:
+            for _ in range(4):
+                await fleet.complete("/v1/chat/completions", max_completion_tokens=9)
+            assert [len(engine.asked) for engine in fleet.decode] == [2, 2]
+            assert fleet.prefill.asked[0][1]["max_completion_tokens"] == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(404, "refused"), (500, "failed")])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_an_engine_refuses_is_passed_on(role, status, outcome):
+    async def test():
+        async with Fleet() as fleet:
+            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+            engine.status = status
+            found, text = await fleet.complete(stream=True)
+            assert (found, json.loads(text)["error"]["type"]) == (status, f"{role}_failed")
+            assert (await fleet.samples("kvhma_proxy_requests_total"))[role, engine.url, outcome] == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("params", [None, [], "x"])
+def test_an_engine_without_a_connector_is_told_apart(params):
+    async def test():
+        async with Fleet() as fleet:
+            fleet.prefill.params = params
+            status, text = await fleet.complete()
+            assert status == 502
+            assert "was it started with a connector?" in text
+            assert not fleet.decode[0].asked
+            found = await fleet.samples("kvhma_proxy_requests_total")
+            assert found == {("prefill", fleet.prefill.url, "failed"): 1}
+
+    run(test())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_gone(role):
+    async def test():
+        async with Fleet(None, None) as fleet:
+            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+            url = engine.url
+            assert (await fleet.get("/health"))[0] == 200
+            await engine.server.close()
+            status, text = await fleet.complete()
+            assert (status, json.loads(text)["error"]["type"]) == (502, f"{role}_unreachable")
+            assert (await fleet.samples("kvhma_proxy_requests_total"))[role, url, "unreachable"] == 1
+            status, text = await fleet.get("/health")
+            assert status == 503
+            states = json.loads(text)
+            assert {at for engines in states.values() for at, state in engines.items() if state != "ok"} == {url}
+            assert {role: len(engines) for role, engines in states.items()} == {"prefill": 1, "decode": 2}
+
+    run(test())
+
+
+def test_health_names_the_status_of_an_engine():
+    async def test():
+        async with Fleet() as fleet:
+            fleet.decode[0].status = 503
+            status, text = await fleet.get("/health")
+            assert (status, json.loads(text)["decode"]) == (503, {fleet.decode[0].url: "status 503"})
+
+    run(test())
+
+
+def test_an_answer_that_breaks_off_says_so():
+    async def test():
+        async with Fleet() as fleet:
+            fleet.decode[0].breaks = True
+            status, text = await fleet.complete(stream=True)
+            assert status == 200
+            last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+            assert last["error"]["type"] == "decode_lost"
+            assert "[DONE]" not in text
+            found = await fleet.samples("kvhma_proxy_requests_total")
+            assert found["decode", fleet.decode[0].url, "lost"] == 1
+            assert await fleet.samples("kvhma_proxy_prompts_total") == {}
+
+    run(test())
+
+
+def test_a_client_that_hangs_up_ends_the_request_at_the_engine():
+    async def test():
+        async with Fleet() as fleet:
+            engine = fleet.decode[0]
+            engine.hangs = True
+            async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+                assert await answer.content.readany()
+                answer.close()
+            for _ in range(200):
+                found = await fleet.samples("kvhma_proxy_requests_total")
+                if ("decode", engine.url, "hung_up") in found:
+                    break
+                await asyncio.sleep(0.02)
+            assert found["decode", engine.url, "hung_up"] == 1
+
+    run(test())
+
+
+def test_bodies_that_are_none():
+    async def test():
+        async with Fleet() as fleet:
+            for body in (b"{", b"[]", b"\xff"):
+                async with fleet.client.post("/v1/completions", data=body) as answer:
+                    assert answer.status == 400
+            assert not fleet.prefill.asked
+
+    run(test())
+
+
+def test_models_are_those_of_a_decode_engine():
+    async def test():
+        async with Fleet() as fleet:
+            status, text = await fleet.get("/v1/models", Authorization="Bearer x")
+            assert (status, json.loads(text)) == (200, {"data": [{"id": "tiny"}], "auth": "Bearer x"})
+            await fleet.decode[0].server.close()
+            status, text = await fleet.get("/v1/models")
+            assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")
+
+    run(test())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_embeddings_need_one_engine(own):
+    async def test():
+        async with Fleet(embeddings=own) as fleet:
+            engine = fleet.embeddings[0] if own else fleet.prefill
+            assert (await fleet.complete("/v1/embeddings", input="a"))[0] == 200
+            ((path, body, headers),) = engine.asked
+            assert (path, body["input"], headers["Content-Type"]) == ("/v1/embeddings", "a", "application/json")
+            assert not fleet.decode[0].asked
+            engine.status = 404
+            assert (await fleet.complete("/v1/embeddings"))[0] == 404
+            role = "embeddings" if own else "prefill"
+            found = await fleet.samples("kvhma_proxy_requests_total")
+            assert found == {(role, engine.url, "ok"): 1, (role, engine.url, "refused"): 1}
+            assert ("embeddings" in json.loads((await fleet.get("/health"))[1])) == own
+
+    run(test())
