@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 AT_THE_ROOT = {"index.md": "README.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 _OF_ROOT = re.compile(r"(\]\(|src=\")docs/")
+# The README is read on a package index too, so its links say where they lead to.
+_ABSOLUTE = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/kvhma/kvhma/(?:blob/)?main/")
 _ABOVE_DOCS = re.compile(r"\]\(\.\./")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|<a )")
 
@@ -35,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make links between files links between pages."""
     if page.file.src_uri in AT_THE_ROOT:
-        return _OF_ROOT.sub(r"\1", markdown)
+        return _OF_ROOT.sub(r"\1", _ABSOLUTE.sub("](", markdown))
     return _ABOVE_DOCS.sub("](", markdown)
 
 

@@ -207,6 +207,18 @@ def test_links_lead_somewhere(page):
         assert re.match(r"https?:", target) or ((ROOT / page).parent / target).exists(), target
 
 
+def test_links_of_the_readme_lead_to_the_repository():
+    """A package index shows it, where a path leads nowhere."""
+    url = re.search(r'^Repository = "https://github.com/(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert url is not None
+    start = rf"https://(?:github\.com/{url[1]}/blob|raw\.githubusercontent\.com/{url[1]})/main/"
+    targets = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(targets) > 15
+    for target in targets:
+        assert re.match(start, target), target
+        assert (ROOT / re.sub(start, "", target)).is_file(), target
+
+
 def test_navigation_has_every_page():
     listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {Path(page).name for page in PAGES} - {"README.md"} | {"index.md"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -72,11 +73,21 @@ def test_all_of_them_were_run():
 def test_what_is_required():
     pyproject = text("pyproject.toml")
     first = ".".join(map(str, series(VLLM[0])))
+    major, minor = series(VLLM[-1])
+    untested = f"{major}.{minor + 1}"
     assert f'nixl = ["nixl>={NIXL_LEAST}"]' in pyproject
-    assert f'"vllm>={first}"' in pyproject
+    assert f'"vllm>={first},<{untested}"' in pyproject
     page = text("docs/compatibility.md")
     assert f"| NIXL | ≥ {NIXL_LEAST} | strided views from {NIXL_STRIDED};" in page
-    assert f"| vLLM | ≥ {first} |" in page
+    assert f"| vLLM | ≥ {first}, < {untested} |" in page
+    assert f"# beside vLLM {first} to {major}.{minor}, which" in text("README.md")
+
+
+def test_classifiers_name_the_pythons_that_are_tested():
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text("pyproject.toml"))
+    tested = re.search(r"python: (\[.*\])", text(".github/workflows/ci.yml"))
+    assert tested is not None
+    assert named == json.loads(tested[1])
 
 
 def test_a_package_has_one_range():
