@@ -57,6 +57,7 @@ lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use w
 	$(BIN)/python -m mypy.stubtest kvhma._kvhma
 	$(BIN)/python tools/layers.py
 	$(BIN)/python tools/words.py
+	$(BIN)/zizmor -q --offline .github
 
 .PHONY: format
 format: dev ## format Rust and Python
@@ -72,12 +73,37 @@ bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python,
 	cat benches/RESULTS.md
 
 .PHONY: wheel
-wheel: build ## build the wheel into dist/
+wheel: build ## build a wheel for this machine into dist/
 	$(BIN)/maturin build --release -q -o dist
+
+# Zig links against the glibc of manylinux_2_28 on any Linux. Only what is named by a version's tag is in dist/ then.
+RELEASE := .venv-release
+MANYLINUX := $(if $(filter Linux,$(shell uname -s)),--zig --compatibility manylinux_2_28)
+$(RELEASE)/.ready: pyproject.toml
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/$(PIP) $(GROUPS_PIP)
+	$(RELEASE)/bin/$(PIP) --group build-release
+	touch $@
+
+.PHONY: dist
+dist: $(RELEASE)/.ready ## build what is published into dist/: a wheel for this system, and the sdist
+	rm -rf dist
+	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH maturin build --release -q --locked $(MANYLINUX) -i $(RELEASE)/bin/python -o dist
+	$(RELEASE)/bin/maturin sdist -q -o dist
+
+.PHONY: wheel-test
+wheel-test: dist ## the wheel and the one that the sdist makes, each in a fresh environment; their metadata
+	$(RELEASE)/bin/$(PIP) --group release
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl
+	rm -rf dist/from-sdist
+	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH CARGO_TARGET_DIR=$(CURDIR)/target \
+		pip wheel -q --no-deps --no-build-isolation -w dist/from-sdist dist/*.tar.gz
+	$(RELEASE)/bin/python tools/wheel_test.py dist/from-sdist/*.whl
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
-	rm -rf target dist site $(VENV) .venv-e2e* $(DOCS)
+	rm -rf target dist site $(VENV) .venv-e2e* $(DOCS) $(RELEASE)
 
 .PHONY: test-long
 test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_PAIRS=n for another number)

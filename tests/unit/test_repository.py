@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,11 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
+RELEASE = ROOT / ".github/workflows/release.yml"
+_spec = importlib.util.spec_from_file_location("release", ROOT / "tools/release.py")
+release = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(release)
+WHEELS = release.WHEELS
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 PAGES = ["CONTRIBUTING.md", "SECURITY.md"]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)]*))?\)")
@@ -51,13 +57,50 @@ def test_the_workflow_has_every_version():
     assert pythons == [f"3.{number}" for number in range(int(least[1][2:]), int(least[1][2:]) + len(pythons))]
 
 
-def test_actions_are_pinned():
-    workflow = read(WORKFLOW)
+@pytest.mark.parametrize("path", [WORKFLOW, RELEASE], ids=lambda path: path.stem)
+def test_actions_are_pinned(path):
+    workflow = read(path)
     assert workflow["permissions"] == {"contents": "read"}
     used = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
     assert len(used) >= 4
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
     assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+
+
+def test_a_release_needs_every_test_and_no_token():
+    jobs = read(RELEASE)["jobs"]
+    publish = jobs.pop("publish")
+    assert {"build", *publish["needs"]} == set(jobs)
+    assert (publish["environment"], publish["permissions"]["id-token"]) == ("pypi", "write")
+    assert not any("permissions" in job for job in jobs.values())
+    assert "secrets" not in RELEASE.read_text()
+    assert steps(publish)[-1] == "uv publish --trusted-publishing always dist/*"
+
+
+def test_a_release_tests_what_it_builds():
+    jobs = read(RELEASE)["jobs"]
+    built, tested = (jobs[name]["strategy"]["matrix"] for name in ("build", "test"))
+    assert built["runner"] == tested["runner"]
+    assert set(tested["python"]) == {*read(WORKFLOW)["jobs"]["test"]["strategy"]["matrix"]["python"], "3.14t"}
+    assert set(built["python"]) <= set(tested["python"])
+    assert len(WHEELS) == len(built["runner"]) * len(built["python"])
+
+
+COMPLETE = [f"kvhma-0.1.0-{name}.whl" for name in WHEELS] + ["kvhma-0.1.0.tar.gz"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "files", "changelog", "said"),
+    [
+        ("v0.1.0", COMPLETE, "## 0.1.0 (2026-11-22)\n", []),
+        ("v0.1.1", COMPLETE, "## 0.1.0\n", ["the tag is v0.1.1, the version in Cargo.toml 0.1.0"]),
+        ("v0.1.0", COMPLETE, "## Unreleased\n", ["CHANGELOG.md has no heading '## 0.1.0'"]),
+        ("v0.1.0", COMPLETE[:-1], "## 0.1.0\n", ["kvhma-0.1.0.tar.gz is missing"]),
+        ("v0.1.0", [*COMPLETE, "kvhma-0.1.0.whl"], "## 0.1.0\n", ["kvhma-0.1.0.whl is not expected"]),
+    ],
+)
+def test_what_may_be_published(tag, files, changelog, said):
+    assert release.faults(tag, files, changelog, "0.1.0") == said
 
 
 def test_hooks_are_parts_of_lint():

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Install a wheel into a fresh environment and use it as somebody who has no checkout does.
+
+    python tools/wheel_test.py dist/kvhma-*.whl
+
+First with the declared dependencies only: the version, a plan, the import. Then with NIXL without its dependencies, by
+the command of the README: the demo. Last every code block and command of README and docs, by tests/unit/test_docs.py.
+Needs nothing but Python. NIXL is left out where it has no wheels: macOS and free-threaded Python.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+NIXL = sys.platform == "linux" and not FREE_THREADED
+BLOCKS = "test_code_prints_what_it_says or test_commands_end_well_and_print_what_it_says"
+WHERE = "import kvhma, sysconfig; assert kvhma.__file__.startswith(sysconfig.get_path('platlib')), kvhma.__file__"
+
+
+def run(folder: Path, *command: object, **variables: str) -> str:
+    """Run a command outside of the checkout, end if it fails, and return what it prints."""
+    words = [str(word) for word in command]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    started = time.monotonic()
+    ended = subprocess.run(words, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    print(f"{time.monotonic() - started:6.1f} s  {' '.join(words)}", flush=True)
+    if ended.returncode:
+        sys.exit(f"{ended.stdout}\nended with {ended.returncode}")
+    return ended.stdout
+
+
+def main(wheel: Path) -> None:
+    """Test one wheel with the Python that runs this."""
+    versions = runpy.run_path(str(ROOT / "python/kvhma/versions.py"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        venv.create(folder / "env", with_pip=True)
+        programs = folder / "env/bin"
+        pip = (programs / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
+
+        run(folder, *pip, f"{wheel}[cli]")
+        run(folder, programs / "python", "-m", "pip", "check")
+        run(folder, programs / "python", "-c", WHERE)
+        printed = run(folder, programs / "kvhma", "--version")
+        assert printed.split()[-1] == wheel.name.split("-")[1], printed
+        printed = run(folder, programs / "kvhma", "plan", "gemma-3-4b", "--tokens", "8192")
+        assert "what is read" in printed, printed
+
+        if NIXL:
+            run(folder, *pip, "--no-deps", f"nixl=={versions['NIXL']}", f"nixl-cu12=={versions['NIXL']}")
+            run(folder, programs / "kvhma", "demo")
+            absent = "import importlib.util; assert not importlib.util.find_spec('torch')"
+            run(folder, programs / "python", "-c", absent)
+
+        run(folder, *pip, "pip>=25.1")
+        run(folder, *pip, "--group", f"{ROOT / 'pyproject.toml'}:test")
+        # The extension asks for the GIL. Where importing it starts the GIL Python warns, and a warning is an error here.
+        gil = {"PYTHON_GIL": "1"} if FREE_THREADED else {}
+        test = (programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT)
+        print(run(folder, *test, "-c", ROOT / "pyproject.toml", ROOT / "tests/unit/test_docs.py", "-k", BLOCKS, **gil))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
