@@ -76,7 +76,7 @@ bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python,
 wheel: build ## build a wheel for this machine into dist/
 	$(BIN)/maturin build --release -q -o dist
 
-# Zig links against the glibc of manylinux_2_28 on any Linux. Only what is named by a version's tag is in dist/ then.
+# Zig links against the glibc of manylinux_2_28 on any Linux.
 RELEASE := .venv-release
 MANYLINUX := $(if $(filter Linux,$(shell uname -s)),--zig --compatibility manylinux_2_28)
 $(RELEASE)/.ready: pyproject.toml
@@ -86,20 +86,16 @@ $(RELEASE)/.ready: pyproject.toml
 	touch $@
 
 .PHONY: dist
-dist: $(RELEASE)/.ready ## build what is published into dist/: a wheel for this system, and the sdist
+dist: $(RELEASE)/.ready ## build what is published into dist/: the sdist, and from it the wheel for this system
 	rm -rf dist
-	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH maturin build --release -q --locked $(MANYLINUX) -i $(RELEASE)/bin/python -o dist
-	$(RELEASE)/bin/maturin sdist -q -o dist
+	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH CARGO_TARGET_DIR=$(CURDIR)/target \
+		maturin build --release -q --locked --sdist $(MANYLINUX) -i $(CURDIR)/$(RELEASE)/bin/python -o $(CURDIR)/dist
 
 .PHONY: wheel-test
-wheel-test: dist ## the wheel and the one that the sdist makes, each in a fresh environment; their metadata
+wheel-test: dist ## install the wheel of `make dist` into a fresh environment and use it there; check its metadata
 	$(RELEASE)/bin/$(PIP) --group release
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl
-	rm -rf dist/from-sdist
-	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH CARGO_TARGET_DIR=$(CURDIR)/target \
-		pip wheel -q --no-deps --no-build-isolation -w dist/from-sdist dist/*.tar.gz
-	$(RELEASE)/bin/python tools/wheel_test.py dist/from-sdist/*.whl
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too

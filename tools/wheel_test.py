@@ -64,7 +64,7 @@ def main(wheel: Path) -> None:
 
         run(folder, *pip, "pip>=25.1")
         run(folder, *pip, "--group", f"{ROOT / 'pyproject.toml'}:test")
-        # The extension asks for the GIL. Where importing it starts the GIL Python warns, and a warning is an error here.
+        # The extension asks for the GIL. Where its import starts the GIL Python warns, and a warning is an error here.
         gil = {"PYTHON_GIL": "1"} if FREE_THREADED else {}
         test = (programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT)
         print(run(folder, *test, "-c", ROOT / "pyproject.toml", ROOT / "tests/unit/test_docs.py", "-k", BLOCKS, **gil))
