@@ -311,7 +311,9 @@ class Engine:
             while True:
                 number, result, error = self._connection.recv()
                 with self._lock:
-                    future = self._waiting.pop(number)
+                    future = self._waiting.pop(number, None)
+                if future is None:  # given up when something could not be sent
+                    continue
                 if error is not None:
                     future.set_exception(EngineFailed(error))
                 elif isinstance(result, dict) and "token_ids" in result:
