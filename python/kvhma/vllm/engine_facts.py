@@ -43,6 +43,6 @@ class EngineFacts:
     has_windows: bool = False
 
     @property
-    def ranks(self) -> int:
-        """How many workers load each request."""
-        return self.tp_size * self.pp_size
+    def worker_releases(self) -> bool:
+        """Whether one worker alone loads a request, so that it tells P itself when the blocks are not needed."""
+        return self.tp_size * self.pp_size == 1

@@ -338,7 +338,7 @@ class DecodeScheduler:
             num_tokens=load.num_tokens,
             cached=load.num_tokens - external,
             spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
-            outcome=self._read_outcome(load.remote) if self._context.engine.ranks == 1 else None,
+            outcome=self._read_outcome(load.remote) if self._context.engine.worker_releases else None,
         )
 
     def results(self, output: KVConnectorOutput) -> None:
@@ -371,7 +371,7 @@ class DecodeScheduler:
             load.asked_since = None
         else:
             # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
-            released = not failed and self._context.engine.ranks == 1
+            released = not failed and self._context.engine.worker_releases
             self._end(request_id, read=not failed or recompute or load.aborted, released=released)
 
     def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:

@@ -91,9 +91,9 @@ class _Session:
     def release(self, claim: LeaseClaim, outcome: Outcome) -> None:
         """Release a claim, and renew it no more."""
         self.claims.pop(claim, None)
+        self.releases.append((claim, outcome))
         if not self.claims:
             self.every = self.renew_at = math.inf
-        self.releases.append((claim, outcome))
 
     def take_work(self, now: float) -> tuple[list[LeaseClaim], list[tuple[LeaseClaim, Outcome]]]:
         """Return the claims to renew and those to release by now."""
