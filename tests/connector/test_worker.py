@@ -104,18 +104,18 @@ def silent():
 class Decode:
     """A worker over memory of its own."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, *, data_parallel_size: int = 1, **settings: object) -> None:
         self.memory = np.zeros(PAGES * PAGE, dtype=np.uint8)
         geometry = flat_geometry(self.memory)
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
         read = Settings.read({"handshake_timeout": 2, **settings})
-        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent)
+        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent, data_parallel_size=data_parallel_size)
         self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
         self.worker.be_ready()
 
-    def start(self, **loads: tuple[PrefillParams, list[int]]) -> None:
-        self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()]))
+    def start(self, *, idle: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
+        self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
 
     def ended(self, *names: str) -> dict[str, str]:
         """Wait until loads have ended, each once; return the causes of those that failed."""
@@ -390,13 +390,13 @@ def test_other_parameters_than_p_handed_out(p, d):
 
 def test_a_silent_p_costs_a_bounded_number_of_questions(p):
     """Each load that had been read opened a connection of its own while P was silent."""
-    d = Decode(handshake_timeout=0.5)
+    d = Decode(handshake_timeout=2)
     try:
         d.start(first=(p.remote("first", [1]), [1]))
         assert d.ended("first") == {}
         go_on = threading.Event()
         renew = p.leases.renew
-        p.leases.renew = lambda claims: (go_on.wait(3), renew(claims))[1]
+        p.leases.renew = lambda claims: (go_on.wait(5), renew(claims))[1]
         for number in range(20):
             d.start(**{f"r{number}": (p.remote(f"r{number}", [1]), [1])})
             time.sleep(0.01)
@@ -455,11 +455,12 @@ IN_A_LOAD = {
 """What is called for a load."""
 
 
+@pytest.mark.parametrize("idle", [False, True], ids=["loader", "engine"])
 @pytest.mark.parametrize(
     ("what", "kind"),
     [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
 )
-def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind):
+def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind, idle):
     """`except Exception` let a panic through: the thread ended, and no load ended any more (S8).
 
     So did any exception of `engines.release` in the loader, which was called where nothing caught it.
@@ -468,13 +469,75 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
     d.start(before=(p.remote("before", [1]), [1]))
     assert d.ended("before") == {}
     calls = raises_once(monkeypatch, *IN_A_LOAD[what](d.worker), kind())
-    d.start(hit=(p.remote("hit", [2]), [2]))
+    if idle and kind is SystemExit:
+        with pytest.raises(SystemExit):
+            d.start(hit=(p.remote("hit", [2]), [2]), idle=True)
+        return
+    d.start(hit=(p.remote("hit", [2]), [2]), idle=idle)
     assert d.ended("hit") == {"hit": "internal"}
     assert calls
     d.start(after=(p.remote("after", [3]), [3]), too=(p.remote("too", [4]), [4]))
     assert d.ended("after", "too") == {}
     assert np.array_equal(d.pages([3, 4]), p.memory.reshape(PAGES, PAGE)[[3, 4]])
     assert "thread_restarts" not in counted(d, "load_seconds", 3).data, "the threads were not even touched"
+
+
+@pytest.mark.parametrize(
+    ("changes", "thread"),
+    [
+        ({}, "MainThread"),
+        ({"idle": False}, "kvhma-load"),
+        ({"data_parallel_size": 2}, "kvhma-load"),
+        ({"short": 1}, "kvhma-load"),
+        ({"no_room": True}, "kvhma-load"),
+    ],
+    ids=str,
+)
+def test_who_reads_a_load(p, monkeypatch, changes, thread):
+    """A step that has something to compute is never kept by a load, nor one that other engines may wait for."""
+    monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
+    d = Decode(data_parallel_size=changes.get("data_parallel_size", 1))
+    try:
+        d.start(met=(p.remote("met", [1]), [1]))
+        assert d.ended("met") == {}
+        names = []
+        read, take = d.worker._loader._agent.read, d.worker._loader._memory.take
+        monkeypatch.setattr(
+            d.worker._loader._agent,
+            "read",
+            lambda *args, **more: names.append(threading.current_thread().name) or read(*args, **more),
+        )
+        full = [None] if changes.get("no_room") else []
+        monkeypatch.setattr(d.worker._loader._memory, "take", lambda spans: full.pop() if full else take(spans))
+        d.start(a=(p.remote("a", [2]), [2]), idle=changes.get("idle", True))
+        if thread == "MainThread":
+            assert d.worker._results.take()[0] == {"a"}, "it had ended when it was ordered"
+        else:
+            assert d.ended("a") == {}
+        assert names == [thread]
+        assert np.array_equal(d.pages([2]), p.memory.reshape(PAGES, PAGE)[[2]])
+    finally:
+        d.worker.close()
+
+
+def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypatch):
+    """A handshake, a read that is in flight, an answer that does not come."""
+    d.start(first=(p.remote("first", [1]), [1]), idle=True)
+    held_reads.set()
+    assert d.ended("first") == {}
+    held_reads.clear()
+    d.start(read=(p.remote("read", [1]), [1]), idle=True)
+    assert d.worker._results.unreported() == 1
+    held_reads.set()
+    assert d.ended("read") == {}
+    late = p.remote("late", [2])
+    with p.leases._lock:  # P cannot answer
+        began = time.monotonic()
+        d.start(late=(late, [2]), idle=True)
+        assert time.monotonic() - began < 1
+        assert d.worker._results.unreported() == 1
+        assert d.worker.collect(idle=False)[0] == set()
+    assert d.ended("late") == {}
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -30,12 +30,12 @@ _MAX_BATCH = 32
 _DEVICE_SECONDS = 5e-4
 """Pause between two looks at the device while it zeroes for loads, or at places while there are none to read into."""
 
-_ANSWERS_SECONDS = 2e-3
-"""How long the loader stays with loads that only wait for answers: most come before another thread would be awake."""
+_SHORT_BYTES = 4 << 20
+"""The engine's thread reads no more than so many bytes: a transport may copy them within the post, in about 1 ms."""
 
 
 class Loader:
-    """Starts loads in a thread of its own. What does not end at once is handed over to the poller.
+    """Starts loads in a thread of its own, or in the engine's. What does not end at once is handed over to the poller.
 
     One thread is enough: most of starting a load is Python, so several would wait for each other, and for vLLM's.
     """
@@ -64,11 +64,37 @@ class Loader:
             "kvhma-load", memory.device.chosen(self._run), results.stats, recover=self._end_starting
         )
 
-    def add(self, loads: Sequence[Load], after: torch.Event | None = None) -> None:
-        """Queue loads; `after` is what the device has to have done before anything is written to their blocks."""
+    def add(self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False) -> None:
+        """Take loads.
+
+        Args:
+            loads: that were ordered.
+            after: what the device has to have done before anything is written to their blocks.
+            at_once: whether the calling thread has nothing better to do than a short load. It does not have to be woken
+                for it, so the load ends earlier than in the loader's thread. Several are asked for together there.
+        """
         now = time.monotonic()
         for load in loads:
-            self._queue.put(ActiveLoad(load, now, after))
+            active = ActiveLoad(load, now, after)
+            if not (at_once and len(loads) == 1 and self._start_at_once(active)):
+                self._queue.put(active)
+
+    def _start_at_once(self, active: ActiveLoad) -> bool:
+        """Start a load in the calling thread, if it is short; return whether nothing is left for the loader's to do."""
+        with errors_end(active):
+            self._plan(active)
+        if active.error is None:
+            if active.transfer is None:
+                return active.engine is None  # the handshake queues it; without room for it, the loader's thread waits
+            if active.transfer.bytes > _SHORT_BYTES or active.zeroing is not None:
+                return False
+            with errors_end(active):
+                self._post(active)
+        left = [active]
+        with errors_end(active):
+            left = self._poller.stay_with(left, lambda: True)
+        self._poller.add(left)
+        return True
 
     def close(self) -> None:
         """Start nothing any more; the poller finishes what was started."""
@@ -124,17 +150,8 @@ class Loader:
             # Earlier loads may have ended by now: some transports copy inside the post.
             self._started = self._poller.advance(self._started, more_to_come=bool(self._batch))
         self._post_zeroed()
-        self._await_answers()
-        self._poller.add(self._started)
+        self._poller.add(self._poller.stay_with(self._started, lambda: not self._zeroing and self._queue.empty()))
         self._started = []
-
-    def _await_answers(self) -> None:
-        deadline = time.monotonic() + _ANSWERS_SECONDS
-        while self._started and not self._zeroing and self._queue.empty() and time.monotonic() < deadline:
-            if any(active.read_at is None for active in self._started):
-                return
-            self._poller.wait_for_answers(self._started)
-            self._started = self._poller.advance(self._started)
 
     def _post_zeroed(self) -> None:
         """Post the reads of loads into whose blocks the device writes nothing any more."""
@@ -151,7 +168,7 @@ class Loader:
 
         Without room for it, it is left without a transfer.
         """
-        if active.error is not None:
+        if active.error is not None or active.transfer is not None:
             return
         load = active.load
         if active.engine is None:

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import queue
 import select
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -31,13 +32,16 @@ _POLL_SECONDS = 5e-4
 _ANSWER_MILLISECONDS = 1
 """Pauses between two polls: while reads are in flight, and while only answers of prefill engines are missing."""
 
+_STAY_SECONDS = 2e-3
+"""How long a thread stays with loads that only wait for answers: most come before another one would be awake."""
+
 _ASK_SECONDS = 2e-3
 """How long a load that was read waits for others of its step, to be asked for together with them."""
 
 
 @dataclass(eq=False)
 class ActiveLoad:
-    """A load from its order to its report. It belongs to one thread: the loader, then the poller, which reports it.
+    """A load from its order to its report. It belongs to one thread: who starts it, then the poller, which reports it.
 
     Attributes:
         load: what the scheduler ordered.
@@ -99,16 +103,21 @@ class ActiveLoad:
 
 @contextlib.contextmanager
 def errors_end(*loads: ActiveLoad) -> Iterator[None]:
-    """Whatever is raised within, a panic of Rust included, is the error of these loads and ends nothing else."""
+    """Whatever is raised within, a panic of Rust included, is the error of these loads and ends nothing else.
+
+    But where the engine's thread starts a load, what a signal has raised in it ends the engine.
+    """
     try:
         yield
     except BaseException as error:
         for active in loads:
             active.fail(error)
+        if isinstance(error, SystemExit | KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
 
 
 class LoadPoller:
-    """Drives active loads to their end, in a thread of its own; the loader may do the first polls itself."""
+    """Drives active loads to their end, in a thread of its own; who starts them may do the first polls itself."""
 
     def __init__(
         self, geometry: Geometry, memory: Memory, engines: PrefillEngines, results: LoadResults, timeout: float
@@ -151,6 +160,22 @@ class LoadPoller:
             self._poll_reads(active)
         self._ask(loads, more_to_come=more_to_come)
         return [active for active in loads if not self._end(active)]
+
+    def stay_with(self, loads: list[ActiveLoad], has_time: Callable[[], bool]) -> list[ActiveLoad]:
+        """Poll loads, and wait a little for answers if only answers are missing; return those that have not ended.
+
+        Args:
+            loads: they belong to the thread that calls this.
+            has_time: whether the thread has nothing else to do.
+        """
+        deadline = time.monotonic() + _STAY_SECONDS
+        loads = self.advance(loads)
+        while loads and has_time() and time.monotonic() < deadline:
+            if any(active.read_at is None for active in loads):
+                break
+            self.wait_for_answers(loads)
+            loads = self.advance(loads)
+        return loads
 
     def _run(self) -> None:
         while self._active or not self._finishing:

@@ -5,8 +5,9 @@
     start_loads --- ActiveLoad --> Loader --- [ActiveLoad] -----> LoadPoller
     collect <----------------------- LoadResults <--------------------'
 
-The engine's thread only queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads,
-and for P to say that it held the blocks.
+The engine's thread queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads, and
+for P to say that it held the blocks. Where the engine has nothing to compute, its own thread does all that for a short
+load, since it would only wait for the others.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ class KvhmaWorker:
         self._mark = self._device.mark() if metadata.loads else None
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Queue the loads of a step; returns at once."""
+        """Queue the loads of a step. An idle one reads a short load itself, where :meth:`collect` would wait for it."""
         self._new_loads = bool(metadata.loads)
         self._results.expect(metadata.loads, metadata.refusals)
         for request_id, text in metadata.refusals.items():
             self._results.fail(request_id, Failure("refused", text, passing=False))
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
-            self._loader.add(metadata.loads, after)
+            at_once = metadata.idle and self._may_wait and self._device.is_host
+            self._loader.add(metadata.loads, after, at_once=at_once)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
