@@ -196,6 +196,44 @@ def test_ptrace(scope: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert doctor._copying().state == state
 
 
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\t{far}\tPIX\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \t{far}\tSYS\t0-47\t0\t\tN/A
+GPU2\t{far}\t{far}\t X \tSYS\t48-95\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+@pytest.mark.parametrize(
+    ("prints", "state", "found"),
+    [
+        (TOPOLOGY.format(far="NV18"), "ok", "NVLink between all of 3 GPUs"),
+        (TOPOLOGY.format(far="SYS"), "note", "no NVLink: GPU0-GPU2 SYS, GPU1-GPU2 SYS; without RDMA"),
+        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-3\n", "note", "names no two GPUs"),
+        ("", "note", "names no two GPUs"),
+        (None, "note", "not installed"),
+    ],
+    ids=["all", "some", "one", "nothing", "no tool"],
+)
+def test_gpus_between_which_reads_may_be_slow_are_named(tmp_path, monkeypatch, prints, state, found):
+    """UCX reads over TCP between GPUs that neither NVLink nor RDMA connects: about 100 times slower."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if prints is not None:
+        tool = tmp_path / "nvidia-smi"
+        (tmp_path / "matrix").write_text(prints)
+        tool.write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && cat {tmp_path}/matrix\n')
+        tool.chmod(0o755)
+    row = doctor._gpu_links()
+    assert row.state == state
+    assert found in row.found
+
+
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 

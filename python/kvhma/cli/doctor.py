@@ -84,6 +84,7 @@ def look() -> Iterator[Row]:
         yield backends
         yield _transports()
         yield _copying()
+        yield _gpu_links()
         if backends.state == "ok":
             yield _ports()
             yield _loop_back()
@@ -163,6 +164,39 @@ def _copying() -> Row:
         return Row(name, "ok", "kernel.yama.ptrace_scope is 0")
     fix = "sysctl kernel.yama.ptrace_scope=0, or run both engines with CAP_SYS_PTRACE"
     return Row(name, "note", f"kernel.yama.ptrace_scope is {scope}: engines of one machine may fall back to TCP", fix)
+
+
+def _gpu_links() -> Row:
+    """Tell which GPUs of this machine no NVLink connects: reads between them may take TCP."""
+    name = "GPU links"
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Row(name, "note", "nvidia-smi, which lists them, is not installed")
+    try:
+        matrix = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False).stdout  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Row(name, "note", f"nvidia-smi failed: {error}")
+    links = gpu_links(matrix)
+    if not links:
+        return Row(name, "note", "nvidia-smi names no two GPUs")
+    slow = [f"{one}-{other} {how}" for (one, other), how in links.items() if not how.startswith("NV")]
+    if not slow:
+        return Row(name, "ok", f"NVLink between all of {len({gpu for pair in links for gpu in pair})} GPUs")
+    fix = "UCX_PROTO_INFO=y shows what a read takes; P and D on GPUs with NVLink, or an RDMA device between them"
+    return Row(name, "note", f"no NVLink: {', '.join(slow)}; without RDMA UCX may read over TCP there", fix)
+
+
+def gpu_links(matrix: str) -> dict[tuple[str, str], str]:
+    """Return how each two GPUs are connected, from what ``nvidia-smi topo -m`` prints: a row and a column for each."""
+    lines = [[cell.strip() for cell in line.split("\t")] for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
+    columns = next((line for line in lines if "GPU0" in line[1:]), [])
+    gpus = [column for column in columns if re.fullmatch(r"GPU\d+", column)]
+    found = {}
+    for row in lines:
+        how = dict(zip(columns, row, strict=False))
+        for gpu in gpus[gpus.index(row[0]) + 1 :] if row[0] in gpus else ():
+            found[row[0], gpu] = how.get(gpu, "unknown")
+    return found
 
 
 def _ports() -> Row:
