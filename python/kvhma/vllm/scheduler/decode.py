@@ -344,8 +344,15 @@ class DecodeScheduler:
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended."""
         report = output.kv_connector_worker_meta
-        if not isinstance(report, WorkerReport):
-            report = WorkerReport()
+        if isinstance(report, WorkerReport):
+            self._note_report(report)
+        failed = output.failed_recving or set()
+        for request_id in output.finished_recving or ():
+            load = self.pending.get(request_id)
+            if load is not None:
+                self._loaded(request_id, load, failed=request_id in failed)
+
+    def _note_report(self, report: WorkerReport) -> None:
         for request_id, tokens in report.first_tokens.items():
             if (load := self.pending.get(request_id)) is not None:
                 load.first_tokens = later(load.first_tokens, tokens)
@@ -353,11 +360,6 @@ class DecodeScheduler:
             load = self.pending.get(request_id)
             if load is not None and not failure.passing:
                 load.refusal = load.refusal or failure.text
-        failed = output.failed_recving or set()
-        for request_id in output.finished_recving or ():
-            load = self.pending.get(request_id)
-            if load is not None:
-                self._loaded(request_id, load, failed=request_id in failed)
 
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute

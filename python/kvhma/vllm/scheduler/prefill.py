@@ -102,14 +102,20 @@ class PrefillScheduler:
 
     def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Tell the workers which requests are not kept any more, and what to copy to host memory."""
-        metadata.sent = self._take_ended()
+        leases = self._context.leases
+        if ended := leases.drain_ended():
+            metadata.sent = self._note_ended(ended)
+        if refused := leases.take_digests_refused():
+            self._context.stats.count("digest_refused", refused)
+            peer_log.logger.warning(
+                "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
+            )
         if self._to_stage:
             metadata.copy_to_host = self._finished_prefills(output)
 
-    def _take_ended(self) -> list[str]:
+    def _note_ended(self, ended: Mapping[LeaseEnd, Sequence[str]]) -> list[str]:
         """Return the requests that are not kept any more; count and log those that were not read."""
-        leases, stats = self._context.leases, self._context.stats
-        ended = leases.drain_ended()
+        stats = self._context.stats
         for why, text in _UNREAD.items():
             if names := ended.get(why):
                 stats.count("expired", len(names), label=why.value)
@@ -122,11 +128,6 @@ class PrefillScheduler:
                 "kvhma: the oldest requests that no decode engine has asked for are given up, since they keep more "
                 "blocks than max_held_share allows (%d requests: %s)",
                 *_some(names),
-            )
-        if refused := leases.take_digests_refused():
-            stats.count("digest_refused", refused)
-            peer_log.logger.warning(
-                "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
             )
         found = [name for names in ended.values() for name in names]
         for name in found:

@@ -64,6 +64,8 @@ class KvhmaWorker:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step. An idle one reads a short load itself, where :meth:`collect` would wait for it."""
         self._new_loads = bool(metadata.loads)
+        if not metadata.loads and not metadata.refusals:  # most steps
+            return
         self._results.expect(metadata.loads, metadata.refusals)
         for request_id, text in metadata.refusals.items():
             self._results.fail(request_id, Failure("refused", text, passing=False))
