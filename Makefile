@@ -45,7 +45,8 @@ demo: build ## move hybrid caches between two processes and check every byte
 .PHONY: test
 test: dev ## everything: cargo test, then pytest (unit, property, golden, real NIXL, attacks)
 	cargo test -q
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	mkdir -p .reports/none
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --junitxml=.reports/none/test.xml $(ARGS)
 
 .PHONY: lint
 lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use which
@@ -167,7 +168,8 @@ soak: dev $(E2E)/.ready ## engines that are killed, stopped and cut off while 16
 		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: compatibility
-compatibility: ## put the reports of the last `make e2e` into docs/compatibility.md
+compatibility: ## put the reports of the last `make test` and `make e2e` into docs/compatibility.json and .md
+	$(BIN)/python tools/compatibility.py --python $(BIN)/python $(wildcard .reports/none/*.xml)
 	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)
 
 .PHONY: bench-e2e

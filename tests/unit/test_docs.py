@@ -224,49 +224,6 @@ def test_navigation_has_every_page():
     assert listed == {Path(page).name for page in PAGES} - {"README.md"} | {"index.md"}
 
 
-REPORT = """<testsuites><testsuite timestamp="2026-01-02T03:04:05">
-<testcase classname="tests.nixl.test_axes" name="a"/>
-<testcase classname="tests.nixl.test_axes.TestX" name="b"><skipped/></testcase>
-<testcase classname="tests.nixl.test_axes" name="c"><failure/></testcase>
-<testcase classname="tests.e2e.test_http" name="d"><error/></testcase>
-<testcase classname="tests.unit.test_plan" name="e"/></testsuite></testsuites>"""
-OF = {"vllm": None, "nixl": "1.5.1", "on": "CPU, x86_64"}
-
-
-@pytest.fixture(scope="module")
-def compatibility():
-    spec = importlib.util.spec_from_file_location("compatibility", ROOT / "tools/compatibility.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_rows_of_a_report(compatibility, tmp_path):
-    (tmp_path / "report.xml").write_text(REPORT)
-    found = compatibility.rows(tmp_path / "report.xml", OF)
-    before = ("none", "1.5.1", "CPU, x86_64")
-    assert found == [
-        (*before, "`tests/nixl/test_axes.py`", "1", "1", "1", "2026-01-02"),
-        (*before, "`tests/e2e/test_http.py`", "0", "1", "0", "2026-01-02"),
-    ]
-    page = compatibility.merged((ROOT / "docs/compatibility.md").read_text(), found)
-    assert "| none | 1.5.1 | CPU, x86_64 | `tests/nixl/test_axes.py` | 1 | 1 | 1 | 2026-01-02 |" in page
-    assert page.count("`tests/nixl/test_axes.py`") == 1
-    assert compatibility.merged(page, found) == page
-
-
-@pytest.mark.parametrize("text", ["", "<a", "<testsuites/>", REPORT.replace("timestamp", "when")])
-def test_reports_that_are_none(compatibility, tmp_path, text):
-    (tmp_path / "report.xml").write_text(text)
-    with pytest.raises(ValueError, match=r"report\.xml: "):
-        compatibility.rows(tmp_path / "report.xml", OF)
-
-
-def test_rows_have_a_place(compatibility):
-    with pytest.raises(ValueError, match="has no line"):
-        compatibility.merged("# Compatibility\n", [])
-
-
 def test_import_needs_numpy_only():
     heavy = {"torch", "nixl", "vllm", "click", "rich"}
     code = f"import sys, kvhma; print(sorted({{n.split('.')[0] for n in sys.modules}} & {heavy}))"

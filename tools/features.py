@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users switch on, by the names that they use, which tests show it, and what vLLM's own connector says of it.
+
+The one place that tells which test stands for which feature. tools/compatibility.py makes docs/compatibility.md of it.
+A test is a file below tests/ and a function, for real engines with its parameters if only some of them are meant:
+``e2e/test_hand_off.py::test_equal_ranks[llama]``; ``*`` in brackets stands for anything. One that does not exist fails
+tests/unit/test_compatibility.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROOFS = ("engine", "processes", "imitation", "refused")
+"""The fields of a feature that hold tests, the strongest first."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A line of the page.
+
+    Attributes:
+        name: as users say it.
+        engine: tests that run it in real engines, whose answers are compared with a plain one's.
+        processes: tests that run it with real NIXL, between agents or processes, without an engine's forward pass.
+        imitation: tests with vLLM's own classes, or with imitated writers, devices and peers.
+        refused: tests that show a typed error.
+        upstream: what vLLM's NixlConnector does.
+        note: what to know; where it is ahead, why.
+    """
+
+    name: str
+    engine: tuple[str, ...] = ()
+    processes: tuple[str, ...] = ()
+    imitation: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    upstream: str = "?"
+    note: str = ""
+
+
+CACHES = (
+    Feature(
+        "full attention",
+        engine=("e2e/test_hand_off.py::test_equal_ranks[llama]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=("connector/test_families.py::test_families",),
+        upstream="yes",
+    ),
+    Feature(
+        "sliding window",
+        engine=("e2e/test_hand_off.py::test_equal_ranks[gemma3]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=("connector/test_families.py::test_families",),
+        upstream="yes",
+    ),
+    Feature(
+        "attention sinks, mixture of experts",
+        engine=("e2e/test_hand_off.py::test_equal_ranks[gpt_oss]",),
+        upstream="yes",
+    ),
+    Feature(
+        "KV heads that differ by layer",
+        engine=(
+            "e2e/test_hand_off.py::test_equal_ranks[gemma4]",
+            "e2e/test_hand_off.py::test_one_rank_to_two_and_back[gemma4]",
+        ),
+        imitation=("connector/test_heads.py::test_every_pair_of_sizes",),
+        upstream="equal TP",
+    ),
+    Feature(
+        "chunked attention",
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=(
+            "connector/test_families.py::test_families",
+            "connector/test_cache_oracle.py::test_what_is_cached_and_read_is_right",
+        ),
+        upstream="?",
+    ),
+    Feature(
+        "MLA",
+        engine=("e2e/test_hand_off.py::test_equal_ranks[deepseek_v2]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=(
+            "connector/test_formats.py::test_every_prompt_of_two_blocks",
+            "connector/test_formats.py::test_blocks_of_other_sizes",
+        ),
+        upstream="yes",
+    ),
+    Feature(
+        "sparse MLA, indexers",
+        imitation=(
+            "connector/test_formats.py::test_every_prompt_of_two_blocks",
+            "connector/test_formats.py::test_blocks_of_other_sizes",
+        ),
+        upstream="yes",
+        note="needs a GPU to run",
+    ),
+    Feature(
+        "Mamba",
+        engine=("e2e/test_hand_off.py::test_equal_ranks[nemotron_h*]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=("connector/test_formats.py::test_recurrent_state",),
+        upstream="yes",
+    ),
+    Feature(
+        "GDN",
+        engine=("e2e/test_hand_off.py::test_equal_ranks[qwen3_next]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=("connector/test_formats.py::test_recurrent_state",),
+        upstream="yes",
+    ),
+    Feature(
+        "ring buffers (`CircularBufferSpec`)",
+        imitation=("connector/test_specs.py::test_a_ring_is_moved_between_equal_engines",),
+        upstream="yes",
+    ),
+    Feature(
+        "HiSparse: blocks in host memory",
+        refused=("connector/test_specs.py::test_blocks_in_host_memory_are_refused",),
+        upstream="yes",
+        note="a pool that ranks share; never seen outside of a GPU",
+    ),
+    Feature(
+        "cross attention (encoder-decoder)", refused=("connector/test_specs.py::test_what_is_refused",), upstream="no"
+    ),
+    Feature(
+        "quantized caches (fp8, int8, NVFP4)",
+        imitation=(
+            "connector/test_formats.py::test_every_prompt_of_two_blocks",
+            "connector/test_formats.py::test_blocks_of_other_sizes",
+            "connector/test_formats.py::test_cache_types_that_no_spec_says_are_compared",
+        ),
+        upstream="equal dtypes",
+    ),
+)
+
+PAIRS = (
+    Feature(
+        "unequal TP",
+        engine=("e2e/test_hand_off.py::test_one_rank_to_two_and_back[llama]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=("connector/test_formats.py::test_ranks",),
+        upstream="yes",
+    ),
+    Feature(
+        "unequal TP with Mamba or GDN",
+        engine=(
+            "e2e/test_hand_off.py::test_one_rank_to_two_and_back[nemotron_h*]",
+            "e2e/test_hand_off.py::test_one_rank_to_two_and_back[qwen3_next]",
+        ),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        upstream="being built",
+    ),
+    Feature(
+        "unequal block sizes",
+        engine=("e2e/test_hand_off.py::test_other_block_sizes[llama*]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=(
+            "connector/test_formats.py::test_every_prompt_of_two_blocks",
+            "connector/test_formats.py::test_blocks_of_other_sizes",
+        ),
+        upstream="P's smaller",
+    ),
+    Feature(
+        "unequal block sizes with windows or states",
+        engine=("e2e/test_hand_off.py::test_other_block_sizes[gemma3*]",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=(
+            "connector/test_formats.py::test_every_prompt_of_two_blocks",
+            "connector/test_formats.py::test_blocks_of_other_sizes",
+        ),
+        upstream="no",
+    ),
+    Feature(
+        "unequal layouts",
+        engine=("e2e/test_hand_off.py::test_both_orders_of_the_convolution",),
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        imitation=("connector/test_families.py::test_families_with_the_block_outermost",),
+        upstream="HND ↔ NHD",
+    ),
+    Feature(
+        "through host memory",
+        engine=("e2e/test_hand_off.py::test_through_host_memory",),
+        imitation=("connector/test_staging.py::test_a_hand_off_through_the_pools_of_both_engines",),
+        upstream="yes",
+    ),
+    Feature(
+        "pipeline parallel",
+        processes=(
+            "nixl/test_axes.py::test_axis",
+            "nixl/test_nixl_plans.py::test_plans",
+        ),
+        refused=("connector/test_engine_config.py::test_refused",),
+        upstream="P only, no states",
+        note="the library plans it (first column); the connector refuses it",
+    ),
+    Feature(
+        "context parallel (DCP, PCP)",
+        refused=("connector/test_engine_config.py::test_refused",),
+        upstream="MLA; PCP on P",
+        note="vLLM runs it on GPUs only",
+    ),
+    Feature("data parallel", upstream="yes", note="each rank is an engine with a side channel of its own; not run yet"),
+    Feature(
+        "P restarted, killed",
+        engine=("e2e/test_failures.py::test_p_killed_before_during_and_after_and_restarted",),
+        processes=("nixl/test_nixl_processes.py::test_a_restart_nobody_noticed",),
+        upstream="D recomputes or fails",
+    ),
+    Feature(
+        "versions of vLLM mixed",
+        imitation=("connector/test_formats.py::test_versions_that_store_the_same_spec_in_another_way_are_refused",),
+        upstream="equal versions only",
+    ),
+    Feature("an idle engine is let go (`engine_ttl`)", upstream="yes", note="`max_peers` bounds how many are kept"),
+)
+
+REQUESTS = (
+    Feature(
+        "prefix hits, chunked prefill",
+        engine=("e2e/test_prefix.py::test_prefix_hits_and_chunks",),
+        imitation=("connector/test_cache_oracle.py::test_hits_that_differ_by_group",),
+        upstream="yes",
+    ),
+    Feature(
+        "preemption, many at once",
+        engine=(
+            "e2e/test_prefix.py::test_preemption",
+            "e2e/test_prefix.py::test_many_at_once",
+        ),
+        upstream="yes",
+    ),
+    Feature(
+        "turn two: P reads D's answer",
+        upstream="yes (`bidirectional_kv_xfer`)",
+        note="the setting is taken and does nothing: P computes what its prefix cache lacks",
+    ),
+    Feature("samples (`n` > 1)", engine=("e2e/test_readers.py::test_samples_of_one_prompt",), upstream="?"),
+    Feature(
+        "`logprobs`, `prompt_logprobs`",
+        engine=("e2e/test_readers.py::test_log_probabilities_of_the_prompt_at_p",),
+        upstream="yes",
+    ),
+    Feature(
+        "LoRA",
+        engine=("e2e/test_readers.py::test_an_adapter_on_one_side",),
+        imitation=("connector/test_prompt.py::test_adapters_by_their_name_alone",),
+        upstream="yes",
+    ),
+    Feature(
+        "multimodal",
+        imitation=("connector/test_prompt.py::test_what_vllms_hash_tells_apart_the_digest_does_too",),
+        upstream="?",
+    ),
+    Feature(
+        "prompt embeddings",
+        imitation=("connector/test_prompt.py::test_embeddings_of_a_type_that_numpy_lacks",),
+        upstream="yes",
+    ),
+    Feature("structured output", upstream="?"),
+    Feature("cancelled requests", engine=("e2e/test_failures.py::test_given_up_in_any_phase",), upstream="yes"),
+    Feature(
+        "routed experts returned",
+        refused=("connector/test_engine_config.py::test_refused",),
+        upstream="?",
+        note="P's experts are not D's to return",
+    ),
+)
+
+ENGINES = (
+    Feature(
+        "speculation: ngram",
+        engine=("e2e/test_speculation.py::test_ngram_on_one_side",),
+        imitation=("connector/test_speculation.py::test_d_computes_what_it_would_have",),
+        upstream="equal settings",
+    ),
+    Feature(
+        "speculation: MTP, EAGLE, draft model",
+        imitation=("connector/test_allocator.py::test_a_draft_layer_with_heads_of_its_own",),
+        upstream="equal drafts; states: ?",
+    ),
+    Feature("async scheduling", upstream="yes", note="not shown to be on yet"),
+    Feature(
+        "sleep mode",
+        engine=("e2e/test_sleep.py::test_both_engines_sleep",),
+        processes=("connector/test_sleep.py::test_d_reads_on_after_it_slept",),
+        refused=("connector/test_sleep.py::test_sleep_mode_is_refused_where_vllm_does_not_ask",),
+        upstream="from 0.33",
+        note="vLLM asks connectors from 0.33 on",
+    ),
+    Feature(
+        "offloading beside it (`MultiConnector`)",
+        upstream="yes",
+        note="[not on D with every offloading connector](vllm.md#ds-prefix-cache); not run yet",
+    ),
+    Feature(
+        "secrets between engines",
+        engine=("e2e/test_trust.py::test_engines_with_a_secret",),
+        imitation=("connector/test_prefill_engines.py::test_hellos_are_asked_for_with_the_secret",),
+        upstream="no",
+    ),
+    Feature(
+        "two hosts, a proxy",
+        engine=(
+            "e2e/test_namespaces.py::test_two_hosts",
+            "e2e/test_http.py::test_the_proxy",
+        ),
+        upstream="yes",
+    ),
+    Feature(
+        "P writes to D (push)",
+        upstream="yes (`NixlPushConnector`)",
+        note="D reads; with it P would have to know D's blocks before it computes",
+    ),
+    Feature(
+        "NIXL without UCX (`backends`)", upstream="yes", note="the setting is handed to NIXL; nothing but UCX was run"
+    ),
+    Feature(
+        "GPU",
+        imitation=("connector/test_on_device.py::test_a_load_comes_after_the_steps_before_it_and_not_after_its_own",),
+        upstream="yes",
+        note="[what is unproven](vllm.md#on-a-gpu): `make gpu`",
+    ),
+    Feature("CUDA graphs", upstream="yes", note="as GPU"),
+)
+
+FEATURES: dict[str, tuple[Feature, ...]] = {
+    "caches": CACHES,
+    "P and D": PAIRS,
+    "requests": REQUESTS,
+    "engines": ENGINES,
+}
+"""All of them, by what they are about."""
