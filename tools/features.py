@@ -245,7 +245,12 @@ PAIRS = (
         imitation=("connector/test_formats.py::test_versions_that_store_the_same_spec_in_another_way_are_refused",),
         upstream="equal versions only",
     ),
-    Feature("an idle engine is let go (`engine_ttl`)", upstream="yes", note="`max_peers` bounds how many are kept"),
+    Feature(
+        "an idle engine is let go (`engine_ttl`)",
+        processes=("nixl/test_nixl_processes.py::test_nothing_is_left_of_a_peer_that_ended",),
+        imitation=("connector/test_prefill_engines.py::test_an_engine_that_is_not_used_is_let_go_and_connected_anew",),
+        upstream="yes",
+    ),
 )
 
 REQUESTS = (

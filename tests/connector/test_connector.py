@@ -78,11 +78,11 @@ def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch,
 
 
 def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log):
-    said = log(engine_ttl=600.0, bidirectional_kv_xfer=True)
+    said = log(push_registration_timeout=480, bidirectional_kv_xfer=True)
     (line,) = [line for line in said.splitlines() if "settings of vLLM's own connector" in line]
     assert line.startswith("WARNING")
     assert "bidirectional_kv_xfer (P reads nothing from D" in line
-    assert "engine_ttl (max_peers" in line
+    assert "push_registration_timeout (nothing is pushed" in line
     assert "own connector" not in log(enforce_handshake_compat=True)
 
 

@@ -21,16 +21,17 @@ from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_handshake, encode_handshake, key_hash
 from kvhma.vllm.devices import unreachable
 from kvhma.vllm.identity import ModelIdentity, encode_extra
+from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire import names
 from kvhma.vllm.wire import server as server_module
 from kvhma.vllm.wire.client import Client, ClientPool
-from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.proofs import new_agent_key, sign_hello
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker import prefill_engines
+from kvhma.vllm.worker import idle_engines, prefill_engines
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.hellos import HelloBudget
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
@@ -39,6 +40,7 @@ from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
+from support.listening import until
 
 NOBODY = LeaseTable(30)
 NO_SECRET = Secrets()
@@ -696,3 +698,126 @@ def test_an_engine_that_does_not_say_which_model_it_runs(world, extra):
         world.acquire(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
     assert str(raised.value).isprintable()
     assert world.acquire(world.prefill(*world.workers("Q"))), "it goes on"
+
+
+# --- engine_ttl -------------------------------------------------------------------------------------------------------
+
+
+def watched(world: World, **settings: object) -> idle_engines.IdleEngineWatch:
+    """Watch a world's engines for idle ones, as its worker does."""
+    context = replace(world.engines._context, settings=Settings.read(settings))
+    return idle_engines.IdleEngineWatch(context, world.engines, world.counted)
+
+
+def remotes(world: World) -> set[str]:
+    """Agents whose memory the worker's NIXL knows."""
+    return set(world.net.agents[world.agent.name].remotes)
+
+
+def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
+    first_remote, other_remote = world.prefill(*world.workers()), world.prefill(*world.workers("Q"), instance=2)
+    first, other = world.acquire(first_remote), world.acquire(other_remote)
+    world.engines.release(first)
+    assert len(remotes(world)) == 4
+    watch = watched(world, engine_ttl=0.2)
+    try:
+        until(lambda: len(remotes(world)) == 2)
+        assert world.counted.numbers["idle_engines"] == 1
+        assert first.gone is not None
+        assert first.clients.take_idle() is None
+        time.sleep(0.5)
+        assert other.gone is None, "a load has acquired it"
+        assert world.acquire(other_remote) is other
+        again = world.acquire(first_remote)
+        assert again is not first
+        assert again.gone is None
+        assert world.counted.numbers["handshakes"] == 3
+        for engine in (again, other, other):
+            world.engines.release(engine)
+        until(lambda: not remotes(world))
+        assert world.engines._kept._free == HelloBudget(256 << 20, 64)._free, "their hellos do not count any more"
+    finally:
+        watch.close(5)
+
+
+def test_an_engine_that_is_used_again_and_again_stays(world):
+    remote = world.prefill(*world.workers())
+    engine = world.acquire(remote)
+    world.engines.release(engine)
+    watch = watched(world, engine_ttl=0.4)
+    try:
+        for _ in range(10):
+            time.sleep(0.1)
+            assert world.acquire(remote) is engine
+            world.engines.release(engine)
+    finally:
+        watch.close(5)
+
+
+def test_one_that_is_acquired_while_it_is_looked_at_stays(world):
+    remote = world.prefill(*world.workers())
+    engine = world.acquire(remote)
+    world.engines.release(engine)
+    since = time.monotonic()
+    assert world.engines.unused(since) == [engine]
+    assert world.acquire(remote) is engine
+    assert not world.engines.drop(engine, since)
+    world.engines.release(engine)
+    assert not world.engines.drop(engine, since), "it was used since"
+    assert world.engines.drop(engine, time.monotonic())
+    assert not world.engines.drop(engine, time.monotonic())
+
+
+def test_workers_of_an_engine_that_is_known_by_another_address_stay_connected(world):
+    hellos = world.workers()
+    one, other = world.prefill(*hellos), world.prefill(*hellos)
+    first, second = world.acquire(one), world.acquire(other)
+    world.engines.release(first)
+    assert world.engines.drop(first, time.monotonic())
+    assert second.gone is None
+    assert len(remotes(world)) == 2
+
+
+def test_without_the_setting_only_an_engine_that_does_not_answer_is_let_go(world, monkeypatch):
+    """Each new connection to an agent that lives would be one more: NIXL 1.5.1 does not close the one before."""
+    monkeypatch.setattr(idle_engines, "_GONE_SECONDS", 0.2)
+    living = world.acquire(world.prefill(*world.workers()))
+    ended = world.acquire(world.prefill(*world.workers("Q"), instance=2))
+    restarted = world.acquire(at := world.prefill(*world.workers("R"), instance=3))
+    for engine in (living, ended, restarted):
+        world.engines.release(engine)
+    for _ in range(2):
+        world.listeners.pop().close()
+    world.prefill(*world.workers("R2"), instance=4, at=at.address)
+    watch = watched(world)
+    try:
+        until(lambda: len(remotes(world)) == 2)
+        time.sleep(0.6)
+        assert living.gone is None
+        assert (ended.gone, restarted.gone) == ("disconnected", "disconnected")
+        assert world.counted.numbers["idle_engines"] == 2
+    finally:
+        watch.close(5)
+
+
+@pytest.mark.parametrize("setting", [0, -1])
+def test_engines_are_kept_if_the_setting_says_so(world, setting):
+    before = threading.active_count()
+    watch = watched(world, engine_ttl=setting)
+    assert threading.active_count() == before
+    watch.close(5)
+
+
+def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
+    """The scheduler renews them over connections of its own."""
+    remote = world.prefill(*world.workers())
+    engine = world.acquire(remote)
+    world.engines.release(engine)
+    assert world.engines.drop(engine, time.monotonic())
+    renewer = LeaseRenewer(timeout=1, max_peers=4, secrets=NO_SECRET, counters=world.counted)
+    claim = LeaseClaim(LeaseKey("request", 1), 2, bytes(16))
+    try:
+        renewer.track(remote.address, claim, every=0.1)
+        until(lambda: renewer.held(remote.address, claim) is not None)
+    finally:
+        renewer.close()

@@ -61,6 +61,7 @@ def test_addresses():
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),
         ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
+        ({"engine_ttl": "1h"}, "engine_ttl is '1h', expected float"),
         ({"prewarm": 1}, "prewarm is 1, expected bool"),
         ({"switch_interval_us": 0}, "switch_interval_us is 0, expected int 10..1000000"),
         ({"host_staged": 1}, "host_staged is 1, expected bool"),
@@ -80,7 +81,6 @@ UPSTREAM = {
     "decoder_kv_blocks_ttl": 480,
     "push_registration_timeout": 480,
     "enforce_handshake_compat": False,
-    "engine_ttl": 3600.0,
     "enable_cross_layers_blocks": "True",
 }
 
@@ -92,6 +92,12 @@ def test_settings_of_upstream_stop_nothing_and_are_named():
     for name, value in UPSTREAM.items():
         (text,) = Settings.read({name: value}).ignored
         assert text.startswith(f"{name} (")
+
+
+@pytest.mark.parametrize("value", [3600.0, 5, 0, -1])
+def test_engine_ttl_is_upstreams(value):
+    read = Settings.read({"engine_ttl": value})
+    assert (read.engine_ttl, read.ignored) == (value, ())
 
 
 def test_what_asks_for_nothing_is_not_worth_a_line():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 
 from kvhma.errors import PeerLostError, TransferError
 from kvhma.nixl import Agent, Peer
+from kvhma.nixl.arrays import row_of
+from kvhma.nixl.library import make_descriptors
 from support.flat import flat_geometry, labelled, rows_of
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
@@ -219,6 +222,59 @@ def check_lost_and_back(reader, peer, start_worker, transport):
     assert reader.read(again, ALL, b"back").wait(SECONDS)
     assert reader.has(second, ALL)
     assert second.notifications(1) == [["D", "back"]]
+
+
+def sockets() -> int:
+    """Connections, and what listens for them, of this process."""
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += str(entry.readlink()).startswith("socket:")
+    return count
+
+
+def knows(reader, peer) -> bool:
+    """Whether NIXL still knows the memory of a peer."""
+    nixl = reader.agent._session.open()
+    region = peer.geometry.regions[0]
+    return nixl.check_remote_metadata(peer.name, make_descriptors(nixl, row_of(region), region.memory))
+
+
+def test_nothing_is_left_of_a_peer_that_ended(tcp, start_worker, reader):
+    """What `engine_ttl` relies on: of a dead P no connection and no memory stay, once it is disconnected."""
+    worker = start_worker()
+    before = sockets()
+    peer = reader.agent.connect(worker.payload)
+    assert reader.read(peer, ALL, b"").wait(SECONDS)
+    assert sockets() > before
+    assert knows(reader, peer)
+    worker.kill()
+    reader.agent.disconnect(peer)
+    assert not knows(reader, peer)
+    deadline = time.monotonic() + SECONDS
+    while sockets() > before:
+        assert time.monotonic() < deadline, "a connection is left"
+        time.sleep(0.01)
+
+
+def test_a_peer_that_lives_is_unmapped_and_its_connection_stays_until_it_ends(tcp, start_worker, reader):
+    """Why an engine that answers is not let go unless it is asked for: each new connection is one more (NIXL 1.5.1)."""
+    worker = start_worker()
+    before = sockets()
+    counts = []
+    for _ in range(3):
+        peer = reader.agent.connect(worker.payload)
+        assert knows(reader, peer)
+        reader.agent.disconnect(peer)
+        assert not knows(reader, peer)
+        time.sleep(0.2)
+        counts.append(sockets() - before)
+    assert 0 < counts[0] < counts[1] < counts[2], "NIXL closes them now: engine_ttl can have upstream's default"
+    worker.kill()
+    deadline = time.monotonic() + SECONDS
+    while sockets() > before:
+        assert time.monotonic() < deadline, "a connection is left"
+        time.sleep(0.01)
 
 
 def test_a_restart_nobody_noticed(start_worker, reader):

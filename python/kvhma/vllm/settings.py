@@ -34,6 +34,8 @@ class Settings:
             None for ``lo`` if the side channel is on loopback, and else for what the environment says.
         max_held_share: share of a prefill engine's blocks that finished requests may keep until they are read.
         max_peers: engines whose connection and plan are kept.
+        engine_ttl: seconds after which an engine that nothing was read from is let go; 0 or less for never, None for
+            an hour, and only if it does not answer any more.
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
         max_descriptors: descriptors that a request of one rank may have, see :func:`kvhma.plan`.
         backends: NIXL's transports, in order of preference.
@@ -63,6 +65,7 @@ class Settings:
     net_devices: str | None = None
     max_held_share: float = 0.5
     max_peers: int = 64
+    engine_ttl: float | None = None
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     max_descriptors: int = DEFAULT_MAX_DESCRIPTORS
     backends: tuple[str, ...] = ("UCX",)
@@ -124,7 +127,6 @@ _UPSTREAM: dict[str, tuple[Any, str]] = {
     "decoder_kv_blocks_ttl": (None, "part of bidirectional_kv_xfer"),
     "push_registration_timeout": (None, "nothing is pushed: D reads"),
     "enforce_handshake_compat": (True, "what cannot be read right is refused in any case"),
-    "engine_ttl": (None, "max_peers bounds how many engines are kept"),
     "enable_cross_layers_blocks": (False, "kv_cache_layout chooses the layout"),
 }
 """Settings that only upstream's connector has: the value at which they ask for nothing, and why they change nothing."""
@@ -135,6 +137,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "load_retries": (int, 0, 100),
     "max_held_share": (float, 0.01, 1),
     "max_peers": (int, 1, 4096),
+    "engine_ttl": (float, -1, 1 << 31),
     "descriptor_bytes": (int, 0, 1 << 40),
     "max_descriptors": (int, 1, 1 << 40),
     "num_threads": (int, 0, 256),

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
@@ -54,6 +54,7 @@ class PrefillEngine:
         proving: how its answers are proved; None where a secret does that.
         hello_bytes: of its workers' hellos, most of which are kept with the peers.
         active_loads: loads that have acquired it and not released it yet.
+        used_at: when it was last acquired or released, on the monotonic clock.
     """
 
     address: Address
@@ -64,6 +65,7 @@ class PrefillEngine:
     proving: Proving | None
     hello_bytes: int
     active_loads: int = 0
+    used_at: float = field(default_factory=time.monotonic)
 
     @property
     def gone(self) -> str | None:
@@ -116,6 +118,7 @@ class PrefillEngines:
             if engine is not None:
                 self._engines.move_to_end(engine.address)
                 engine.active_loads += 1
+                engine.used_at = time.monotonic()
                 return engine
             failed_at, error = self._failed.get(remote, (0.0, None))
             if error is not None and time.monotonic() - failed_at < _FAILURE_SECONDS:
@@ -133,11 +136,27 @@ class PrefillEngines:
         """Say that a load has ended. An engine without active loads can be forgotten."""
         with self._lock:
             engine.active_loads -= 1
+            engine.used_at = time.monotonic()
             unusable = engine.gone is not None and not engine.active_loads
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
             self._forget(engine)
         self._disconnect(engine)
+
+    def unused(self, since: float) -> list[PrefillEngine]:
+        """Return the engines that no load has acquired or released since a time on the monotonic clock."""
+        with self._lock:
+            return [one for one in self._engines.values() if not one.active_loads and one.used_at < since]
+
+    def drop(self, engine: PrefillEngine, since: float) -> bool:
+        """Forget an engine and disconnect from it, if it is known and :meth:`unused` still; return whether."""
+        with self._lock:
+            known = self._engines.get(engine.address) is engine
+            if not known or engine.active_loads or engine.used_at >= since:
+                return False
+            self._forget(engine)
+        self._disconnect(engine)
+        return True
 
     def preconnect(self, address: Address, after_handshake: Callable[[KvhmaError | None], None]) -> None:
         """Shake hands with an engine before a request comes from it, unless it is known. Waits for its first answer.

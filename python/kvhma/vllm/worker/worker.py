@@ -20,6 +20,7 @@ from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
 from kvhma.vllm.standstill import StandstillWatch
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.idle_engines import IdleEngineWatch
 from kvhma.vllm.worker.loading import Loader
 from kvhma.vllm.worker.notifications import NotificationDrain
 from kvhma.vllm.worker.polling import LoadPoller
@@ -45,6 +46,7 @@ class KvhmaWorker:
         self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
+        self._idle_engines = IdleEngineWatch(context, self._engines, stats)
         self._standstill = StandstillWatch(stats)
         self._new_loads = False
         self._mark: torch.Event | None = None
@@ -106,6 +108,7 @@ class KvhmaWorker:
         self._standstill.close()
         self._preconnector.close(self._stop_seconds)
         self._notifications.close(self._stop_seconds)
+        self._idle_engines.close(self._stop_seconds)
         self._loader.join(self._stop_seconds)
         self._poller.join(self._stop_seconds)
         self._engines.close()
