@@ -54,6 +54,9 @@ METRICS = {
         "Loads that were not posted at once, since the device was still zeroing or at an earlier step."
     ),
     "handshakes": Metric("Handshakes with other engines."),
+    "forgotten_leases": Metric(
+        "Leases that are neither renewed nor released any more, since there are some at too many other engines."
+    ),
     "idle_engines": Metric("Engines that were let go, since nothing had been read from them for long."),
     "expired": Metric("Leases that ended before anybody read the blocks.", label="reason"),
     "held_dropped": Metric("Finished requests whose blocks were given up unread, since newer ones needed the room."),

@@ -201,6 +201,15 @@ class LeaseRenewer:
         if given_up is not None:
             del self._sessions[given_up.address]
             _disconnect(given_up)
+            if number := len(given_up.claims) + len(given_up.releases):
+                self._counters.count("forgotten_leases", number)
+                peer_log.logger.warning(
+                    "kvhma: %d leases at %s are neither renewed nor released any more: it has not answered yet, and "
+                    "there are leases at %d other engines",
+                    number,
+                    given_up.address,
+                    len(self._sessions),
+                )
 
     def _wake(self) -> None:
         """Have a thread look for what is due; the lock is held."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many engines at once, and what happens at the edge of each limit and just beyond: refused or queued, and said so.
+
+Elsewhere are the limits of a worker (`max_peers`, handshakes, hellos: test_prefill_engines.py), of a request's readers
+and of the blocks that are kept (test_lease_table.py), and the bytes of the side channel (tests/attacks).
+"""
+
+import logging
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("cryptography")
+
+from kvhma.errors import HandshakeError, HandshakeTimeoutError
+from kvhma.vllm.scheduler import lease_renewer
+from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
+from kvhma.vllm.wire import server
+from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Outcome, Renew, write_claim
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.secrets import Secrets
+from support.cluster import DecodeHost, PrefillHost, cluster
+from support.counted import Counted
+from support.listening import AnyLease, listening, until
+
+OPEN = Secrets()
+
+
+def claim(number: int) -> LeaseClaim:
+    return LeaseClaim(LeaseKey(f"request {number}", number), number, bytes(16))
+
+
+def test_8_prefill_engines_and_64_decode_ranks():
+    """benches/scale.py has 128 and 1,024."""
+    with cluster((8, 2), (8, 8)) as (p, d):
+        handed = [p.finish(index, 8) for index in range(8)]
+        took, _ = d.run([[some[engine] for some in handed] for engine in range(8)], drivers=4, rate=None)
+        assert took.errors == []
+        assert len(took.path) == 8 * 8 * 8
+        assert len(took.handshake) == 8 * 64, "each rank has shaken hands with each engine once"
+        assert sum(engine.counted.numbers["handshakes"] for engine in d.engines) == 8 * 64
+        until(lambda: p.held() == 0)
+        assert p.counted.by_label("side_channel_refused") == {}
+
+
+def test_more_engines_in_turns_than_a_worker_keeps():
+    """The edge of `max_peers`: as many are kept; of more the one that was not used for longest goes, and comes back."""
+    p = PrefillHost(5, 1)
+    d = DecodeHost(1, 1, max_peers=4)
+    try:
+        for rounds, engines, handshakes in ((2, 4, 4), (2, 5, 4 + 1 + 5)):
+            for _ in range(rounds):
+                for index in range(engines):
+                    took, _ = d.run([p.finish(index, 1)], drivers=1, rate=None)
+                    assert took.errors == []
+            assert d.engines[0].counted.numbers["handshakes"] == handshakes
+        until(lambda: p.held() == 0)
+    finally:
+        d.close()
+        p.close()
+
+
+def test_more_engines_at_a_time_than_a_worker_keeps():
+    """One beyond `max_peers` is refused with the number and the setting, and served once another one is idle."""
+    p = PrefillHost(3, 1)
+    d = DecodeHost(1, 1, max_peers=2)
+    rank = d.engines[0].ranks[0]
+    try:
+        remotes = [p.remote(index) for index in range(3)]
+        held = [d.engines[0].connect(0, remote) for remote in remotes[:2]]
+        with pytest.raises(HandshakeTimeoutError, match="max_peers is 2, and 2 other engines are being read from"):
+            d.engines[0].connect(0, remotes[2])
+        rank.release(held[0])
+        assert d.engines[0].connect(0, remotes[2]).gone is None
+    finally:
+        d.close()
+        p.close()
+
+
+@pytest.mark.parametrize(("number", "messages"), [(MAX_CLAIMS, 1), (MAX_CLAIMS + 1, 2)])
+def test_more_claims_than_fit_a_message_are_two(number, messages, monkeypatch):
+    leases, asked = AnyLease(), []
+    renew = leases.renew
+    leases.renew = lambda claims: (asked.append(len(claims)), renew(claims))[1]
+    with monkeypatch.context() as patch, listening(leases=leases) as listener:
+        patch.setattr(LeaseRenewer, "_wake", lambda self: None)
+        renewer = LeaseRenewer(timeout=5, max_peers=2, secrets=OPEN, counters=Counted())
+        try:
+            for index in range(number):
+                renewer.track(listener.at, claim(index), every=60)
+            renewer._talk(renewer._sessions[listener.at])
+            assert (sum(asked), len(asked)) == (number, messages)
+            assert all(renewer.held(listener.at, claim(index)) for index in range(number))
+        finally:
+            renewer.close()
+
+
+def test_a_message_with_more_claims_is_refused():
+    with listening() as listener, Client(listener.at, 5, OPEN) as client:
+        claims = [write_claim(claim(index)) for index in range(MAX_CLAIMS + 1)]
+        assert len(client.ask(Renew(claims[:-1]), Leases).states) == MAX_CLAIMS
+        with pytest.raises(HandshakeError, match=r"claims"):
+            client.ask(Renew(claims), Leases)
+        assert len(client.ask(Renew(claims[:1]), Leases).states) == 1, "the connection stays"
+
+
+def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_line(monkeypatch, caplog):
+    """They went without a word: P kept the blocks until their leases ended, and nothing said why."""
+    monkeypatch.setattr(lease_renewer, "_MAX_SESSIONS", 8)
+    monkeypatch.setattr(LeaseRenewer, "_wake", lambda self: None)
+    counted = Counted()
+    renewer = LeaseRenewer(timeout=1, max_peers=2, secrets=OPEN, counters=counted)
+    addresses = [Address("127.0.0.1", 1 + port) for port in range(10)]
+    try:
+        with caplog.at_level(logging.WARNING, "vllm.kvhma"):
+            for number, address in enumerate(addresses[:8]):
+                renewer.track(address, claim(number), every=1)
+            assert (caplog.text, len(renewer._sessions)) == ("", 8)
+            renewer.release(addresses[3], claim(3), Outcome.READ)
+            renewer.track(addresses[8], claim(8), every=1)
+            renewer.track(addresses[9], claim(9), every=1)
+        assert len(renewer._sessions) == 8
+        assert "1 leases at 127.0.0.1:4 are neither renewed nor released any more" in caplog.text, "nothing to renew"
+        assert "there are leases at 7 other engines" in caplog.text
+        assert counted.numbers["forgotten_leases"] == 2
+    finally:
+        renewer.close()
+
+
+def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(monkeypatch, caplog):
+    """Engines beyond the limit take each other's connections in turn, with a line, and each question is answered."""
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    with listening() as listener, caplog.at_level(logging.WARNING, "vllm.kvhma"):
+        pools = [ClientPool(listener.at, 5, OPEN) for _ in range(9)]
+        try:
+
+            def ask_all(some):
+                for pool in some:
+                    client = pool.take()
+                    assert len(client.ask(Renew([write_claim(claim(1))]), Leases).states) == 1
+                    pool.release(client)
+
+            for _ in range(2):
+                ask_all(pools[:8])
+            assert listener.counted.by_label("side_channel_refused") == {}
+            assert caplog.text == ""
+            for _ in range(2):
+                ask_all(pools)
+            assert listener.counted.by_label("side_channel_refused")["room"] > 0
+            assert "8 connections to the side channel; 127.0.0.1 has 8 and loses one" in caplog.text
+        finally:
+            for pool in pools:
+                pool.close()
