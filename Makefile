@@ -198,6 +198,16 @@ bench-listener: build $(E2E)/.ready ## many decode engines against one listener,
 	PYTHONPATH=python $(E2E)/bin/python benches/listener.py > benches/RESULTS_LISTENER.md
 	cat benches/RESULTS_LISTENER.md
 
+.PHONY: bench-scale
+bench-scale: build ## 128 prefill engines and 1,024 decode ranks without bytes, in benches/RESULTS_SCALE.md
+	PYTHONPATH=python:tests $(BIN)/python benches/scale.py $(ARGS) > benches/RESULTS_SCALE.md
+	cat benches/RESULTS_SCALE.md
+
+.PHONY: bench-scheduler
+bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thread for a request, in benches/RESULTS_SCHEDULER.md
+	PYTHONPATH=python:tests $(E2E)/bin/python benches/scheduler_time.py $(ARGS) > benches/RESULTS_SCHEDULER.md
+	cat benches/RESULTS_SCHEDULER.md
+
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md

@@ -42,7 +42,8 @@ METADATA = bytes(8000)
 """As much as NIXL says of an agent with UCX."""
 
 LEASE = 600.0
-TIMEOUT = 20.0
+TIMEOUT = 60.0
+"""Longer than a machine that has other things to do keeps a process waiting."""
 SECRET = b"a secret of a simulation, of no use"
 
 

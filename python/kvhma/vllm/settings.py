@@ -64,7 +64,7 @@ class Settings:
     secret_file: str | None = None
     net_devices: str | None = None
     max_held_share: float = 0.5
-    max_peers: int = 64
+    max_peers: int = 256
     engine_ttl: float | None = None
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     max_descriptors: int = DEFAULT_MAX_DESCRIPTORS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import OrderedDict
@@ -232,8 +233,11 @@ class PrefillEngines:
         others = self._others()
         idle = [one for one in others if not one.active_loads]
         is_other = engine.address not in self._settings.prefill_engines
-        for old in idle[: max(0, len(others) + is_other - self._settings.max_peers)]:
-            idle.remove(old)
+        for _ in range(len(others) + is_other - self._settings.max_peers):
+            if not idle:
+                break
+            # By chance: in turns among one more than there is room for, the one that was not used for longest is next.
+            old = idle.pop(random.randrange((len(idle) + 1) // 2))  # noqa: S311
             dropped.append(self._forget(old))
         while True:
             try:
