@@ -215,6 +215,8 @@ def stall(bench: Bench, name: str) -> None:
 def stalled(turn: Turn) -> dict[str, float]:
     return {
         "longest time of the connector in a step": max(turn.calls),
+        "longest time of it in a step before the loads": max(turn.quiet_calls),
+        "median of its time in a step before the loads": statistics.median(turn.quiet_calls),
         "sum of it over all steps of the loads": sum(turn.calls),
         "longest gap between two tokens of the other answer": max(turn.gaps),
         "that gap, less the median one before": max(turn.gaps) - statistics.median(turn.quiet),
@@ -297,7 +299,8 @@ use all cores. *Own hit* is an engine without a connector that has the prompt, c
 prefixes of the model on CPUs, a prompt of one token stands for it, which is faster than a hit would be. The row of own hits has the same in D of each connector.
 
 A load lasts from the call of `start_load_kv` that orders it to the end of the call of `get_transfer_results` that reports it, in D's
-worker. A time of the connector in a step is the sum of vLLM's calls of it; the gap between two tokens is that from step to step of
+worker. A time of the connector in a step is the sum of vLLM's calls of it in D's worker; steps before the loads only decode the other
+answer. The gap between two tokens is that from step to step of
 D's worker. *P's answer* is its time to the one token that it gives.
 
 Processor time is that of each thread while P computes the prompt, and from the request at D to 30 ms after its second token. An

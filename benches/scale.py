@@ -48,8 +48,8 @@ class Scale:
     prefill_ranks: int = 2
     decode: int = 128
     decode_ranks: int = 8
-    met: int = 8
-    requests: int = 24
+    met: int = 4
+    requests: int = 16
     processes: int = 4
     rate: float | None = 40.0
     secret: bool = False

@@ -57,6 +57,7 @@ class Turn:
         calls: what the connector took of each of D's steps between the first order and the last report.
         gaps: from step to step of D, meanwhile.
         quiet: the same of steps before.
+        quiet_calls: what the connector took of each of those.
         processor: processor time of a request, by engine, process and group of threads.
         stages: when each stage was reached, if there was one request.
     """
@@ -68,6 +69,7 @@ class Turn:
     calls: list[float]
     gaps: list[float]
     quiet: list[float]
+    quiet_calls: list[float]
     processor: dict[str, float]
     stages: dict[str, float]
 
@@ -280,6 +282,7 @@ def summary(
         calls=[step["calls"] for step in steps[first : last + 1]],
         gaps=gaps[first : last + 1],
         quiet=gaps[:first],
+        quiet_calls=[step["calls"] for step in steps[:first]],
         processor=processor,
         stages=stages(events, answers[0].begun, answers[0].first_seconds or 0.0) if len(answers) == 1 else {},
     )

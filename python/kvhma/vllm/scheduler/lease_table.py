@@ -136,13 +136,15 @@ class _BlockCount:
         highest = int(blocks.max(initial=0))
         if highest >= len(self._users):
             self._users = np.concatenate([self._users, np.zeros(highest + 1, np.int32)])
-        self._users[blocks] += 1
-        self.blocks += int((self._users[blocks] == 1).sum())
+        users = self._users[blocks]
+        self._users[blocks] = users + 1
+        self.blocks += int(np.count_nonzero(users == 0))
 
     def remove(self, blocks: Blocks) -> None:
         """Take a request's blocks off again."""
-        self._users[blocks] -= 1
-        self.blocks -= int((self._users[blocks] == 0).sum())
+        users = self._users[blocks]
+        self._users[blocks] = users - 1
+        self.blocks -= int(np.count_nonzero(users == 1))
 
     def has_own(self, blocks: Blocks) -> bool:
         """Return whether no other request keeps one of a request's blocks."""
@@ -181,6 +183,7 @@ class LeaseTable:
         """In the order in which they finished."""
         self._ended: dict[LeaseEnd, list[str]] = {}
         self._without_reader = _BlockCount()
+        self._kept = _BlockCount()
 
     def add(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
         """Keep a request that has finished.
@@ -195,6 +198,7 @@ class LeaseTable:
         with self._lock:
             self._held[key] = held
             self._without_reader.add(held.blocks)
+            self._kept.add(held.blocks)
             self._drop_oldest(keep=key)
 
     def _drop_oldest(self, keep: LeaseKey) -> None:
@@ -290,6 +294,7 @@ class LeaseTable:
 
     def _end(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held.pop(key)
+        self._kept.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
         self._ended.setdefault(LeaseEnd.READ if held.read else why, []).append(key.request_id)
@@ -324,11 +329,7 @@ class LeaseTable:
         now = time.monotonic()
         with self._lock:
             oldest = next((held.since for held in self._held.values() if not (held.readers or held.read)), now)
-            tables = [held.blocks for held in self._held.values()]
-        blocks = _BlockCount()
-        for table in tables:
-            blocks.add(table)
-        return LeaseUsage(len(tables), blocks.blocks, now - oldest)
+            return LeaseUsage(len(self._held), self._kept.blocks, now - oldest)
 
     def __len__(self) -> int:
         return len(self._held)

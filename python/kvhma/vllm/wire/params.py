@@ -11,8 +11,11 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
@@ -23,6 +26,7 @@ VERSION = 3
 """Version of the ``kvhma`` dictionary."""
 
 _MAX_ID = (1 << 31) - 1
+_MAX_DIGITS = 10
 _MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
 _MAX_NAME = 512
@@ -205,24 +209,29 @@ def random_id() -> int:
     return random.SystemRandom().getrandbits(64)
 
 
-def write_ids(ids: Iterable[int]) -> str:
-    """Return block ids as ranges of text; runs may go up or down by one."""
-    parts: list[str] = []
-    start = end = None
-    step = 0
-    for value in ids:
-        block = int(value)
-        if end is not None and block - end in (1, -1) and step in (0, block - end):
-            step = block - end
-            end = block
-            continue
-        if start is not None:
-            parts.append(f"{start}" if start == end else f"{start}-{end}")
-        start = end = block
-        step = 0
-    if start is not None:
-        parts.append(f"{start}" if start == end else f"{start}-{end}")
-    return ",".join(parts)
+def write_ids(ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+    """Return block ids as ranges of text; runs may go up or down by one.
+
+    ::
+
+        ids           7  8  9  4  2  1
+        distances       +1 +1 -5 -2 -1
+        in a run        x  x        x
+        text          7-9      4  2-1
+    """
+    blocks = np.asarray(ids, np.int64)
+    if not len(blocks):
+        return ""
+    distances = np.diff(blocks)
+    by_one = np.abs(distances) == 1
+    in_run = by_one.copy()
+    in_run[1:] &= ~by_one[:-1] | (distances[1:] == distances[:-1])
+    breaks = np.flatnonzero(~in_run)
+    firsts = blocks[np.concatenate([[0], breaks + 1])].tolist()
+    lasts = blocks[np.concatenate([breaks, [len(blocks) - 1]])].tolist()
+    return ",".join(
+        [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
+    )
 
 
 def read_ids(text: str, limit: int) -> list[int]:
@@ -231,23 +240,32 @@ def read_ids(text: str, limit: int) -> list[int]:
     Raises:
         RequestError: not such a text, an id of more than 31 bits, or more than `limit` ids.
     """
-    ids: list[int] = []
     # An id has ten digits at most, and a separator.
     if len(text) > limit * 11:
         raise RequestError(f"block ids have {len(text)} characters, at most {limit} ids are expected")
+    ids: list[int] = []
     for part in text.split(",") if text else ():
-        found = _RANGE.fullmatch(part)
-        if found is None:
-            raise RequestError(f"block ids: {quote(part)} is neither a number nor a range")
-        first = int(found[1])
-        last = first if found[2] is None else int(found[2])
-        if max(first, last) > _MAX_ID:
+        if part.isdecimal() and part.isascii() and len(part) <= _MAX_DIGITS:  # most parts of scattered blocks
+            first = last = int(part)
+        else:
+            first, last = _read_range(part)
+        if first > _MAX_ID or last > _MAX_ID:
             raise RequestError(f"block ids: {quote(part)} does not fit 31 bits")
-        if len(ids) + abs(last - first) + 1 > limit:
+        if len(ids) + abs(last - first) >= limit:
             raise RequestError(f"block ids: more than {limit} in {quote(text)}")
-        step = 1 if last >= first else -1
-        ids.extend(range(first, last + step, step))
+        if first == last:
+            ids.append(first)
+        else:
+            step = 1 if last > first else -1
+            ids.extend(range(first, last + step, step))
     return ids
+
+
+def _read_range(part: str) -> tuple[int, int]:
+    found = _RANGE.fullmatch(part)
+    if found is None:
+        raise RequestError(f"block ids: {quote(part)} is neither a number nor a range")
+    return int(found[1]), int(found[1] if found[2] is None else found[2])
 
 
 def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
