@@ -52,8 +52,8 @@ test: dev ## everything: cargo test, then pytest (unit, property, golden, real N
 lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use which
 	cargo fmt --all --check
 	cargo clippy -q --workspace --all-targets -- -D warnings
-	$(BIN)/ruff format --check python tests benches tools
-	$(BIN)/ruff check python tests benches tools
+	$(BIN)/ruff format --check python tests benches tools conformance
+	$(BIN)/ruff check python tests benches tools conformance
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvhma._kvhma
 	$(BIN)/python tools/layers.py
@@ -63,8 +63,12 @@ lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use w
 .PHONY: format
 format: dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests benches tools
-	$(BIN)/ruff check --fix -q python tests benches tools
+	$(BIN)/ruff format python tests benches tools conformance
+	$(BIN)/ruff check --fix -q python tests benches tools conformance
+
+.PHONY: conformance
+conformance: dev ## write conformance/cases.jsonl.gz anew: what each case has to come to, from the byte oracle
+	PYTHONPATH=python:tests $(BIN)/python -m conformance
 
 .PHONY: bench
 bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python, ratios in benches/RESULTS.md

@@ -39,6 +39,8 @@ def mixed() -> Iterator[Draft]:
         last = max(region.base + region.bytes for rank in ranks_ for region in rank.regions)
         if size > _MOST_BYTES or last >= 1 << 53 or len(ranks_) > 7:
             continue
+        if not expect(case)["runs"]:
+            continue
         found += 1
         yield Draft(", ".join(f"{name} {value}" for name, value in vars(recipe).items() if value != "none"), case, 3)
 
