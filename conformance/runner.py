@@ -324,8 +324,9 @@ def _differences(case: Case, want: Expected, memory: Labels, needed: bool) -> st
     lines = []
     for name, places in sorted(found.items(), key=lambda item: item[1][0]):
         at = places[0]
-        sides = f"expected {_held(want, want.after[at], at)}, found {_held(want, memory[at], at)}"
-        lines.append(f"{len(places)} bytes {name}, the first: {_place(case, want, at)}: {sides}")
+        lines.append(f"{len(places)} bytes {name}, the first: {_place(case, want, at)}")
+        lines.append(f"  expected {_held(want, want.after[at], at)}")
+        lines.append(f"  found    {_held(want, memory[at], at)}")
     return "\n".join(lines)
 
 

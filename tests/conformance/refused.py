@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from conformance.build import Ask, Draft, chunked, engine, full, mamba2, mla, model, opaque, packed, pair, sliding
@@ -57,12 +58,7 @@ def requests() -> Iterator[Draft]:
     shape, both = engine(model(full())), engine(model(full(), sliding(6)))
     good = pair(shape, shape, 14)
 
-    def local(*ids: int, first: int = 0) -> Case:
-        return replace(good, local_spans=(Span(first, list(ids)),))
-
-    def remote(*ids: int, first: int = 0) -> Case:
-        return replace(good, remote_spans=(Span(first, list(ids)),))
-
+    local, remote = partial(_with, good, "local_spans"), partial(_with, good, "remote_spans")
     here, there = good.local_spans[0].ids, good.remote_spans[0].ids  # type: ignore[union-attr]
     missing = ("missing-tokens",)
     yield Draft("P lacks the last block", remote(*there[:3]), refuse=missing)
@@ -87,6 +83,15 @@ def requests() -> Iterator[Draft]:
         3,
         ("no-source", *missing),
     )
+
+
+def numbers() -> Iterator[Draft]:
+    """Numbers in requests that cannot be."""
+    shape, both = engine(model(full())), engine(model(full(), sliding(6)))
+    good, window = pair(shape, shape, 14), pair(both, both, 15)
+
+    local, remote = partial(_with, good, "local_spans"), partial(_with, good, "remote_spans")
+    here, there = good.local_spans[0].ids, good.remote_spans[0].ids  # type: ignore[union-attr]
     blocks = good.local.layers[0].num_blocks
     yield Draft("D's block is none of its blocks", local(*here[:3], blocks), refuse=("block-range",))
     yield Draft("P's block is none of its blocks", remote(*there[:3], 1 << 40), refuse=("block-range",))
@@ -101,6 +106,12 @@ def requests() -> Iterator[Draft]:
     yield Draft(
         "P's blocks of one group of two", replace(window, remote_spans=window.remote_spans[:1]), refuse=("count",)
     )
+
+
+def _with(case: Case, side: str, *ids: int, first: int = 0) -> Case:
+    """Give a side other blocks of its one group."""
+    spans: Any = {side: (Span(first, list(ids)),)}
+    return replace(case, **spans)
 
 
 def _parts(case: Case, change: Callable[[Part], Part]) -> Case:

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ AXES: dict[str, Callable[[], Iterator[Draft]]] = {
     "state": pages.state,
     "mixed": mixed,
     "refused-pair": refused.pairs,
-    "refused-request": refused.requests,
+    "refused-request": lambda: chain(refused.requests(), refused.numbers()),
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ast
 import gzip
+import hashlib
 import json
 import re
 import shlex
 import sys
+import types
 from collections import Counter, defaultdict
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -222,12 +224,15 @@ def test_what_is_wrong_is_named(wanted):
     assert said([*reversed(right)]).outcome == "right"
     place = r"region \d at \d+ \(model.layers.0.full/kv token 5 content=0 heads=0 byte 0 in block \d\)"
     text = said(copies).text
-    assert re.fullmatch(rf"96 bytes not zeroed, the first: {place}: expected zero, found what was there before", text)
+    wrong = rf"96 bytes not zeroed, the first: {place}\n  expected zero\n  found    what was there before"
+    assert re.fullmatch(wrong, text)
     assert said(copies, needed=True).outcome == "right"
     lost = said([row for row in right if row is not copies[0]]).text
-    assert re.match(r"128 bytes missing, .* token 0 .*: expected source 0, .* token 0 .*, found what was there", lost)
+    wrong = r"128 bytes missing, .* token 0 .*\n  expected source 0, .* token 0 .*\n  found    what was there before"
+    assert re.fullmatch(wrong, lost)
     shifted = said([{**row, "from": row["from"] + 2} if row is copies[0] else row for row in right]).text
-    assert re.match(r"128 bytes wrong, .* content=0 heads=0 .*: expected .* content=0 .*, found .* content=1 ", shifted)
+    wrong = r"128 bytes wrong, .* content=0 heads=0 .*\n  expected .* content=0 .*\n  found .* content=1 .*"
+    assert re.fullmatch(wrong, shifted)
     more = [*right, {**copies[1], "to": case_of(entry).local.regions[0].base}]
     assert re.match(r"\d+ bytes extra, the first: region 0 at 0 \(.* not of the request ", said(more).text)
     both = [*right, {**copies[0], "from": copies[0]["from"] + 2}]
@@ -333,6 +338,34 @@ def test_the_page_counts_what_is_there():
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", PAGE, re.MULTILINE))
     assert rows == {axis: str(count) for axis, count in Counter(entry["axis"] for entry in CASES).items()}
     assert f"{len(CASES)} cases" in PAGE
+
+
+def test_the_page_says_what_comes_of_its_planner(wanted, capsys, monkeypatch):
+    code, printed = re.search(r"```python\n(def answer.*?)```.*?```text\n(.*?)```", PAGE, re.DOTALL).groups()
+    module = types.ModuleType("simple_planner")
+    exec(code, module.__dict__)
+    monkeypatch.setitem(sys.modules, "simple_planner", module)
+    monkeypatch.setattr(kit, "expected", lambda entry: wanted[entry["id"]])
+    assert kit.main(["--python", "simple_planner:answer"]) == 1
+    out = capsys.readouterr().out
+    for shown in printed.split("...\n"):
+        assert shown in out, out
+
+
+def test_real_bytes_have_the_same_digest(wanted):
+    """What docs/conformance.md says of a real transfer, done with bytes: fill, copy, zero what is free, hash."""
+    for entry in ANSWERED[::9]:
+        want, expect = wanted[entry["id"]], entry["expect"]
+        narrow = [bytearray(value % 255 + 1 for value in m.labels) for m in (want.before, *want.sources)]
+        local = narrow[0]
+        free = [{"zero": to, "bytes": size} for _, _, to, size in expect["either"]]
+        for row in [*answer(case_of(entry)), *free]:
+            at, size = want.before.locate(row.get("to", row.get("zero")), row["bytes"]), row["bytes"]
+            local[at : at + size] = bytes(size)
+            if "source" in row:
+                start = want.sources[row["source"]].locate(row["from"], size)
+                local[at : at + size] = narrow[row["source"] + 1][start : start + size]
+        assert hashlib.sha256(local).hexdigest() == expect["digest"]["bytes"], entry["id"]
 
 
 def test_the_page_says_how_labels_are_made():

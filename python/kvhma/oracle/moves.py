@@ -130,13 +130,13 @@ def byte_moves(
     for group, template, span in zip(local.groups, side.templates, local_spans, strict=True):
         blocks = used_blocks(group, span, num_tokens)
         flat, key = _keyed(template, blocks, catalog)
-        at, there = held.first(key)
+        at, found = held.first(key)
         needed, allowed = _read(group, template, blocks, num_tokens, kernels[template.entry])
-        if np.any(needed & ~there & (kernels[template.entry] > 0)):
+        if np.any(needed & ~found & (kernels[template.entry] > 0)):
             raise ValueError("no source holds a byte that is needed")
-        for found, mask in ((must, there & needed), (may, there & allowed)):
-            found.append(_Bytes(flat[mask], key[mask], at[mask]))
-        zero.append(flat[~(there & (needed | allowed))])
+        for rows, mask in ((must, found & needed), (may, found & allowed)):
+            rows.append(_Bytes(flat[mask], key[mask], at[mask]))
+        zero.append(flat[~(found & (needed | allowed))])
     copies, either = _joined(must), _joined(may)
     return Moves(
         _copies(side, sources, held, copies),
