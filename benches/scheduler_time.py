@@ -51,6 +51,9 @@ BLOCK = 16
 TARGET_MS = 1.0
 """At the longest prompt, both sides together."""
 
+IN_A_ROW = 4
+"""Requests of a connector before the other one has its turn."""
+
 DECODED = 8
 """Tokens that D generates."""
 
@@ -244,18 +247,19 @@ def measure(kinds: Sequence[str], length: int, rounds: int) -> dict[str, list[di
         pairs[name] = [Engine(name, role, kinds, free_port()) for role in ("kv_producer", "kv_consumer")]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CONNECTORS}
     try:
+        gc.collect()
+        gc.disable()
         for number in range(rounds + 2):
-            prompt = random.Random(number).choices(range(128_000), k=length)
+            prompts = [random.Random(f"{number} {at}").choices(range(128_000), k=length) for at in range(IN_A_ROW)]
             for name, (p, d) in pairs.items():
-                gc.collect()
-                gc.disable()
-                hand_off(p, d, f"cmpl-{number}", list(prompt))
-                gc.enable()
-                spent = {f"P: {call}": seconds for call, seconds in p.clock.take().items()}
-                spent |= {f"D: {call}": seconds for call, seconds in d.clock.take().items()}
+                for at, prompt in enumerate(prompts):
+                    hand_off(p, d, f"cmpl-{number}-{at}", list(prompt))
+                spent = {f"P: {call}": seconds / IN_A_ROW for call, seconds in p.clock.take().items()}
+                spent |= {f"D: {call}": seconds / IN_A_ROW for call, seconds in d.clock.take().items()}
                 if number >= 2:  # the first ones import and allocate
                     found[name].append(spent)
     finally:
+        gc.enable()
         for engines in pairs.values():
             for engine in engines:
                 engine.close()
@@ -320,7 +324,7 @@ def main() -> None:
             longest[title] = found
     for title, found in longest.items():
         print(f"\n## Where it goes: {title}, {options.lengths[-1]:,} tokens, µs\n\n{calls(found)}")
-    print(NOTES.format(rounds=options.rounds, block=BLOCK, decoded=DECODED))
+    print(NOTES.format(rounds=options.rounds, in_a_row=IN_A_ROW, block=BLOCK, decoded=DECODED))
 
 
 HEAD = """\
@@ -333,7 +337,7 @@ Made by `benches/scheduler_time.py` (`make bench-scheduler`). The machine is sha
 
 NOTES = """
 Processor time of the thread that calls, summed over every call that vLLM's Scheduler makes of the connector, for one request from its arrival at P to the release of its blocks, and from its arrival at D to its
-last of {decoded} tokens. Medians of {rounds} rounds; ratios are those of each round, with their quartiles in brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits. Left out, at both, is what other
+last of {decoded} tokens. Medians of {rounds} rounds of {in_a_row} requests each; ratios are those of each round, with their quartiles in brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits. Left out, at both, is what other
 threads of the scheduler's process do (listeners, renewals), and what workers do."""
 
 if __name__ == "__main__":

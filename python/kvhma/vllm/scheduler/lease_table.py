@@ -185,7 +185,7 @@ class LeaseTable:
         self._without_reader = _BlockCount()
         self._kept = _BlockCount()
 
-    def add(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
+    def add(self, key: LeaseKey, digest: bytes, blocks: Sequence[int] | Blocks) -> None:
         """Keep a request that has finished.
 
         Args:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
@@ -151,8 +153,8 @@ class PrefillScheduler:
             self._slots_held[request.request_id] = slots
         params, digest = remote.to_params(self._context.secrets, pp_size=self._context.engine.pp_size)
         # All that vLLM keeps, of groups that take no part too.
-        blocks = [block for table in tables for block in table if block != geometry.null_block]
-        self._context.leases.add(remote.lease_key, digest, blocks)
+        blocks = np.concatenate([np.asarray(table, np.int64) for table in tables])
+        self._context.leases.add(remote.lease_key, digest, blocks[blocks != geometry.null_block])
         return params
 
     def _describe(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:

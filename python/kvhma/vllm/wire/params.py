@@ -27,6 +27,9 @@ VERSION = 3
 
 _MAX_ID = (1 << 31) - 1
 _MAX_DIGITS = 10
+_FEW = 256
+"""Blocks for which Python is quicker than an array, if they are one run, as those of most prompts are."""
+
 _MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
 _MAX_NAME = 512
@@ -219,9 +222,11 @@ def write_ids(ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         in a run        x  x        x
         text          7-9      4  2-1
     """
-    blocks = np.asarray(ids, np.int64)
-    if not len(blocks):
+    if not len(ids):
         return ""
+    if len(ids) <= _FEW and list(ids) == list(range(ids[0], ids[0] + len(ids))):
+        return f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
+    blocks = np.asarray(ids, np.int64)
     distances = np.diff(blocks)
     by_one = np.abs(distances) == 1
     in_run = by_one.copy()
