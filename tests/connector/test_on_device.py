@@ -270,6 +270,7 @@ def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, s
         "kvhma-handshake",
         "kvhma-preconnect",
         "kvhma-notifications",
+        "kvhma-idle-engines",
     }
     for name, calls in by_thread.items():
         assert [call.what for call in calls[:2]] == ["choose", "first operation"], name
