@@ -12,8 +12,9 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvhma.vllm import KvhmaConnector, stats
+from kvhma.vllm import KvhmaConnector, drop_in, stats
 from kvhma.vllm.stats import METRICS, PromMetrics, StatsCollector, TransferStats
 from support.cache.engine import vllm_config_of
 
@@ -195,3 +196,12 @@ def test_no_metric_is_documented_that_there_is_not():
         "".join(re.findall(r"^\| `vllm:kvhma.*?\|", DOCS.read_text(), re.M)),
     )
     assert set(found) == set(METRICS)
+
+
+@pytest.mark.parametrize("connector", [KvhmaConnector, drop_in.NixlConnector])
+def test_a_child_of_multi_connector_is_found_by_its_name(connector):
+    """The front end ended with the first statistics: `Connector 'KvhmaConnector' is not registered.`"""
+    # What MultiConnector calls a child's statistics, as they come from the engine's process.
+    name = connector.__name__
+    found = MultiConnector.build_kv_connector_stats({name: TransferStats().data})
+    assert type(found.data[name]) is TransferStats

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -341,6 +343,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *args: Any) -> PromMetrics:
         """Return the Prometheus metrics."""
         return PromMetrics(*args)
+
+
+# Loaded by its path, but MultiConnector looks for the class of a child's statistics by its name.
+with contextlib.suppress(ValueError):  # it is registered already
+    KVConnectorFactory.register_connector(KvhmaConnector.__name__, __name__, KvhmaConnector.__name__)
 
 
 def _warn_of_what_is_unusual(settings: Settings) -> None:

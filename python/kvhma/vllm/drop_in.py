@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector under the name that vLLM, and code around it, tests for.
 
-``{"kv_connector": "NixlConnector", "kv_connector_module_path": "kvhma.vllm.drop_in"}`` loads this class in place of
+``{"kv_connector": "NixlConnector", "kv_connector_module_path": "kvhma.vllm.drop_in"}`` loads it in place of
 vLLM's own, and everything that vLLM does for a connector of this name applies.
 """
 
 from kvhma.vllm.connector import KvhmaConnector
 
-
-class NixlConnector(KvhmaConnector):
-    """See :class:`kvhma.vllm.KvhmaConnector`."""
+NixlConnector = KvhmaConnector
