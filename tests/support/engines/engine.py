@@ -161,23 +161,28 @@ class Engine:
         request_id: str | None = None,
         logprobs: int = 2,
         priority: int = 0,
+        rank: int | None = None,
         timeout: float | None = 150,
         adapter: tuple[str, Path] | None = None,
+        pictures: Sequence[int] = (),
         **sampling: Any,
     ) -> Future[Answer]:
         """Ask for a completion, greedy and without end-of-sequence token unless `sampling` says otherwise.
 
-        An `adapter` is its name and its folder. A request that takes longer than `timeout` seconds is aborted, and its
-        answer says so in `error`. What the front end raises is in the answer; the future itself fails with
-        `EngineFailed` when the engine ends.
+        An `adapter` is its name and its folder, `rank` the data-parallel rank that is to answer, `pictures` are seeds
+        of pictures of noise. A request that takes longer than `timeout` seconds is aborted, and its answer says so in
+        `error`. What the front end raises is in the answer; the future itself fails with `EngineFailed` when the engine
+        ends.
         """
         return self._call(
             "generate",
             prompt=list(prompt_token_ids),
             request_id=request_id,
             priority=priority,
+            rank=rank,
             timeout=timeout,
             adapter=None if adapter is None else (adapter[0], str(adapter[1])),
+            pictures=tuple(pictures),
             sampling={
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
@@ -198,7 +203,11 @@ class Engine:
 
     def core(self, method: str, *args: Any, timeout: float = 60) -> Any:
         """Call a method of the engine core: one of `engine_core.METHODS`, or one of vLLM's utilities."""
-        return self._call("core", method=method, arguments=args).result(timeout)
+        return self.cores(method, *args, timeout=timeout)[0]
+
+    def cores(self, method: str, *args: Any, timeout: float = 60) -> list[Any]:
+        """Call a method of the engine core of every data-parallel rank."""
+        return list(self._call("core", method=method, arguments=args).result(timeout))
 
     def state(self) -> dict[str, Any]:
         """The scheduler: waiting, running, held requests; free and all blocks of the pool."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 
@@ -18,6 +19,7 @@ def _state(self: Any) -> dict[str, Any]:
     scheduler = self.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     return {
+        "scheduler": type(scheduler).__name__,
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "requests": {request.request_id: request.status.name for request in scheduler.requests.values()},
@@ -38,7 +40,29 @@ def _connector(self: Any, path: str) -> Any:
     return plain(follow(self.scheduler.connector, path))
 
 
-METHODS = {"e2e_state": _state, "e2e_blocks": _blocks, "e2e_connector": _connector}
+def _steps_ahead(self: Any) -> int:
+    """How many steps were launched and not yet looked at, at most, since this was first asked; 0 if none can be."""
+    if self.batch_queue is None:
+        return 0
+    if not isinstance(self.batch_queue, _Watched):
+        self.batch_queue = _Watched(self.batch_queue, self.batch_queue.maxlen)
+    return self.batch_queue.longest
+
+
+class _Watched(deque):  # type: ignore[type-arg]
+    longest = 0
+
+    def appendleft(self, item: Any) -> None:
+        super().appendleft(item)
+        self.longest = max(self.longest, len(self))
+
+
+METHODS = {
+    "e2e_state": _state,
+    "e2e_blocks": _blocks,
+    "e2e_connector": _connector,
+    "e2e_steps_ahead": _steps_ahead,
+}
 
 
 def follow(start: Any, path: str) -> Any:

@@ -34,6 +34,8 @@ def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> N
     stages = {"forked": time.time() - begun}
     engine_core.install()
     config = AsyncEngineArgs(**DEFAULTS | _typed(engine_args)).create_engine_config()
+    if engine_args.get("async_scheduling"):
+        config.scheduler_config.async_scheduling = True  # vLLM's CPU platform switches it off, whatever was asked for
     # vLLM's CPU platform asks for spawn, which imports everything once more in each process. It does so for the sake
     # of OpenMP's threads; there are none here.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -42,10 +44,14 @@ def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> N
 
 
 def _typed(engine_args: dict[str, Any]) -> dict[str, Any]:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, StructuredOutputsConfig
 
-    transfer = engine_args.get("kv_transfer_config")
-    return engine_args | {"kv_transfer_config": None if transfer is None else KVTransferConfig(**transfer)}
+    kinds = {"kv_transfer_config": KVTransferConfig, "structured_outputs_config": StructuredOutputsConfig}
+    given = {name: engine_args[name] for name in kinds if engine_args.get(name) is not None}
+    return engine_args | {name: kinds[name](**settings) for name, settings in given.items()}
+
+
+_adapters: dict[tuple[str, str], int] = {}  # numbers of adapters, by name and folder: an engine counts its own
 
 
 async def _serve(connection: Connection, config: Any, stages: dict[str, float], begun: float) -> None:
@@ -97,15 +103,22 @@ async def _generate(
     prompt: list[int],
     request_id: str | None,
     priority: int,
+    rank: int | None,
     timeout: float | None,
     adapter: tuple[str, str] | None,
+    pictures: tuple[int, ...],
     sampling: dict[str, Any],
 ) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     begun = time.perf_counter()
+    if (shape := sampling.pop("structured_outputs", None)) is not None:
+        sampling["structured_outputs"] = StructuredOutputsParams(**shape)
+    lora = None
+    if adapter is not None:
+        lora = LoRARequest(adapter[0], _adapters.setdefault(adapter, len(_adapters) + 1), adapter[1])
     samples: list[dict[str, Any]] = []
     for _ in range(sampling.get("n", 1)):
         answer: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "first_seconds": None}
@@ -114,11 +127,14 @@ async def _generate(
     async def collect() -> None:
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling)
         stream = engine.generate(
-            {"prompt_token_ids": prompt},
+            {"prompt_token_ids": prompt, "multi_modal_data": {"image": [_noise(seed) for seed in pictures]}}
+            if pictures
+            else {"prompt_token_ids": prompt},
             params,
             request_id or uuid.uuid4().hex,
-            lora_request=None if adapter is None else LoRARequest(adapter[0], 1, adapter[1]),
+            lora_request=lora,
             priority=priority,
+            data_parallel_rank=rank,
         )
         async for output in stream:
             for completion in output.outputs:
@@ -138,6 +154,13 @@ async def _generate(
     ended = {"error": error, "seconds": time.perf_counter() - begun, "begun": begun}
     first, *others = [sample | ended for sample in samples]
     return first | {"others": others}
+
+
+def _noise(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8))
 
 
 def _take(answer: dict[str, Any], completion: Any, seconds: float) -> None:
@@ -160,8 +183,9 @@ async def _rpc(engine: Any, method: str, arguments: tuple[Any, ...]) -> list[Any
     return list(await engine.collective_rpc(method, args=arguments))
 
 
-async def _core(engine: Any, method: str, arguments: tuple[Any, ...]) -> Any:
-    return await engine.engine_core.call_utility_async(method, *arguments)
+async def _core(engine: Any, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    core = engine.engine_core
+    return [await core._call_utility_async(method, *arguments, engine=rank) for rank in core.core_engines]
 
 
 async def _metrics(engine: Any) -> str:

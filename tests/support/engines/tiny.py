@@ -128,6 +128,41 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Models that not every test of MODELS is for. A picture of 56 by 56 points is 16 tokens; its token is 510.
+OTHERS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "model_type": "llava",
+        "text_config": MODELS["llama"],
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "projection_dim": 64,
+        },
+        "image_token_index": 510,
+        "image_seq_length": 16,
+        "vision_feature_layer": -1,
+    }
+}
+PICTURES = {
+    "preprocessor_config.json": {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": {"height": 56, "width": 56},
+    },
+    "processor_config.json": {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "patch_size": 14,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    },
+}
+
 # Standard deviation of what a matrix makes of input with unit variance, by the end of its name. Scores of attention are
 # products of two: gains of 1.7 give them a standard deviation of three, so that a few tokens hold most of the weight.
 GAINS = {
@@ -151,7 +186,7 @@ def _model(name: str, folder: Path) -> Path:
     final = folder / f"{name}-{recipe:08x}"
     if not final.exists():
         making = folder / f"{final.name}.{os.getpid()}"
-        _save(MODELS[name], making)
+        _save((MODELS | OTHERS)[name], making)
         try:
             making.rename(final)
         except OSError:  # another process was quicker
@@ -161,10 +196,11 @@ def _model(name: str, folder: Path) -> Path:
 
 def _save(settings: dict[str, Any], folder: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(**settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _fill(name, parameter, settings["model_type"])
@@ -172,6 +208,18 @@ def _save(settings: dict[str, Any], folder: Path) -> None:
     written = json.loads((folder / "config.json").read_text())
     # save_pretrained drops what it takes for a default of its own; an engine must see the model as it is meant.
     (folder / "config.json").write_text(json.dumps(settings | written, indent=1))
+    if "vision_config" in settings:
+        _name_as_vllm_does(folder / "model.safetensors")
+        for name, content in PICTURES.items():
+            (folder / name).write_text(json.dumps(content))
+
+
+def _name_as_vllm_does(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    # transformers 5 writes the tower's weights one level higher than checkpoints have them.
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(path).items()}
+    save_file(named, path, metadata={"format": "pt"})
 
 
 def _fill(name: str, parameter: torch.Tensor, model_type: str) -> None:

@@ -59,14 +59,15 @@ class Zygote:
     Args:
         log: file for what the zygote itself prints.
         env: added to the environment of all forks. Variables that are read while modules are loaded belong here.
+        python: interpreter that has vLLM, `engine_python` unless given.
     """
 
-    def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, log: Path, env: dict[str, str] | None = None, python: str | None = None) -> None:
         ours, theirs = socket.socketpair()
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "PYTEST_"))}
         with log.open("ab") as out, theirs:
             self._process = subprocess.Popen(
-                [engine_python(), "-m", "support.engines.zygote_process", str(theirs.fileno())],
+                [python or engine_python(), "-m", "support.engines.zygote_process", str(theirs.fileno())],
                 env=inherited | ENVIRONMENT | (env or {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -38,6 +39,10 @@ ARCHITECTURES = {
     "NemotronHForCausalLM": "nemotron_h",
     "Qwen3NextForCausalLM": "qwen3_next",
     "DeepseekV2ForCausalLM": "deepseek_v2",
+    "MiMoForCausalLM": "mimo",
+    "MiMoMTPModel": "mimo_mtp:MiMoMTP",
+    "EagleLlamaForCausalLM": "llama_eagle",
+    "LlavaForConditionalGeneration": "llava",
 }
 
 
@@ -122,9 +127,14 @@ def _import_models() -> None:
     # registered as a class is inspected on the spot.
     from vllm.model_executor.models import ModelRegistry
 
-    for architecture, module in ARCHITECTURES.items():
+    # LLaVA's module asks for another model's pictures, and they for torchvision, which nothing here needs.
+    pixtral = ModuleType("transformers.models.pixtral.image_processing_pixtral")
+    pixtral._num_image_tokens = None  # type: ignore[attr-defined]
+    sys.modules[pixtral.__name__] = pixtral
+    for architecture, where in ARCHITECTURES.items():
+        module, _, name = where.partition(":")
         loaded = importlib.import_module(f"vllm.model_executor.models.{module}")
-        ModelRegistry.register_model(architecture, getattr(loaded, architecture))
+        ModelRegistry.register_model(architecture, getattr(loaded, name or architecture))
 
 
 def _sleep_instead_of_yielding() -> None:
