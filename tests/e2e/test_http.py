@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -20,7 +21,8 @@ import pytest
 
 from support.engines import Answer, Zygote, engines, free_port
 from support.engines.zygote import engine_python
-from support.handoff import arguments, kvhma, noise, prompts
+from support.handoff import LEASE, arguments, kvhma, noise, prompts
+from support.listening import until
 
 Models = Callable[[str], Path]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -114,6 +116,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
             assert float(count.split()[-1]) == 2, role
 
         several_of_one_body(completions, many, expected)
+        clients_that_hang_up(ports["proxy"], [urls[role] for role in pids], many[1])
         for role in ("decode-1", "decode-2"):
             assert (
                 "vllm:kvhma_failed_loads_total{" not in urllib.request.urlopen(urls[role] + "/metrics").read().decode()
@@ -145,6 +148,27 @@ def several_of_one_body(completions: str, many: list[list[int]], expected: list[
     status, text = ask(completions, body | {"prompt": many[:2], "n": 2, "top_k": 1})
     assert status == 200, text
     assert [choice["token_ids"] for choice in json.loads(text)["choices"]] == [right[0]] * 2 + [right[1]] * 2
+
+
+def clients_that_hang_up(proxy: int, engines: list[str], prompt: list[int]) -> None:
+    """At once, before the first token, in the middle of an answer: no engine keeps a request or a block for them."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 700, "ignore_eos": True, "stream": True}
+    for seconds, chunks in ((0.0, 0), (0.01, 0), (0.05, 0), (0.0, 3)):
+        connection = http.client.HTTPConnection("127.0.0.1", proxy, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if chunks:
+            answer = connection.getresponse()
+            assert [answer.readline()[:5] for _ in range(chunks * 2)][::2] == [b"data:"] * chunks
+            answer.close()
+        time.sleep(seconds)
+        connection.close()
+    held = ("vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kvhma_held_leases{")
+    until(lambda: all(sum(samples(url, *held)) == 0 for url in engines), LEASE + 20)
+
+
+def samples(url: str, *names: str) -> list[float]:
+    lines = urllib.request.urlopen(url + "/metrics").read().decode().splitlines()
+    return [float(line.split()[-1]) for line in lines if line.startswith(names)]
 
 
 def ask_health(url: str) -> str:
