@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How deployments set their engines up: ranks, data parallel, a second connector, caches of fp8, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engines import REMOTE_DECODE, Zygote, engines, free_port
+from support.handoff import (
+    all_free,
+    arguments,
+    compare,
+    computed,
+    decode,
+    failures,
+    hand_over,
+    kvhma,
+    loads,
+    noise,
+    prefill,
+    prompts,
+    same,
+)
+from support.listening import until
+from support.tokenizer import IMAGE, with_tokenizer
+
+Models = Callable[[str], Path]
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+def test_two_ranks_to_two(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = {"p": kvhma(name, **TWO_RANKS), "d": kvhma(name, **TWO_RANKS), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        compare(name, p, d, plain, [33, 301, 601], ranks_differ=True)
+        # One load of the engine is one of each of its ranks.
+        for rank in ("0", "1"):
+            assert d.sample("vllm:kvhma_rank_bytes_total", rank=rank) > 0
+        assert d.sample("vllm:kvhma_failed_loads_total") == 0
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_data_parallel(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Two engines of one rank at P, two of two ranks at D; every one of P hands over to every one of D.
+
+    vLLM runs no mixture of experts with data parallel on CPUs (its communicator has no `all_gatherv`), so no rank waits
+    for another one's step here.
+    """
+    name = "llama"
+    # vLLM 0.33 wants a memory node for each engine, but not where this is set, to whatever.
+    nodes = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
+    # Each engine adds its number to the port.
+    ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2)]
+    settings = {
+        "p": kvhma(name, data_parallel_size=2, env=nodes | ports[0]),
+        "d": kvhma(name, data_parallel_size=2, tensor_parallel_size=2, env=nodes | ports[1]),
+        "plain": arguments(name),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        ids = set()
+        for number, (at_p, at_d) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+            (prompt,) = prompts(("data parallel", number), [301])
+            params = prefill(p, prompt, rank=at_p)
+            ids.add((params["remote_engine_id"], params["remote_port"]))
+            same(
+                name,
+                decode(d, prompt, params, rank=at_d).result(),
+                plain.generate(prompt, max_tokens=16).result(),
+                f"from {at_p} to {at_d}",
+            )
+        assert len(ids) == 2
+        # As a front end spreads them by itself.
+        many = prompts("data parallel", [33 + 40 * at for at in range(8)])
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
+        told = [p.generate(prompt, max_tokens=1, kv_transfer_params=REMOTE_DECODE) for prompt in many]
+        got = [decode(d, prompt, answer.result().kv_transfer_params) for prompt, answer in zip(many, told, strict=True)]
+        for prompt, answer, right in zip(many, got, expected, strict=True):
+            same(name, answer.result(), right, f"of {len(prompt)} tokens")
+        for number in ("0", "1"):
+            assert d.sample("vllm:kvhma_load_seconds_count", engine=number) > 2 * 2
+        assert loads(d) == 2 * 12  # each of its engine's two ranks
+        for engine in (p, d):
+            until(lambda engine=engine: all(map(empty, engine.cores("e2e_state"))), 30)
+
+
+def empty(state: dict[str, Any]) -> bool:
+    return not state["requests"] and state["free_blocks"] == state["all_blocks"] - 1
+
+
+def beside_an_offloading_connector(name: str) -> dict[str, Any]:
+    """Arguments of an engine that hands over, and keeps blocks in host memory: vLLM's connector for that, whose copies
+    on a GPU's streams are replaced."""
+    settings = kvhma(name, enable_prefix_caching=True)
+    ours = settings["kv_transfer_config"]
+    spec = {"spec_name": "HostSpec", "spec_module_path": "support.engines.offloading", "cpu_bytes_to_use": 64 << 20}
+    theirs = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec}
+    settings["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": ours.pop("kv_load_failure_policy"),
+        "kv_connector_extra_config": {"connectors": [ours, theirs]},
+    }
+    return settings
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """vLLM itself keeps its two connectors that offload to host memory from CPUs."""
+    both = beside_an_offloading_connector(name)
+    settings = {"p": both, "d": both, "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        first, end = prompts("offloading", [301, 40])
+        same(name, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(), "handed over")
+        assert (loads(d), d.loaded_tokens()) == (1, 300 if name == "gemma3" else 301)
+        for engine in (p, d):
+            engine.core("reset_prefix_cache")
+        # From host memory: what D was handed, and what P computed.
+        longer = first[:288] + end
+        expected = plain.generate(longer, max_tokens=16).result()
+        before = d.loaded_tokens()
+        same(name, d.generate(longer, max_tokens=16).result(), expected, "from D's host memory")
+        assert d.loaded_tokens() - before >= 256
+        assert loads(d) == 1
+        for engine in (p, d):
+            engine.core("reset_prefix_cache")
+        before = p.loaded_tokens()
+        params = prefill(p, longer)
+        assert p.loaded_tokens() - before >= 256
+        same(name, decode(d, longer, params).result(), expected, "what P had in host memory, handed over")
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_caches_of_fp8(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    name = "llama"
+    fp8 = {"kv_cache_dtype": "fp8"}
+    settings = {
+        "p": kvhma(name, **fp8),
+        "d": kvhma(name, **fp8),
+        "other": kvhma(name, extra={"kv_lease_duration": 5}),
+        "plain": arguments(name, **fp8),
+        "whole": arguments(name),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, other, plain, whole):
+        compare(name, p, d, plain, [33, 301, 600])
+        assert loads(d) == 3
+        (prompt,) = prompts(name, [301])
+        right = plain.generate(prompt, max_tokens=16).result()
+        exact = whole.generate(prompt, max_tokens=16).result()
+        assert abs(right.logprobs[0] - exact.logprobs[0]) > 10 * noise(name), "caches of fp8 that round nothing"
+        # Between the two kinds nothing is read: 5 seconds are P's lease.
+        assert hand_over(other, d, prompt).finish_reason == "error"
+        assert failures(d, "unsupported") == 1
+        assert "cache_dtype of the model is" in (tmp_path / "d.log").read_text()
+        for engine in (p, d, other):
+            all_free(engine)
+
+
+def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """A prompt is its tokens and what its pictures are: those of another picture are of another prompt."""
+    name = "llava"
+    words = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
+    settings = {"p": kvhma(name, **words), "d": kvhma(name, **words), "plain": arguments(name, **words)}
+    with engines(zygote, with_tokenizer(model(name), tmp_path / "model"), tmp_path, **settings) as (p, d, plain):
+        one, two = prompts("pictures", [150, 100])
+        prompt = [token % IMAGE for token in one] + [IMAGE] + [token % IMAGE for token in two] + [IMAGE, 7, 8, 9]
+
+        def plainly(*pictures: int) -> Any:
+            return plain.generate(prompt, max_tokens=16, pictures=pictures).result()
+
+        right, other = plainly(1, 2), plainly(1, 3)
+        assert right.error is None
+        assert abs(right.logprobs[0] - other.logprobs[0]) > 100 * noise(name), "pictures that change nothing"
+        got = decode(d, prompt, prefill(p, prompt, pictures=(1, 2)), pictures=(1, 2)).result()
+        same(name, got, right, "the same pictures")
+        assert (loads(d), computed(d, "other_prompt")) == (1, 0)
+        params = prefill(p, prompt, pictures=(1, 2))
+        same(name, decode(d, prompt, params, pictures=(1, 3)).result(), other, "another second picture")
+        assert (loads(d), computed(d, "other_prompt")) == (1, 1)
+        same(name, decode(d, prompt, params, pictures=(1, 2)).result(), right, "the right ones")
+        for engine in (p, d):
+            all_free(engine)
