@@ -164,6 +164,15 @@ e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=
 	PYTHONPATH=python $(E2E)/bin/python -m pytest -q --junitxml=$(REPORTS)/connector.xml tests/connector tests/tensors
 	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/e2e.xml tests/e2e $(ARGS)
 
+# Three environments of 6 GB; `make e2e` runs the same test with those that are there.
+.PHONY: rolling
+rolling: dev ## engines of every two versions of vLLM hand over to each other (sets up an environment for each)
+	$(foreach version,$(call version,*v["VLLM"]),$(MAKE) VLLM=$(version) e2e-environment &&) true
+	$(BIN)/python -m pytest -q -n 0 tests/e2e/test_rolling_upgrade.py $(ARGS)
+
+.PHONY: e2e-environment
+e2e-environment: $(E2E)/.ready
+
 # A run of its own, not a test: it takes as long as it is told to and says what it found in .reports/soak.
 .PHONY: soak
 soak: SECONDS = 600
