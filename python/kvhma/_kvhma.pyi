@@ -23,6 +23,7 @@ __all__ = [
     "__version__",
     "clip_blocks",
     "descriptor_ids",
+    "digest_prefixes",
     "digest_tokens",
     "expand_blocks",
     "expand_views",
@@ -397,6 +398,17 @@ def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
     Raises:
         BlockIdError: an id is negative or its kernel ids do not fit int32.
         AddressOverflowError: there are more than 2**31 - 1 kernel ids.
+    """
+
+def digest_prefixes(tokens: list[int], counts: list[int]) -> list[bytes]:
+    """Return :func:`digest_tokens` without a header for each of some counts of first ids, in one pass over them.
+
+    Args:
+        tokens: token ids. The list is read in place, not copied.
+        counts: how many of them count, none less than the one before.
+
+    Raises:
+        RequestError: there are fewer, one is not an integer of 32 bits, or counts go down.
     """
 
 def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from kvhma._kvhma import digest_tokens
+from kvhma._kvhma import digest_prefixes, digest_tokens
 from kvhma.errors import RequestError
 
 PIECE = 16384  # ids that are hashed at a time
@@ -65,3 +65,16 @@ def test_items_that_change_the_list_while_they_are_read():
         digest_tokens(b"", ids, 1001)
     error = caught.value
     assert (error.code, error.field, error.value, error.expected) == ("count", "tokens", 0, "more than 1")
+
+
+def test_prefixes_in_one_pass():
+    ids = [(index * 7919) % 200_000 for index in range(2 * PIECE + 9)]
+    counts = [0, 1, 5, 5, PIECE - 1, PIECE + 3, 2 * PIECE + 9]
+    assert digest_prefixes(ids, counts) == [digest_tokens(b"", ids, count) for count in counts]
+    assert digest_prefixes(ids, []) == []
+    with pytest.raises(RequestError, match="counts: entry 1 is less than the one before"):
+        digest_prefixes(ids, [5, 4])
+    with pytest.raises(RequestError, match="tokens: 2 of 3 are in the list"):
+        digest_prefixes([1, 2], [1, 3])
+    with pytest.raises(RequestError, match="tokens: 2147483648 does not fit 32 bits"):
+        digest_prefixes([1, 2**31], [1, 2])

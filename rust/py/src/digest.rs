@@ -20,20 +20,54 @@ pub(crate) fn digest_tokens<'py>(
     tokens: &Bound<'py, PyList>,
     num_tokens: usize,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    if tokens.len() < num_tokens {
-        let reason = format!("{} of {num_tokens} are in the list", tokens.len());
-        return Err(count_error(tokens, Value::Number(num_tokens as i128), &reason));
-    }
     let mut digest = TokenDigest::new(header);
-    let mut piece = vec![0; PIECE.min(num_tokens)];
-    for first in (0..num_tokens).step_by(PIECE) {
-        let count = PIECE.min(num_tokens - first);
+    push_tokens(&mut digest, tokens, 0, num_tokens)?;
+    Ok(PyBytes::new(py, &digest.finish()))
+}
+
+/// Return `digest_tokens` without a header for each of some counts of a list's first ids, in one pass over them.
+#[pyfunction]
+pub(crate) fn digest_prefixes<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyList>,
+    counts: Vec<usize>,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let mut digest = TokenDigest::new(b"");
+    let mut first = 0;
+    let mut found = Vec::with_capacity(counts.len());
+    for (index, &count) in counts.iter().enumerate() {
+        if count < first {
+            let values = (Value::Number(count as i128), Value::Text(format!("at least {first}")));
+            return Err(argument_error(
+                py,
+                "value",
+                "counts",
+                values,
+                &format!("entry {index} is less than the one before"),
+            ));
+        }
+        push_tokens(&mut digest, tokens, first, count)?;
+        found.push(PyBytes::new(py, &digest.finish()));
+        first = count;
+    }
+    Ok(found)
+}
+
+/// Feeds the ids of a list from one place up to another.
+fn push_tokens(digest: &mut TokenDigest, tokens: &Bound<'_, PyList>, from: usize, to: usize) -> PyResult<()> {
+    if tokens.len() < to {
+        let reason = format!("{} of {to} are in the list", tokens.len());
+        return Err(count_error(tokens, Value::Number(to as i128), &reason));
+    }
+    let mut piece = vec![0; PIECE.min(to - from)];
+    for first in (from..to).step_by(PIECE) {
+        let count = PIECE.min(to - first);
         for (index, token) in (first..).zip(&mut piece[..count]) {
             *token = read_token(tokens, index)?;
         }
         digest.push(&piece[..count]);
     }
-    Ok(PyBytes::new(py, &digest.finish()))
+    Ok(())
 }
 
 /// Reads an id of a list through the C API: this is most of the time of a digest.

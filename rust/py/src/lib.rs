@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _kvhma {
     #[pymodule_export]
-    use super::digest::digest_tokens;
+    use super::digest::{digest_prefixes, digest_tokens};
     #[pymodule_export]
     use super::functions::{
         clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,

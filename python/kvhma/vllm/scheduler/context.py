@@ -11,7 +11,7 @@ from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.scheduler.prompt import prompt_digest
+from kvhma.vllm.scheduler.prompt import prefix_digests, prompt_digest
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire.secrets import Secrets
@@ -54,3 +54,7 @@ class SchedulerContext:
         """Return the digest of the first tokens of a request, see :func:`prompt_digest`."""
         # An operator who names the model says that adapters of one name are the same too, wherever they lie.
         return prompt_digest(request, num_tokens, adapter_paths=self.settings.model_id is None)
+
+    def prefix_digests(self, request: Request, counts: Sequence[int]) -> list[str]:
+        """Return the digests of some numbers of first tokens of a request, see :func:`prefix_digests`."""
+        return prefix_digests(request, counts, adapter_paths=self.settings.model_id is None)

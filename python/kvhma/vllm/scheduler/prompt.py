@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvhma._kvhma import digest_tokens
+from kvhma._kvhma import digest_prefixes, digest_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -30,6 +31,33 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
     Raises:
         RequestError: the request has fewer tokens, or one that does not fit 32 bits.
     """
+    # The list itself: a slice of vLLM's public view would be one more pass over all tokens.
+    header = _header(request, num_tokens, adapter_paths)
+    return digest_tokens(header, request._all_token_ids, num_tokens).hex()
+
+
+def prefix_digests(request: Request, counts: Sequence[int], *, adapter_paths: bool = True) -> list[str]:
+    """Return a digest of some numbers of first tokens each, and of what :func:`prompt_digest` is of besides.
+
+    One pass over the tokens is enough for all. The digests are others than those of :func:`prompt_digest`.
+
+    Args:
+        request: vLLM's request.
+        counts: how many of its tokens count, none less than the one before.
+        adapter_paths: as for :func:`prompt_digest`.
+
+    Raises:
+        RequestError: the request has fewer tokens, or one that does not fit 32 bits.
+    """
+    tokens = digest_prefixes(request._all_token_ids, list(counts))
+    return [
+        hashlib.blake2b(of_tokens + _header(request, count, adapter_paths), digest_size=16).hexdigest()
+        for count, of_tokens in zip(counts, tokens, strict=True)
+    ]
+
+
+def _header(request: Request, num_tokens: int, adapter_paths: bool) -> bytes:
+    """Return what decides the cache of the first tokens of a request besides themselves."""
     header = [
         num_tokens,
         _adapter(request.lora_request, adapter_paths),
@@ -41,8 +69,7 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
         request.cache_salt or None,
         _embeddings(request, num_tokens),
     ]
-    # The list itself: a slice of vLLM's public view would be one more pass over all tokens.
-    return digest_tokens(json.dumps(header).encode(), request._all_token_ids, num_tokens).hex()
+    return json.dumps(header).encode()
 
 
 def _adapter(lora: Any, with_path: bool) -> list[str] | None:
