@@ -19,11 +19,11 @@ import pytest
 # With its parts, since torch warns while they are imported, which is no error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
-from kvhma.vllm.scheduler import decode
+from kvhma.vllm.scheduler import answers, decode
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
-from support.cache.mutants import MUTANTS
-from support.cache.sequences import MIXES, PAIRS, Run, case_of
+from support.cache.mutants import MUTANTS, TURN_MUTANTS
+from support.cache.sequences import MIXES, PAIRS, Run, case_of, turns_of
 
 SEQUENCES = int(os.environ.get("KVHMA_CACHE_SEQUENCES", "3000"))
 SLICES = 10
@@ -233,6 +233,46 @@ def test_a_defect_is_found(name, monkeypatch):
     for seed in range(600):
         try:
             Run(case_of(seed, mix=mixes[seed % len(mixes)])).play()
+        except Violation:
+            return
+    pytest.fail(f"{name}: nothing was found in 600 sequences")
+
+
+# --- the next turns of conversations -----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(max(300, SEQUENCES))
+@pytest.mark.parametrize("part", range(SLICES))
+def test_what_is_read_of_answers_is_right(part, monkeypatch):
+    """P reads answers of D for the turns after them, and what it makes of them D reads."""
+    monkeypatch.setattr(answers, "_PREFIX_TOKENS", 2)
+    p, d = Counts(), Counts()
+    ends: dict[str, float] = {}
+    for seed in range(part, SEQUENCES // 2, SLICES):
+        case = turns_of(seed)
+        run = Run(case)
+        try:
+            run.play()
+        except Violation as violation:
+            raise AssertionError(f"{violation}\n{case}") from None
+        p += run.p.counts
+        d += run.d.counts
+        for engine in (run.p, run.d):
+            for label, number in engine.counted("answers").items():
+                ends[label] = ends.get(label, 0) + number
+    assert min(p.loads, d.loads) > SEQUENCES // 2 // SLICES
+    assert p.failed > SEQUENCES // SLICES // 20
+    assert ends["given up"] > 0
+
+
+@pytest.mark.parametrize("name", TURN_MUTANTS)
+def test_a_defect_of_next_turns_is_found(name, monkeypatch):
+    monkeypatch.setattr(answers, "_PREFIX_TOKENS", 2)
+    patch, mixes = TURN_MUTANTS[name]
+    patch(monkeypatch)
+    for seed in range(600):
+        try:
+            Run(turns_of(seed, mix=mixes[seed % len(mixes)])).play()
         except Violation:
             return
     pytest.fail(f"{name}: nothing was found in 600 sequences")

@@ -78,12 +78,17 @@ def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch,
 
 
 def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log):
-    said = log(push_registration_timeout=480, bidirectional_kv_xfer=True)
+    said = log(push_registration_timeout=480, enforce_handshake_compat=False)
     (line,) = [line for line in said.splitlines() if "settings of vLLM's own connector" in line]
     assert line.startswith("WARNING")
-    assert "bidirectional_kv_xfer (P reads nothing from D" in line
+    assert "enforce_handshake_compat (what cannot be read right" in line
     assert "push_registration_timeout (nothing is pushed" in line
     assert "own connector" not in log(enforce_handshake_compat=True)
+
+
+def test_the_log_says_that_answers_do_not_go_through_host_memory(log):
+    assert "answers" not in log(bidirectional_kv_xfer=True)
+    assert "no answers are kept or read (bidirectional_kv_xfer)" in log(bidirectional_kv_xfer=True, host_staged=True)
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0rc1", "0.34.1.dev7+cpu"])

@@ -448,3 +448,67 @@ def test_several_threads_at_once():
     assert errors == []
     assert sorted(reported, key=int) == [key.request_id for key in keys]
     assert table.usage() == LeaseUsage(0, 0, 0.0)
+
+
+# --- answers, for the next turns of their conversations ----------------------------------------------------------
+
+
+def answer(table, name, blocks=(), seconds=480.0):
+    key = LeaseKey(name, next(GENERATION))
+    table.add(key, digest_of(key), blocks, answer_seconds=seconds)
+    return key
+
+
+def test_an_answer_is_kept_for_a_time_of_its_own(table, clock):
+    answer(table, "a")
+    add(table, "b")
+    clock.pass_by(LEASE + 1)
+    pass_overdue(table, clock)
+    assert ended(table) == {LeaseEnd.UNCLAIMED: ["b"]}
+    clock.pass_by(480 - LEASE)
+    pass_overdue(table, clock)
+    assert ended(table) == {LeaseEnd.ANSWER_EXPIRED: ["a"]}
+
+
+def test_a_reader_of_an_answer_shortens_nothing(table, clock):
+    key = answer(table, "a")
+    assert renew(table, key) is HELD
+    table.release([claim(key)], Outcome.UNREAD)
+    clock.pass_by(479)
+    assert ended(table) == {}
+    assert renew(table, key) is HELD
+    clock.pass_by(LEASE - 1)
+    assert ended(table) == {}, "and may take a lease from then on"
+    assert table.finish([claim(key)], [Outcome.READ]) == [HELD]
+    assert ended(table) == {LeaseEnd.ANSWER_READ: ["a"]}
+    assert renew(table, key) is ENDED
+
+
+def test_answers_go_before_prompts(table):
+    table.max_unread_blocks = 10
+    add(table, "p1", range(4))
+    answer(table, "a1", range(10, 14))
+    add(table, "p2", range(20, 24))
+    assert ended(table) == {LeaseEnd.ANSWER_GIVEN_UP: ["a1"]}
+    answer(table, "a2", range(30, 34))
+    assert ended(table) == {LeaseEnd.DROPPED: ["p1"]}, "what has just finished stays"
+
+
+def test_an_answer_may_be_given_up_while_it_is_read(table):
+    keys = [answer(table, name, [index]) for index, name in enumerate("abc")]
+    add(table, "p", [9])
+    renew(table, keys[0])
+    assert [key.request_id for key, _ in table.answers()] == ["b", "c", "a"]
+    assert table.usage().answers == 3
+    for key, _ in table.answers():
+        table.give_up(key)
+        table.give_up(key)
+    assert ended(table) == {LeaseEnd.ANSWER_GIVEN_UP: ["b", "c", "a"]}
+    assert table.finish([claim(keys[0])], [Outcome.READ]) == [ENDED]
+    assert table.usage() == LeaseUsage(1, 1, 0.0)
+
+
+def test_how_long_answers_wait_is_nobodys_concern(table, clock):
+    answer(table, "a")
+    clock.pass_by(5)
+    assert table.usage().oldest_unread_seconds == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvhma import Span
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, read_ids, write_ids
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, Prefix, read_ids, write_ids
 from kvhma.vllm.wire.secrets import Secrets
 
 REMOTE = PrefillParams(
@@ -280,3 +280,68 @@ def test_no_secret_is_in_what_is_handed_out():
     text = json.dumps(REMOTE.to_params(SECRET, pp_size=1)[0])
     assert "a secret" not in text
     assert b"a secret".hex() not in text
+
+
+# --- of an answer, for the next turn ---------------------------------------------------------------------------
+
+ANSWER = REMOTE._replace(prefixes=(Prefix(64, "0a" * 16), Prefix(200, "0b" * 16)))
+
+
+def answer(remote=ANSWER, secrets=NO_SECRET):
+    return json.loads(json.dumps(remote.to_params(secrets, pp_size=1, next_turn=True)[0]))
+
+
+def test_an_answer_comes_back_as_it_was():
+    told = answer()
+    assert (told["do_remote_prefill"], told["do_remote_decode"]) == (False, True), "as upstream's"
+    assert read(told)._replace(digest=b"") == ANSWER
+    assert read(answer(secrets=SECRET), secrets=SECRET)._replace(digest=b"") == ANSWER
+    without = ANSWER._replace(prefixes=())
+    assert read(answer(without))._replace(digest=b"") == without
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        [[64, "0a" * 16]],
+        [[65, "0a" * 16], [200, "0b" * 16]],
+        [[64, "0b" * 16], [200, "0b" * 16]],
+        [[64, "0a" * 16], [200, "0b" * 16], [201, "0b" * 16]],
+        None,
+    ],
+)
+def test_nobody_says_of_other_parts_of_an_answer_that_they_may_be_read(prefixes):
+    told = answer()
+    if prefixes is None:
+        del told["kvhma"]["prefixes"]
+    else:
+        told["kvhma"]["prefixes"] = prefixes
+    with pytest.raises(RequestError, match=r"kvhma\.digest is \w{32}"):
+        read(told)
+
+
+PREFIXES = [
+    [[1]],
+    [[1, 2, 3]],
+    [[64, "0a"]],
+    [["64", "0a" * 16]],
+    [[0, "0a" * 16]],
+    [[-5, "0a" * 16]],
+    [[300, "0a" * 16]],
+    [[10**400, "0a" * 16]],
+    [[True, "0a" * 16]],
+    [[64, "0a" * 16], [64, "0b" * 16]],
+    [[64, "0a" * 16], [63, "0b" * 16]],
+    [[index, "0a" * 16] for index in range(1, 66)],
+    [{"tokens": 64, "digest": "0a" * 16}],
+]
+
+
+@pytest.mark.parametrize("value", [*WRONG, *PREFIXES], ids=lambda value: ascii(value)[:20])
+def test_parts_of_an_answer_that_are_none(value):
+    told = answer()
+    told["kvhma"]["prefixes"] = value
+    with pytest.raises(RequestError, match=r"kvhma\.prefixes") as caught:
+        read(told)
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()

@@ -62,6 +62,9 @@ def test_addresses():
         ({"side_channel_port": 70000}, "70000"),
         ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
         ({"engine_ttl": "1h"}, "engine_ttl is '1h', expected float"),
+        ({"bidirectional_kv_xfer": 1}, "bidirectional_kv_xfer is 1, expected bool"),
+        ({"kv_recompute_threshold": -1}, "kv_recompute_threshold is -1, expected int"),
+        ({"decoder_kv_blocks_ttl": 0}, "decoder_kv_blocks_ttl is 0, expected float"),
         ({"prewarm": 1}, "prewarm is 1, expected bool"),
         ({"switch_interval_us": 0}, "switch_interval_us is 0, expected int 10..1000000"),
         ({"host_staged": 1}, "host_staged is 1, expected bool"),
@@ -76,9 +79,6 @@ def test_refused(extra, match):
 
 
 UPSTREAM = {
-    "bidirectional_kv_xfer": True,
-    "kv_recompute_threshold": 256,
-    "decoder_kv_blocks_ttl": 480,
     "push_registration_timeout": 480,
     "enforce_handshake_compat": False,
     "enable_cross_layers_blocks": "True",
@@ -98,6 +98,16 @@ def test_settings_of_upstream_stop_nothing_and_are_named():
 def test_engine_ttl_is_upstreams(value):
     read = Settings.read({"engine_ttl": value})
     assert (read.engine_ttl, read.ignored) == (value, ())
+
+
+def test_upstreams_settings_for_the_next_turn_are_ours_too():
+    told = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 256, "decoder_kv_blocks_ttl": 60}
+    found = Settings.read(told)
+    assert (found.bidirectional_kv_xfer, found.kv_recompute_threshold, found.decoder_kv_blocks_ttl) == (True, 256, 60.0)
+    assert found.ignored == ()
+    # Upstream's defaults.
+    off = Settings()
+    assert (off.bidirectional_kv_xfer, off.kv_recompute_threshold, off.decoder_kv_blocks_ttl) == (False, 64, 480.0)
 
 
 def test_what_asks_for_nothing_is_not_worth_a_line():

@@ -28,7 +28,7 @@ def test_every_setting_of_upstream_is_on_the_page():
 
 
 def test_every_setting_of_upstream_is_taken():
-    own = {"backends": ["UCX"]}
+    own = {"backends": ["UCX"], "bidirectional_kv_xfer": True}
     for name in read(SETTING):
         Settings.read({name: own.get(name, 5)})
 

@@ -105,6 +105,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             _warn_of_what_is_unusual(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
             _warn_of_what_is_open(self._settings, self._secrets, facts.address)
+            if self._settings.bidirectional_kv_xfer and not facts.keeps_answers:
+                logger.warning(
+                    "kvhma: no answers are kept or read (bidirectional_kv_xfer): blocks go through host memory"
+                )
             self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
 
     @property
@@ -154,6 +158,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' results."""
         self._scheduler.results(connector_output)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of answers will be free soon, so that no request has to be preempted for others."""
+        return self._scheduler.make_room()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Take note of the end of a request of an engine with one group."""
@@ -293,9 +301,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         received, report = self._worker.collect(idle=isinstance(metadata, StepMetadata) and metadata.idle)
         self._report = report if report.failures or report.first_tokens else None
-        return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=received, failed_recving=set(report.failures)
-        )
+        failed = {request_id for request_id, failure in report.failures.items() if not failure.optional}
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what the scheduler has to know of loads that ended."""

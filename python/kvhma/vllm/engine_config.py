@@ -214,6 +214,8 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         staging=staging_slots(config, caches, settings),
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
+        max_model_len=config.model_config.max_model_len,
+        keeps_answers=settings.bidirectional_kv_xfer and not host_staged(config, settings),
     )
 
 

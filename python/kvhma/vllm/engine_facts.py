@@ -27,6 +27,8 @@ class EngineFacts:
         staging: slots of the pool in host memory; none if blocks do not go through it.
         drafted_state: whether decoding leaves a state where the drafts that were accepted ended: in another slot, some
             rows further, or in a ring. Only right after a prompt it is where another engine looks for it.
+        max_model_len: tokens of a request at most.
+        keeps_answers: whether answers are kept for the next turns of their conversations, and read.
     """
 
     engine_id: str
@@ -41,6 +43,8 @@ class EngineFacts:
     staging: SlotRanges = NO_SLOTS
     drafted_state: bool = False
     has_windows: bool = False
+    max_model_len: int = 0
+    keeps_answers: bool = False
 
     @property
     def worker_releases(self) -> bool:

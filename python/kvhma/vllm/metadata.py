@@ -30,6 +30,7 @@ class Load(NamedTuple):
         spans: D's blocks to fill, for each group.
         outcome: how P is told, with the question after the read, that the blocks are not needed any more; None where
             several ranks read, so that the scheduler tells it when all have.
+        optional: whether the request is computed here if it fails.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Load(NamedTuple):
     cached: int
     spans: tuple[Span, ...]
     outcome: Outcome | None
+    optional: bool = False
 
 
 @dataclass
@@ -70,11 +72,13 @@ class Failure:
             ``expired``, ``internal``.
         text: one line.
         passing: whether it may pass, so that the load is tried again.
+        optional: whether the load is; vLLM hears nothing of its failure.
     """
 
     cause: str
     text: str
     passing: bool
+    optional: bool = False
 
 
 @dataclass

@@ -33,6 +33,10 @@ class Settings:
         net_devices: network devices that NIXL's UCX listens on and connects from, as ``UCX_NET_DEVICES`` names them;
             None for ``lo`` if the side channel is on loopback, and else for what the environment says.
         max_held_share: share of a prefill engine's blocks that finished requests may keep until they are read.
+        bidirectional_kv_xfer: whether a decode engine keeps its answers for the next turns of their conversations, and
+            a prefill engine reads them.
+        kv_recompute_threshold: tokens that a prefill engine computes rather than reads of an answer, if it lacks fewer.
+        decoder_kv_blocks_ttl: seconds a decode engine keeps an answer at most.
         max_peers: engines whose connection and plan are kept.
         engine_ttl: seconds after which an engine that nothing was read from is let go; 0 or less for never, None for
             an hour, and only if it does not answer any more.
@@ -64,6 +68,9 @@ class Settings:
     secret_file: str | None = None
     net_devices: str | None = None
     max_held_share: float = 0.5
+    bidirectional_kv_xfer: bool = False
+    kv_recompute_threshold: int = 64
+    decoder_kv_blocks_ttl: float = 480.0
     max_peers: int = 256
     engine_ttl: float | None = None
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
@@ -122,9 +129,6 @@ class Settings:
 
 
 _UPSTREAM: dict[str, tuple[Any, str]] = {
-    "bidirectional_kv_xfer": (False, "P reads nothing from D: it computes what its prefix cache lacks"),
-    "kv_recompute_threshold": (None, "part of bidirectional_kv_xfer"),
-    "decoder_kv_blocks_ttl": (None, "part of bidirectional_kv_xfer"),
     "push_registration_timeout": (None, "nothing is pushed: D reads"),
     "enforce_handshake_compat": (True, "what cannot be read right is refused in any case"),
     "enable_cross_layers_blocks": (False, "kv_cache_layout chooses the layout"),
@@ -136,6 +140,8 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "handshake_timeout": (float, 0.1, 600),
     "load_retries": (int, 0, 100),
     "max_held_share": (float, 0.01, 1),
+    "kv_recompute_threshold": (int, 0, 1 << 31),
+    "decoder_kv_blocks_ttl": (float, 1, 86400),
     "max_peers": (int, 1, 4096),
     "engine_ttl": (float, -1, 1 << 31),
     "descriptor_bytes": (int, 0, 1 << 40),
@@ -151,6 +157,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
 _TYPES: dict[str, type[str] | type[bool]] = {
     "secret_file": str,
     "net_devices": str,
+    "bidirectional_kv_xfer": bool,
     "prewarm": bool,
     "side_channel_host": str,
     "kv_cache_layout": str,

@@ -67,6 +67,8 @@ METRICS = {
     "oldest_unread_seconds": Metric(
         "Time since the oldest request that is kept, and that nobody has claimed or read, had finished.", gauge=True
     ),
+    "held_answers": Metric("Answers among them, kept for the next turns of their conversations.", gauge=True),
+    "answers": Metric("Answers that were kept for a next turn, by what became of them.", label="end"),
     "loads_in_flight": Metric("Loads that have not ended.", gauge=True),
     "oldest_load_seconds": Metric("Time since the oldest load that has not ended was ordered.", gauge=True),
     "slow_loads": Metric("Loads that took longer than their lease; P kept the blocks all the same, if it answered."),

@@ -52,6 +52,7 @@ import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import decode as decode_module
+from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim
 from kvhma.vllm.worker import polling
@@ -87,6 +88,8 @@ class EngineShape:
         role: ``kv_role`` of the connector.
         long_prefill: tokens of a request in one step at most while there are others, 0 for any.
         policy: in which order requests are scheduled.
+        turns: whether answers are kept for the next turns of their conversations, and read.
+        threshold: tokens that it computes rather than reads of an answer.
     """
 
     name: str
@@ -104,6 +107,8 @@ class EngineShape:
     role: str = "kv_both"
     long_prefill: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
+    turns: bool = False
+    threshold: int = 0
 
 
 # --- vLLM's objects ------------------------------------------------------------------------------------------
@@ -150,9 +155,9 @@ def vllm_config_of(name: str, recompute: bool, role: str) -> VllmConfig:
         )
 
 
-def own_config_of(name: str, **extra: Any) -> VllmConfig:
+def own_config_of(name: str, recompute: bool = True, role: str = "kv_both", **extra: Any) -> VllmConfig:
     """A configuration of its own, with more settings of the connector."""
-    config = copy.copy(vllm_config_of(name, True, "kv_both"))
+    config = copy.copy(vllm_config_of(name, recompute, role))
     config.model_config = copy.copy(config.model_config)
     config.kv_transfer_config = transfer = copy.copy(config.kv_transfer_config)
     transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | extra
@@ -209,7 +214,15 @@ class DirectRenewer:
 
 
 def _scheduler(shape: EngineShape) -> Scheduler:
-    config = copy.copy(vllm_config_of(shape.name, shape.recompute, shape.role))
+    extra: dict[str, Any] = {}
+    if shape.turns:
+        # Answers are kept until the sequence says so, too.
+        extra = {
+            "bidirectional_kv_xfer": True,
+            "decoder_kv_blocks_ttl": 86400,
+            "kv_recompute_threshold": shape.threshold,
+        }
+    config = own_config_of(shape.name, shape.recompute, shape.role, **extra)
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = copy.copy(config.scheduler_config)
     state = [group.block_size for group in shape.groups if group.kind == "state"]
@@ -390,7 +403,10 @@ class Engine:
         self._checked = np.zeros(self.labels.shape, bool)
         self._hit_requests: set[str] = set()
         self._wrong_requests: set[str] = set()
+        self.stats = TransferStats()
+        """What the connector's scheduler has told vLLM."""
         self._watch_hits()
+        self._watch_stats()
 
     # --- from outside -----------------------------------------------------------------------------------------
 
@@ -411,12 +427,14 @@ class Engine:
             params: ``kv_transfer_params``.
             more: `greedy`, whether the tokens it generates are those that others generate after the same prompt;
                 `unread`, whether it may not begin with blocks of the prefix cache;
+                `stop`, a token that ends its answer;
                 `priority`, lower ones go first where the policy says so.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             temperature=0.0,
+            stop_token_ids=[more["stop"]] if "stop" in more else None,
             skip_reading_prefix_cache=bool(more.get("unread")),
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
@@ -654,8 +672,10 @@ class Engine:
             if not any(loading.parts):
                 self._loading.remove(loading)
                 received.add(name)
+                self.counts.failed += loading.failure is not None and loading.load.optional
                 if loading.failure is not None:
-                    failed.add(name)
+                    if not loading.load.optional:
+                        failed.add(name)
                     report = report.aggregate(WorkerReport({name: loading.failure}))
         self.counts.failed += len(failed)
         return KVConnectorOutput(
@@ -758,6 +778,22 @@ class Engine:
         for index in range(known, len(hashes)):
             self._meaning.setdefault(hashes[index], (text, (index + 1) * self.scheduler.hash_block_size))
         self._registered[request.request_id] = len(hashes)
+
+    def counted(self, name: str) -> dict[str, float]:
+        """What the connector's scheduler has counted by a label."""
+        found: dict[str, float] = self.stats.data.get(name, {})
+        return found
+
+    def _watch_stats(self) -> None:
+        asked = self.connector.get_kv_connector_stats
+
+        def take() -> TransferStats | None:
+            told: TransferStats | None = asked()
+            if told is not None:
+                self.stats.aggregate(told)
+            return told
+
+        self.connector.get_kv_connector_stats = take
 
     def _watch_hits(self) -> None:
         asked = self.scheduler._get_local_prefix_cache_hit

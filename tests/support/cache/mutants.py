@@ -14,24 +14,30 @@ from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
 from kvhma.vllm.metadata import Load
+from kvhma.vllm.scheduler import answers as answers_module
 from kvhma.vllm.scheduler import context as context_module
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.scheduler import prefill as prefill_module
+from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.worker import polling
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+Mutants = dict[str, tuple[Patch, tuple[str, ...]]]
 
-MUTANTS: dict[str, tuple[Patch, tuple[str, ...]]] = {}
+MUTANTS: Mutants = {}
 """What is broken and the mixes of groups where it shows, by what it does."""
+
+TURN_MUTANTS: Mutants = {}
+"""The same of what is read of answers."""
 
 WINDOWS = ("sliding", "full+sliding", "mla+sliding_mla", "full+two windows")
 
 
-def mutant(name: str, *mixes: str) -> Callable[[Patch], Patch]:
+def mutant(name: str, *mixes: str, into: Mutants = MUTANTS) -> Callable[[Patch], Patch]:
     def enter(patch: Patch) -> Patch:
-        MUTANTS[name] = (patch, mixes)
+        into[name] = (patch, mixes)
         return patch
 
     return enter
@@ -194,3 +200,49 @@ def no_backoff(patch: pytest.MonkeyPatch) -> None:
 @mutant("D takes the cache of another prompt", "full", "full+sliding", "full+state")
 def any_prompt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context_module, "prompt_digest", lambda *_, **__: "0" * 32)
+
+
+@mutant("the token that ends an answer is taken for computed", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
+def one_more(patch: pytest.MonkeyPatch) -> None:
+    right = AnswerKeeper._tokens_written
+    patch.setattr(AnswerKeeper, "_tokens_written", lambda self, asked: min(right(self, asked) + 1, asked.num_tokens))
+
+
+@mutant("a state in the making is taken for that of the step before", "state", "full+state", into=TURN_MUTANTS)
+def state_in_flight(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: AnswerKeeper, asked: Any) -> int:
+        return int(asked.num_computed_tokens - asked.num_in_flight_tokens)
+
+    patch.setattr(AnswerKeeper, "_tokens_written", wrong)
+
+
+@mutant("blocks that a load has not filled are named for the next turn", *WINDOWS, into=TURN_MUTANTS)
+def unfilled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(answers_module, "filled_spans", lambda geometry, spans, unfilled: spans)
+
+
+@mutant("P hands over windows that are not filled", *WINDOWS, into=TURN_MUTANTS)
+def short_windows(patch: pytest.MonkeyPatch) -> None:
+    right = DecodeScheduler._loaded_for_prefill
+
+    def wrong(self: DecodeScheduler, request_id: str, load: Any, *given: Any, **more: Any) -> None:
+        self._keep_unfilled_out(request_id, load.first_tokens)
+        load.first_tokens = {}
+        right(self, request_id, load, *given, **more)
+
+    patch.setattr(DecodeScheduler, "_loaded_for_prefill", wrong)
+
+
+@mutant("any part of an answer agrees", "full", "full+chunked", into=TURN_MUTANTS)
+def any_part(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(context_module, "prefix_digests", lambda _, counts, **__: ["0" * 32] * len(counts))
+
+
+@mutant("what was given up while it was read counts", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
+def no_check(patch: pytest.MonkeyPatch) -> None:
+    right = DecodeScheduler._loaded_for_prefill
+
+    def wrong(self: DecodeScheduler, request_id: str, load: Any, request: Any, *, failed: bool) -> None:
+        right(self, request_id, load, request, failed=False)
+
+    patch.setattr(DecodeScheduler, "_loaded_for_prefill", wrong)

@@ -51,6 +51,7 @@ class Case:
         near: whether most prompts are the ones before them with another end.
         both_ways: whether the decode engine prefills as well, for the prefill engine.
         odds: who computes what.
+        turns: whether the prefill engine reads answers of the decode engine for the turns after them.
     """
 
     seed: int
@@ -62,6 +63,7 @@ class Case:
     near: bool = False
     both_ways: bool = False
     odds: dict[str, float] = field(default_factory=dict)
+    turns: bool = False
 
     def __str__(self) -> str:
         sides = []
@@ -171,6 +173,17 @@ def _side(
     )
 
 
+def turns_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None, plain: bool = False) -> Case:
+    """Draw a case of conversations; the arguments are those of :func:`case_of`."""
+    case = case_of(seed, mix=mix, sizes=sizes, plain=plain)
+    rng = random.Random(~seed)
+    threshold = 0 if plain else rng.choice((0, 0, 3, 10))
+    case.p, case.d = (replace(side, turns=True, threshold=threshold) for side in (case.p, case.d))
+    case.turns, case.both_ways = True, False
+    case.odds = {"next turn": 0.55, "handed over": 0.35, "d alone": 0.05, "p alone": 0.05}
+    return case
+
+
 class Run:
     """One sequence."""
 
@@ -181,13 +194,15 @@ class Run:
         self.p = Engine(case.p, self.rng, strict=strict)
         self.d = Engine(case.d, self.rng, strict=strict)
         self.d.read_from(self.p)
-        if case.both_ways:
+        if case.both_ways or case.turns:
             self.p.read_from(self.d)
         if not plain:
             self.p.load_odds = self.d.load_odds = {"ok": 0.8, "nothing": 0.05, "part": 0.1, "garbage": 0.05}
         self.prompts: list[list[int]] = []
         self.waiting: dict[str, tuple[Engine, Engine | None, list[int]]] = {}
         self.numbers = itertools.count()
+        self.answers: list[tuple[list[int], dict[str, Any]]] = []
+        """Prompts with their answers, and what the decode engine gave back with them."""
 
     def play(self) -> None:
         """Ask everything and wait until nothing is left."""
@@ -229,7 +244,11 @@ class Run:
         name = f"r{next(self.numbers)}"
         (how,) = self.rng.choices(list(self.case.odds), list(self.case.odds.values()))
         more = {"greedy": self.rng.random() < 0.8, "unread": not self.plain and self.rng.random() < 0.05}
-        if how == "d alone":
+        if how == "next turn":
+            tokens, params = self._next_turn(tokens)
+            self.p.add(name, tokens, 1, params, **more)
+            self.waiting[name] = (self.p, self.d, tokens)
+        elif how == "d alone":
             self.d.add(name, tokens, self.rng.randint(1, 8), **more)
         elif how == "p alone":
             self.p.add(name, tokens, self.rng.randint(1, 4), **more)
@@ -237,6 +256,28 @@ class Run:
             there, here = (self.d, self.p) if self.case.both_ways and self.rng.random() < 0.4 else (self.p, self.d)
             there.add(name, tokens, 1, {"do_remote_decode": True, "do_remote_prefill": False}, **more)
             self.waiting[name] = (there, here if how == "handed over" else None, tokens)
+
+    def _next_turn(self, tokens: list[int]) -> tuple[list[int], dict[str, Any]]:
+        """A prompt that goes on after an answer, mostly as it was, and what the proxy has of it."""
+        rng, plain = self.rng, {"do_remote_decode": True, "do_remote_prefill": False}
+        for name, answer in list(self.d.finished.items()):
+            params = answer.kv_transfer_params
+            if params is not None and params["do_remote_decode"]:
+                self.answers.append((list(self.d._requests[name].all_token_ids), params))
+                del self.d.finished[name]
+        if not self.answers:
+            return tokens, plain
+        said, params = self.answers.pop(rng.randrange(len(self.answers))) if rng.random() < 0.9 else self.answers[-1]
+        new = [rng.randrange(3) for _ in range(rng.choice((0, 1, rng.randint(1, 6), self.case.longest // 2)))]
+        if self.plain or rng.random() < 0.6:
+            return [*said, *new][: self.case.longest], params
+        if rng.random() < 0.05:
+            params = {**params, "kvhma": {**params["kvhma"], "digest": "0" * 32}}
+        # Another template: less of the answer, or other tokens somewhere.
+        said = said[: rng.randint(1, len(said))]
+        if rng.random() < 0.5:
+            said[rng.randrange(len(said))] += 1
+        return [*said, *new][: self.case.longest], params
 
     def _prompt(self) -> list[int]:
         """A new prompt, or one that shares a beginning with one before, or with an answer."""
@@ -278,7 +319,8 @@ class Run:
         if not self.plain and rng.random() < 0.03:
             params = {**params, "kvhma": {**params["kvhma"], "digest": "0" * 32}}
         unread = not self.plain and rng.random() < 0.03
-        engine.add(name, tokens, rng.randint(1, 8), params, greedy=rng.random() < 0.8, unread=unread)
+        more = {"stop": rng.randrange(3)} if self.case.turns and rng.random() < 0.5 else {}
+        engine.add(name, tokens, rng.randint(1, 8), params, greedy=rng.random() < 0.8, unread=unread, **more)
 
     def _disturb(self) -> None:
         rng = self.rng

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-import enum
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.planning import live_spans
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
+from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
+from kvhma.vllm.scheduler.pending_load import LoadState, PendingLoad, is_sample
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
 
 if TYPE_CHECKING:
@@ -41,53 +40,8 @@ loading, so that the second try needs twice as many; where they never are free, 
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
 
-_SAMPLE = re.compile(r"\d+_")
-"""How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
-
 _KEYS_REMEMBERED = 4096
 """Requests at P that are remembered, to know those that are read again."""
-
-
-class LoadState(enum.Enum):
-    """How far a pending load is."""
-
-    WANTED = enum.auto()
-    LOADING = enum.auto()
-
-
-@dataclass
-class PendingLoad:
-    """A request that is to be loaded from P. It is forgotten once it is loaded, computed here or finished.
-
-    Attributes:
-        remote: what P said; None if it could not be read.
-        refusal: why it cannot be loaded; empty if it can.
-        num_tokens: tokens to have afterwards.
-        state: whether the workers load it.
-        tries: loads so far.
-        finished: whether the request ended while it was loading.
-        aborted: whether it ended because its client aborted it.
-        ask_first: whether others read the same blocks, so that P has to say that it holds them before they are loaded.
-        since: when the request was added, on the monotonic clock.
-        asked_since: when vLLM first asked how much is loaded for it; None before.
-        reader: random number by which P knows this reader of its blocks.
-        claimed: whether P is told, again and again, that the request needs its blocks.
-        first_tokens: of the ranks that have loaded, see `WorkerReport`.
-    """
-
-    remote: PrefillParams | None
-    refusal: str = ""
-    num_tokens: int = 0
-    state: LoadState = LoadState.WANTED
-    tries: int = 0
-    finished: bool = False
-    aborted: bool = False
-    ask_first: bool = False
-    since: float = field(default_factory=time.monotonic)
-    asked_since: float | None = None
-    reader: int = field(default_factory=random_id)
-    claimed: bool = False
-    first_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class DecodeScheduler:
@@ -95,6 +49,8 @@ class DecodeScheduler:
 
     Attributes:
         pending: requests that are to be loaded, by id.
+        unfilled: of requests that were loaded, where blocks are not filled from their start: the first token from which
+            on they are, by index of the group. Only if answers are kept.
         renewer: renews and releases leases.
     """
 
@@ -109,6 +65,7 @@ class DecodeScheduler:
             counters=context.stats,
         )
         self.pending: dict[str, PendingLoad] = {}
+        self.unfilled: dict[str, dict[int, int]] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
@@ -126,6 +83,22 @@ class DecodeScheduler:
         load = self._read(request, params)
         if load is not None:
             self.pending[request.request_id] = load
+
+    def add_next_turn(self, request: Request, params: dict[str, Any]) -> None:
+        """Take a new request that is prefilled here, of whose beginning another engine may hold the last turn."""
+        try:
+            remote = readable_part(self._context, request, params)
+            self._check_source(remote)
+            if remote.engine_id == self._context.engine.engine_id:
+                raise RequestError("the last turn's answer is this engine's own")
+        except KvhmaError as error:
+            reason = "other_prompt" if isinstance(error, OtherPromptError) else "refused"
+            self._compute_here(request.request_id, reason, str(error))
+            return
+        # D may have given it up long ago.
+        load = PendingLoad(_bounded(remote), num_tokens=remote.num_tokens, ask_first=True, prefilled=request)
+        self._claim(load, _bounded(remote))
+        self.pending[request.request_id] = load
 
     def refuse(self, request_id: str, text: str) -> None:
         """Take a new request that cannot be loaded."""
@@ -162,26 +135,27 @@ class DecodeScheduler:
                 raise OtherPromptError(
                     f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
                 )
+            self._check_source(remote)
         except OtherPromptError as error:
             self._compute_here(request.request_id, "other_prompt", str(error))
             return None
         except KvhmaError as error:
             return PendingLoad(None, str(error))
+        return self._start(request, remote)
+
+    def _check_source(self, remote: PrefillParams) -> None:
+        """Refuse what may not, or cannot, be read."""
         if not self._context.settings.allows(remote.address):
             self._context.stats.count("refused_sources", label="not_allowed")
-            return PendingLoad(
-                None, f"remote_host and remote_port {remote.address} are not among allowed_prefill_engines"
-            )
+            raise RequestError(f"remote_host and remote_port {remote.address} are not among allowed_prefill_engines")
         if self._context.geometry is None or not self._context.geometry.groups:
-            return PendingLoad(None, "this engine has no caches that were registered")
-        return self._start(request, remote)
+            raise RequestError("this engine has no caches that were registered")
 
     def _start(self, request: Request, remote: PrefillParams) -> PendingLoad | None:
         """Claim what P holds for a request; None if all of it is computed here."""
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
-        if not _MIN_LEASE_SECONDS <= remote.lease <= _MAX_LEASE_SECONDS:
-            remote = remote._replace(lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
+        remote = _bounded(remote)
         load = PendingLoad(
             remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
         )
@@ -220,7 +194,7 @@ class DecodeScheduler:
     def _is_shared(self, request: Request, key: LeaseKey) -> bool:
         """Return whether other requests may come, or have come, with the same parameters."""
         known = key in self._shared
-        self._shared[key] = known or _SAMPLE.match(request.request_id) is not None
+        self._shared[key] = known or is_sample(request.request_id)
         self._shared.move_to_end(key)
         if len(self._shared) > _KEYS_REMEMBERED:
             self._shared.popitem(last=False)
@@ -250,6 +224,8 @@ class DecodeScheduler:
             return None, False
         if not held:
             reason, text = "late_reader", "others have read what P held for it, and its lease has ended"
+            if load.prefilled is not None:
+                text = f"{load.remote.address} does not hold the last turn's answer any more, or does not answer"
         elif self._starved(load):
             reason = "no_room"
             text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
@@ -257,10 +233,24 @@ class DecodeScheduler:
                 text = "its load has failed, and there are not enough free blocks to try again"
         else:
             wanted = load.num_tokens - local
-            return (wanted, True) if wanted > 0 else (0, False)
+            if load.prefilled is None or not self._is_short(load, request, local):
+                return (wanted, True) if wanted > 0 else (0, False)
+            self._end(request.request_id, read=True)
+            return 0, False
         self._compute_here(request.request_id, reason, text)
         self._end(request.request_id, read=True)
         return 0, False
+
+    def _is_short(self, load: PendingLoad, request: Request, local: int) -> bool:
+        """Return whether a prefill computes as fast what it would read."""
+        least = self._context.settings.kv_recompute_threshold
+        if load.num_tokens - local >= least:
+            return False
+        engine, manager = self._context.engine, self._context.manager
+        if manager is not None and (engine.has_state or engine.has_windows):
+            # What it had to compute: the hit that vLLM names is that of full attention.
+            local = min(local, manager.get_computed_blocks(request)[1])
+        return load.num_tokens - local < least
 
     def _is_put_off(self, request_id: str) -> bool:
         """Return whether a request has to let others go first, since a load has failed.
@@ -285,7 +275,8 @@ class DecodeScheduler:
             return True
         held = self.renewer.held(remote.address, remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
-            return True  # the load finds that P does not answer, and kv_load_failure_policy decides
+            # The load finds that P does not answer, and kv_load_failure_policy decides; a prefill does without it.
+            return load.prefilled is None
         return held
 
     def _starved(self, load: PendingLoad) -> bool:
@@ -339,6 +330,7 @@ class DecodeScheduler:
             cached=load.num_tokens - external,
             spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
             outcome=self._read_outcome(load.remote) if self._context.engine.worker_releases else None,
+            optional=load.prefilled is not None,
         )
 
     def results(self, output: KVConnectorOutput) -> None:
@@ -349,7 +341,9 @@ class DecodeScheduler:
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
             load = self.pending.get(request_id)
-            if load is not None:
+            if load is not None and load.prefilled is not None:
+                self._loaded_for_prefill(request_id, load, load.prefilled, failed=load.lost or request_id in failed)
+            elif load is not None:
                 self._loaded(request_id, load, failed=request_id in failed)
 
     def _note_report(self, report: WorkerReport) -> None:
@@ -358,8 +352,26 @@ class DecodeScheduler:
                 load.first_tokens = later(load.first_tokens, tokens)
         for request_id, failure in report.failures.items():
             load = self.pending.get(request_id)
-            if load is not None and not failure.passing:
-                load.refusal = load.refusal or failure.text
+            if load is not None:
+                load.lost = load.prefilled is not None
+                if not failure.passing:
+                    load.refusal = load.refusal or failure.text
+
+    def _loaded_for_prefill(self, request_id: str, load: PendingLoad, request: Request, *, failed: bool) -> None:
+        """Take note that the last turn was read; or make vLLM compute the prompt, whatever its policy.
+
+        So it does where windows begin inside of blocks that are not filled from their start: these cannot be handed
+        over, and D would lack the windows.
+        """
+        if not load.finished and (failed or load.first_tokens):
+            reason = "failed_read" if failed else "short_window"
+            self._compute_here(request_id, reason, "the last turn's answer could not be read as it is needed")
+            if self._context.manager is not None:
+                # What vLLM itself does with the recompute policy. It has not looked at the request yet.
+                self._context.manager.free(request)
+                request.num_computed_tokens = 0
+                self._failed[request_id] = None
+        self._end(request_id, read=True, released=not failed and self._context.engine.worker_releases)
 
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute
@@ -383,6 +395,8 @@ class DecodeScheduler:
                 never_cache_before(
                     self._context.manager, request_id, self._context.engine.transfer_groups[group], token
                 )
+            if first_tokens and self._context.engine.keeps_answers:
+                self.unfilled[request_id] = dict(first_tokens)
 
     def _end(self, request_id: str, *, read: bool, released: bool = False) -> None:
         """Forget a load; P is told, unless the worker has `released` the blocks with its question.
@@ -402,3 +416,8 @@ class DecodeScheduler:
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         return Outcome.READ_SHARED if self._shared.get(remote.lease_key, False) else Outcome.READ
+
+
+def _bounded(remote: PrefillParams) -> PrefillParams:
+    """Return parameters whose lease is one that counts."""
+    return remote._replace(lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))

@@ -58,6 +58,26 @@ class LeaseEnd(enum.Enum):
     SLEPT = "slept"
     """The engine slept, and what it held is gone."""
 
+    ANSWER_READ = "read answer"
+    """It was an answer, and was read."""
+
+    ANSWER_EXPIRED = "expired answer"
+    """It was an answer, and no next turn has read it in time."""
+
+    ANSWER_GIVEN_UP = "given up answer"
+    """It was an answer, and others needed its blocks."""
+
+
+ANSWER_ENDS = {
+    LeaseEnd.READ: LeaseEnd.ANSWER_READ,
+    LeaseEnd.UNCLAIMED: LeaseEnd.ANSWER_EXPIRED,
+    LeaseEnd.NOT_RENEWED: LeaseEnd.ANSWER_EXPIRED,
+    LeaseEnd.UNREAD: LeaseEnd.ANSWER_EXPIRED,
+    LeaseEnd.DROPPED: LeaseEnd.ANSWER_GIVEN_UP,
+    LeaseEnd.SLEPT: LeaseEnd.ANSWER_GIVEN_UP,
+}
+"""Why an answer left the table, by why another request would have."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseUsage:
@@ -66,12 +86,15 @@ class LeaseUsage:
     Attributes:
         requests: that are kept.
         blocks: that they pin; those of a shared prefix count once.
-        oldest_unread_seconds: since the oldest one that nobody has claimed or read had finished; 0 without one.
+        oldest_unread_seconds: since the oldest one that nobody has claimed or read had finished; 0 without one. Answers
+            do not count: nobody may ever ask for them.
+        answers: how many of the requests are answers.
     """
 
     requests: int
     blocks: int
     oldest_unread_seconds: float
+    answers: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +106,7 @@ class _Held:
         blocks: their ids, each once, as vLLM's tables have them.
         since: when it had finished.
         expires: when its lease ends.
+        answer: whether it is an answer, kept for the next turn of its conversation.
         readers: who has claimed it and not released it yet, and until when that counts if it is not renewed.
         claimed: whether it ever had a reader.
         read: whether a reader has read it, or does not need it any more.
@@ -94,6 +118,7 @@ class _Held:
     blocks: Blocks
     since: float
     expires: float
+    answer: bool = False
     readers: dict[int, float] = field(default_factory=dict)
     claimed: bool = False
     read: bool = False
@@ -167,6 +192,9 @@ class LeaseTable:
     own, before P has computed (or found in its prefix cache) as many other blocks as the bound. How many requests a
     tenant may have is for the front end to decide.
 
+    **Answers**, which a decode engine keeps for the next turns of their conversations, go before all others, and may be
+    given up at any time, also while they are read: who reads them computes what it cannot have.
+
     Times are seconds of :func:`time.monotonic` in this process, which is P's clock. How long a lease is, only P says.
 
     Attributes:
@@ -185,16 +213,25 @@ class LeaseTable:
         self._without_reader = _BlockCount()
         self._kept = _BlockCount()
 
-    def add(self, key: LeaseKey, digest: bytes, blocks: Sequence[int] | Blocks) -> None:
+    def add(
+        self,
+        key: LeaseKey,
+        digest: bytes,
+        blocks: Sequence[int] | Blocks,
+        *,
+        answer_seconds: float | None = None,
+    ) -> None:
         """Keep a request that has finished.
 
         Args:
             key: names it, with a new generation.
             digest: of the parameters that are handed out for it.
             blocks: ids of the blocks that vLLM keeps for it, each once, in any order.
+            answer_seconds: for how long it is kept if nobody claims it; None if it is no answer, but for a lease.
         """
         now = time.monotonic()
-        held = _Held(digest, np.asarray(blocks, np.int64), now, now + self._lease)
+        seconds = self._lease if answer_seconds is None else answer_seconds
+        held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, answer_seconds is not None)
         with self._lock:
             self._held[key] = held
             self._without_reader.add(held.blocks)
@@ -205,12 +242,26 @@ class LeaseTable:
         bound = self.max_unread_blocks
         if bound is None or self._without_reader.blocks <= bound:
             return
-        unread = [(key, held.blocks) for key, held in self._held.items() if not held.readers and key != keep]
-        for key, blocks in unread:
+        unread = [(key, held) for key, held in self._held.items() if not held.readers and key != keep]
+        unread.sort(key=lambda one: not one[1].answer)
+        for key, blocks in [(key, held.blocks) for key, held in unread]:
             if self._without_reader.has_own(blocks):  # else nothing is gained: newer ones keep the same
                 self._end(key, LeaseEnd.DROPPED)
             if self._without_reader.blocks <= bound:
                 return
+
+    def answers(self) -> list[tuple[LeaseKey, Blocks]]:
+        """Return the answers and their blocks in the order in which they are given up: those being read go last."""
+        with self._lock:
+            found = [(key, held) for key, held in self._held.items() if held.answer]
+        found.sort(key=lambda one: bool(one[1].readers))
+        return [(key, held.blocks) for key, held in found]
+
+    def give_up(self, key: LeaseKey) -> None:
+        """Give up an answer, whoever reads it."""
+        with self._lock:
+            if key in self._held:
+                self._end(key, LeaseEnd.DROPPED)
 
     def renew(self, claims: Sequence[LeaseClaim]) -> list[LeaseState]:
         """Extend leases, and take readers that are new; return the state of each claim."""
@@ -223,7 +274,8 @@ class LeaseTable:
         if held is not None:
             if not held.readers:
                 self._without_reader.remove(held.blocks)
-            held.readers[claim.reader] = held.expires = now + self._lease
+            held.readers[claim.reader] = now + self._lease
+            held.expires = max(held.expires, now + self._lease)
         return state
 
     def _find(self, claim: LeaseClaim, now: float) -> tuple[LeaseState, _Held | None]:
@@ -263,7 +315,7 @@ class LeaseTable:
     def _finish(self, claim: LeaseClaim, outcome: Outcome, now: float) -> LeaseState:
         state, held = self._find(claim, now)
         if held is not None:
-            held.expires = now + self._lease
+            held.expires = max(held.expires, now + self._lease)
             self._release(held, claim, outcome, now)
         return state
 
@@ -297,7 +349,8 @@ class LeaseTable:
         self._kept.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
-        self._ended.setdefault(LeaseEnd.READ if held.read else why, []).append(key.request_id)
+        why = LeaseEnd.READ if held.read else why
+        self._ended.setdefault(ANSWER_ENDS[why] if held.answer else why, []).append(key.request_id)
 
     def drain_ended(self) -> dict[LeaseEnd, list[str]]:
         """Return the requests that are not kept any more since the last call, each once, by why they ended."""
@@ -328,8 +381,9 @@ class LeaseTable:
         """Return what is kept now."""
         now = time.monotonic()
         with self._lock:
-            oldest = next((held.since for held in self._held.values() if not (held.readers or held.read)), now)
-            return LeaseUsage(len(self._held), self._kept.blocks, now - oldest)
+            unread = (one.since for one in self._held.values() if not (one.readers or one.read or one.answer))
+            answers = sum(held.answer for held in self._held.values())
+            return LeaseUsage(len(self._held), self._kept.blocks, now - next(unread, now), answers)
 
     def __len__(self) -> int:
         return len(self._held)

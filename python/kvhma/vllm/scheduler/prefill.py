@@ -16,7 +16,7 @@ from kvhma.planning import live_spans
 from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
-from kvhma.vllm.scheduler.lease_table import LeaseEnd
+from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, LeaseEnd
 from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvhma")
 
-_FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+"""How a request has to end for its blocks to be kept, as vLLM names it."""
 
 _UNREAD = {
     LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
@@ -131,6 +132,9 @@ class PrefillScheduler:
                 "blocks than max_held_share allows (%d requests: %s)",
                 *_some(names),
             )
+        for why in set(ANSWER_ENDS.values()):
+            if answers := ended.get(why):
+                stats.count("answers", len(answers), label=why.value.removesuffix(" answer"))
         found = [name for names in ended.values() for name in names]
         for name in found:
             self._slots.release(self._slots_held.pop(name, ()))
@@ -162,12 +166,14 @@ class PrefillScheduler:
         params, geometry = request.kv_transfer_params, self._context.geometry
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
             return None
-        if request.status.name not in _FINISHED_WELL:
+        if request.status.name not in FINISHED_WELL:
             return None
         tokens = self._tokens_to_hand_over(request)
         spans = None if tokens is None else self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
-        if tokens is None or spans is None:
-            return None
+        return None if tokens is None or spans is None else self.describe(request, tokens, spans)
+
+    def describe(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
+        """Return what another engine has to know of a request, under a key that was never used."""
         engine = self._context.engine
         return PrefillParams(
             address=engine.address,
@@ -180,6 +186,11 @@ class PrefillScheduler:
             spans=tuple(spans),
             tp_size=engine.tp_size,
         )
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended before it could be computed."""
+        self._shortened.discard(request_id)
+        self._to_stage.pop(request_id, None)
 
     def _left_to_d(self, request: Request) -> int:
         """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""

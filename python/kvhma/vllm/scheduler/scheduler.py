@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvhma.nixl import decode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
+from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.lease_table import LeaseTable
@@ -32,6 +33,7 @@ class KvhmaScheduler:
         context: what both parts know of their engine.
         prefill: requests that other engines load.
         decode: requests that are loaded from other engines.
+        answers: requests that were decoded here and are kept for their next turns; None if none are.
         hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
     """
 
@@ -42,6 +44,7 @@ class KvhmaScheduler:
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
         self.decode = DecodeScheduler(self.context)
+        self.answers = AnswerKeeper(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
 
     def close(self) -> None:
@@ -82,31 +85,50 @@ class KvhmaScheduler:
             self.decode.add(request, params)
         elif params.get("do_remote_decode") is True:
             self.prefill.add(request)
+            if self.answers is not None and params.get("kvhma") is not None:
+                self.decode.add_next_turn(request, params)
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet."""
-        return self.decode.matched_tokens(request, local)
+        found = self.decode.matched_tokens(request, local)
+        if self.answers is not None and found[0] is not None:
+            self.answers.asked(request)
+        return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill."""
+        if self.answers is not None:
+            self.answers.placed()
         self.decode.allocated(request, blocks, external)
+
+    def make_room(self) -> bool:
+        """Give up answers for a request that lacks blocks; return whether some will be free soon."""
+        return self.answers is not None and self.answers.make_room()
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
         metadata = self.decode.take_metadata()
         metadata.idle = output.total_num_scheduled_tokens == 0
+        over = [] if self.answers is None else self.answers.step(output)
         self.prefill.step(output, metadata)
+        metadata.sent += over
         return metadata
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended."""
         self.decode.results(output)
+        if self.answers is not None:
+            self.answers.results(output)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Take note that a request has ended; return whether its blocks are kept, and the parameters to read them."""
+        unfilled = self.decode.unfilled.pop(request.request_id, {})
         if self.decode.finish(request):
+            self.prefill.forget(request.request_id)
             return False, None
         params = self.prefill.finish(request, tables)
+        if params is None and self.answers is not None:
+            params = self.answers.finish(request, tables, unfilled)
         return params is not None, params
 
     def take_stats(self) -> TransferStats | None:
@@ -121,4 +143,5 @@ def lease_gauges(leases: LeaseTable) -> dict[str, float]:
         "held_leases": usage.requests,
         "pinned_blocks": usage.blocks,
         "oldest_unread_seconds": usage.oldest_unread_seconds,
+        "held_answers": usage.answers,
     }

@@ -34,6 +34,7 @@ _MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
 _MAX_NAME = 512
 _MAX_RANKS = 1 << 16
+_MAX_PREFIXES = 64
 _BLOCKS_PER_TOKEN = 4
 """Blocks of all groups for each token at most: a few groups may have blocks of one token."""
 
@@ -92,8 +93,20 @@ class LeaseClaim(NamedTuple):
     digest: bytes
 
 
+class Prefix(NamedTuple):
+    """The first tokens of an answer and its prompt, which may be read without the others.
+
+    Attributes:
+        num_tokens: how many.
+        digest: of them, see :func:`kvhma.vllm.scheduler.prompt.prefix_digests`.
+    """
+
+    num_tokens: int
+    digest: str
+
+
 class PrefillParams(NamedTuple):
-    """What a decode request has to know of its prefill.
+    """What a decode request has to know of its prefill, or the next turn's prefill of an answer.
 
     Attributes:
         address: P's scheduler. A proxy may change it, since networks have names of their own.
@@ -108,6 +121,7 @@ class PrefillParams(NamedTuple):
         digest: of everything but the address and the ranks, 16 bytes, where it was read from parameters. P remembers
             it, and holds the blocks for nobody who claims them with another one. With a secret it is a signature: only
             an engine could have written the parameters.
+        prefixes: of an answer, parts that may be read where the next prompt goes on otherwise; fewest tokens first.
     """
 
     address: Address
@@ -120,6 +134,7 @@ class PrefillParams(NamedTuple):
     spans: tuple[Span, ...]
     tp_size: int | None = None
     digest: bytes = b""
+    prefixes: tuple[Prefix, ...] = ()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -134,15 +149,20 @@ class PrefillParams(NamedTuple):
         """Return what the digest is of, with the spans as the parameters write them."""
         fields = [VERSION, self.engine_id, self.incarnation_id, self.lease_key.request_id, self.lease_key.generation]
         fields += [self.lease, self.num_tokens, self.prompt, spans]
+        if self.prefixes:
+            fields.append(self.prefixes)
         return json.dumps(fields).encode()
 
-    def to_params(self, secrets: Secrets, *, pp_size: int) -> tuple[dict[str, Any], bytes]:
-        """Return the ``kv_transfer_params`` that a proxy hands on to D, and their digest."""
+    def to_params(self, secrets: Secrets, *, pp_size: int, next_turn: bool = False) -> tuple[dict[str, Any], bytes]:
+        """Return the ``kv_transfer_params`` that a proxy hands on, and their digest.
+
+        To D as they are; those of an answer, for the `next_turn`, to P.
+        """
         spans = [[span.first, write_ids(span.ids)] for span in self.spans]
         digest = secrets.sign(self._signed_bytes(spans))
-        params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+        params: dict[str, Any] = {
+            "do_remote_prefill": not next_turn,
+            "do_remote_decode": next_turn,
             "remote_engine_id": self.engine_id,
             "remote_request_id": self.lease_key.request_id,
             "remote_host": self.address.host,
@@ -166,11 +186,13 @@ class PrefillParams(NamedTuple):
                 "spans": spans,
             },
         }
+        if self.prefixes:
+            params["kvhma"]["prefixes"] = [list(prefix) for prefix in self.prefixes]
         return params, digest
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], secrets: Secrets, *, num_prompt_tokens: int) -> PrefillParams:
-        """Read and check parameters. Safe on any value; nothing is longer than the prompt allows.
+        """Read and check parameters. Safe on any value; nothing is longer than `num_prompt_tokens` allow.
 
         Raises:
             RequestError: a key is missing, of the wrong type or out of range, was changed on the way, or was written by
@@ -199,6 +221,8 @@ class PrefillParams(NamedTuple):
             spans=(),
             tp_size=tp_size,
         )
+        if "prefixes" in own:
+            remote = remote._replace(prefixes=_prefixes(own, tokens))
         rows = _span_rows(own)
         digest = bytes.fromhex(_hex_digest(own, "kvhma.digest"))
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)
@@ -301,6 +325,23 @@ def _span_rows(own: Mapping[str, Any]) -> list[list[Any]]:
         if not 0 <= row[0] <= _MAX_ID:
             raise RequestError(f"kv_transfer_params: kvhma.spans starts at {quote(row[0])}, expected 0..{_MAX_ID}")
     return rows
+
+
+def _prefixes(own: Mapping[str, Any], tokens: int) -> tuple[Prefix, ...]:
+    rows = own["prefixes"]
+    if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_PREFIXES:
+        raise RequestError(
+            f"kv_transfer_params: kvhma.prefixes is {quote(rows)}, expected a list of 1..{_MAX_PREFIXES}"
+        )
+    found: list[Prefix] = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2:
+            raise RequestError(f"kv_transfer_params: kvhma.prefixes has {quote(row)}, expected [tokens, digest]")
+        values = {"tokens": row[0], "digest": row[1]}
+        least = found[-1].num_tokens + 1 if found else 1
+        count = _integer(values, "kvhma.prefixes.tokens", least, tokens - 1)
+        found.append(Prefix(count, _hex_digest(values, "kvhma.prefixes.digest")))
+    return tuple(found)
 
 
 def _spans(rows: list[list[Any]], tokens: int) -> tuple[Span, ...]:

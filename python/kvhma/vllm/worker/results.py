@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvhma.errors import (
     HandshakeError,
@@ -91,9 +91,11 @@ class LoadResults:
         log = peer_log.logger if failure.cause == "refused" else logger
         log.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
         with self._lock:
+            load = one.load if (one := self._unreported.get(request_id)) is not None else None
             if not self._end(request_id):
                 return
-            self._report.failures[request_id] = failure
+            optional = load is not None and load.optional
+            self._report.failures[request_id] = replace(failure, optional=optional)
         self.stats.count("failed_loads", label=failure.cause)
 
     def _end(self, request_id: str) -> bool:

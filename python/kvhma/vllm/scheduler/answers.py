@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that D keeps for the next turn of their conversation, and what of them P may read.
+
+    turn one    P | prompt |           D | prompt | answer |        D keeps the blocks, and names them in its answer
+    turn two    P | read from D .......................| computed |  and hands over to D as ever
+                    prompt   answer                      what is new
+
+Nobody renews what D keeps: a next turn may never come. It goes after a time, when D needs the blocks, or when it was
+read. P asks D first, and computes what it cannot have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvhma._kvhma import first_entries
+from kvhma.errors import KvhmaError, OtherPromptError
+from kvhma.geometry import Geometry, Span
+from kvhma.planning import live_spans
+from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.pending_load import is_sample
+from kvhma.vllm.scheduler.prefill import FINISHED_WELL, PrefillScheduler
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams, Prefix
+from kvhma.vllm.wire.peer_log import logger
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_MAX_PREFIXES = 16
+_PREFIX_TOKENS = 64
+"""How many parts of an answer are named for a next prompt that differs further on, and tokens between two at least."""
+
+_SETTLE_SECONDS = 10.0
+"""How long an answer is kept that a step may still write to. Such a step ends long before, or never."""
+
+_ROOM_SHARE = 1 / 32
+"""Share of the blocks that is given up at once where a request that runs lacks blocks."""
+
+_FREE_SECONDS = 2.0
+"""How long others are kept from being preempted, waiting for blocks that were given up: workers report them at once."""
+
+
+@dataclass(frozen=True)
+class _Settling:
+    """An answer whose state is written by a step that has not ended. It is nobody's to read before."""
+
+    request: Request
+    key: LeaseKey
+    digest: bytes
+    blocks: list[int]
+    until: float
+
+
+class AnswerKeeper:
+    """D's part: keeps finished answers, and gives them up when their blocks are needed."""
+
+    def __init__(self, context: SchedulerContext, prefill: PrefillScheduler) -> None:
+        """Start without answers; `prefill` describes them as it does prompts."""
+        self._context = context
+        self._prefill = prefill
+        self._settling: list[_Settling] = []
+        self._freeing: set[str] = set()
+        """Answers that were given up, and whose blocks vLLM has not freed yet."""
+        self._freeing_since = 0.0
+        self._unplaced: Request | None = None
+        """The request that vLLM has asked about last and given no blocks."""
+
+    def finish(
+        self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
+    ) -> dict[str, Any] | None:
+        """Keep the blocks of an answer.
+
+        Args:
+            request: it has ended.
+            tables: its block tables.
+            unfilled: for groups whose first blocks a load has not filled, the first token from which on they are.
+
+        Returns:
+            ``kv_transfer_params`` for the prefill of the next turn; None if the blocks are not kept.
+        """
+        context, geometry, asked = self._context, self._context.geometry, request.kv_transfer_params
+        if not isinstance(asked, dict) or not asked.get("do_remote_prefill") or geometry is None:
+            return None
+        # Of several samples vLLM names the blocks of one at most. What was given as embeddings comes back as tokens.
+        if (
+            request.status.name not in FINISHED_WELL
+            or is_sample(request.request_id)
+            or request.prompt_embeds is not None
+        ):
+            return None
+        tokens = self._tokens_written(request)
+        if tokens <= 0:
+            return None
+        try:
+            spans = live_spans(geometry, None, context.transfer_tables(tables))
+            spans = filled_spans(geometry, spans, unfilled)
+            counts = self._readable_counts(geometry, spans, request.num_prompt_tokens, tokens)
+            if not counts or counts[-1] != tokens:
+                return None
+            digests = context.prefix_digests(request, counts[:-1])
+        except KvhmaError:
+            logger.exception("kvhma: the answer to %s cannot be kept", request.request_id)
+            return None
+        remote = self._prefill.describe(request, tokens, spans)._replace(
+            prefixes=tuple(map(Prefix, counts[:-1], digests)), lease=context.settings.kv_lease_duration
+        )
+        params, digest = remote.to_params(context.secrets, pp_size=context.engine.pp_size, next_turn=True)
+        blocks = [block for table in tables for block in table if block != geometry.null_block]
+        if context.engine.has_state and _in_flight(request):
+            until = time.monotonic() + _SETTLE_SECONDS
+            self._settling.append(_Settling(request, remote.lease_key, digest, blocks, until))
+        else:
+            self._keep(remote.lease_key, digest, blocks)
+        return params
+
+    def _keep(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
+        seconds = self._context.settings.decoder_kv_blocks_ttl
+        self._context.leases.add(key, digest, blocks, answer_seconds=seconds)
+
+    def _tokens_written(self, request: Request) -> int:
+        """Return how many first tokens of a request its caches are right for; 0 if that is not known.
+
+        The last token is sampled and not computed. With async scheduling a step may run that computes it all the same:
+        what attention keeps of it is written behind the others, but a state is that of one token more when it ends::
+
+            tokens       t0 ... t(n-2) t(n-1)       t(n-1) ends the answer
+            settled      ------------>              what attention has of these stays as it is
+            in flight                  ----->       where it ends, a state is that of all n
+
+        Drafts that were not accepted are taken off by vLLM, those behind the last token are not.
+        """
+        tokens: int = request.num_computed_tokens
+        if not self._context.engine.has_state:
+            known: int = request.num_tokens
+            return min(tokens - _in_flight(request), known)
+        return 0 if self._context.engine.drafted_state or tokens > request.num_tokens else tokens
+
+    def _readable_counts(self, geometry: Geometry, spans: Sequence[Span], prompt: int, tokens: int) -> list[int]:
+        """Return how many first tokens may be read of blocks that hold `tokens`, fewest first.
+
+        A state is good for all tokens only, and a window has to be held from where the token after it begins to see.
+        """
+        counts = {tokens}
+        if not self._context.engine.has_state:
+            step = max(_PREFIX_TOKENS, -(-tokens // _MAX_PREFIXES))
+            # Templates often differ where an answer begins.
+            counts |= {prompt, prompt - 16, *range(step, tokens, step)}
+        return [
+            count
+            for count in sorted(counts)
+            if 0 < count <= tokens
+            and all(
+                span.first <= first
+                for span, first in zip(spans, first_entries(geometry.core, count, [0] * len(spans)), strict=True)
+            )
+        ]
+
+    def asked(self, request: Request) -> None:
+        """Take note that vLLM is about to look for blocks for a request that waits."""
+        self._unplaced = request
+
+    def placed(self) -> None:
+        """Take note that it has found them."""
+        self._unplaced = None
+
+    def step(self, output: SchedulerOutput) -> list[str]:
+        """Give up answers if others lack blocks; return requests whose blocks were never anybody's to read."""
+        over = self._settle() if self._settling else []
+        request, self._unplaced = self._unplaced, None
+        if request is not None:
+            self._make_room(self._blocks_lacking(request))
+        elif output.preempted_req_ids:
+            self.make_room()
+        return over
+
+    def results(self, output: KVConnectorOutput) -> None:
+        """Take note that vLLM frees blocks."""
+        if self._freeing:
+            self._freeing -= output.finished_sending or set()
+
+    def make_room(self) -> bool:
+        """Give up some answers; return whether blocks will be free soon."""
+        manager = self._context.manager
+        if manager is not None:
+            self._make_room(int(manager.block_pool.num_gpu_blocks * _ROOM_SHARE) + 1)
+        return bool(self._freeing) and time.monotonic() - self._freeing_since < _FREE_SECONDS
+
+    def _make_room(self, blocks: int) -> None:
+        """Give up answers that alone keep some blocks, the oldest first."""
+        manager = self._context.manager
+        if manager is None or self._freeing:
+            return
+        pool = manager.block_pool.blocks
+        self._freeing_since = time.monotonic()
+        for key, held in self._context.leases.answers():
+            if blocks <= 0:
+                return
+            self._context.leases.give_up(key)
+            self._freeing.add(key.request_id)
+            blocks -= sum(pool[block].ref_cnt == 1 for block in held.tolist())
+
+    def _blocks_lacking(self, request: Request) -> int:
+        """Return how many blocks a request needs beyond those that are free; at least 1, for vLLM gave it none."""
+        manager, geometry = self._context.manager, self._context.geometry
+        if manager is None or geometry is None:
+            return 0
+        needed: int = sum(-(-request.num_tokens // group.block_size) + 1 for group in geometry.groups)
+        free: int = manager.block_pool.get_num_free_blocks()
+        return max(1, needed - free)
+
+    def _settle(self) -> list[str]:
+        """Keep the answers that are written by now; return those that never will be."""
+        now, waiting, over = time.monotonic(), [], []
+        for one in self._settling:
+            if not _in_flight(one.request):
+                self._keep(one.key, one.digest, one.blocks)
+            elif now > one.until:
+                over.append(one.key.request_id)
+            else:
+                waiting.append(one)
+        self._settling = waiting
+        return over
+
+
+def _in_flight(request: Request) -> int:
+    """Return how many tokens of a request are computed by steps that have not ended."""
+    return int(getattr(request, "num_in_flight_tokens", request.num_output_placeholders))
+
+
+def filled_spans(geometry: Geometry, spans: Sequence[Span], unfilled: Mapping[int, int]) -> list[Span]:
+    """Leave out the blocks of each group that begin before its first filled token.
+
+    Such a block holds what is not right::
+
+    | zeroed ... filled | filled            | ...
+    ^ span.first  ^ token                             the first block is left out
+    """
+    kept = []
+    for index, (group, span) in enumerate(zip(geometry.groups, spans, strict=True)):
+        first = -(-unfilled.get(index, 0) // (group.block_size * group.cp_size))
+        skip = max(0, first - span.first) if len(span.ids) else 0
+        kept.append(Span(span.first + skip, span.ids[skip:]) if skip else span)
+    return kept
+
+
+def readable_part(context: SchedulerContext, request: Request, params: Mapping[str, Any]) -> PrefillParams:
+    """Return what of an answer is the beginning of a prompt, and leaves something of it to be computed.
+
+    Args:
+        context: P's.
+        request: the next turn's.
+        params: what D gave back with the answer.
+
+    Returns:
+        the parameters with fewer tokens, if only these agree.
+
+    Raises:
+        RequestError: `params` are not as an engine wrote them.
+        OtherPromptError: the prompt goes on otherwise from a token on before which nothing can be read.
+    """
+    engine = context.engine
+    prompt: int = request.num_prompt_tokens
+    remote = PrefillParams.from_params(params, context.secrets, num_prompt_tokens=max(prompt, engine.max_model_len))
+    most = prompt - engine.backoff
+    if remote.num_tokens <= prompt and context.prompt_digest(request, remote.num_tokens) == remote.prompt:
+        if remote.num_tokens <= most:
+            return remote
+        if not (engine.has_state or engine.has_windows) and most > 0:
+            return remote._replace(num_tokens=most)
+    prefixes = [prefix for prefix in remote.prefixes if prefix.num_tokens <= most]
+    own = context.prefix_digests(request, [prefix.num_tokens for prefix in prefixes])
+    agreed = [prefix.num_tokens for prefix, digest in zip(prefixes, own, strict=True) if prefix.digest == digest]
+    if not agreed:
+        raise OtherPromptError(
+            f"of the {remote.num_tokens} tokens of the last turn, or its adapter, items or salt, some are others now"
+        )
+    return remote._replace(num_tokens=max(agreed))

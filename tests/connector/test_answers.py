@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The next turn of a chat: P reads what D has of the last one, or computes. With vLLM's real schedulers, and labels."""
+
+import itertools
+import json
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+# With its parts, since torch warns while they are imported, which is no error here.
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from support.cache.engine import Engine, EngineShape
+from support.cache.labels import GroupShape
+
+NEW = {"do_remote_decode": True, "do_remote_prefill": False}
+SIZE = 16
+KINDS = {
+    "full": ("full",),
+    "full+sliding": ("full", "sliding"),
+    "full+state": ("full", "state"),
+    "sliding+state": ("sliding", "state"),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Chat:
+    """A prefill and a decode engine, and what was said to them.
+
+    Args:
+        kinds: of the groups.
+        p: what the prefill engine's shape has besides.
+        d: the same of the decode engine.
+    """
+
+    def __init__(self, kinds="full", *, p=None, d=None):
+        self.p, self.d = (self._engine(name, KINDS[kinds], more or {}) for name, more in (("p", p), ("d", d)))
+        self.d.read_from(self.p)
+        self.p.read_from(self.d)
+        self.rng = random.Random(1)
+        self.numbers = itertools.count()
+        self.computed = 0
+        """Tokens that the prefill engine computed in the last turn."""
+
+    @staticmethod
+    def _engine(name, kinds, more):
+        caching = more.get("caching", False)
+        groups = tuple(
+            GroupShape(f"{at}.{kind}", kind, SIZE if caching or kind != "state" else 2048, 40 * (kind == "sliding"))
+            for at, kind in enumerate(kinds)
+        )
+        shape = EngineShape(name, groups, 400, 512, caching=caching, turns=True)
+        return Engine(replace(shape, **({"groups": groups} | more)), random.Random(2))
+
+    def words(self, count):
+        return [self.rng.randrange(3) for _ in range(count)]
+
+    def prefill(self, tokens, params=NEW):
+        """Ask P; return its name for the request and what D has to know."""
+        name = f"r{next(self.numbers)}"
+        self.p.add(name, tokens, 1, params)
+        self.computed = 0
+        for _ in range(200):
+            self.computed += self.p.step()
+            self.d.step()
+            if name in self.p.finished:
+                break
+        assert self.p.finished[name].finish_reason is not None
+        assert str(self.p.finished[name].finish_reason) == "length"
+        return name, json.loads(json.dumps(self.p.finished[name].kv_transfer_params))
+
+    def turn(self, tokens, params=NEW, *, answer=8, **more):
+        """Ask P, then D; return all tokens, and what the next turn's prefill has to know."""
+        name, told = self.prefill(tokens, params)
+        self.d.add(name, tokens, answer, told, **more)
+        for _ in range(400):
+            self.d.step()
+            self.p.step()
+            if name in self.d.finished:
+                break
+        assert self.d.finished[name].finish_reason is not None
+        found = self.d.finished[name].kv_transfer_params
+        return list(self.d._requests[name].all_token_ids), json.loads(json.dumps(found))
+
+    def end(self):
+        """Let all leases pass, and look whether every block has come back."""
+        for engine in (self.p, self.d):
+            for held in engine.kvhma.context.leases._held.values():
+                held.expires = held.overdue_since = 0.0
+        for _ in range(20):
+            self.p.step()
+            self.d.step()
+        for engine in (self.p, self.d):
+            assert engine.pool.get_num_free_blocks() == engine.shape.num_blocks - 1
+            assert not engine.refused
+            assert not engine.kvhma.prefill._shortened
+            assert not engine.kvhma.decode.pending
+            assert not engine.kvhma.decode._failed
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("caching", [False, True])
+def test_in_three_turns_p_computes_what_is_new(kinds, caching):
+    chat = Chat(kinds, p={"caching": caching}, d={"caching": caching})
+    left_to_d = 0 if kinds == "full" else 1
+    said, params = chat.turn(chat.words(150))
+    assert chat.computed == 150 - left_to_d
+    for new in (30, 50, 1):
+        prompt = said + chat.words(new)
+        before = len(said) - 1  # the last token of an answer is never computed
+        said, params = chat.turn(prompt, params)
+        # One token is computed in any case, to sample what nobody reads.
+        assert chat.computed == max(1, len(prompt) - left_to_d - before)
+    assert chat.p.counts.loads == 3
+    assert chat.d.counted("answers") == {"read": 3}
+    chat.end()
+
+
+def test_without_the_setting_nothing_is_kept_or_read():
+    chat = Chat(d={"turns": False})
+    assert chat.turn(chat.words(100))[1] is None
+    chat.end()
+    chat = Chat(p={"turns": False})
+    said, params = chat.turn(chat.words(100))
+    chat.turn(said + chat.words(5), params)
+    assert chat.computed == len(said) + 5
+    assert chat.p.counts.loads == 0
+    chat.end()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_another_template(kinds):
+    chat = Chat(kinds)
+    prompt = chat.words(300)
+    said, params = chat.turn(prompt, answer=150)
+    # What was thought before the answer is left out.
+    other = prompt + said[380:] + chat.words(20)
+    chat.turn(other, params)
+    if kinds == "full":
+        assert chat.computed == len(other) - 300
+    else:
+        assert chat.computed == len(other) - 1, "D has neither a state nor a window for another place"
+        assert chat.p.counted("computed_prompts") == {"other_prompt": 1}
+    chat.end()
+
+
+def test_a_prompt_that_differs_from_the_first_token_on():
+    chat = Chat()
+    said, params = chat.turn(chat.words(100))
+    other = [3, *said[1:], *chat.words(9)]
+    chat.turn(other, params)
+    assert chat.computed == len(other)
+    assert chat.p.counted("computed_prompts") == {"other_prompt": 1}
+    chat.end()
+
+
+def test_the_same_prompt_once_more():
+    """As where a client wants another answer: the prompt is shorter than what D has."""
+    chat = Chat()
+    prompt = chat.words(100)
+    said, params = chat.turn(prompt)
+    chat.turn(prompt, params)
+    assert chat.computed == 1
+    said, params = chat.turn(said)
+    chat.turn(said, params)
+    assert chat.computed == 1
+    chat.end()
+
+
+@pytest.mark.parametrize("outcome", ["nothing", "part", "garbage"])
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("recompute", [False, True], ids=["fail", "recompute"])
+def test_a_read_that_fails_is_computed_whatever_the_policy_is(kinds, outcome, recompute):
+    chat = Chat(kinds, p={"recompute": recompute})
+    said, params = chat.turn(chat.words(100))
+    chat.p.load_odds = {outcome: 1.0}
+    prompt = said + chat.words(20)
+    said, params = chat.turn(prompt, params)
+    assert chat.computed == len(prompt) - (kinds != "full")
+    assert chat.p.counts.failed == 1
+    assert chat.p.counted("computed_prompts") == {"failed_read": 1}
+    chat.p.load_odds = {"ok": 1.0}
+    chat.turn(said + chat.words(20), params)
+    assert chat.computed <= 21
+    chat.end()
+
+
+def test_an_answer_whose_time_is_up():
+    chat = Chat()
+    said, params = chat.turn(chat.words(100))
+    assert len(chat.d.kvhma.context.leases) == 1
+    for held in chat.d.kvhma.context.leases._held.values():
+        assert 86000 < held.expires - held.since <= 86400
+        held.expires = held.overdue_since = 0.0
+    chat.d.step()
+    chat.turn(said + chat.words(5), params)
+    assert chat.computed == len(said) + 5
+    assert chat.p.counted("computed_prompts") == {"late_reader": 1}
+    assert chat.d.counted("answers")["expired"] == 1
+    chat.end()
+
+
+def test_answers_are_read_once():
+    chat = Chat()
+    said, params = chat.turn(chat.words(100))
+    chat.turn(said + chat.words(5), params)
+    assert chat.p.counts.loads == 1
+    chat.turn(said + chat.words(6), params)
+    assert chat.p.counts.loads == 1
+    assert chat.p.counted("computed_prompts") == {"late_reader": 1}
+    chat.end()
+
+
+@pytest.mark.parametrize(("threshold", "loads"), [(107, 1), (108, 0)])
+def test_few_tokens_are_computed(threshold, loads):
+    chat = Chat(p={"threshold": threshold})
+    said, params = chat.turn(chat.words(100))
+    assert len(said) == 108
+    chat.turn(said + chat.words(5), params)
+    assert chat.p.counts.loads == loads
+    assert chat.d.counted("answers")["read"] == 1, "P lets go of what it does not need"
+    chat.end()
+
+
+def test_the_threshold_is_of_what_p_lacks():
+    chat = Chat(p={"threshold": 20, "caching": True})
+    said, params = chat.turn(chat.words(160))
+    chat.turn(said + chat.words(5), params)
+    assert chat.p.counts.loads == 0, "but for seven tokens P had them"
+    # P has the state after 160 tokens.
+    for threshold, loads in ((17, 1), (18, 0)):
+        chat = Chat("full+state", p={"threshold": threshold, "caching": True})
+        said, params = chat.turn(chat.words(170))
+        chat.turn(said + chat.words(5), params)
+        assert chat.p.counts.loads == loads
+        chat.end()
+
+
+def test_samples_keep_nothing():
+    chat = Chat()
+    prompt = chat.words(50)
+    _, told = chat.prefill(prompt)
+    chat.d.add("0_r", prompt, 4, told)
+    for _ in range(20):
+        chat.d.step()
+    assert chat.d.finished["0_r"].kv_transfer_params is None
+    chat.end()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_state_that_is_written_is_nobodys_to_read(kinds):
+    """With async scheduling a step runs when an answer has ended, and computes the token that ended it."""
+    chat = Chat(kinds, d={"overlapped": True})
+    prompt = chat.words(100)
+    name, told = chat.prefill(prompt)
+    chat.d.add(name, prompt, 64, told, stop=1)
+    while name not in chat.d.finished:
+        chat.d.step()
+    answer, request = chat.d.finished[name], chat.d._requests[name]
+    assert str(answer.finish_reason) == "stop"
+    assert request.num_in_flight_tokens == 1
+    leases = chat.d.kvhma.context.leases
+    tokens = answer.kv_transfer_params["kvhma"]["tokens"]
+    if kinds.endswith("state"):
+        assert (len(leases), tokens) == (0, request.num_tokens)
+        # Who asks too early computes.
+        chat.d.step()
+        assert request.num_in_flight_tokens == 0
+        chat.d.step()
+    else:
+        assert tokens == request.num_tokens - 1
+    assert len(leases) == 1
+    said = list(request.all_token_ids)
+    chat.turn(said + chat.words(9), json.loads(json.dumps(answer.kv_transfer_params)))
+    assert chat.computed == max(1, len(said) + 9 - (kinds != "full") - tokens)
+    chat.end()
+
+
+def test_who_asks_before_a_state_is_written_computes():
+    chat = Chat("full+state", d={"overlapped": True})
+    prompt = chat.words(100)
+    name, told = chat.prefill(prompt)
+    chat.d.add(name, prompt, 64, told, stop=1)
+    while name not in chat.d.finished:
+        chat.d.step()
+    said = list(chat.d._requests[name].all_token_ids)
+    chat.p.add("early", said + chat.words(9), 1, chat.d.finished[name].kv_transfer_params)
+    chat.p.step()
+    assert chat.p.counted("computed_prompts") == {"late_reader": 1}
+    for _ in range(3):
+        chat.d.step()
+    chat.end()
+
+
+@pytest.mark.parametrize("long", [True, False], ids=["one that waits", "one that runs"])
+def test_answers_go_when_requests_of_d_need_their_blocks(long):
+    chat = Chat(d={"num_blocks": 60})
+    chat.d.kvhma.context.leases.max_unread_blocks = None
+    kept = [chat.turn(chat.words(90), answer=6) for _ in range(8)]
+    assert chat.d.pool.get_num_free_blocks() < 12
+    if long:
+        chat.d.add("more", chat.words(700), 4)
+    else:
+        chat.d.add("more", chat.words(20), 600)
+    for _ in range(700):
+        chat.d.step()
+        if "more" in chat.d.finished:
+            break
+    assert str(chat.d.finished["more"].finish_reason) == "length"
+    assert chat.d.counts.preempted == 0
+    gone = chat.d.counted("answers")["given up"]
+    assert 3 < gone <= 8
+    # The oldest went.
+    said, params = kept[0]
+    chat.turn(said + chat.words(5), params)
+    assert chat.p.counts.loads == 0
+    chat.end()
+
+
+def test_an_answer_that_goes_while_it_is_read_is_not_believed():
+    chat = Chat(p={"recompute": False})
+    said, params = chat.turn(chat.words(100))
+    prompt = said + chat.words(10)
+    chat.p.add("next", prompt, 1, params)
+    part = Engine._part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=4))
+        chat.p.step()
+    assert chat.p.counts.loads == 1
+    ((key, _),) = chat.d.kvhma.context.leases.answers()
+    chat.d.kvhma.context.leases.give_up(key)
+    chat.d.step()
+    chat.d.step()
+    chat.d.garbage(slice(None))
+    computed = sum(chat.p.step() for _ in range(20))
+    assert computed == len(prompt)
+    assert str(chat.p.finished["next"].finish_reason) == "length"
+    assert chat.p.counted("computed_prompts") == {"failed_read": 1}
+    chat.end()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_client_that_hangs_up_while_p_reads(kinds):
+    chat = Chat(kinds)
+    said, params = chat.turn(chat.words(100))
+    chat.p.add("next", said + chat.words(10), 1, params)
+    part = Engine._part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=4))
+        chat.p.step()
+    chat.p.abort("next")
+    for _ in range(8):
+        chat.p.step()
+    assert chat.p.idle
+    chat.end()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 16), (16, 64), (64, 16)])
+def test_windows_with_blocks_of_other_sizes(ours, theirs):
+    """What P could not hand over, since its first block of the window is not filled, it computes."""
+    sizes = {
+        name: {"groups": (GroupShape("0", "full", size), GroupShape("1", "sliding", size, 50)), "caching": True}
+        for name, size in (("p", ours), ("d", theirs))
+    }
+    chat = Chat("full+sliding", **sizes)
+    said, params = chat.turn(chat.words(300))
+    for _ in range(6):
+        said, params = chat.turn(said + chat.words(21), params, answer=10)
+    told = chat.p.counted("computed_prompts")
+    assert chat.p.counts.loads == 6 or params is None
+    assert set(told) <= {"short_window"}
+    if ours <= theirs:
+        assert told == {}
+    chat.end()
+
+
+WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 2**64 - 1, float("inf"), "a\nb"]
+
+
+def test_whatever_a_client_says_of_an_answer_p_computes():
+    """No value of any key fails a prefill, or reads a token more than what was handed out."""
+    chat = Chat(p={"recompute": False})
+    said, params = chat.turn(chat.words(100))
+    prompt = said + chat.words(10)
+    told = [{**params, "kvhma": value} for value in WRONG]
+    told += [{**params, "kvhma": {**params["kvhma"], key: value}} for key in params["kvhma"] for value in WRONG]
+    keys = set(params) - {"kvhma", "do_remote_decode", "do_remote_prefill"}
+    told += [{**params, key: value} for key in sorted(keys) for value in WRONG]
+    for number, one in enumerate(told):
+        # A free port and another host may be anything: nobody is asked there.
+        chat.p.kvhma.decode.renewer.leases = None
+        chat.p.add(f"x{number}", prompt, 1, one)
+        for _ in range(5):
+            chat.p.step()
+        assert str(chat.p.finished[f"x{number}"].finish_reason) == "length"
+    assert chat.p.counts.loads == 0
+    chat.p.read_from(chat.d)
+    chat.turn(prompt, params)
+    assert chat.p.counts.loads == 1, "nothing of it has touched the answer"
+    chat.end()
+
+
+def test_an_engine_that_may_not_be_read_from():
+    chat = Chat()
+    settings = chat.p.kvhma.context.settings
+    chat.p.kvhma.context.settings = replace(settings, allowed_prefill_engines=())
+    said, params = chat.turn(chat.words(100))
+    chat.turn(said + chat.words(5), params)
+    assert chat.p.counts.loads == 0
+    assert chat.p.counted("computed_prompts") == {"refused": 1}
+    assert chat.p.counted("refused_sources") == {"not_allowed": 1}
+    chat.end()
