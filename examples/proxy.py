@@ -12,18 +12,24 @@ for the first only: the decode engine computes the others.
 engine. ``/health`` says which engines answer, ``/metrics`` what became of requests. A decode engine that runs with
 ``--enable-prompt-tokens-details`` says how many tokens of a prompt it had not to compute: if it is none, nothing was
 handed over, which the log says and ``kvhma_proxy_prompts_total`` counts.
+
+With ``--turns``, and engines with ``bidirectional_kv_xfer``, a prefill engine reads the last turn of a chat from the
+decode engine that answered it. A chat's next turn is known by its messages. vLLM says what can be read in answers that
+are not streamed only.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import itertools
 import json
 import logging
 import re
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -109,10 +115,55 @@ class Metrics:
             )
 
 
+class Turns:
+    """What decode engines gave back with the answers of chats, for the prefill of their next turns.
+
+    A chat is known by its messages, and whose it is by the client's credentials. Chats of one client with the same
+    words are one: the prefill engine finds out what of the prompt agrees.
+    """
+
+    def __init__(self, seconds: float = 480, most: int = 10_000) -> None:
+        self._seconds, self._most = seconds, most
+        self._kept: OrderedDict[bytes, tuple[float, dict[str, Any]]] = OrderedDict()
+
+    @staticmethod
+    def _name(body: dict[str, Any], headers: dict[str, str], messages: list[Any]) -> bytes:
+        named = [headers.get("Authorization"), body.get("model"), messages]
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()
+
+    def keep(self, body: dict[str, Any], headers: dict[str, str], params: Any) -> None:
+        """Keep what came back with the answer to a body."""
+        if isinstance(body.get("messages"), list) and isinstance(params, dict) and params.get("do_remote_decode"):
+            name = self._name(body, headers, body["messages"])
+            self._kept[name] = time.monotonic(), params
+            self._kept.move_to_end(name)
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+    def take(self, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
+        """Return what came back with the last answer in a body's messages, once: it is read once."""
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            return None
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        if "assistant" not in roles:
+            return None
+        last = len(roles) - 1 - roles[::-1].index("assistant")
+        since, params = self._kept.pop(self._name(body, headers, messages[:last]), (0.0, None))
+        return params if time.monotonic() - since < self._seconds else None
+
+
 class Proxy:
     """Sends requests on."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], embeddings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        embeddings: Sequence[str] = (),
+        turns: Turns | None = None,
+    ) -> None:
+        self._kept = turns
         self._engines = {"prefill": prefill, "decode": decode} | ({"embeddings": embeddings} if embeddings else {})
         self._turns = {role: itertools.cycle(engines) for role, engines in self._engines.items()}
         self._metrics = Metrics()
@@ -134,8 +185,14 @@ class Proxy:
         headers = headers_of(request)
         call = Call(self._session, self._metrics, request.path, headers)
         try:
-            params = await call.prefill(next(self._turns["prefill"]), body)
-            return await call.decode(next(self._turns["decode"]), request, body | {"kv_transfer_params": params})
+            last = None if self._kept is None else self._kept.take(body, headers)
+            params = await call.prefill(next(self._turns["prefill"]), body, last)
+            handed = body | {"kv_transfer_params": params}
+            if self._kept is not None and not body.get("stream"):
+                answer = await call.decode_whole(next(self._turns["decode"]), handed)
+                self._kept.keep(body, headers, answer.pop("kv_transfer_params", None))
+                return web.json_response(answer, headers=headers)
+            return await call.decode(next(self._turns["decode"]), request, handed)
         except UpstreamError as error:
             return web.json_response(error.body, status=error.status, headers=headers)
 
@@ -226,10 +283,10 @@ class Call:
             self._count(role, engine, "lost")
             raise UpstreamError(502, f"{role} engine {engine}: {error}", f"{role}_unreachable") from error
 
-    async def prefill(self, engine: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Have the prompt computed, and return the parameters for the decode engine."""
+    async def prefill(self, engine: str, body: dict[str, Any], last: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Have the prompt computed, but for what can be read of the last turn; return what the decode engine needs."""
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
-        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": last or PREFILL_PARAMS}
         if has_several_prompts(short.get("prompt")):
             short["prompt"] = short["prompt"][0]
         if "max_completion_tokens" in short:
@@ -249,6 +306,19 @@ class Call:
             raise UpstreamError(502, f"prefill engine {engine} {problem}", "prefill_failed")
         self._count("prefill", engine, "ok")
         return params
+
+    async def decode_whole(self, engine: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a decode engine's answer."""
+        async with await self.send("decode", engine, json=body) as answer:
+            text = await self.read("decode", engine, answer)
+        self._count("decode", engine, outcome_of(answer.status))
+        if answer.status != 200:
+            raise UpstreamError(answer.status, f"decode engine {engine}: {text[:1000]}", "decode_failed")
+        # What can be read of it stands behind its usage, and may be long.
+        several = has_several_prompts(body.get("prompt")) and len(body["prompt"]) > 1
+        self._metrics.count_prompt(engine, b"" if several else text.encode(), self.headers["X-Request-Id"])
+        found: dict[str, Any] = json.loads(text)
+        return found
 
     async def decode(self, engine: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Pass on what the decode engine answers."""
@@ -285,9 +355,11 @@ class Call:
             return passed
 
 
-def make_app(prefill: Sequence[str], decode: Sequence[str], embeddings: Sequence[str] = ()) -> web.Application:
+def make_app(
+    prefill: Sequence[str], decode: Sequence[str], embeddings: Sequence[str] = (), turns: Turns | None = None
+) -> web.Application:
     """The proxy as an aiohttp application."""
-    proxy = Proxy(prefill, decode, embeddings)
+    proxy = Proxy(prefill, decode, embeddings, turns)
     # A handler is cancelled when its client hangs up, see run() below.
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(proxy.run_client)
@@ -309,6 +381,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefill", required=True, **several)
     made.add_argument("--decode", required=True, **several)
     made.add_argument("--embeddings", default=[], **several)
+    made.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
     return made
 
 
@@ -317,7 +390,8 @@ def main() -> None:
     options = parser().parse_args()
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", level=logging.WARNING)
     roles = ([url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode, options.embeddings))
-    web.run_app(make_app(*roles), host=options.host, port=options.port, handler_cancellation=True, access_log=None)
+    app = make_app(*roles, turns=Turns() if options.turns else None)
+    web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, access_log=None)
 
 
 if __name__ == "__main__":

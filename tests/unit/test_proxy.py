@@ -83,7 +83,8 @@ def usage(cached, prompt=50):
 class Fleet:
     """One prefill engine, decode engines, the proxy, and a client."""
 
-    def __init__(self, *answers, embeddings=False):
+    def __init__(self, *answers, embeddings=False, turns=None):
+        self._turns = turns
         self.prefill = Engine()
         self.decode = [Engine(usage=answer) for answer in answers or (None,)]
         self.embeddings = [Engine()] if embeddings else []
@@ -94,7 +95,7 @@ class Fleet:
             await engine.server.start_server()
             self._stack.push_async_callback(engine.server.close)
         urls = [[engine.url for engine in engines] for engines in ([self.prefill], self.decode, self.embeddings)]
-        server = TestServer(proxy.make_app(*urls))
+        server = TestServer(proxy.make_app(*urls, turns=self._turns))
         await server.start_server()
         self._stack.push_async_callback(server.close)
         self.client = await self._stack.enter_async_context(aiohttp.ClientSession(str(server.make_url("/"))))
@@ -105,6 +106,14 @@ class Fleet:
 
     async def complete(self, path="/v1/completions", **body):
         async with self.client.post(path, json={"prompt": "a b c"} | body) as answer:
+            return answer.status, await answer.text()
+
+    async def chat(self, *messages, key="me", **body):
+        """Say something; messages are of the user and of the assistant in turn."""
+        said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
+        body = {"model": "tiny", "messages": said} | body
+        headers = {"Authorization": key}
+        async with self.client.post("/v1/chat/completions", json=body, headers=headers) as answer:
             return answer.status, await answer.text()
 
     async def get(self, path, **headers):
@@ -334,5 +343,84 @@ def test_embeddings_need_one_engine(own):
             found = await fleet.samples("kvhma_proxy_requests_total")
             assert found == {(role, engine.url, "ok"): 1, (role, engine.url, "refused"): 1}
             assert ("embeddings" in json.loads((await fleet.get("/health"))[1])) == own
+
+    run(test())
+
+
+def answered(number):
+    return {"do_remote_decode": True, "do_remote_prefill": False, "kvhma": {"number": number}}
+
+
+def test_the_next_turn_of_a_chat_is_told_what_came_back_with_the_last_one():
+    async def test():
+        async with Fleet(usage(40), turns=proxy.Turns()) as fleet:
+            (decode,), prefill = fleet.decode, fleet.prefill
+            given = []
+            for number, said in enumerate([["a"], ["a", "b", "c"], ["a", "b", "c", "d", "e"]]):
+                decode.params = answered(number)
+                status, text = await fleet.chat(*said, kv_transfer_params={"mine": 1})
+                assert status == 200
+                assert "kv_transfer_params" not in json.loads(text), "where engines are is nothing for clients"
+                given.append(prefill.asked[-1][1]["kv_transfer_params"])
+                assert decode.asked[-1][1]["kv_transfer_params"] == PARAMS
+            assert given == [proxy.PREFILL_PARAMS, answered(0), answered(1)]
+            assert await fleet.samples("kvhma_proxy_prompts_total") == {(decode.url, "cached"): 3}
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        (["a", "b", "c"], {"key": "somebody else"}),
+        (["a", "b", "c"], {"model": "another"}),
+        (["other", "b", "c"], {}),
+        (["a", "b", "c", "d", "e"], {}),
+        (["a"], {}),
+        (["a", "b", "c"], {"messages": "none"}),
+        (["a", "b", "c"], {"messages": [1, None]}),
+    ],
+)
+def test_other_chats_are_told_nothing(said, more):
+    async def test():
+        async with Fleet(turns=proxy.Turns()) as fleet:
+            fleet.decode[0].params = answered(0)
+            await fleet.chat("a")
+            assert (await fleet.chat(*said, **more))[0] == 200
+            assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
+
+    run(test())
+
+
+@pytest.mark.parametrize("turns", [None, proxy.Turns(seconds=0)])
+def test_without_turns_and_after_a_time_nothing_is_kept(turns):
+    async def test():
+        async with Fleet(turns=turns) as fleet:
+            fleet.decode[0].params = answered(0)
+            await fleet.chat("a")
+            await fleet.chat("a", "b", "c")
+            assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
+
+    run(test())
+
+
+def test_chats_that_are_kept_have_a_bound():
+    kept = proxy.Turns(most=2)
+    bodies = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
+    for number, body in enumerate(bodies):
+        kept.keep(body, {}, answered(number))
+    next_turns = [{"messages": [*body["messages"], {"role": "assistant", "content": "x"}]} for body in bodies]
+    assert [kept.take(body, {}) for body in next_turns] == [None, answered(1), answered(2)]
+    assert [kept.take(body, {}) for body in next_turns] == [None, None, None]
+
+
+@pytest.mark.parametrize(("status", "body"), [(400, {}), (200, {"stream": True})])
+def test_with_turns_refusals_and_streams_are_as_without(status, body):
+    async def test():
+        async with Fleet(usage(3), turns=proxy.Turns()) as fleet:
+            fleet.decode[0].status = status
+            found, text = await fleet.chat("a", **body)
+            assert found == status
+            assert ("[DONE]" in text) == (status == 200)
 
     run(test())
