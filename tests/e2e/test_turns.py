@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats of several turns: P reads from D what D has of the last one, and computes what is new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, free_port
+from support.handoff import all_free, arguments, computed, decode, kvhma, loads, prompts, same
+from support.listening import until
+
+Models = Callable[[str], Path]
+TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "handshake_timeout": 2}
+FIRST, NEW, ANSWER = 301, (40, 65), 24
+
+
+@dataclass
+class Turn:
+    """What P did for one turn of a chat.
+
+    Attributes:
+        prompt: its tokens.
+        computed: tokens of it that P computed.
+        read: tokens that it read from D.
+        megabytes: that it read.
+    """
+
+    prompt: list[int]
+    computed: int
+    read: int
+    megabytes: float
+
+
+class Chat:
+    """One chat with P and D."""
+
+    def __init__(self, p: Engine, d: Engine, plain: Engine, name: str) -> None:
+        self.p, self.d, self.plain, self.name = p, d, plain, name
+        self.params: dict[str, Any] | None = None
+        self.said: list[int] = []
+
+    def _counted(self) -> tuple[int, int, float]:
+        own = self.p.sample("vllm:prompt_tokens_by_source_total", source="local_compute")
+        return int(own), self.p.loaded_tokens(), self.p.sample("vllm:kvhma_bytes_sum")
+
+    def turn(self, prompt: Sequence[int]) -> Turn:
+        """Say something, and compare the answer with the plain engine's."""
+        expected = self.plain.generate(prompt, max_tokens=ANSWER).result()
+        before = self._counted()
+        asked = self.params or REMOTE_DECODE
+        told = self.p.generate(prompt, max_tokens=1, kv_transfer_params=asked).result()
+        assert told.error is None, told
+        assert told.kv_transfer_params is not None, told
+        after = self._counted()
+        got: Answer = decode(self.d, prompt, told.kv_transfer_params, max_tokens=ANSWER).result()
+        # The plain engine computes in one piece what P and D have computed in several.
+        same(self.name, got, expected, f"of {len(prompt)} tokens", alone=0)
+        self.params = json.loads(json.dumps(got.kv_transfer_params))
+        self.said = [*prompt, *got.token_ids]
+        own, read, moved = (one - other for one, other in zip(after, before, strict=True))
+        return Turn(list(prompt), int(own), int(read), moved / 1e6)
+
+
+def settings_of(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "p": kvhma(name, extra=TURNS, **more),
+        "d": kvhma(name, extra=TURNS),
+        "plain": arguments(name),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "nemotron_h", "qwen3_next"])
+def test_three_turns(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    with engines(zygote, model(name), tmp_path, **settings_of(name)) as (p, d, plain):
+        chat = Chat(p, d, plain, name)
+        left_to_d = 0 if name == "llama" else 1
+        first, *new = prompts((name, "turns"), [FIRST, *NEW])
+        turns = [chat.turn(first)]
+        assert (turns[0].computed, turns[0].read) == (FIRST - left_to_d, 0)
+        for words in new:
+            known = len(chat.said) - 1  # the last token of an answer is never computed
+            turn = chat.turn([*chat.said, *words])
+            turns.append(turn)
+            assert turn.read == known
+            assert turn.computed == len(words) + 1 - left_to_d
+            assert turn.megabytes > 0
+        for number, turn in enumerate(turns, 1):
+            print(
+                f"{name}: turn {number}: {len(turn.prompt)} tokens, P computed {turn.computed}, read {turn.read} "
+                f"({turn.megabytes:.2f} MB)"
+            )
+        assert loads(p) == len(new)
+        until(lambda: d.sample("vllm:kvhma_answers_total", end="read") == len(new))
+        # What is left is the last answer, which D gives up for whoever needs its blocks.
+        assert list(d.state()["requests"].values()) == ["FINISHED_LENGTH_CAPPED"]
+        all_free(p)
+
+
+def test_what_a_template_changes_is_computed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    with engines(zygote, model("llama"), tmp_path, **settings_of("llama")) as (p, d, plain):
+        chat = Chat(p, d, plain, "llama")
+        first, *new = prompts("templates", [FIRST, 40, 40])
+        chat.turn(first)
+        # Without the first half of the answer: P reads the prompt, or nearly.
+        turn = chat.turn([*first, *chat.said[FIRST + ANSWER // 2 :], *new[0]])
+        assert turn.read == FIRST
+        assert turn.computed == len(turn.prompt) - FIRST
+        # Another first word.
+        turn = chat.turn([7 - chat.said[0] % 2, *chat.said[1:], *new[1]])
+        assert (turn.computed, turn.read) == (len(turn.prompt), 0)
+        assert computed(p, "other_prompt") == 1
+
+
+def test_of_a_state_only_the_whole_answer_is_read(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    with engines(zygote, model("nemotron_h"), tmp_path, **settings_of("nemotron_h")) as (p, d, plain):
+        chat = Chat(p, d, plain, "nemotron_h")
+        first, new = prompts("templates", [FIRST, 40])
+        chat.turn(first)
+        turn = chat.turn([*chat.said[:-3], *new])
+        assert (turn.computed, turn.read) == (len(turn.prompt) - 1, 0)
+        assert computed(p, "other_prompt") == 1
+
+
+def test_d_restarted_between_two_turns(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Its answers are gone with it; a prefill does not fail for that, whatever the policy is."""
+    settings = settings_of("llama")
+    settings["d"]["env"] = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    with engines(zygote, model("llama"), tmp_path, **settings) as (p, d, plain):
+        chat = Chat(p, d, plain, "llama")
+        first, *new = prompts("restart", [FIRST, 40, 40, 40])
+        chat.turn(first)
+        assert chat.turn([*chat.said, *new[0]]).read > 0
+        d.kill()
+        # Nobody is there.
+        told = p.generate([*chat.said, *new[1]], max_tokens=1, kv_transfer_params=chat.params).result()
+        assert (told.error, told.finish_reason) == (None, "length")
+        assert computed(p, "late_reader") == 1
+        again = Engine(
+            zygote,
+            model("llama"),
+            tmp_path / "again.log",
+            kv_transfer_config=d.kv_transfer_config,
+            env=d.env,
+            engine_args=d.engine_args,
+        )
+        with again as chat.d:
+            turn = chat.turn([*chat.said, *new[1]])
+            assert (turn.computed, turn.read) == (len(turn.prompt), 0)
+            assert computed(p, "late_reader") == 2
+            # And from then on it is as before.
+            assert chat.turn([*chat.said, *new[2]]).read > len(turn.prompt)
+
+
+def test_answers_make_room_for_requests_of_d(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = settings_of("llama")
+    settings["d"] |= {"num_gpu_blocks_override": 48, "max_model_len": 1024}
+    settings["d"]["kv_transfer_config"]["kv_connector_extra_config"]["max_held_share"] = 1.0
+    with engines(zygote, model("llama"), tmp_path, **settings) as (p, d, plain):
+        kept = []
+        for prompt in prompts("room", [200] * 5):
+            chat = Chat(p, d, plain, "llama")
+            chat.turn(prompt)
+            kept.append(chat)
+        assert d.state()["free_blocks"] < 15
+        (long,) = prompts("long", [900])
+        expected = plain.generate(long, max_tokens=ANSWER).result()
+        same("llama", d.generate(long, max_tokens=ANSWER).result(), expected, "at D alone")
+        assert d.sample("vllm:kvhma_answers_total", end="given up") >= 3
+        assert d.sample("vllm:num_preemptions_total") == 0
+        turn = kept[0].turn([*kept[0].said, 5, 6, 7])
+        assert turn.read == 0, "the oldest went first"
