@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 torch = pytest.importorskip("torch")
 
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -28,9 +30,9 @@ from kvhma.errors import LayoutError
 from kvhma.models import Attention, Model, State
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.pages import state_bytes
-from kvhma.models.vllm_layout import LayoutOptions, layout
+from kvhma.models.vllm_layout import LayoutOptions, layout, stage_layers
 from support.groups import cache_groups
-from support.vllm_grouping import get_kv_cache_config_from_groups, get_kv_cache_groups
+from support.vllm_grouping import get_kv_cache_config_from_groups, get_kv_cache_groups, project_groups
 
 BLOCKS = 5
 ORDERS = tuple(KVCacheLayout.__members__)
@@ -86,10 +88,16 @@ def own_bytes(one: Model, tp: int) -> int:
     return max(1, token.kv_heads // tp) * token.token_bytes
 
 
-def allocated(specs: dict[str, Any], order: str) -> tuple[list[Any], dict[str, tuple[Any, Any]], int]:
-    """vLLM's groups; view and spec of each layer; bytes of all."""
+def allocated(
+    specs: dict[str, Any], order: str, stage: range | None = None
+) -> tuple[list[Any], dict[str, tuple[Any, Any]], int]:
+    """vLLM's groups; view and spec of each layer; bytes of all: of a pipeline stage if its layers are given."""
     config = settings(order)
     groups = get_kv_cache_groups(config, dict(specs))
+    if stage is not None:
+        groups = project_groups(
+            groups, {name: spec for name, spec in specs.items() if int(name.split(".")[2]) in stage}
+        )
     found = get_kv_cache_config_from_groups(config, groups, 1 << 60)
     places = {}
     for group in groups:
@@ -106,19 +114,19 @@ def allocated(specs: dict[str, Any], order: str) -> tuple[list[Any], dict[str, t
     return groups, places, found.kv_cache_tensors[0].size
 
 
-def same(one: Model, tp: int, block: int, order: str) -> None:
+def same(one: Model, tp: int, block: int, order: str, pp_rank: int = 0, pp_size: int = 1) -> None:
     """Compare every layer's bytes in every block with vLLM's view of them."""
-    groups, places, size = allocated(specs_of(one, tp, block), order)
-    geometry = layout(
-        one,
-        LayoutOptions(num_blocks=BLOCKS, tp_size=tp, block_size=block, order=order, one_storage=True, base=0),  # type: ignore[arg-type]
-    )
+    stage = range(*get_pp_indices(len(one.layers), pp_rank, pp_size))
+    groups, places, size = allocated(specs_of(one, tp, block), order, stage)
+    options = {"tp_size": tp, "pp_rank": pp_rank, "pp_size": pp_size, "block_size": block, "order": order}
+    geometry = layout(one, LayoutOptions(num_blocks=BLOCKS, one_storage=True, base=0, **options))
     names = [layer.name for layer in geometry.layers]
     members = [[n for n, y in zip(names, geometry.layers, strict=True) if y.group == at] for at in range(len(groups))]
     assert [sorted(group) for group in members] == [sorted(group.layer_names) for group in groups]
     assert geometry.regions[0].bytes == size
     told = cache_groups(one, tp_size=tp, block_size=block, order=order)  # type: ignore[arg-type]
-    assert [list(group.layers) for group in told] == [group.layer_names for group in groups]
+    held = [[name for name in group.layers if int(name.split(".")[2]) in stage] for group in told]
+    assert held == [group.layer_names for group in groups]
     assert [group.block_size for group in geometry.groups] == [group.kv_cache_spec.block_size for group in groups]
     for layer in geometry.layers:
         view, spec = places[layer.name]
@@ -154,8 +162,6 @@ STATE = State("mamba2", 48, 4, 8, 4, 4, 2, "bfloat16", "float32")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_gemma_4(heads: int, tp: int, order: str) -> None:
-    from dataclasses import replace
-
     same(replace(GEMMA_4, attention=(Attention("full", heads, 512),)), tp, 16, order)
 
 
@@ -164,6 +170,30 @@ def test_gemma_4(heads: int, tp: int, order: str) -> None:
 def test_mimo_and_sparse(tp: int, order: str) -> None:
     same(MIMO, tp, 16, order)
     same(SPARSE, tp, 64, order)
+
+
+STAGED = {
+    "gemma": Model("gemma", (("sliding",) * 5 + ("full",)) * 4 + ("sliding",) * 2, 4, 64, window=128),
+    "state": Model("state", ("mamba2", "none", "mamba2", "full") * 5, 8, 64, state=STATE),
+    "both": Model("both", ("full+mamba2",) * 7, 8, 64, state=STATE),
+    "gemma 4": replace(GEMMA_4, layers=GEMMA_4.layers * 3),
+}
+
+
+@pytest.mark.parametrize("order", PAGE_ORDERS)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", STAGED)
+def test_pipeline_stages(name: str, pp: int, order: str) -> None:
+    """Each stage has its layers of the groups that all stages have in common."""
+    for rank in range(pp):
+        same(STAGED[name], 2, 16, order, rank, pp)
+
+
+def test_layers_of_stages() -> None:
+    for layers in range(1, 97):
+        for pp in range(1, min(layers, 24) + 1):
+            for rank in range(pp):
+                assert stage_layers(layers, rank, pp) == range(*get_pp_indices(layers, rank, pp))
 
 
 DRAFTS = {
@@ -185,8 +215,6 @@ BODIES = {
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("body", BODIES)
 def test_a_draft_layer_with_heads_of_its_own(body: str, draft: str, tp: int, order: str) -> None:
-    from dataclasses import replace
-
     one = replace(BODIES[body], layers=(*BODIES[body].layers, "draft"), attention=(DRAFTS[draft],))
     compare(one, tp, 16, order)
 

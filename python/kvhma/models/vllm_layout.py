@@ -24,7 +24,7 @@ from kvhma.models.shards import check_positive, kv_heads
 from kvhma.models.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 from kvhma.models.table import LATENT_KINDS, Attention, Model, State
 
-__all__ = ["AllocatorOptions", "LayoutOptions", "layout"]
+__all__ = ["AllocatorOptions", "LayoutOptions", "layout", "stage_layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class AllocatorOptions:
     Attributes:
         tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
+        pp_rank: index of the pipeline stage.
+        pp_size: pipeline stages; layers are shared out among them as vLLM does without ``VLLM_PP_LAYER_PARTITION``.
         block_size: tokens per block that the user asked for; state can make the logical block longer, and so can
             heads that differ by layer.
         kernel_block: tokens that the attention kernel addresses as one block: a number, ``"flashinfer"`` for
@@ -45,6 +47,8 @@ class AllocatorOptions:
 
     tp_rank: int = 0
     tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
     block_size: int = 16
     kernel_block: KernelBlock = None
     align: int | None = None
@@ -103,20 +107,54 @@ def layout(model: Model, options: LayoutOptions) -> Geometry:
     check_positive(num_blocks=options.num_blocks, region_align=options.region_align)
     if not 0 <= options.tp_rank < options.tp_size:
         raise LayoutError(f"tp_rank {options.tp_rank}: tp_size is {options.tp_size}")
+    if not 0 <= options.pp_rank < options.pp_size:
+        raise LayoutError(f"pp_rank {options.pp_rank}: pp_size is {options.pp_size}")
     _check_forms(model, options)
     specs = layer_specs(model, tp_size=options.tp_size, block_size=options.block_size, align=options.align)
     groups = group_layers(specs, block_major=options.is_block_major)
     _check_pages(groups, options)
-    block_bytes = max(sum(spec.page for spec in group.values()) for group in groups)
-    placed = [layer for index, group in enumerate(groups) for layer in _place(index, group, options, block_bytes)]
+    held = _of_stage(model, groups, options)
+    block_bytes = max(sum(spec.page for spec in group.values()) for group in held)
+    placed = [layer for index, group in enumerate(held) for layer in _place(index, group, options, block_bytes)]
     regions, layers = _cut(placed, options, block_bytes * options.num_blocks)
     return Geometry(
         regions=regions,
         groups=tuple(_group(group, options) for group in groups),
-        layers=tuple(layers[name] for name in specs),
+        layers=tuple(layers[name] for name in specs if name in layers),
         tp_rank=options.tp_rank,
         tp_size=options.tp_size,
     )
+
+
+def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
+    """Return the layers of a pipeline stage: equally many, of the rest one each for the stages before the last.
+
+        10 layers, 4 stages     0 1 | 2 3 4 | 5 6 7 | 8 9
+
+    Raises:
+        LayoutError: there are more stages than layers.
+    """
+    each, rest = divmod(num_layers, pp_size)
+    if not each:
+        raise LayoutError(f"pp_size {pp_size}: the model has {num_layers} layers")
+    # The stages that have one more begin here and end before the last.
+    first = pp_size - 1 - rest
+    start = pp_rank * each + min(max(pp_rank - first, 0), rest)
+    return range(start, start + each + (first <= pp_rank < first + rest))
+
+
+def _of_stage(model: Model, groups: list[Members], options: LayoutOptions) -> list[Members]:
+    """Return of each group, which all stages have in common, the layers of one stage."""
+    if options.pp_size == 1:
+        return groups
+    stage = stage_layers(len(model.layers), options.pp_rank, options.pp_size)
+    # A name is model.layers.N. and what the layer caches.
+    held = [{name: spec for name, spec in group.items() if int(name.split(".")[2]) in stage} for group in groups]
+    if not any(held):
+        raise LayoutError(
+            f"pp_size {options.pp_size}: stage {options.pp_rank}, layers {stage[0]} to {stage[-1]}, caches nothing"
+        )
+    return held
 
 
 # --- What an order can hold, and groups --------------------------------------------------------------------
