@@ -9,6 +9,7 @@ from kvhma.models.table import (
     Model,
     State,
     StateKind,
+    hub_ids,
     model,
     models,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Model",
     "State",
     "StateKind",
+    "hub_ids",
     "model",
     "models",
 ]

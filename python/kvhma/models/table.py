@@ -324,30 +324,52 @@ class Model:
 @cache
 def models() -> Mapping[str, Model]:
     """Return the table: models by name, in a fixed order."""
-    text = files("kvhma").joinpath("data/models.json").read_text(encoding="utf-8")
-    return MappingProxyType({name: _model(name, row) for name, row in json.loads(text).items()})
+    return MappingProxyType({name: _model(name, row) for name, row in _rows().items()})
+
+
+@cache
+def hub_ids() -> Mapping[str, str]:
+    """Return the names in the table by Hugging Face id: checkpoints whose caches are alike have one name."""
+    return MappingProxyType({hub_id: name for name, row in _rows().items() for hub_id in row["hub"]})
 
 
 def model(name: str) -> Model:
     """Return one model of the table.
 
+    Args:
+        name: its name, or the Hugging Face id of one of its checkpoints, in any case. An organisation in front counts
+            for nothing: it may be one that publishes a copy.
+
     Raises:
         UnknownModelError: no such model; the text lists the known ones.
     """
-    table = models()
-    if name not in table:
-        raise UnknownModelError(f"unknown model {name!r}; known are {', '.join(table)}")
-    return table[name]
+    found = _names().get(name.rpartition("/")[2].lower())
+    if found is None:
+        raise UnknownModelError(f"unknown model {name!r}; known are {', '.join(models())}")
+    return models()[found]
 
 
-def _model(name: str, row: dict[str, Any]) -> Model:
-    state = row.pop("state", None)
-    attention = tuple(Attention(**one) for one in row.pop("attention", ()))
-    letters = "".join(pattern * repeats for pattern, repeats in row.pop("layers"))
+@cache
+def _names() -> Mapping[str, str]:
+    """Return the names in the table by everything that they are called, in lower case."""
+    ids = {hub_id.rpartition("/")[2]: name for hub_id, name in hub_ids().items()}
+    return {word.lower(): name for word, name in (ids | {name: name for name in models()}).items()}
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = json.loads(files("kvhma").joinpath("data/models.json").read_text("utf-8"))
+    return rows
+
+
+def _model(name: str, row: Mapping[str, Any]) -> Model:
+    sizes = {field: value for field, value in row.items() if field not in ("hub", "layers", "state", "attention")}
+    state = row.get("state")
+    letters = "".join(pattern * repeats for pattern, repeats in row["layers"])
     return Model(
         name=name,
         layers=tuple(_LETTERS[letter] for letter in letters),
         state=State(**state) if state else None,
-        attention=attention,
-        **row,
+        attention=tuple(Attention(**one) for one in row.get("attention", ())),
+        **sizes,
     )
