@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
 import kvhma
 from kvhma.cli.compare.block_tables import block_tables, sequence_blocks
-from kvhma.models import model
+from kvhma.cli.pages import DrawnRank
+from kvhma.cli.runs import Reading, draw_runs, scales
+from kvhma.cli.svg import Drawing
+from kvhma.models import model, models
 from kvhma.models.stride_orders import Order
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_run import cli, refused
@@ -22,12 +23,17 @@ from support.tiny import tiny_hybrid
 
 NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
 SVG = "{http://www.w3.org/2000/svg}"
-LEFT, SPAN = 150, 1030
+LEFT, SPAN = 128, 548
+MAX_BYTES = 300_000
 
 
 def hovers(root: ET.Element, tag: str) -> list[str]:
     """Texts that shapes of a kind show."""
     return [shape[0].text or "" for shape in root.iter(f"{SVG}{tag}") if len(shape)]
+
+
+def texts(root: ET.Element) -> list[Any]:
+    return [text for text in root.iter(f"{SVG}text") if text.text]
 
 
 def tiny(tmp_path: Path) -> tuple[kvhma.Geometry, Path]:
@@ -42,7 +48,7 @@ def test_every_run_is_drawn(tmp_path: Path) -> None:
     done = cli("map", path, "--tokens", 100, "--pool", "used", "-o", tmp_path / "m.svg", "--json")
     assert (done.code, done.err) == (0, "")
     root = ET.parse(tmp_path / "m.svg").getroot()
-    bands = hovers(root, "polygon")
+    bands = hovers(root, "g")
     assert len(bands) == done.form["runs"] > 4
     found = [re.search(r"P (0x\w+)\nD (0x\w+)\n([\d,]+) bytes", text) for text in bands]
     drawn = [(int(m[2], 16), int(m[1], 16), int(m[3].replace(",", ""))) for m in found if m]
@@ -59,15 +65,18 @@ def test_runs_lie_where_their_addresses_say(tmp_path: Path) -> None:
     root = ET.parse(tmp_path / "m.svg").getroot()
     ends = [text.text for text in root.iter(f"{SVG}text") if re.fullmatch(r"0x\w+", text.text or "")]
     low, high = (int(str(text), 16) for text in ends[:2])
-    for shape in root.iter(f"{SVG}polygon"):
+    for shape in root.iter(f"{SVG}g"):
         match = re.search(r"P (0x\w+)\n.*\n([\d,]+) bytes", shape[0].text or "")
         assert match
         address, length = int(match[1], 16), int(match[2].replace(",", ""))
         if not low <= address < high:
             continue  # of another tensor
-        left, right = (float(point.split(",")[0]) for point in shape.attrib["points"].split()[:2])
+        above, below, band = shape[1:]
+        left, right = (float(point.split(",")[0]) for point in band.attrib["points"].split()[:2])
         assert left == pytest.approx(LEFT + (address - low) / (high - low) * SPAN, abs=0.02)
         assert right == pytest.approx(left + length / (high - low) * SPAN, abs=0.7)
+        assert (float(above.attrib["x"]), float(above.attrib["width"])) == pytest.approx((left, right - left), abs=0.02)
+        assert below.attrib["width"] == above.attrib["width"]  # one scale
 
 
 def test_pages_parts_padding_and_layers(tmp_path: Path) -> None:
@@ -104,14 +113,84 @@ def test_bars_mark_what_is_read_of_a_block(tmp_path: Path) -> None:
 
 def test_blocks_of_the_request(tmp_path: Path) -> None:
     cli("map", "gemma-3-4b", "--tokens", 1700, "--cached", 160, "--pool", "used", "-o", tmp_path / "m.svg")
-    boxes = hovers(ET.parse(tmp_path / "m.svg").getroot(), "rect")
+    root = ET.parse(tmp_path / "m.svg").getroot()
+    boxes = hovers(root, "rect")
     one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=2))
     dead = sum(sum(block == 0 for block in table) for table in sequence_blocks(one, 1700))
     assert dead > 0
-    assert sum(": dropped" in text for text in boxes) == 2 * 6 * 35  # the first 35 of 107 entries are drawn
-    full = [text for text in boxes if re.search(r"entry [0-9]: block \d+, not read\ntokens", text)]
-    assert len(full) == 10  # what D had: ten blocks of the full group
-    assert "…" in [text.text for text in ET.parse(tmp_path / "m.svg").getroot().iter(f"{SVG}text")]
+    # Every block is in a box that says how many there are: a picture leaves none out.
+    found = [re.match(r"entr(?:y|ies) (\d+)(?: to (\d+))?: (?:([\d,]+) blocks, )?(.*)", text) for text in boxes]
+    counts: dict[str, int] = {}
+    for match in filter(None, found):
+        number = int(match[3].replace(",", "")) if match[3] else 1
+        assert number == int(match[2] or match[1]) - int(match[1]) + 1
+        state = re.sub(r"block \d+, ", "", match[4])
+        counts[state] = counts.get(state, 0) + number
+    entries = 2 * sum(len(table) for table in sequence_blocks(one, 1700))
+    assert counts == {"dropped": 2 * dead, "not read": 10, "read": entries - 2 * dead - 10}
+    # What D had: ten blocks of the full group.
+    (kept,) = [text for text in boxes if "not read" in text]
+    assert kept.startswith("entries 0 to 9: 10 blocks, not read\ntokens 0 to 159\nblocks ")
+    assert "10 not read" in [text.text for text in root.iter(f"{SVG}text")]
+
+
+def test_runs_that_are_too_many_are_bands(tmp_path: Path) -> None:
+    """Bands hold every run and every byte, cover what they hold, and have the colors of groups."""
+    done = cli("map", "gemma-3-27b", "--tokens", 32768, "--pool", "used", "-o", tmp_path / "m.svg", "--json")
+    assert done.form["runs"] > 10_000
+    assert done.form["bytes"] < MAX_BYTES
+    root = ET.parse(tmp_path / "m.svg").getroot()
+    bands, runs, nbytes = hovers(root, "g"), 0, 0
+    assert len(bands) < 500
+    one = layout(model("gemma-3-27b"), LayoutOptions(num_blocks=6000))
+    tables = [block_tables(one, 32768, "used", seed) for seed in (0, 1)]
+    planned = cli("plan", "gemma-3-27b", "--tokens", 32768, "--pool", "used", "--json").form
+    for text in bands:
+        if match := re.match(
+            r"group \d: ([\d,]+) runs, ([\d,]+) bytes\nP (0x\w+) to (0x\w+)\nD (0x\w+) to (0x\w+)$", text
+        ):
+            count, size = (int(match[at].replace(",", "")) for at in (1, 2))
+            first, last, to, end = (int(match[at], 16) for at in (3, 4, 5, 6))
+            assert min(last - first, end - to) >= size > 0
+        else:
+            match = re.search(r"\nP 0x\w+\nD 0x\w+\n([\d,]+) bytes$", text)
+            assert match
+            count, size = 1, int(match[1].replace(",", ""))
+        runs, nbytes = runs + count, nbytes + size
+    shown = [
+        int(text.text.split()[0].replace(",", "")) for text in texts(root) if re.fullmatch(r"[\d,]+ runs", text.text)
+    ]
+    assert len(shown) == 6
+    assert runs == sum(shown)
+    assert nbytes <= planned["bytes"]
+    assert {int(c) for g in root.iter(f"{SVG}g") for c in re.findall(r"c(\d)", g.attrib["class"])} == set(range(7))
+    assert all(len(table) == 2048 for side in tables for table in side)
+
+
+@pytest.mark.parametrize("name", models())
+def test_small_whatever_is_drawn(name: str, tmp_path: Path) -> None:
+    for prefill, decode in (("tp=1", "tp=1,block=128"), ("tp=2,layout=NHD", "tp=1")):
+        sides = ("--prefill", prefill, "--decode", decode, "--pool", "used", "--tokens", "9k", "--tensors", 64)
+        done = cli("map", name, *sides, "-o", tmp_path / "m.svg", "--json")
+        assert done.code == 0, done.err
+        assert done.form["bytes"] == (tmp_path / "m.svg").stat().st_size < MAX_BYTES
+
+
+def test_sides_that_differ_much_have_scales_of_their_own(tmp_path: Path) -> None:
+    """Of a full block table on P, D reads the last block: P's stretch is longer by far."""
+    one = tiny_hybrid(400)
+    (tmp_path / "g.json").write_bytes(one.to_json())
+    cli("map", tmp_path / "g.json", "--tokens", 100, "-o", tmp_path / "m.svg")
+    said = [text.text for text in texts(ET.parse(tmp_path / "m.svg").getroot()) if "px:" in text.text]
+    assert said
+    assert all(text.startswith("1 px: ") for text in said)
+    runs = [(1 << 20, 1 << 24, 64), ((1 << 20) + 64, (1 << 24) + 64_000, 64)]
+    above, below = scales(runs)
+    assert above.at((1 << 24) + 64_064) == below.at((1 << 20) + 128) == LEFT + SPAN
+    page = Drawing(688, "", "")
+    rank = DrawnRank("", one, [], [set() for _ in one.groups], [])
+    draw_runs(page, 0, Reading(rank, rank, runs), 1)
+    assert list(re.findall(r">([PD] 1 px: [^<]*)<", page.svg(10))) == ["P 1 px: 117 B", "D 1 px: 0 B"]
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
@@ -152,41 +231,3 @@ def test_wrong_output(tmp_path: Path) -> None:
     assert "--rank 3: the decode engine has ranks 0 to 0" in refused("map", NANO, "--rank", 3)
     line = refused("map", NANO, "--prefill", "tp=2", "--decode", "tp=2", "--source", 1, "-o", tmp_path / "m.svg")
     assert "--source 1: rank 0 of D reads nothing from it; it reads from 0" in line
-
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--window-size=1220,1400",
-)
-DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
-PROBE = """<pre id="answer"></pre><script>
-const wrong = [], shapes = [...document.querySelectorAll("rect, polygon")].filter(s => s.querySelector("title"));
-let seen = 0;
-for (const shape of shapes) {
-  const box = shape.getBoundingClientRect();
-  if (shape.tagName != "rect" || box.width < 8 || box.bottom > innerHeight) continue;
-  seen += 1;
-  const hit = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
-  if (!hit || !hit.querySelector("title")) wrong.push(shape.textContent);
-}
-const paper = getComputedStyle(document.querySelector("svg")).backgroundColor;
-document.getElementById("answer").textContent = JSON.stringify({seen, wrong, paper});
-</script>"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no browser")
-@pytest.mark.parametrize(("flags", "paper"), [((), "rgb(255, 255, 255)"), (DARK, "rgb(20, 23, 28)")])
-def test_in_a_browser(flags: tuple[str, ...], paper: str, tmp_path: Path) -> None:
-    """A browser without a network draws it on paper of the reader's choice, and everything shows its text."""
-    page = tmp_path / "m.html"
-    cli("map", NANO, "--tokens", 4000, "-o", page)
-    page.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
-    command = [str(BROWSER), *FLAGS, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    found = json.loads(done.stdout.partition('<pre id="answer">')[2].partition("</pre>")[0])
-    assert (found["wrong"], found["paper"]) == ([], paper)
-    assert found["seen"] > 60

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ import pytest
 import kvhma
 from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import select_vllm
-from kvhma.models import model, models
+from kvhma.models import hub_ids, model, models
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.cli_run import cli, refused
@@ -233,7 +235,193 @@ def test_geometries_without_block_ids(tmp_path: Path) -> None:
     form = cli("plan", "--local", paths[0], "--remote", paths[1], "--remote", paths[2], "--json").form
     assert form["bytes"] == transfers(8192)[1].bytes
     assert [(row["decode_rank"], row["prefill_rank"]) for row in form["pairs"]] == [(1, 0)]
-    assert form["vllm"] == {"refused": "not all ranks of both engines are given"}
+    assert form["vllm"] == {"not_counted": "not all ranks of both engines are given"}
+
+
+# --- the field's words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "built_in"),
+    [
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
+        ("GOOGLE/Gemma-3-27B-IT", "gemma-3-27b"),
+        ("gemma-3-27b-it", "gemma-3-27b"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B"),
+        ("qwen3-next-80b-a3b", "Qwen3-Next-80B-A3B"),
+        ("unsloth/gpt-oss-20b", "gpt-oss-20b"),
+    ],
+)
+def test_models_by_any_of_their_names(name: str, built_in: str) -> None:
+    assert model(name) is models()[built_in]
+    assert cli("plan", name, "--tokens", 100, "--json").form["model"] == built_in
+
+
+def test_ids_of_the_hub() -> None:
+    """Each is of one model, and none is another model's name."""
+    words = [hub_id.rpartition("/")[2].lower() for hub_id in hub_ids()]
+    assert len(set(words)) == len(words)
+    assert set(hub_ids().values()) == set(models())
+    for hub_id, name in hub_ids().items():
+        assert model(hub_id.rpartition("/")[2]).name == name
+
+
+def test_a_name_that_is_nearly_right() -> None:
+    line = refused("plan", "google/gemma3-27b-it")
+    assert "Did you mean google/gemma-3-27b-it?" in line
+    assert "hf download google/gemma3-27b-it config.json --local-dir DIR, and DIR as MODEL" in line
+    far = refused("plan", "moonshotai/Kimi-K2")
+    assert "Did you mean" not in far
+    assert "hf download moonshotai/Kimi-K2 config.json" in far
+
+
+def test_models() -> None:
+    form = cli("models", "--json").form
+    assert form["kvhma_models"] == 1
+    assert [row["name"] for row in form["models"]] == list(models())
+    assert {hub_id: row["name"] for row in form["models"] for hub_id in row["hub_ids"]} == dict(hub_ids())
+    gemma = next(row for row in form["models"] if row["name"] == "gemma-3-27b")
+    assert gemma["layers"] == {"sliding": 52, "full": 10}
+    assert gemma["kv_bytes_per_token"] == 62 * 16 * 2 * 128 * 2
+    nano = next(row for row in form["models"] if row["name"] == NANO)
+    assert (nano["state_bytes"], nano["kv_bytes_per_token"]) == (23 * 2134016, 6 * 2 * 2 * 128 * 2)
+    assert cli("models", "-q").out.split() == list(models())
+    assert set(cli("models", columns=80).out.split()) > {row["hub_ids"][0] for row in form["models"]}
+
+
+WORDS = {
+    "case": ("TP=2,Block=16", "tp=2"),
+    "long": ("tensor-parallel-size=2,block_size=16,kv-cache-dtype=auto,kv_cache_layout=HND", "tp=2"),
+    "auto": ("tp=2,kv=auto,ssm=auto", "tp=2"),
+    "fp8": ("tp=2,kv=FP8_E4M3", "tp=2,kv=fp8"),
+    "NHD": ("tp=2,layout=nhd", "tp=2,layout=LBNHC"),
+    "spaces": (" tp = 2 , block = 16 ", "tp=2"),
+    "one": ("tp=2,pp=1,dcp=1,dp=1", "tp=2"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_of_an_engine(name: str) -> None:
+    forms = [cli("plan", NANO, "--prefill", text, "--decode", text, "--json").form for text in WORDS[name]]
+    assert forms[0] == forms[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("8,192", 8192), ("1M", 2**20)]
+)
+def test_tokens_as_vllm_writes_them(text: str, number: int) -> None:
+    assert cli("plan", "gpt-oss-20b", "--tokens", text, "--json").form["tokens"] == number
+
+
+def test_dtypes_of_both_sides() -> None:
+    auto, fp8 = (cli("plan", "gpt-oss-20b", "--kv-dtype", dtype, "--json").form for dtype in ("AUTO", "fp8_e4m3"))
+    assert auto["bytes"] == cli("plan", "gpt-oss-20b", "--json").form["bytes"]
+    assert 2 * fp8["bytes"] == auto["bytes"]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (3, 2), (2, 2)])
+def test_pipeline_stages(prefill: int, decode: int) -> None:
+    """Layers are where their stage is: the same bytes cross, each layer's between the stages that have it."""
+    whole = cli("plan", NANO, "--prefill", "tp=2", "--decode", "tp=4", "--json").form
+    sides = ("--prefill", f"tp=2,pp={prefill}", "--decode", f"tp=4,pp={decode}")
+    form = cli("plan", NANO, *sides, "--json").form
+    assert (form["bytes"], form["groups"][4]["layers"]) == (whole["bytes"], 6)
+    assert [row["bytes"] for row in form["groups"]] == [row["bytes"] for row in whole["groups"]]
+    assert (form["prefill"]["pp"], form["decode"]["pp"]) == (prefill, decode)
+    assert form["vllm"] == form["no_hma"] == {"not_counted": "pipeline stages"}
+    assert not any("one side lacks" in note for note in form["notes"])
+    one = model(NANO)
+
+    def stages(count: int) -> list[set[str]]:
+        options = [LayoutOptions(num_blocks=2, pp_rank=rank, pp_size=count) for rank in range(count)]
+        return [{layer.name for layer in layout(one, stage).layers} for stage in options]
+
+    held = stages(prefill), stages(decode)
+    assert set.union(*held[0]) == set.union(*held[1]) == {name for name, _ in one.specs()}
+    # Ranks are counted as vLLM counts them: those of a stage are neighbours.
+    meet = {(d, p) for d, names in enumerate(held[1]) for p, others in enumerate(held[0]) if names & others}
+    assert {(row["decode_rank"] // 4, row["prefill_rank"] // 2) for row in form["pairs"]} == meet
+    text = cli("plan", NANO, *sides).words
+    assert "engine TP PP tensors" in text
+    assert "not counted: pipeline stages" in text
+    if decode > 1:
+        assert f"{decode} pipeline stages of 4 ranks" in cli("explain", NANO, *sides).words
+
+
+def test_data_parallel_engines_are_said() -> None:
+    one, some = (cli("plan", NANO, "--decode", f"dp={size}", "--json").form for size in (1, 4))
+    assert some.pop("notes") == [
+        *one.pop("notes"),
+        "decode dp=4: a request is on one of 4 engines, and these are the numbers of one",
+    ]
+    assert one == some
+
+
+def test_one_name_for_each_baseline() -> None:
+    for command in ("plan", "explain"):
+        words = cli(command, "gemma-3-4b").words
+        assert "vLLM 0.32" in words
+        assert "no HMA" in words
+        assert "without groups" not in words
+
+
+# --- other forms -----------------------------------------------------------------------------------------------------
+
+
+def test_csv() -> None:
+    done = cli("plan", NANO, *PAIR, "--format", "csv")
+    form = cli("plan", NANO, *PAIR, "--json").form
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert sum(int(row["bytes"]) for row in rows) == form["bytes"]
+    assert sum(int(row["descriptors"]) for row in rows) == sum(row["descriptors"] for row in form["groups"])
+    by_pair = {(row["decode_rank"], row["prefill_rank"]) for row in rows}
+    assert by_pair == {(str(row["decode_rank"]), str(row["prefill_rank"])) for row in form["pairs"]}
+
+
+def test_markdown() -> None:
+    done = cli("plan", NANO, *PAIR, "--format", "markdown")
+    lines = done.out.splitlines()
+    assert "| kvhma | 142.8 MiB | 392 | 1.23 ms |  |" in lines
+    assert "|  | bytes | descriptors | predicted |  |" in lines
+    tables = [line for line in lines if line.startswith("|")]
+    assert {line.count("|") for line in tables} == {6, 7, 8}
+    assert cli("plan", NANO, "-q", "--format", "markdown").out.splitlines()[0] == "**all ranks**"
+
+
+def test_pairs_that_are_alike_are_one_row() -> None:
+    words = cli("plan", NANO, *PAIR).words
+    assert "0–1 0 0–4 35.7 MiB 98 1.23 ms 2–3 1 0–4 35.7 MiB" in words
+
+
+def test_sweep() -> None:
+    """Each line is what `plan` says of it."""
+    sides = ("--prefill", "tp=2", "--decode", "tp=1/4,block=16/64")
+    form = cli("sweep", NANO, *sides, "--tokens", "1k/8k", "--json").form
+    assert form["kvhma_sweep"] == 1
+    decodes = ["tp=1,block=16", "tp=1,block=64", "tp=4,block=16", "tp=4,block=64"]
+    assert [(row["decode"], row["tokens"]) for row in form["rows"]] == [(d, n) for d in decodes for n in (1000, 8000)]
+    for row in form["rows"]:
+        one = cli(
+            "plan", NANO, "--prefill", "tp=2", "--decode", row["decode"], "--tokens", row["tokens"], "--json"
+        ).form
+        for field in ("bytes", "descriptors", "seconds", "vllm", "no_hma"):
+            assert row[field] == one[field]
+
+
+def test_sweep_in_other_forms(tmp_path: Path) -> None:
+    words = ("sweep", NANO, "--prefill", "tp=1/2", "--decode", "tp=2,kv=auto/fp8", "--tokens", "1k/4k")
+    done = cli(*words, "-o", tmp_path / "s.svg", columns=200)
+    assert (done.code, done.err) == (0, "")
+    assert "refused: " in done.out
+    rows = list(csv.DictReader(io.StringIO(cli(*words, "--format", "csv").out)))
+    assert len(rows) == 8
+    assert [bool(row["refused"]) for row in rows] == [False, False, True, True] * 2
+    assert "float8_e4m3fn" in rows[2]["refused"]
+    drawn = (tmp_path / "s.svg").read_text()
+    for row in rows[:2]:
+        assert f"P tp=1 to D tp=2,kv=auto\n{int(row['tokens']):,} tokens: " in drawn
+    assert drawn.count('<polyline class="s') + drawn.count('class="s0"') >= 1
+    assert cli(*words, "--format", "markdown").out.count("\n| tp=") == 8
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
@@ -291,6 +479,15 @@ def test_drafts_on_one_side(conv: str) -> None:
     assert 3 * moved(2, 2)[1] <= (5 if conv == "SD" else 3) * plain[1]
     # Rows that lie behind each other leave no gap at all, channels leave one each.
     assert (moved(0, 2)[1] < 2 * plain[1]) == (conv == "SD")
+
+
+def test_ranges_of_ranks() -> None:
+    sides = ("--prefill", "tp=2", "--decode", "tp=4")
+    form = cli("explain", NANO, *sides, "--rank", "0-1,3", "--json").form
+    every = cli("explain", NANO, *sides, "--all-ranks", "--json").form
+    assert [row["rank"] for row in form["ranks"]] == [0, 1, 3]
+    assert form["ranks"] == [every["ranks"][rank] for rank in (0, 1, 3)]
+    assert "This was rank 0–1, 3 of 4" in cli("explain", NANO, *sides, "--rank", "0-1,3").out
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

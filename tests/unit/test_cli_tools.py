@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -309,22 +310,50 @@ def test_check_names_only_what_is_wrong(tmp_path: Path) -> None:
     done = cli("check", path, "-q")
     assert done.code == 2
     assert done.out.startswith("unreadable")
-    (row,) = cli("check", path, "--json").form
+    form = cli("check", path, "--json").form
+    assert form["kvhma_check"] == 1
+    (row,) = form["cases"]
     assert row["verdict"] == "unreadable"
 
 
-def complete(words: str) -> list[str]:
-    environment = {**os.environ, "_KVHMA_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from kvhma.cli import main; main()"], capture_output=True, text=True, env=environment
-    )
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a program `kvhma`: that which is tested."""
+    path = tmp_path_factory.mktemp("bin") / "kvhma"
+    path.write_text(f"#!{sys.executable}\nfrom kvhma.cli import main\nmain()\n")
+    path.chmod(0o755)
+    return path.parent
 
 
-def test_completion() -> None:
-    assert complete("kvhma plan gpt") == ["gpt-oss-20b", "gpt-oss-120b"]
-    assert set(complete("kvhma bench ")) == {"link", "maths"}
-    assert "--prefill" in complete("kvhma plan --pre")
+def complete(program: Path, *words: str) -> list[str]:
+    """What the real bash puts into COMPREPLY for these words, which it has cut at every ``=``."""
+    script = """
+    eval "$(_KVHMA_COMPLETE=bash_source kvhma)"
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+    _kvhma_completion kvhma 2>/dev/null
+    printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    command = ["bash", "-c", script, "bash", "kvhma", *words]
+    environment = os.environ | {"PATH": f"{program}:{os.environ['PATH']}"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_completion(program: Path) -> None:
+    assert complete(program, "plan", "gpt")[:3] == ["gpt-oss-20b", "gpt-oss-120b"]
+    assert "google/gemma-3-27b-it" in complete(program, "plan", "Google/")
+    assert set(complete(program, "bench", "")) == {"link", "maths"}
+    assert "--prefill" in complete(program, "plan", "--pre")
+    assert complete(program, "plan", "M", "--kv-dtype", "fp8") == ["fp8", "fp8_e4m3"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_completion_inside_of_an_engine(program: Path) -> None:
+    assert complete(program, "plan", "M", "--prefill", "") == [f"{key}=" for key in engine_options.KEYS]
+    assert complete(program, "plan", "M", "--prefill", "tp", "=", "2,lay") == ["2,layout="]
+    assert complete(program, "plan", "M", "--prefill", "tp", "=", "2,layout", "=", "n") == ["NHD"]
+    assert complete(program, "map", "M", "--decode", "kv", "=", "") == list(engine_options.DTYPES)
+    assert "tp=" not in complete(program, "sweep", "M", "--decode", "tp", "=", "2,")
 
 
 def test_a_reader_that_stops() -> None:
@@ -336,7 +365,7 @@ def test_a_reader_that_stops() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "map", "diff", "doctor", "check", "demo"])
+@pytest.mark.parametrize("command", ["plan", "explain", "map", "sweep", "models", "diff", "doctor", "check", "demo"])
 def test_every_command_explains_itself(command: str) -> None:
     done = cli(command, "--help")
     assert done.code == 0
@@ -385,7 +414,7 @@ def test_documented_output(tmp_path: Path) -> None:
 def test_documented_names() -> None:
     """Keys, architectures and fields of the documents are all there."""
     text = DOCS.read_text()
-    for key in engine_options._KEYS:
+    for key in engine_options.KEYS:
         assert f"\n| `{key}` |" in text
     listed = text.partition("also inside a `text_config`:\n")[2].partition(".\n")[0]
     assert {name.strip() for name in listed.split(",")} == set(ARCHITECTURES)

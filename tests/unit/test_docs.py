@@ -25,7 +25,7 @@ from support.cli_run import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"chmod", "curl", "eval", "make", "openssl", "pip", "vllm"}
+NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
 """What a block that is not run may start its lines with, and files of examples/."""
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?(examples/[\w./-]+)")
 

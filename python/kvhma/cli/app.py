@@ -12,13 +12,16 @@ import click
 from kvhma._kvhma import __version__
 from kvhma.cli.bench import bench
 from kvhma.cli.check import check
+from kvhma.cli.completion import install
 from kvhma.cli.demo import demo
 from kvhma.cli.diff import diff
 from kvhma.cli.doctor import doctor
 from kvhma.cli.explain import explain
 from kvhma.cli.format import printable
 from kvhma.cli.map import map_
+from kvhma.cli.models import models_
 from kvhma.cli.plan import plan
+from kvhma.cli.sweep import sweep
 from kvhma.errors import KvhmaError
 
 _EPILOG = "Exit codes: 0 done, 1 something was found or a check failed, 2 the input is wrong."
@@ -27,7 +30,17 @@ _EPILOG = "Exit codes: 0 done, 1 something was found or a check failed, 2 the in
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
 @click.version_option(__version__)
 def app() -> None:
-    """What must move when a prefill engine hands a hybrid KV cache to a decode engine."""
+    """What must move when a prefill engine hands a hybrid KV cache to a decode engine.
+
+    Of a model that vLLM serves, without an engine, a GPU or a network:
+
+    \b
+    kvhma models
+    kvhma plan google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --tokens 8k
+    kvhma explain google/gemma-3-27b-it --prefill tp=2 --decode tp=4
+    kvhma map google/gemma-3-27b-it --prefill tp=2 --decode tp=4 -o map.svg
+    kvhma sweep google/gemma-3-27b-it --decode tp=1/2/4 --tokens 1k/8k/64k
+    """  # noqa: D301 - click's mark for lines to be left as they are
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -56,5 +69,6 @@ def _refuse(text: str) -> NoReturn:
     raise SystemExit(2) from None
 
 
-for command in (plan, explain, map_, diff, check, bench, doctor, demo):
+for command in (plan, explain, map_, sweep, models_, diff, check, bench, doctor, demo):
     app.add_command(command)
+install()

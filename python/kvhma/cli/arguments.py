@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvhma.cli.compare.engines import Engines
-from kvhma.cli.engine_options import EngineOptions, dtype, parse_engine
-from kvhma.cli.hand_off import MAX_TOKENS, HandOff, PlanOptions, RequestOptions, of_geometries, of_model
-from kvhma.errors import GeometryError, KvhmaError, RequestError
+from kvhma.cli.engine_options import EngineOptions, complete_engine, parse_engine
+from kvhma.cli.hand_off import HandOff, PlanOptions, RequestOptions, of_geometries, of_model
+from kvhma.cli.model_names import complete_model, geometry, model_or_geometry
+from kvhma.cli.values import Dtype, Tokens
 from kvhma.geometry import Geometry
-from kvhma.models import Model, models
-from kvhma.models.config import load_json, read_config
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,42 +23,44 @@ F = TypeVar("F", bound=Callable[..., Any])
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 _DEFAULT_ENGINE = EngineOptions()
-_ENGINE_HELP = "keys: tp, block, kernel (tokens, flashinfer, logical), kv, ssm (dtypes), layout, conv (DS, SD), spec."
+ENGINE_HELP = (
+    "tp=, pp=, dp= (ranks), block= (--block-size), kv= (--kv-cache-dtype), ssm= (--mamba-ssm-cache-dtype), "
+    "layout= (HND, NHD, LBHNC, …), kernel= (tokens, flashinfer, logical), conv= (DS, SD), spec= (draft tokens), "
+    "with commas between. vLLM's long names are known too."
+)
+"""What help says of the keys of an engine; docs/cli.md has a table."""
 
 
-def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete MODEL from the built-in table, else from files."""
-    return [CompletionItem(name) for name in models() if name.startswith(incomplete)] or [
-        CompletionItem(incomplete, type="file")
-    ]
+def engine_option(name: str, text: str, parse: Callable[..., Any] = parse_engine) -> Callable[[F], F]:
+    """Return an option that describes an engine."""
+    metavar = "KEY=VALUE,…"
+    return click.option(
+        name, metavar=metavar, default="tp=1", callback=parse, shell_complete=complete_engine, help=text
+    )
 
 
-def _dtype_option(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is None:
-        return None
-    try:
-        return dtype(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value}: {error}", ctx, param) from error
-
-
-def _engine_option(name: str, text: str) -> Callable[[F], F]:
-    return click.option(name, metavar="KEY=VALUE,…", default="tp=1", callback=parse_engine, help=text)
+def dtype_options() -> tuple[Callable[[F], F], ...]:
+    """Return the options for dtypes of both engines, under their short names and those of vLLM."""
+    kv, ssm = (
+        "KV cache of both engines: auto, bf16, fp16, fp8_e4m3.",
+        "Recurrent state of both engines: auto, bf16, fp32.",
+    )
+    return (
+        click.option("--kv-dtype", "--kv-cache-dtype", "kv_dtype", type=Dtype(), help=kv),
+        click.option("--ssm-dtype", "--mamba-ssm-cache-dtype", "ssm_dtype", type=Dtype(), help=ssm),
+    )
 
 
 def hand_off_options(command: F) -> F:
     """Add MODEL and the options that say what is handed over; the command makes :class:`Arguments` of them."""
     options = (
-        _engine_option("--prefill", f"The prefill engine; {_ENGINE_HELP}"),
-        _engine_option("--decode", "The decode engine; the same keys."),
+        engine_option("--prefill", f"The prefill engine (P): {ENGINE_HELP}"),
+        engine_option("--decode", "The decode engine (D): the same keys."),
         click.option(
-            "--tokens", type=click.IntRange(1, MAX_TOKENS), default=8192, show_default=True, help="Tokens P computed."
+            "--tokens", type=Tokens(), default=8192, show_default=True, help="Tokens of the prompt: 8192, 8k, 8K."
         ),
-        click.option(
-            "--cached", type=click.IntRange(0, MAX_TOKENS), default=0, show_default=True, help="Leading tokens D has."
-        ),
-        click.option("--kv-dtype", callback=_dtype_option, help="KV cache of both engines: bf16, fp16, fp8."),
-        click.option("--ssm-dtype", callback=_dtype_option, help="Recurrent state of both engines: bf16, fp16, fp32."),
+        click.option("--cached", type=Tokens(0), default=0, show_default=True, help="Leading tokens that D has."),
+        *dtype_options(),
         click.option(
             "--pool",
             type=click.Choice(["fresh", "used"]),
@@ -88,7 +88,7 @@ def hand_off_options(command: F) -> F:
     )
     for option in reversed(options):
         command = option(command)
-    return click.argument("model", required=False, shell_complete=_complete)(command)
+    return click.argument("model", required=False, shell_complete=complete_model)(command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,10 @@ class Arguments(RequestOptions):
             engines = Engines([geometry(self.local)], [geometry(file) for file in self.remote])
             return of_geometries(self.local.stem, engines, self)
         if self.model is None:
-            raise click.UsageError("Missing argument 'MODEL': a config.json or its directory, a name, or a geometry")
+            raise click.UsageError(
+                "Missing argument 'MODEL': a Hugging Face id or name of `kvhma models`, a config.json or its "
+                "directory, or a geometry"
+            )
         found = model_or_geometry(self.model, self.kv_dtype, self.ssm_dtype)
         if isinstance(found, Geometry):
             self._check_defaults()
@@ -134,42 +137,3 @@ class Arguments(RequestOptions):
     def _check_defaults(self) -> None:
         if (self.prefill, self.decode) != (_DEFAULT_ENGINE, _DEFAULT_ENGINE) or self.kv_dtype or self.ssm_dtype:
             raise click.UsageError("a geometry says all of an engine: --prefill, --decode and dtypes are for models")
-
-
-def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | None = None) -> Model | Geometry:
-    """Read what MODEL names: a file or directory first, else a model of the table.
-
-    Raises:
-        KvhmaError: it is none of them; the text says what was looked for.
-    """
-    path = Path(text)
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):  # too long for a path, or with a null character
-        exists = False
-    if exists:
-        if path.is_file() and "kvhma" in load_json(path):
-            return geometry(path)
-        return read_config(path, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype)
-    name = text.rpartition("/")[2]
-    if name not in models():
-        raise RequestError(f"MODEL {text!a}: no such file or directory, and not of the table: {', '.join(models())}")
-    found = models()[name]
-    try:
-        return EngineOptions(kv_dtype=kv_dtype, ssm_dtype=ssm_dtype).model(found)
-    except KvhmaError as error:
-        raise RequestError(f"MODEL {text!a}: {error}") from error
-
-
-def geometry(path: Path) -> Geometry:
-    """Read a geometry from a file.
-
-    Raises:
-        KvhmaError: it is not one; the text starts with the file.
-    """
-    try:
-        return Geometry.from_json(path.read_bytes())
-    except OSError as error:
-        raise GeometryError(f"{path}: {error.strerror or error}") from error
-    except KvhmaError as error:
-        raise type(error)(f"{path}: {error}") from error

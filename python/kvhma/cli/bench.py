@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvhma.cli import link as loop_back
-from kvhma.cli.arguments import Arguments
+from kvhma.cli.arguments import Arguments, engine_option
 from kvhma.cli.cost import Link, link_file, save_link
-from kvhma.cli.engine_options import EngineOptions, parse_engine
-from kvhma.cli.format import duration, new_table, output_options, plural, print_json, printable, progress, size
+from kvhma.cli.engine_options import EngineOptions
+from kvhma.cli.format import (
+    Sheet,
+    duration,
+    plural,
+    print_csv,
+    print_json,
+    print_sheets,
+    progress,
+    size,
+    table_options,
+)
+from kvhma.cli.model_names import complete_model
 from kvhma.cli.svg import Drawing, check_drawing
+from kvhma.cli.values import Tokens
 
 _SECONDS = 0.2
 """Time that one figure of `maths` is repeated for."""
@@ -33,19 +44,17 @@ def bench() -> None:
 
 
 @bench.command()
-@click.argument("model", default="NVIDIA-Nemotron-3-Nano-30B-A3B")
-@click.option("--prefill", default="tp=1", callback=parse_engine, help="As for `kvhma plan`.")
-@click.option("--decode", default="tp=1", callback=parse_engine, help="As for `kvhma plan`.")
-@click.option(
-    "--tokens", type=click.IntRange(1, 1 << 20), multiple=True, default=(1000, 8000, 32000), show_default=True
-)
-@output_options
+@click.argument("model", default="NVIDIA-Nemotron-3-Nano-30B-A3B", shell_complete=complete_model)
+@engine_option("--prefill", "As for `kvhma plan`.")
+@engine_option("--decode", "As for `kvhma plan`.")
+@click.option("--tokens", type=Tokens(1, 1 << 20), multiple=True, default=(1000, 8000, 32000), show_default=True)
+@table_options
 def maths(
-    model: str, prefill: EngineOptions, decode: EngineOptions, tokens: tuple[int, ...], as_json: bool, quiet: bool
+    model: str, prefill: EngineOptions, decode: EngineOptions, tokens: tuple[int, ...], style: str, quiet: bool
 ) -> None:
     """Time planning a pair once, and the descriptors and ids of a request, on a used block pool."""
     rows = []
-    with progress(quiet or as_json) as bar:
+    with progress(quiet or style != "table") as bar:
         task = bar.add_task("measuring", total=3 * len(tokens))
         for count in tokens:
             hand_off = Arguments(count, pool="used", model=model, prefill=prefill, decode=decode).hand_off()
@@ -62,15 +71,16 @@ def maths(
                 row[name] = _best(call)
                 bar.advance(task)
             rows.append(row)
-    if as_json:
+    if style == "json":
         print_json({"kvhma_bench_maths": 1, "model": hand_off.name, "rows": rows})
-        return
-    title = f"{printable(hand_off.name)}: best of {_SECONDS} s"
-    table = new_table(title, "tokens", "descriptors", "plan", "transfer", "ids", words=0)
-    for row in rows:
-        times = (duration(row[name]) for name in ("plan", "transfer", "ids"))
-        table.add_row(f"{row['tokens']:,}", f"{row['descriptors']:,}", *times)
-    Console().print(table)
+    elif style == "csv":
+        print_csv(rows)
+    else:
+        title = f"{hand_off.name}: best of {_SECONDS} s"
+        cells = [
+            (f"{row['tokens']:,}", f"{row['descriptors']:,}", *(duration(row[name]) for name in calls)) for row in rows
+        ]
+        print_sheets([Sheet(title, "rrrrr", ("tokens", "descriptors", *calls), cells)], style)
 
 
 @bench.command("link")
@@ -96,8 +106,8 @@ def maths(
 @click.option("--save", type=click.Path(path_type=Path), help="Where to write the constants that `kvhma plan` uses.")
 @click.option("--no-save", is_flag=True, help="Do not write the constants.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the figures into this SVG or HTML file.")
-@output_options
-def link_(save: Path | None, no_save: bool, output: Path | None, as_json: bool, quiet: bool, **reads: Any) -> None:
+@table_options
+def link_(save: Path | None, no_save: bool, output: Path | None, style: str, quiet: bool, **reads: Any) -> None:
     """Read memory of a second process over NIXL, in blocks of your sizes, and fit the cost model to it.
 
     Each size is read twice: as blocks with gaps between them, one descriptor each, and as one run. The constants of
@@ -110,7 +120,7 @@ def link_(save: Path | None, no_save: bool, output: Path | None, as_json: bool, 
     if save is not None and no_save:
         raise click.UsageError("--save and --no-save exclude each other")
     points = []
-    with progress(quiet or as_json) as bar:
+    with progress(quiet or style != "table") as bar:
         task = bar.add_task("reading", total=2 * len(reads["sizes"]))
         for point in loop_back.measure(**reads):
             points.append(point)
@@ -121,11 +131,14 @@ def link_(save: Path | None, no_save: bool, output: Path | None, as_json: bool, 
         save_link(constants, saved)
     if output is not None:
         _write(output, points, constants)
-    if as_json:
-        rows = [{**asdict(point), "bytes": point.bytes} for point in points]
+    rows = [{**asdict(point), "bytes": point.bytes} for point in points]
+    if style == "json":
         print_json({"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": saved and str(saved)})
         return
-    _print(points, constants)
+    if style == "csv":
+        print_csv(rows)
+        return
+    _print(points, constants, style)
     if saved is not None and not quiet:
         click.echo(f"kept for `kvhma plan` in {click.format_filename(saved)}")
 
@@ -152,27 +165,25 @@ def _best(call: Callable[[], object]) -> float:
     return best
 
 
-def _print(points: list[loop_back.Point], constants: Link) -> None:
+def _print(points: list[loop_back.Point], constants: Link, style: str) -> None:
     fastest = max(point.bytes / point.seconds for point in points)
-    table = new_table("two processes, best of the repeats", "blocks", "in", "time", "GB/s", "", "model", words=0)
-    table.columns[4].justify = "left"
-    for point in points:
-        speed = point.bytes / point.seconds
-        table.add_row(
+    rows = [
+        (
             f"{point.blocks:,} × {size(point.block)}",
             plural(point.descriptors, "run"),
             duration(point.seconds),
-            f"{speed / 1e9:.2f}",
-            "█" * max(1, round(speed / fastest * _BAR)),
+            f"{point.bytes / point.seconds / 1e9:.2f}",
+            "█" * max(1, round(point.bytes / point.seconds / fastest * _BAR)),
             duration(constants.seconds(point.descriptors, point.bytes)),
         )
-    console = Console()
-    console.print(table)
-    console.print(
+        for point in points
+    ]
+    law = (
         f"t = {duration(constants.seconds_per_descriptor)} * descriptors + bytes / "
-        f"{constants.bytes_per_second / 1e9:.2f} GB/s",
-        highlight=False,
+        f"{constants.bytes_per_second / 1e9:.2f} GB/s"
     )
+    columns = ("blocks", "in", "time", "GB/s", "", "model")
+    print_sheets([Sheet("two processes, best of the repeats", "rrrrlr", columns, rows, law)], style)
 
 
 def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None:

@@ -31,7 +31,7 @@ def check(cases: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
     """
     rows = [_row(path) for path in watched("checking", cases, quiet)]
     if as_json:
-        print_json(rows)
+        print_json({"kvhma_check": 1, "cases": rows})
     else:
         for row in rows:
             if not quiet or _EXIT[row["verdict"]]:

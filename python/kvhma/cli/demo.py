@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress
 
 from kvhma.cli.compare.engines import total
 from kvhma.cli.compare.selection import select_all
-from kvhma.cli.format import new_table, output_options
-from kvhma.cli.hand_off import HandOff, vllm_counts
+from kvhma.cli.format import Sheet, plural, print_csv, print_json, print_sheets, progress, table_options
+from kvhma.cli.hand_off import NO_HMA, VLLM, HandOff, vllm_counts
+from kvhma.cli.model_names import complete_model, find_model
 from kvhma.cli.scenario import Scenario, scenario
 from kvhma.cli.subprocess import introduce, process, receive
+from kvhma.cli.values import Tokens
 from kvhma.cli.workers import Outcome, decode, prefill
-from kvhma.models import model as find_model
-from kvhma.models import models
 
 _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
 
@@ -33,39 +31,30 @@ _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
     multiple=True,
     default=_DEFAULT_MODELS,
     show_default=True,
-    help="A model of the built-in table; may be given more than once.",
+    shell_complete=complete_model,
+    help="A name or Hugging Face id that `kvhma models` lists; may be given more than once.",
 )
-@click.option("--tokens", type=click.IntRange(1, 10_000_000), help="Tokens of the longest prompt.")
+@click.option("--tokens", type=Tokens(1, 10_000_000), help="Tokens of the longest prompt: 2000, 2k, 2K.")
 @click.option("--requests", "count", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests to move.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Other blocks, other bytes.")
-@output_options
-@click.option("--list-models", is_flag=True, help="Print the names of the built-in table and stop.")
+@table_options
 @click.option("--corrupt", is_flag=True, hidden=True, help="Spoil one byte at D before the check.")
-def demo(names: tuple[str, ...], as_json: bool, quiet: bool, list_models: bool, corrupt: bool, **given: Any) -> None:
+def demo(names: tuple[str, ...], style: str, quiet: bool, corrupt: bool, **given: Any) -> None:
     """Move caches between two processes, and check them.
 
     Hybrid KV caches go from a prefill to a decode process over NIXL. Both processes lay their caches out as vLLM's
-    hybrid allocator would: groups that share tensors, padded state pages, kernel blocks. Every byte at D is checked:
-    moved, zeroed or untouched. Exit code 1 if one is wrong.
+    hybrid KV cache manager (HMA) would: groups that share tensors, padded state pages, kernel blocks. Every byte at D
+    is checked: moved, zeroed or untouched. Exit code 1 if one is wrong.
     """
-    if list_models:
-        click.echo("\n".join(models()))
-        return
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError("the demo needs nixl: pip install 'kvhma[nixl]'")
-    # Progress goes beside what is asked for: away from JSON, nowhere with --quiet.
-    console = Console(stderr=as_json)
-    progress = Console(stderr=as_json, quiet=quiet)
+    plans = [scenario(find_model(name), **given) for name in names]
     results: dict[str, list[dict[str, Any]]] = {}
-    for name in names:
-        plan = scenario(find_model(name), **given)
-        with progress.status(f"{name}: starting two processes"):
-            rows = [_row(request, outcome) for request, outcome in _run(plan, corrupt, progress)]
-        results[name] = rows
-        if not as_json:
-            console.print(_table(name, rows))
-    if as_json:
-        click.echo(json.dumps(results))
+    with progress(quiet) as bar:
+        for plan in plans:
+            name = plan.model.name
+            results[name] = [_row(request, outcome) for request, outcome in _run(plan, corrupt, bar)]
+    _print(results, style)
     wrong = [f"{name}: {row['name']}: {row['wrong']}" for name, rows in results.items() for row in rows if row["wrong"]]
     for line in wrong:
         click.echo(f"wrong byte: {line}", err=True)
@@ -73,18 +62,18 @@ def demo(names: tuple[str, ...], as_json: bool, quiet: bool, list_models: bool, 
         raise SystemExit(1)
 
 
-def _run(plan: Scenario, corrupt: bool, console: Console) -> Iterator[tuple[HandOff, Outcome]]:
+def _run(plan: Scenario, corrupt: bool, bar: Progress) -> Iterator[tuple[HandOff, Outcome]]:
+    task = bar.add_task(f"{plan.model.name}: starting two processes", total=len(plan.requests))
     with process(prefill, plan) as p, process(decode, plan, corrupt) as d:
         introduce(p, d)
-        for index, request in enumerate(plan.requests):
+        for request in plan.requests:
+            bar.update(task, description=f"{plan.model.name}: {request.name}")
             d.send(receive(p, "prefill"))
             outcome = receive(d, "decode")
-            mark = "[red]wrong[/]" if outcome.wrong else "verified"
-            console.print(
-                f"{plan.model.name} {index + 1}/{len(plan.requests)}: {request.name}, {mark}", highlight=False
-            )
+            bar.advance(task)
             yield request, outcome
         p.send(None)
+    bar.remove_task(task)
 
 
 def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
@@ -94,25 +83,45 @@ def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
         "name": request.name,
         **asdict(outcome),
         "verified": outcome.wrong is None,
-        "plain": {"descriptors": full.descriptors, "bytes": full.bytes},
+        "no_hma": {"descriptors": full.descriptors, "bytes": full.bytes},
         "vllm": asdict(total(vllm_counts(request))),
     }
 
 
-def _table(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = new_table(
-        f"{name}: descriptors/MiB of each hand-off",
-        *("request", "tokens", "blocks", "all full", "vLLM 0.32", "kvhma", "ms", "verified"),
-    )
-    table.columns[-1].justify = "left"
-    for row in rows:
-        counts = [row["plain"], row["vllm"], row]
-        table.add_row(
+def _print(results: dict[str, list[dict[str, Any]]], style: str) -> None:
+    if style == "json":
+        print_json({"kvhma_demo": 1, "models": results})
+    elif style == "csv":
+        print_csv([_flat(name, row) for name, rows in results.items() for row in rows])
+    else:
+        print_sheets([_sheet(name, rows) for name, rows in results.items()], style)
+
+
+def _flat(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    others = {f"{other}_{field}": row[other][field] for other in ("vllm", "no_hma") for field in row[other]}
+    return {"model": name, **{field: value for field, value in row.items() if not isinstance(value, dict)}, **others}
+
+
+def _sheet(name: str, rows: list[dict[str, Any]]) -> Sheet:
+    """Return a line for each request: what kvhma moved, and beside it what the two others would."""
+    cells = [
+        (
             row["name"],
-            f"{row['tokens']}",
-            f"{row['blocks']}",
-            *(f"{count['descriptors']}/{count['bytes'] / 2**20:.0f}" for count in counts),
+            f"{row['tokens']:,}",
+            *(f"{count['bytes'] / 2**20:,.1f}" for count in (row, row["vllm"], row["no_hma"])),
+            *(f"{count['descriptors']:,}" for count in (row, row["vllm"])),
             f"{row['seconds'] * 1e3:.0f}",
-            "[green]yes[/]" if row["verified"] else "[red]no[/]",
+            "yes" if row["verified"] else "no",
         )
-    return table
+        for row in rows
+    ]
+    mib = [f"{one}\nMiB" for one in ("kvhma", VLLM, NO_HMA)]
+    descriptors = [f"{one}\ndescr." for one in ("kvhma", VLLM)]
+    right = sum(row["verified"] for row in rows)
+    return Sheet(
+        f"{name}: from a prefill to a decode process over NIXL",
+        "lrrrrrrrl",
+        ("request", "prompt\ntokens", *mib, *descriptors, "time\nms", "bytes\nright"),
+        cells,
+        f"every byte of the decode cache is right after {right} of {plural(len(rows), 'request')}",
+    )

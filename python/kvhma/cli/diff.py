@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvhma._kvhma import validate
-from kvhma.cli.arguments import model_or_geometry
-from kvhma.cli.format import new_table, output_options, plural, print_json, printable
+from kvhma.cli.format import Sheet, plural, print_csv, print_json, print_sheets, printable, table_options
+from kvhma.cli.model_names import complete_model, model_or_geometry
 from kvhma.cli.remedies import remedy
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
@@ -26,10 +25,10 @@ _PLAN = "kvhma_plan"
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
-@output_options
-def diff(a: str, b: str, as_json: bool, quiet: bool) -> None:
+@click.argument("a", shell_complete=complete_model)
+@click.argument("b", shell_complete=complete_model)
+@table_options
+def diff(a: str, b: str, style: str, quiet: bool) -> None:
     """Compare two geometries, two models, or two plans.
 
     A geometry is JSON as docs/geometry.md describes it, a plan is what `kvhma plan --json` prints, a model is a
@@ -45,10 +44,12 @@ def diff(a: str, b: str, as_json: bool, quiet: bool) -> None:
         for path, first, second in differences(_comparable(left), _comparable(right))
     ]
     findings = _findings(left, right) if isinstance(left, Geometry) and isinstance(right, Geometry) else None
-    if as_json:
+    if style == "json":
         print_json({"kvhma_diff": 1, "equal": not rows, "differences": rows, "findings": findings})
+    elif style == "csv":
+        print_csv([{"field": row["field"], "a": json.dumps(row["a"]), "b": json.dumps(row["b"])} for row in rows])
     elif not quiet:
-        _print(a, b, rows, findings)
+        _print(a, b, rows, findings, style)
     raise SystemExit(1 if rows else 0)
 
 
@@ -101,25 +102,21 @@ def _findings(left: Geometry, right: Geometry) -> list[dict[str, str]]:
     ]
 
 
-def _print(a: str, b: str, rows: list[dict[str, Any]], findings: list[dict[str, str]] | None) -> None:
-    console = Console()
+def _print(a: str, b: str, rows: list[dict[str, Any]], findings: list[dict[str, str]] | None, style: str) -> None:
     if not rows:
-        console.print("nothing differs")
+        click.echo("nothing differs")
         return
-    table = new_table("", "field", printable(a), printable(b), words=3)
-    for row in rows[:_MAX_ROWS]:
-        cells = (row["field"], *(_short(row[side]) for side in "ab"))
-        table.add_row(*(printable(cell) for cell in cells))
-    console.print(table)
-    if (more := len(rows) - _MAX_ROWS) > 0:
-        console.print(f"and {plural(more, 'difference')} more; --json prints all")
+    cells = [(row["field"], _short(row["a"]), _short(row["b"])) for row in rows[:_MAX_ROWS]]
+    more = len(rows) - _MAX_ROWS
+    caption = f"and {plural(more, 'difference')} more; --json prints all" if more > 0 else ""
+    print_sheets([Sheet("", "lll", ("field", a, b), cells, caption)], style)
     if findings is None:
         return
     for found in findings[:_MAX_ROWS]:
-        console.print(f"{found['severity']}: {printable(found['text'])}", markup=False, highlight=False)
-        console.print(f"  fix: {found['fix']}", markup=False, highlight=False)
+        click.echo(f"{found['severity']}: {printable(found['text'])}")
+        click.echo(f"  fix: {found['fix']}")
     if not any(found["severity"] == "error" for found in findings):
-        console.print("None of this keeps the two from being paired.")
+        click.echo("None of this keeps the two from being paired.")
 
 
 def _short(value: object) -> str:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, get_args
 
 import click
+from click.shell_completion import CompletionItem
 
 from kvhma.geometry import Geometry
 from kvhma.models import Model
@@ -18,13 +20,20 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 
 MAX_RANKS = 256
 _MAX_BLOCK = 1 << 20
-_DTYPES = {
+_MAX_ENGINES = 64
+DTYPES = {
+    "auto": None,
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp32": "float32",
     "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
     **{name: name for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")},
 }
+"""Dtypes by what they are called; `auto` is what the checkpoint or the architecture says, as in vLLM."""
+
+_ORDERS: dict[str, str] = {"HND": "LBHNC", "NHD": "LBNHC", **{order: order for order in get_args(Order)}}
+"""Stride orders by name; the names of attention kernels mean what they mean in vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +43,21 @@ class EngineOptions(LayoutOptions):
     Attributes:
         kv_dtype: dtype of the KV cache; None for the model's.
         ssm_dtype: dtype of the recurrent state; None for the model's.
+        dp_size: engines of this sort that share the requests. A request is on one of them.
+        dcp_size: decode-context-parallel ranks. More than one cannot be described.
     """
 
     num_blocks: int = 2
     kernel_block: KernelBlock = "flashinfer"
     kv_dtype: str | None = None
     ssm_dtype: str | None = None
+    dp_size: int = 1
+    dcp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pipeline stages."""
+        return self.tp_size * self.pp_size
 
     def model(self, model: Model) -> Model:
         """Return the model as this engine caches it: its dtypes, and room for a row of convolution for each draft."""
@@ -52,20 +70,28 @@ class EngineOptions(LayoutOptions):
             model = replace(model, state=state)
         return model
 
-    def rank(self, model: Model, tp_rank: int, num_blocks: int, base: int, kernel: int | None = None) -> Geometry:
+    def rank(self, model: Model, rank: int, num_blocks: int, base: int, kernel: int | None = None) -> Geometry:
         """Lay one rank out; `kernel` is a kernel block in place of the engine's own.
+
+        Ranks are counted as vLLM counts them: those of the first pipeline stage, then those of the next.
 
         Raises:
             KvhmaError: the model cannot be laid out so.
         """
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
         options = replace(
-            self, tp_rank=tp_rank, num_blocks=num_blocks, base=base, kernel_block=kernel or self.kernel_block
+            self,
+            tp_rank=tp_rank,
+            pp_rank=pp_rank,
+            num_blocks=num_blocks,
+            base=base,
+            kernel_block=kernel or self.kernel_block,
         )
         return layout(self.model(model), options)
 
     def ranks(self, model: Model, num_blocks: int, base: int, step: int, kernel: int | None = None) -> list[Geometry]:
         """Lay all ranks out, `step` bytes apart. Errors as for `rank`."""
-        return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.tp_size)]
+        return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.num_ranks)]
 
 
 def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> EngineOptions:
@@ -74,19 +100,72 @@ def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> Engin
     Raises:
         click.BadParameter: an unknown key, one that is there twice, or a value out of range.
     """
-    given: dict[str, Any] = {}
+    return _engine(ctx, param, {field: _value(ctx, param, *found) for field, found in _items(ctx, param, text)})
+
+
+def parse_engines(ctx: click.Context, param: click.Parameter, text: str) -> list[tuple[str, EngineOptions]]:
+    """Parse the value of an option that can name several engines, as ``tp=1/2/4,block=16/64``.
+
+    Returns:
+        Every combination: what was given for it, and the engine.
+
+    Raises:
+        click.BadParameter: as for :func:`parse_engine`, and too many combinations.
+    """
+    choices = []
+    for field, (key, values) in _items(ctx, param, text):
+        words = values.split("/")
+        choices.append([(field, f"{key}={word.strip()}", _value(ctx, param, key, word)) for word in words])
+    found = [
+        (",".join(text for _, text, _ in chosen), _engine(ctx, param, {field: value for field, _, value in chosen}))
+        for chosen in product(*choices)
+    ]
+    if len(found) > _MAX_ENGINES:
+        raise click.BadParameter(f"{len(found)} combinations, at most {_MAX_ENGINES} are tried", ctx, param)
+    return found
+
+
+def _items(ctx: click.Context, param: click.Parameter, text: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the field, and key and text of its value, of everything that is given."""
+    fields = set()
     for item in filter(None, (word.strip() for word in text.split(","))):
         key, equals, value = item.partition("=")
-        if not equals or key not in _KEYS:
-            raise click.BadParameter(f"{item!a}: expected key=value with a key of {', '.join(_KEYS)}", ctx, param)
-        field, parse = _KEYS[key]
-        if field in given:
+        key = key.strip().lower().replace("-", "_")
+        key = _LONG_KEYS.get(key, key)
+        if not equals or key not in KEYS:
+            raise click.BadParameter(f"{item!a}: expected key=value with a key of {', '.join(KEYS)}", ctx, param)
+        if (field := KEYS[key][0]) in fields:
             raise click.BadParameter(f"{key} is there twice", ctx, param)
-        try:
-            given[field] = parse(value)
-        except ValueError as error:
-            raise click.BadParameter(f"{key}={value}: {error}", ctx, param) from error
-    return EngineOptions(**given)
+        fields.add(field)
+        yield field, (key, value)
+
+
+def _engine(ctx: click.Context, param: click.Parameter, values: dict[str, Any]) -> EngineOptions:
+    engine = EngineOptions(**values)
+    if engine.num_ranks > MAX_RANKS:
+        sizes = f"tp={engine.tp_size} and pp={engine.pp_size}"
+        raise click.BadParameter(f"{sizes}: {engine.num_ranks} ranks, at most {MAX_RANKS}", ctx, param)
+    return engine
+
+
+def _value(ctx: click.Context, param: click.Parameter, key: str, text: str) -> Any:
+    try:
+        return KEYS[key][1](text.strip())
+    except ValueError as error:
+        raise click.BadParameter(f"{key}={text}: {error}", ctx, param) from error
+
+
+def complete_engine(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the key or the value that is being written, after those that are there."""
+    before, comma, item = incomplete.rpartition(",")
+    key, equals, value = item.partition("=")
+    if equals:
+        known = _VALUES.get(_LONG_KEYS.get(key.lower(), key.lower()), ())
+        words = [f"{key}={word}" for word in known if word.lower().startswith(value.lower())]
+    else:
+        given = {one.partition("=")[0].strip().lower() for one in before.split(",")}
+        words = [f"{one}=" for one in KEYS if one.startswith(key.lower()) and one not in given]
+    return [CompletionItem(f"{before}{comma}{word}") for word in words]
 
 
 def within(low: int, high: int) -> Callable[[str], int]:
@@ -102,40 +181,82 @@ def within(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _one_of(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"must be one of {', '.join(words)}")
-        return text
-
-    return parse
+def _order(text: str) -> str:
+    if text.upper() not in _ORDERS:
+        raise ValueError(f"must be one of {', '.join(_ORDERS)}")
+    return _ORDERS[text.upper()]
 
 
-def dtype(text: str) -> str:
-    """Parse the name of a dtype, long or short.
+def _conv(text: str) -> str:
+    if text.upper() not in (known := get_args(ConvOrder)):
+        raise ValueError(f"must be one of {', '.join(known)}")
+    return text.upper()
+
+
+def dtype(text: str) -> str | None:
+    """Parse the name of a dtype, long or short, in any case; None for ``auto``.
 
     Raises:
         ValueError: it is not known.
     """
-    if text not in _DTYPES:
-        raise ValueError(f"must be one of {', '.join(_DTYPES)}")
-    return _DTYPES[text]
+    if text.lower() not in DTYPES:
+        raise ValueError(f"must be one of {', '.join(DTYPES)}")
+    return DTYPES[text.lower()]
 
 
 def _kernel(text: str) -> KernelBlock:
-    if text == "flashinfer":
+    if text.lower() == "flashinfer":
         return "flashinfer"
-    return None if text == "logical" else within(1, _MAX_BLOCK)(text)
+    return None if text.lower() == "logical" else within(1, _MAX_BLOCK)(text)
 
 
-_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+def _no_context_parallel(text: str) -> int:
+    if within(1, MAX_RANKS)(text) > 1:
+        raise ValueError(
+            "must be 1: ranks that take turns by tokens, as vLLM's do with decode context parallelism, cannot be "
+            "described, and kvhma's connector refuses them"
+        )
+    return 1
+
+
+KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "tp": ("tp_size", within(1, MAX_RANKS)),
+    "pp": ("pp_size", within(1, MAX_RANKS)),
+    "dp": ("dp_size", within(1, MAX_RANKS)),
+    "dcp": ("dcp_size", _no_context_parallel),
     "block": ("block_size", within(1, _MAX_BLOCK)),
     "kernel": ("kernel_block", _kernel),
     "kv": ("kv_dtype", dtype),
     "ssm": ("ssm_dtype", dtype),
-    "layout": ("order", _one_of(*get_args(Order))),
-    "conv": ("conv", _one_of(*get_args(ConvOrder))),
+    "layout": ("order", _order),
+    "conv": ("conv", _conv),
     "spec": ("speculative", within(0, 64)),
 }
 """Keys of an engine: the field that each is, and what reads its value."""
+
+_LONG_KEYS = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "decode_context_parallel_size": "dcp",
+    "block_size": "block",
+    "kv_cache_dtype": "kv",
+    "kv_dtype": "kv",
+    "mamba_ssm_cache_dtype": "ssm",
+    "ssm_dtype": "ssm",
+    "kv_cache_layout": "layout",
+    "num_speculative_tokens": "spec",
+}
+"""The same keys as options of vLLM are called."""
+
+_VALUES: dict[str, tuple[str, ...]] = {
+    "tp": ("1", "2", "4", "8"),
+    "pp": ("1", "2", "4"),
+    "block": ("16", "32", "64", "128"),
+    "kernel": ("flashinfer", "logical", "16", "32", "64"),
+    "kv": tuple(DTYPES),
+    "ssm": tuple(DTYPES),
+    "layout": tuple(_ORDERS),
+    "conv": get_args(ConvOrder),
+}
+"""Values that completion offers."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +12,11 @@ from rich.console import Console
 
 from kvhma.cli.arguments import Arguments, hand_off_options
 from kvhma.cli.format import output_options, plural, print_json, printable, size, working
-from kvhma.cli.hand_off import HandOff, PlanOptions, count
+from kvhma.cli.format import ranges as format_ranges
+from kvhma.cli.hand_off import NO_HMA, VLLM, HandOff, PlanOptions, count
 from kvhma.cli.remedies import Refusal, refusals
 from kvhma.cli.summary import engine_form, groups_form, notes
+from kvhma.cli.values import Ranks
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 
@@ -26,25 +29,33 @@ _KINDS = {
     "opaque": "content that only its owner understands moves block by block",
 }
 
+_SAID = ("kind", "what", "prefill_blocks", "decode_blocks", "layers", "bytes")
+"""What is said of a group; groups of which the same is said share a sentence."""
+
 
 @click.command()
 @hand_off_options
-@click.option("--rank", type=click.IntRange(0), help="Explain this rank of D; else the first one.")
+@click.option("--rank", "ranks", type=Ranks(), help="Explain these ranks of D, as 2 or 0-3,7; else the first one.")
 @click.option("--all-ranks", is_flag=True, help="Explain every rank of D.")
 @output_options
-def explain(rank: int | None, all_ranks: bool, as_json: bool, quiet: bool, **given: Any) -> None:
+def explain(ranks: tuple[int, ...] | None, all_ranks: bool, as_json: bool, quiet: bool, **given: Any) -> None:
     """Say in sentences what a request moves, and why.
 
-    Takes what `kvhma plan` takes. A pair that cannot be paired is explained too: every difference with its field,
+    Takes what `kvhma plan` takes:
+
+    \b
+    kvhma explain google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --tokens 8k
+
+    A pair that cannot be paired is explained too: every difference with its field,
     both values and what would fix it; the exit code is then 1.
-    """
+    """  # noqa: D301 - click's mark for lines to be left as they are
     asked = Arguments(**given)
     hand_off = asked.hand_off()
-    if rank is not None and rank >= len(hand_off.decode):
-        raise RequestError(f"--rank {rank}: the decode engine has {plural(len(hand_off.decode), 'rank')}")
+    if ranks and ranks[-1] >= len(hand_off.decode):
+        raise RequestError(f"--rank {ranks[-1]}: the decode engine has {plural(len(hand_off.decode), 'rank')}")
     with working("comparing", quiet or as_json):
-        wrong = refusals(hand_off.decode[0], hand_off.prefill)
-    chosen = list(range(len(hand_off.decode))) if all_ranks else [rank or 0]
+        wrong = _refusals(hand_off)
+    chosen = list(range(len(hand_off.decode))) if all_ranks else list(ranks or (0,))
     sentences = engines(hand_off)
     texts: list[str] = []
     if not wrong:
@@ -59,9 +70,16 @@ def explain(rank: int | None, all_ranks: bool, as_json: bool, quiet: bool, **giv
         _print(Console(), [] if quiet else sentences, texts, wrong)
         if texts and len(chosen) < len(hand_off.decode) and not quiet:
             click.echo(
-                f"\nThis was rank {chosen[0]} of {len(hand_off.decode)}; --rank N shows another, --all-ranks all."
+                f"\nThis was rank {format_ranges(chosen)} of {len(hand_off.decode)}; --rank 0-3 shows others, "
+                "--all-ranks all."
             )
     raise SystemExit(1 if wrong else 0)
+
+
+def _refusals(hand_off: HandOff) -> list[Refusal]:
+    """Return what keeps the first rank of a pipeline stage of D from reading: ranks of one stage are alike."""
+    stages = [rank for rank in hand_off.decode if rank.tp_rank == hand_off.decode[0].tp_rank]
+    return next((found for stage in stages if (found := refusals(stage, hand_off.prefill))), [])
 
 
 def engines(hand_off: HandOff) -> list[str]:
@@ -70,22 +88,23 @@ def engines(hand_off: HandOff) -> list[str]:
         f"{hand_off.name}, {hand_off.tokens:,} tokens"
         + (f", of which D has {hand_off.cached:,}." if hand_off.cached else ".")
     ]
-    for name, geometry in (("Prefill (P)", hand_off.prefill[0]), ("Decode (D)", hand_off.decode[0])):
-        sentences.append(f"{name}: {_engine(geometry)}")
+    for name, ranks in (("Prefill (P)", hand_off.prefill), ("Decode (D)", hand_off.decode)):
+        sentences.append(f"{name}: {_engine(ranks)}")
     kinds = dict.fromkeys(group.kind for group in hand_off.decode[0].groups)
     sentences.append(f"Of the kinds here: {'; '.join(_KINDS[kind] for kind in kinds)}.")
     return sentences
 
 
-def _engine(geometry: Geometry) -> str:
-    sizes = engine_form(geometry)
+def _engine(ranks: Sequence[Geometry]) -> str:
+    sizes, geometry = engine_form(ranks), ranks[0]
     layers: dict[str, list[str]] = {}
     for group in sizes["groups"]:
         layers.setdefault(group["kind"], []).append(str(group["layers"]))
     groups = "; ".join(f"{len(counts)} {kind} with {', '.join(counts)} layers" for kind, counts in layers.items())
     shared = len(geometry.groups) > 1
-    text = f"{plural(geometry.tp_size, 'rank')}, each with {plural(len(geometry.groups), 'group')} ({groups}) over "
-    text += plural(sizes["regions"], "tensor") + (" that all groups share. " if shared else ". ")
+    stages = f"{plural(sizes['pp'], 'pipeline stage')} of " if sizes["pp"] > 1 else ""
+    text = f"{stages}{plural(geometry.tp_size, 'rank')}, each with {plural(len(geometry.groups), 'group')} ({groups})"
+    text += " over " + plural(sizes["regions"], "tensor") + (" that all groups share. " if shared else ". ")
     text += f"A block is {sizes['block_size']:,} tokens"
     state, token = sizes["state_bytes"], sizes["kv_bytes_per_token"]
     if state and token:
@@ -104,17 +123,24 @@ def _request(hand_off: HandOff, options: PlanOptions, quiet: bool) -> list[str]:
     sentences = [
         f"{plural(len(counted.reads), 'pair')} of ranks move {size(total.bytes)} in {plural(total.descriptors, 'run')}."
     ]
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for row in groups_form(hand_off, counted):
-        blocks = f"{plural(row['prefill_blocks'], 'block')} of P into {plural(row['decode_blocks'], 'block')} of D"
-        where = f"{blocks} in each of {plural(row['layers'], 'layer')}; {size(row['bytes'])} over all ranks"
-        sentences.append(f"Group {row['group']} ({row['kind']}): {row['what']}, {where}.")
-    for name, other in (("vLLM 0.32", counted.vllm), ("A connector without groups", counted.no_groups)):
-        if other.refused is not None:
-            sentences.append(f"{name} refuses this pair: {other.refused}.")
+        alike.setdefault(tuple(row[field] for field in _SAID), []).append(row["group"])
+    sentences += [_group_sentence(groups, dict(zip(_SAID, said, strict=True))) for said, groups in alike.items()]
+    for name, other in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
+        if other.why_not is not None:
+            sentences.append(f"{name}: {other.why_not}.")
             continue
         moved = other.total
-        sentences.append(f"{name} would move {size(moved.bytes)} in {plural(moved.descriptors, 'descriptor')}.")
+        sentences.append(f"{name}: would move {size(moved.bytes)} in {plural(moved.descriptors, 'descriptor')}.")
     return [*sentences, *(f"Note: {note}." for note in notes(hand_off, counted))]
+
+
+def _group_sentence(groups: list[int], row: dict[str, Any]) -> str:
+    name, each = ("Group", "") if len(groups) == 1 else ("Groups", " each")
+    blocks = f"{plural(row['prefill_blocks'], 'block')} of P into {plural(row['decode_blocks'], 'block')} of D"
+    where = f"{blocks} in each of {plural(row['layers'], 'layer')}; {size(row['bytes'])}{each} over all ranks"
+    return f"{name} {format_ranges(groups)} ({row['kind']}): {row['what']}, {where}."
 
 
 def _print(console: Console, sentences: list[str], texts: list[str], wrong: list[Refusal]) -> None:

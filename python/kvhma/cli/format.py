@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+STYLES = ("table", "json", "csv", "markdown")
+"""How a command can print its tables."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -23,6 +31,84 @@ def output_options(command: F) -> F:
     """Add ``--json`` and ``-q`` to a command."""
     command = click.option("-q", "--quiet", is_flag=True, help="Only the result: no notes, no progress.")(command)
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def table_options(command: F) -> F:
+    """Add ``--format``, ``--json`` and ``-q``; the command gets `style`, one of `STYLES`, and `quiet`."""
+
+    @functools.wraps(command)
+    def styled(*arguments: Any, style: str, as_json: bool, **given: Any) -> Any:
+        return command(*arguments, style="json" if as_json else style, **given)
+
+    text = "How to print it; --json is short for json."
+    choice = click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help=text)
+    return cast("F", output_options(choice(styled)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table as text.
+
+    Attributes:
+        title: what stands above it.
+        align: a letter for each column: ``l`` for words, ``n`` for names that are never broken, ``r`` for numbers.
+        columns: headings.
+        rows: cells of each row.
+        caption: what stands below it.
+    """
+
+    title: str
+    align: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def table(self) -> Table:
+        """Return its columns and rows for a terminal."""
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for letter, name in zip(self.align, self.columns, strict=True):
+            justify: Literal["left", "right"] = "right" if letter == "r" else "left"
+            table.add_column(Text(printable(name)), justify=justify, overflow="fold", no_wrap=letter == "n")
+        for row in self.rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        return table
+
+    def markdown(self) -> str:
+        """Return it as Markdown."""
+        rules = ["---:" if letter == "r" else "---" for letter in self.align]
+        lines = [" | ".join(_escaped(cell) for cell in row) for row in (self.columns, *self.rows)]
+        lines.insert(1, " | ".join(rules))
+        text = "\n".join(f"| {line} |" for line in lines)
+        title = f"**{_escaped(self.title)}**\n\n" if self.title else ""
+        return f"{title}{text}\n" + (f"\n{_escaped(self.caption)}\n" if self.caption else "")
+
+
+def print_sheets(sheets: Sequence[Sheet], style: str) -> None:
+    """Print tables, with an empty line between them, in the style ``table`` or ``markdown``."""
+    if style == "markdown":
+        click.echo("\n".join(sheet.markdown() for sheet in sheets), nl=False)
+        return
+    console = Console()
+    for index, sheet in enumerate(sheets):
+        if index:
+            console.print()
+        # Not the table's own, which would be as narrow as the table.
+        if sheet.title:
+            console.print(Text(printable(sheet.title)), style="bold", soft_wrap=True)
+        console.print(sheet.table())
+        if sheet.caption:
+            console.print(Text(printable(sheet.caption)), style="dim", soft_wrap=True)
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of plain values as CSV, with a first row that names the columns. Numbers are not rounded."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def _escaped(text: str) -> str:
+    return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
 def print_json(form: object) -> None:
@@ -66,14 +152,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in found)
-
-
-def new_table(title: str, *columns: str, words: int = 1) -> Table:
-    """Return a table without a frame; of its columns the first `words` are words, the others numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < words else "right", overflow="fold")
-    return table
 
 
 def working(what: str, quiet: bool) -> AbstractContextManager[object]:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvhma._kvhma import Plan
@@ -13,11 +13,15 @@ from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.format import watched
-from kvhma.errors import KvhmaError, LayoutError, RequestError, UnsupportedPairError
+from kvhma.errors import KvhmaError, LayoutError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS, live_spans
 from kvhma.planning import plan as make_plan
+
+VLLM, NO_HMA = "vLLM 0.32", "no HMA"
+"""What the two others are called wherever they stand beside kvhma: vLLM's own NIXL connector, and one that takes every
+layer for full attention, as without the hybrid KV cache manager."""
 
 MAX_TOKENS = 1 << 22
 """Of one request: more than any model takes, and block tables of it still take only seconds."""
@@ -70,7 +74,8 @@ class HandOff(Engines):
         cached_blocks: per group of D, the block table entries that this makes.
         local_tables: D's block tables.
         remote_tables: P's block tables.
-        full_tables: blocks of the whole sequence on D and P, as a connector without groups would have them.
+        full_tables: blocks of the whole sequence on D and P, as they are without the hybrid KV cache manager.
+        dp_sizes: engines of the sort of D, and of P, that share the requests.
     """
 
     name: str
@@ -80,6 +85,17 @@ class HandOff(Engines):
     local_tables: BlockTables
     remote_tables: BlockTables
     full_tables: tuple[list[int], list[int]]
+    dp_sizes: tuple[int, int] = (1, 1)
+
+    @property
+    def decode_ranks(self) -> list[int]:
+        """Rank numbers of D, in the order of `decode`."""
+        return rank_numbers(self.decode)
+
+    @property
+    def prefill_ranks(self) -> list[int]:
+        """Rank numbers of P, in the order of `prefill`."""
+        return rank_numbers(self.prefill)
 
     def spans(self, local: Geometry) -> tuple[list[Span], list[Span]]:
         """Return the spans to fill on a rank of D, and those P holds."""
@@ -96,6 +112,11 @@ class HandOff(Engines):
         return make_plan(
             local, self.prefill, descriptor_bytes=given.descriptor_bytes, max_descriptors=given.max_descriptors
         )
+
+
+def rank_numbers(ranks: Sequence[Geometry]) -> list[int]:
+    """Return what ranks are called: their number among the tensor-parallel ranks, or if there are more, their place."""
+    return list(range(len(ranks))) if len(ranks) > ranks[0].tp_size else [rank.tp_rank for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +139,16 @@ class ReadCount:
 
 @dataclass(frozen=True, slots=True)
 class OtherCount:
-    """What another connector would move: by D rank, or why it refuses."""
+    """What another connector would move: by D rank, or why it refuses, or why this is not known."""
 
     ranks: tuple[Count, ...] = ()
     refused: str | None = None
+    not_counted: str | None = None
+
+    @property
+    def why_not(self) -> str | None:
+        """A reason if there are no counts."""
+        return f"refused: {self.refused}" if self.refused else self.not_counted and f"not counted: {self.not_counted}"
 
     @property
     def total(self) -> Count:
@@ -139,7 +166,7 @@ class Counted:
         zeroed: bytes that are zeroed on D.
         findings: warnings, each once.
         vllm: vLLM 0.32's own selection.
-        no_groups: a connector without groups.
+        no_hma: a connector that takes every layer for full attention.
     """
 
     reads: tuple[ReadCount, ...]
@@ -147,7 +174,7 @@ class Counted:
     zeroed: int
     findings: tuple[str, ...]
     vllm: OtherCount
-    no_groups: OtherCount
+    no_hma: OtherCount
 
     @property
     def total(self) -> Count:
@@ -169,21 +196,24 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
     sizes = []
     for name, engine in (("prefill", prefill), ("decode", decode)):
         try:
-            sketch = engine.rank(model, 0, 2, 1 << 20)
+            sketches = [engine.rank(model, stage * engine.tp_size, 2, 1 << 20) for stage in range(engine.pp_size)]
         except KvhmaError as error:
             raise LayoutError(f"--{name}: {error}") from error
-        # Enough for the connector without groups too, which drops no block before a window.
+        sketch = sketches[0]
+        # Enough for NO_HMA too, which drops no block before a window.
         most = max(
             sum(map(len, sequence_blocks(sketch, request.tokens))),
             -(-request.tokens // main_group(sketch).block_size),
         )
         blocks = 1 + most * (1 if request.pool == "fresh" else 2)
-        sizes.append((max(blocks, 2), sum(region.bytes + 4096 for region in sketch.regions) // 2))
+        largest = max(sum(region.bytes + 4096 for region in one.regions) for one in sketches)
+        sizes.append((max(blocks, 2), largest // 2))
     (prefill_blocks, _), (decode_blocks, _) = sizes
     step = 1 << max(blocks * size + (1 << 20) for blocks, size in sizes).bit_length()
-    lay_out_decode = partial(decode.ranks, model, decode_blocks, step * (1 + prefill.tp_size), step)
+    lay_out_decode = partial(decode.ranks, model, decode_blocks, step * (1 + prefill.num_ranks), step)
     engines = Engines(lay_out_decode(), prefill.ranks(model, prefill_blocks, step, step), lay_out_decode)
-    return of_geometries(model.name, engines, request)
+    hand_off = of_geometries(model.name, engines, request)
+    return replace(hand_off, dp_sizes=(decode.dp_size, prefill.dp_size))
 
 
 def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandOff:
@@ -221,9 +251,14 @@ def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = T
     reads: list[ReadCount] = []
     excess = zeroed = 0
     findings: dict[str, None] = {}
+    # Layers that D and P have: that one stage lacks them is no news.
+    both = _layers(hand_off.decode) & _layers(hand_off.prefill)
     for index, local in enumerate(watched("planning", hand_off.decode, quiet)):
         plan = hand_off.plan(local, options)
-        findings |= dict.fromkeys(finding.text for _, finding in plan.findings)
+        found = (finding for _, finding in plan.findings)
+        findings |= dict.fromkeys(
+            finding.text for finding in found if not (finding.code == "one-sided-layer" and finding.layer in both)
+        )
         transfer = plan.transfer(hand_off.tokens, *hand_off.spans(local))
         excess += transfer.excess_bytes
         zeroed += int(transfer.zero[:, 1].sum())
@@ -237,8 +272,12 @@ def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = T
             for read in transfer.reads
         ]
     vllm = _other(hand_off, partial(vllm_counts, hand_off))
-    no_groups = _other(hand_off, partial(count_all, hand_off, *hand_off.full_tables))
-    return Counted(tuple(reads), excess, zeroed, tuple(findings), vllm, no_groups)
+    no_hma = _other(hand_off, partial(count_all, hand_off, *hand_off.full_tables))
+    return Counted(tuple(reads), excess, zeroed, tuple(findings), vllm, no_hma)
+
+
+def _layers(ranks: Sequence[Geometry]) -> set[str | None]:
+    return {layer.name for rank in ranks for layer in rank.layers}
 
 
 def vllm_counts(hand_off: HandOff) -> list[Count]:
@@ -253,9 +292,11 @@ def vllm_counts(hand_off: HandOff) -> list[Count]:
 
 
 def _other(engines: Engines, counts: Callable[[], list[Count]]) -> OtherCount:
+    sides = (engines.decode, engines.prefill)
+    if any(len(ranks) != ranks[0].tp_size for ranks in sides):
+        staged = any(len(ranks) > ranks[0].tp_size for ranks in sides)
+        return OtherCount(not_counted="pipeline stages" if staged else "not all ranks of both engines are given")
     try:
-        if any(len(ranks) != ranks[0].tp_size for ranks in (engines.decode, engines.prefill)):
-            raise UnsupportedPairError("not all ranks of both engines are given")
         return OtherCount(tuple(counts()))
     except KvhmaError as error:
         return OtherCount(refused=str(error))

@@ -25,9 +25,13 @@ from kvhma.errors import RequestError
 def map_(output: Path, rank: int, source: int | None, tensors: int, as_json: bool, quiet: bool, **given: Any) -> None:
     """Draw what a request moves, as one file.
 
-    SVG, or HTML if its name ends so: where bytes lie, and which of them move. Takes what `kvhma plan` takes. The file
-    needs no network and follows the reader's light or dark setting.
-    """
+    SVG, or HTML if its name ends so: where bytes lie, and which of them move. Takes what `kvhma plan` takes:
+
+    \b
+    kvhma map Qwen/Qwen3-Next-80B-A3B-Instruct --prefill tp=2 --decode tp=4 -o map.svg
+
+    The file needs no network and follows the reader's light or dark setting.
+    """  # noqa: D301 - click's mark for lines to be left as they are
     check_drawing(output)
     asked = Arguments(**given)
     hand_off = asked.hand_off()
@@ -39,6 +43,6 @@ def map_(output: Path, rank: int, source: int | None, tensors: int, as_json: boo
     nbytes = page.save(output, height)
     if as_json:
         form = {"kvhma_map": 1, "file": str(output), "bytes": nbytes, "decode_rank": rank}
-        print_json({**form, "prefill_rank": drawn.remote.geometry.tp_rank, "runs": len(drawn.runs)})
+        print_json({**form, "prefill_rank": drawn.prefill_rank, "runs": len(drawn.runs)})
     elif not quiet:
         click.echo(f"{click.format_filename(output)}: {drawn.title}; {drawn.lines[0]}")

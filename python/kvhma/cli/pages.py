@@ -6,15 +6,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvhma.cli.compare.views import contiguous_pieces
-from kvhma.cli.svg import COLORS, Drawing
+from kvhma.cli.format import ranges
+from kvhma.cli.svg import COLORS, COLUMN, Drawing
 from kvhma.geometry import Geometry, Layer, Part
 
-LEFT, RIGHT = 150, 1180
+LEFT, RIGHT = 128, COLUMN - 12
 """Where drawings begin and end; left of them are names."""
 SPAN = RIGHT - LEFT
-_MAX_PIECES = 600
+_MAX_PIECES = 48
+"""Boxes in a block: more are drawn together."""
+
+Piece: TypeAlias = tuple[int, int, int, str]
+"""Index of the part, offset in the block, length, and what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +47,63 @@ def color(group: int) -> str:
     return f"c{group % COLORS}"
 
 
-def draw_pages(page: Drawing, y: float, rank: DrawnRank) -> float:
-    """Draw one block of the first tensor as each group sees it."""
-    geometry = rank.geometry
-    page.text(20, y, f"{rank.name}: one block of a tensor, as each group uses it", "head")
-    longest = max(layer.block_stride for layer in geometry.layers)
+def longest_block(*ranks: DrawnRank) -> int:
+    """Return the bytes of the longest block: both sides are drawn on the scale of one."""
+    return max(layer.block_stride for rank in ranks for layer in rank.geometry.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A block as groups use it whose blocks are alike: the groups, a layer, its first block, and what is read of it."""
+
+    groups: list[int]
+    layer: Layer
+    block: tuple[int, int] | None
+    bars: list[tuple[int, int]]
+
+
+def draw_pages(page: Drawing, y: float, rank: DrawnRank, longest: int) -> float:
+    """Draw one block of the first tensor as each group sees it; the page is `longest` bytes wide."""
+    geometry, scale = rank.geometry, SPAN / longest
+    page.text(12, y, f"{rank.name}: one block of a tensor, as each group uses it", "head")
     y += 12
-    for index, group in enumerate(geometry.groups):
-        layer = next((layer for layer in geometry.layers if layer.group == index), None)
-        if layer is None:
-            continue
-        scale = SPAN / longest
-        page.text(20, y + 16, f"group {index} {group.kind}", "")
+    for row in _rows(rank, scale):
+        layer, group = row.layer, geometry.groups[row.groups[0]]
+        page.text(12, y + 16, _group_name(row.groups, group.kind))
         page.rect(LEFT, y, layer.block_stride * scale, 22, "pad", _padding(layer, group.ratio))
         page.rect(LEFT, y, layer.page.nbytes * group.ratio * scale, 22, "paper")
-        start = _first_block(rank, layer, index)
         for shade, (part, offset, length, what) in enumerate(_pieces(geometry, layer)):
             tone = f"t{part % 4}" if len(layer.page.parts) > 1 else f"t{shade % 2}"
             hover = f"{layer.name}\n{what}\nblock bytes {offset:,} to {offset + length:,}"
-            page.rect(LEFT + offset * scale, y, length * scale, 22, f"{color(index)} {tone}", hover)
-            if (name := layer.page.parts[part].name) and length * scale > 9 * len(name) + 4:
+            page.rect(LEFT + offset * scale, y, length * scale, 22, f"{color(row.groups[0])} {tone}", hover)
+            if (name := layer.page.parts[part].name) and length * scale > 8 * len(name) + 4:
                 page.text(LEFT + (offset + length / 2) * scale, y + 15, name, "small mid")
-        if start is not None:
-            address, block = start
-            for first, last in _covered(rank.runs, address, layer.block_stride, scale):
-                hover = f"read of block {block}: {address + first:#x} to {address + last:#x}, {last - first:,} bytes"
-                page.rect(LEFT + first * scale, y + 24, (last - first) * scale, 4, "read", hover)
+        for first, last in row.bars if row.block else ():
+            address, block = row.block or (0, 0)
+            hover = f"read of block {block}: {address + first:#x} to {address + last:#x}, {last - first:,} bytes"
+            page.rect(LEFT + first * scale, y + 24, (last - first) * scale, 4, "read", hover)
         y += 36
     page.text(LEFT, y + 4, "0", "small soft")
     page.text(RIGHT, y + 4, f"{longest:,} bytes", "small soft end")
     return y + 8
+
+
+def _group_name(groups: list[int], kind: str) -> str:
+    return f"group{'s' if len(groups) > 1 else ''} {ranges(groups)} {kind}"
+
+
+def _rows(rank: DrawnRank, scale: float) -> list[_Row]:
+    """Return the groups, those with equal blocks together."""
+    found: dict[tuple[object, ...], _Row] = {}
+    for index, group in enumerate(rank.geometry.groups):
+        layer = next((layer for layer in rank.geometry.layers if layer.group == index), None)
+        if layer is None:
+            continue
+        block = _first_block(rank, layer, index)
+        bars = _covered(rank.runs, block[0], layer.block_stride, scale) if block else []
+        key = (group.kind, group.ratio, layer.block_stride, layer.kernel_stride, layer.page, tuple(bars))
+        found.setdefault(key, _Row([], layer, block, bars)).groups.append(index)
+    return list(found.values())
 
 
 def _padding(layer: Layer, ratio: int) -> str:
@@ -90,27 +123,32 @@ def _first_block(rank: DrawnRank, layer: Layer, group: int) -> tuple[int, int] |
     return rank.geometry.regions[layer.region].base + layer.offset + block * layer.block_stride, block
 
 
-def _pieces(geometry: Geometry, layer: Layer) -> Iterator[tuple[int, int, int, str]]:
-    """Yield index of the part, offset in the block, length and name of every contiguous piece of a block."""
-    ratio = geometry.groups[layer.group].ratio
-    step = geometry.kernel_stride(layer)
+def _pieces(geometry: Geometry, layer: Layer) -> Iterator[Piece]:
+    """Yield the boxes of a block: every contiguous piece, or if these are too many, whole kernel blocks together."""
+    ratio, step = geometry.groups[layer.group].ratio, geometry.kernel_stride(layer)
+    parts = layer.page.parts
     pieces = [
         (index, offset, length)
-        for index, part in enumerate(layer.page.parts)
+        for index, part in enumerate(parts)
         for offset, length in contiguous_pieces(part, limit=_MAX_PIECES)
     ]
     inside = all(offset + length <= layer.block_stride for _, offset, length in pieces)
-    if not inside or len(pieces) * ratio > _MAX_PIECES:
-        # Too fine to draw, or with other blocks in between: what there is, one part after the other.
+    if inside and len(pieces) * ratio <= _MAX_PIECES:
+        for kernel in range(ratio):
+            name = f"kernel block {kernel} of {ratio}: " if ratio > 1 else ""
+            for at, offset, length in pieces:
+                yield at, kernel * step + offset, length, name + _axes(parts[at])
+    elif len(parts) == 1 and step == layer.page.nbytes:
+        together = -(-ratio // _MAX_PIECES)
+        for first in range(0, ratio, together):
+            last = min(first + together, ratio)
+            name = f"kernel blocks {first} to {last - 1} of {ratio}" if last - first > 1 else f"kernel block {first}"
+            yield 0, first * step, (last - first) * step, f"{name}, each: {_axes(parts[0])}"
+    else:  # with other blocks in between: what there is, one part after the other
         at = 0
-        for index, part in enumerate(layer.page.parts):
+        for index, part in enumerate(parts):
             yield index, at, part.nbytes * ratio, f"{_axes(part)}, in pieces"
             at += part.nbytes * ratio
-        return
-    for kernel in range(ratio):
-        name = f"kernel block {kernel} of {ratio}: " if ratio > 1 else ""
-        for at, offset, length in pieces:
-            yield at, kernel * step + offset, length, name + _axes(layer.page.parts[at])
 
 
 def _axes(part: Part) -> str:

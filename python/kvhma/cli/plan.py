@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvhma.cli import request as exact
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
 from kvhma.cli.cost import Link, load_link
-from kvhma.cli.format import duration, new_table, output_options, plural, print_json, printable, ranges, size
-from kvhma.cli.hand_off import Counted, HandOff, OtherCount, count
+from kvhma.cli.format import (
+    Sheet,
+    duration,
+    plural,
+    print_csv,
+    print_json,
+    print_sheets,
+    printable,
+    ranges,
+    size,
+    table_options,
+)
+from kvhma.cli.hand_off import NO_HMA, VLLM, Counted, HandOff, OtherCount, count
 from kvhma.cli.summary import engine_form, groups_form, notes
 
 _MAX_PAIRS = 16
@@ -24,41 +34,48 @@ _MAX_PAIRS = 16
 @hand_off_options
 @click.option("--request", type=FILE, help="With --local and --remote: block ids of both sides; prints every run.")
 @click.option("--link", type=FILE, help="Constants of the predicted time, as `kvhma bench link --save` writes them.")
-@output_options
-def plan(request: Path | None, link: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
+@table_options
+def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **given: Any) -> None:
     """Print what a request moves between two engines.
 
-    Neither has to be started.
+    No engine, GPU or network is needed.
 
-    MODEL is a Hugging Face config.json or the directory it is in, a name of the built-in table (`kvhma demo
-    --list-models`), or a geometry as JSON, which then is both sides. Groups, tensors and block sizes are derived as
-    vLLM's hybrid allocator derives them.
+    MODEL is a Hugging Face id or a name that `kvhma models` lists, a config.json or the directory it is in, or a
+    geometry as JSON, which then is both sides. Groups, tensors and block sizes are derived as vLLM's hybrid KV cache
+    manager (HMA) derives them.
 
     \b
-    kvhma plan ./Nemotron-3-Nano/config.json --prefill tp=2,block=16 --decode tp=4,block=64 --tokens 8192
+    kvhma plan google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --tokens 8k
+    kvhma plan Qwen/Qwen3-Next-80B-A3B-Instruct --prefill tp=2,block=64 --decode tp=4,block=64
+    hf download ORGANISATION/NAME config.json --local-dir DIR    # any other model: then
+    kvhma plan DIR
 
-    Beside it stand what a connector without groups ("no HMA") and vLLM 0.32's own would move, and the time the cost
-    model predicts: t = a * descriptors + bytes / bandwidth.
+    Beside kvhma stand "vLLM 0.32", that version's own NIXL connector, and "no HMA", a connector that takes every layer
+    for full attention, and the time the cost model predicts: t = a * descriptors + bytes / bandwidth.
     """  # noqa: D301 - click's mark for lines to be left as they are
     asked = Arguments(**given)
     if request is not None:
-        exact.run(asked, request, as_json, quiet)
+        exact.run(asked, request, style, quiet)
         return
     hand_off = asked.hand_off()
     constants = load_link(link)
-    counted = count(hand_off, asked.plan_options, quiet or as_json)
-    if as_json:
+    counted = count(hand_off, asked.plan_options, quiet or style != "table")
+    if style == "json":
         print_json(form(hand_off, counted, constants))
-        return
-    console = Console()
-    if not quiet:
-        _print_engines(console, hand_off)
-        _print_groups(console, hand_off, counted)
-        _print_pairs(console, counted, constants)
-    _print_totals(console, hand_off, counted, constants)
-    if not quiet:
-        for note in notes(hand_off, counted):
-            console.print(f"[yellow]note[/]: {printable(note)}", highlight=False, soft_wrap=True)
+    elif style == "csv":
+        print_csv(flat(hand_off, counted))
+    else:
+        sheets = [_totals(counted, hand_off, constants)]
+        if not quiet:
+            sheets = [_engines(hand_off), _groups(hand_off, counted), _pairs(hand_off, counted, constants), *sheets]
+        print_sheets(sheets, style)
+        if not quiet:
+            _print_notes([f"note: {note}" for note in notes(hand_off, counted)], style)
+
+
+def _print_notes(lines: list[str], style: str) -> None:
+    for line in lines:
+        click.echo(f"\n{printable(line)}" if style == "markdown" else printable(line))
 
 
 def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
@@ -68,13 +85,13 @@ def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
         "model": hand_off.name,
         "tokens": hand_off.tokens,
         "cached": hand_off.cached,
-        "prefill": engine_form(hand_off.prefill[0]),
-        "decode": engine_form(hand_off.decode[0]),
+        "prefill": engine_form(hand_off.prefill),
+        "decode": engine_form(hand_off.decode),
         "groups": groups_form(hand_off, counted),
         "pairs": [
             {
-                "decode_rank": hand_off.decode[read.decode_index].tp_rank,
-                "prefill_rank": hand_off.prefill[read.prefill_index].tp_rank,
+                "decode_rank": hand_off.decode_ranks[read.decode_index],
+                "prefill_rank": hand_off.prefill_ranks[read.prefill_index],
                 **asdict(read.total),
                 "seconds": link.seconds(read.total.descriptors, read.total.bytes),
                 "groups": [asdict(group) for group in read.groups],
@@ -86,10 +103,27 @@ def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
         "zeroed_bytes": counted.zeroed,
         "seconds": slowest(hand_off, counted, link),
         "vllm": other_form(counted.vllm, link),
-        "no_hma": other_form(counted.no_groups, link),
+        "no_hma": other_form(counted.no_hma, link),
         "link": asdict(link),
         "notes": notes(hand_off, counted),
     }
+
+
+def flat(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
+    """Return a row for each pair of ranks and each group that moves anything between them."""
+    kinds = [group.kind for group in hand_off.decode[0].groups]
+    return [
+        {
+            "decode_rank": hand_off.decode_ranks[read.decode_index],
+            "prefill_rank": hand_off.prefill_ranks[read.prefill_index],
+            "group": index,
+            "kind": kinds[index],
+            **asdict(group),
+        }
+        for read in counted.reads
+        for index, group in enumerate(read.groups)
+        if group.bytes
+    ]
 
 
 def slowest(hand_off: HandOff, counted: Counted, link: Link) -> float:
@@ -99,39 +133,42 @@ def slowest(hand_off: HandOff, counted: Counted, link: Link) -> float:
 
 
 def other_form(other: OtherCount, link: Link) -> dict[str, Any]:
-    """Return bytes, descriptors and seconds of another connector, or its refusal."""
-    if other.refused is not None:
-        return {"refused": other.refused}
+    """Return bytes, descriptors and seconds of another connector, or why there are none."""
+    if other.why_not is not None:
+        return {"refused": other.refused} if other.refused is not None else {"not_counted": other.not_counted}
     return {
         **asdict(other.total),
         "seconds": max(link.seconds(rank.descriptors, rank.bytes) for rank in other.ranks),
     }
 
 
-def _print_engines(console: Console, hand_off: HandOff) -> None:
-    title = f"{printable(hand_off.name)}: {hand_off.tokens:,} tokens"
+def _engines(hand_off: HandOff) -> Sheet:
+    title = f"{hand_off.name}: {hand_off.tokens:,} tokens"
     if hand_off.cached:
         title += f", {hand_off.cached:,} of them cached on D"
-    table = new_table(title, "engine", "TP", "tensors", "block", "kernel block", "state/layer", "KV/token/layer")
-    for name, ranks in (("prefill", hand_off.prefill), ("decode", hand_off.decode)):
-        sizes = engine_form(ranks[0])
-        kernel = f"{sizes['kernel_block']} × {sizes['ratio']}" if sizes["ratio"] else "–"
-        table.add_row(
+    sides = [("prefill", engine_form(hand_off.prefill)), ("decode", engine_form(hand_off.decode))]
+    staged = any(sizes["pp"] > 1 for _, sizes in sides)
+    columns = ["engine", "TP", *(["PP"] if staged else [])]
+    columns += ["tensors", "block", "kernel block", "state/layer", "KV/token/layer"]
+    rows = [
+        [
             name,
             f"{sizes['tp']}",
+            *([f"{sizes['pp']}"] if staged else []),
             f"{sizes['regions']}",
             f"{sizes['block_size']:,}",
-            kernel,
+            f"{sizes['kernel_block']} × {sizes['ratio']}" if sizes["ratio"] else "–",
             size(sizes["state_bytes"]) if sizes["state_bytes"] else "–",
             size(sizes["kv_bytes_per_token"]) if sizes["kv_bytes_per_token"] else "–",
-        )
-    console.print(table, "")
+        ]
+        for name, sizes in sides
+    ]
+    return Sheet(title, "l" + "r" * (len(columns) - 1), columns, rows)
 
 
-def _print_groups(console: Console, hand_off: HandOff, counted: Counted) -> None:
-    table = new_table("what is read", "group", "what of it", "layers", "P blocks", "D blocks", "bytes", "runs", words=2)
-    for row in groups_form(hand_off, counted):
-        table.add_row(
+def _groups(hand_off: HandOff, counted: Counted) -> Sheet:
+    rows = [
+        (
             f"{row['group']} {row['kind']}",
             row["what"],
             f"{row['layers']}",
@@ -140,44 +177,49 @@ def _print_groups(console: Console, hand_off: HandOff, counted: Counted) -> None
             size(row["bytes"]),
             f"{row['descriptors']:,}",
         )
-    console.print(table, "")
+        for row in groups_form(hand_off, counted)
+    ]
+    return Sheet(
+        "what is read", "llrrrrr", ("group", "what of it", "layers", "P blocks", "D blocks", "bytes", "runs"), rows
+    )
 
 
-def _print_pairs(console: Console, counted: Counted, link: Link) -> None:
-    groups = len(counted.reads[0].groups) if counted.reads else 0
-    table = new_table("pairs of ranks", "D rank", "P rank", "groups", "bytes", "runs", "predicted", words=3)
-    for read in counted.reads[:_MAX_PAIRS]:
-        moved = [index for index in range(groups) if read.groups[index].bytes]
-        table.add_row(
-            f"{read.decode_index}",
-            f"{read.prefill_index}",
-            ranges(moved),
+def _pairs(hand_off: HandOff, counted: Counted, link: Link) -> Sheet:
+    """Return a row for each pair of ranks; ranks of D one after the other that read alike are one row."""
+    rows: list[tuple[list[int], tuple[str, ...]]] = []
+    for read in counted.reads:
+        rank = hand_off.decode_ranks[read.decode_index]
+        cells = (
+            f"{hand_off.prefill_ranks[read.prefill_index]}",
+            ranges([index for index, group in enumerate(read.groups) if group.bytes]),
             size(read.total.bytes),
             f"{read.total.descriptors:,}",
             duration(link.seconds(read.total.descriptors, read.total.bytes)),
         )
-    if (more := len(counted.reads) - _MAX_PAIRS) > 0:
-        table.caption = f"and {plural(more, 'pair')} more; --json prints all"
-    console.print(table, "")
-
-
-def _print_totals(console: Console, hand_off: HandOff, counted: Counted, link: Link) -> None:
-    table = new_table("all ranks", "", "bytes", "descriptors", "predicted", "")
-    total = counted.total
-    table.add_row(
-        "kvhma",
-        size(total.bytes),
-        f"{total.descriptors:,}",
-        duration(slowest(hand_off, counted, link)),
-        "",
+        alike = next((ranks for ranks, others in rows if others == cells and ranks[-1] == rank - 1), None)
+        if alike is not None:
+            alike.append(rank)
+        else:
+            rows.append(([rank], cells))
+    more = len(rows) - _MAX_PAIRS
+    return Sheet(
+        "pairs of ranks",
+        "lllrrr",
+        ("D rank", "P rank", "groups", "bytes each", "runs each", "predicted"),
+        [(ranges(ranks), *cells) for ranks, cells in rows[:_MAX_PAIRS]],
+        f"and {plural(more, 'row')} more; --json prints all pairs" if more > 0 else "",
     )
-    for name, other in (("vLLM 0.32", counted.vllm), ("no HMA", counted.no_groups)):
-        sizes = other_form(other, link)
-        if "refused" in sizes:
-            table.add_row(name, "–", "–", "–", f"refused: {printable(sizes['refused'])}")
+
+
+def _totals(counted: Counted, hand_off: HandOff, link: Link) -> Sheet:
+    total = counted.total
+    rows = [("kvhma", size(total.bytes), f"{total.descriptors:,}", duration(slowest(hand_off, counted, link)), "")]
+    for name, other in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
+        if other.why_not is not None:
+            rows.append((name, "–", "–", "–", other.why_not))
             continue
+        sizes = other_form(other, link)
         more = f"{sizes['bytes'] / total.bytes:.2f} × bytes" if total.bytes else ""
-        table.add_row(name, size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), more)
-    table.columns[-1].justify = "left"
-    console.print(table)
-    console.print(f"[dim]predicted with {printable(link.source)}[/]", highlight=False, soft_wrap=True)
+        rows.append((name, size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), more))
+    columns = ("", "bytes", "descriptors", "predicted", "")
+    return Sheet("all ranks", "lrrrl", columns, rows, f"predicted with {link.source}")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from kvhma._kvhma import Transfer
-from kvhma.cli.arguments import Arguments, geometry
-from kvhma.cli.format import print_json, printable
+from kvhma.cli.arguments import Arguments
+from kvhma.cli.format import Sheet, print_csv, print_json, print_sheets, printable
+from kvhma.cli.model_names import geometry
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
 from kvhma.models.config import load_json
@@ -21,7 +20,7 @@ from kvhma.planning import plan
 _MAX_ROWS = 40
 
 
-def run(asked: Arguments, request: Path, as_json: bool, quiet: bool) -> None:
+def run(asked: Arguments, request: Path, style: str, quiet: bool) -> None:
     """Print what one request with given blocks moves and zeroes.
 
     A request is {"num_tokens": N, "local": [{"first": 0, "ids": [..]}, ..], "remote": [..]} with a span for each group.
@@ -38,10 +37,19 @@ def run(asked: Arguments, request: Path, as_json: bool, quiet: bool) -> None:
     transfer = planned.transfer(num_tokens, local_spans, remote_spans)
     warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
     form = {**_form(transfer), "findings": warnings}
-    if as_json:
+    if style == "json":
         print_json(form)
+    elif style == "csv":
+        names = ("local_address", "remote_address", "bytes")
+        print_csv(
+            [
+                {"source": read["source"], **dict(zip(names, run, strict=True))}
+                for read in form["reads"]
+                for run in read["runs"]
+            ]
+        )
     else:
-        _print(form, quiet)
+        _print(form, style, quiet)
 
 
 def _read_request(path: Path) -> tuple[Any, list[Span], list[Span]]:
@@ -57,6 +65,7 @@ def _read_request(path: Path) -> tuple[Any, list[Span], list[Span]]:
 
 def _form(transfer: Transfer) -> dict[str, Any]:
     return {
+        "kvhma_request": 1,
         "bytes": transfer.bytes,
         "descriptors": transfer.descriptors,
         "excess_bytes": transfer.excess_bytes,
@@ -76,22 +85,19 @@ def _form(transfer: Transfer) -> dict[str, Any]:
     }
 
 
-def _print(form: dict[str, Any], quiet: bool) -> None:
-    console = Console()
+def _print(form: dict[str, Any], style: str, quiet: bool) -> None:
     for finding in [] if quiet else form["findings"]:
-        console.print(f"source {finding['source']}: {printable(finding['text'])}", highlight=False, markup=False)
+        click.echo(f"source {finding['source']}: {printable(finding['text'])}")
+    columns = ("local address", "remote address", "bytes")
     for read in [] if quiet else form["reads"]:
-        table = Table(title=f"read from source {read['source']}: {read['descriptors']} runs, {read['bytes']:,} bytes")
-        for name in ("local address", "remote address", "length"):
-            table.add_column(name, justify="right")
-        for local_address, remote_address, length in read["runs"][:_MAX_ROWS]:
-            table.add_row(hex(local_address), hex(remote_address), f"{length:,}")
-        if (more := len(read["runs"]) - _MAX_ROWS) > 0:
-            table.caption = f"and {more} more; --json prints all"
-        console.print(table)
+        title = f"read from source {read['source']}: {read['descriptors']} runs, {read['bytes']:,} bytes"
+        rows = [(hex(to), hex(start), f"{length:,}") for to, start, length in read["runs"][:_MAX_ROWS]]
+        more = len(read["runs"]) - _MAX_ROWS
+        caption = f"and {more} more; --json prints all" if more > 0 else ""
+        print_sheets([Sheet(title, "rrr", columns, rows, caption)], style)
+        click.echo()
     zeroed = sum(length for _, length in form["zero"])
-    console.print(
+    click.echo(
         f"{form['descriptors']} descriptors, {form['bytes']:,} bytes read ({form['excess_bytes']:,} of them after the "
-        f"last token), {zeroed:,} bytes zeroed in {len(form['zero'])} ranges",
-        highlight=False,
+        f"last token), {zeroed:,} bytes zeroed in {len(form['zero'])} ranges"
     )

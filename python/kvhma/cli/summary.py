@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvhma.cli.compare.block_tables import main_group
 from kvhma.cli.compare.engines import kernel_block_size
-from kvhma.cli.format import plural
-from kvhma.cli.hand_off import Counted, HandOff
+from kvhma.cli.format import plural, ranges
+from kvhma.cli.hand_off import VLLM, Counted, HandOff
 from kvhma.geometry import Geometry, Group
 from kvhma.oracle.labels import first_needed
 
 
-def engine_form(geometry: Geometry) -> dict[str, Any]:
-    """Return the sizes of one rank: what vLLM's allocator decides."""
-    group = main_group(geometry)
+def engine_form(ranks: Sequence[Geometry]) -> dict[str, Any]:
+    """Return the sizes of an engine: what vLLM's allocator decides, of its first rank where ranks differ."""
+    first = ranks[0]
+    group = main_group(first)
     attention = None if group.kind == "ssm" else group
-    pages = {geometry.groups[layer.group].kind != "ssm": layer.page.nbytes for layer in geometry.layers}
+    stages = [rank for rank in ranks if rank.tp_rank == first.tp_rank]
+    pages = {first.groups[layer.group].kind != "ssm": layer.page.nbytes for rank in stages for layer in rank.layers}
     kernel = group.kernel_block_size
     return {
-        "tp": geometry.tp_size,
+        "tp": first.tp_size,
+        "pp": max(len(ranks) // first.tp_size, 1),
         "groups": [
-            {"kind": group.kind, "layers": _layers(geometry, index)} for index, group in enumerate(geometry.groups)
+            {"kind": group.kind, "layers": len(_layer_names(ranks, index))} for index, group in enumerate(first.groups)
         ],
-        "regions": len(geometry.regions),
+        "regions": len(first.regions),
         "block_size": group.block_size,
         "kernel_block": kernel,
         "ratio": attention.ratio if attention else 0,
@@ -36,15 +40,16 @@ def engine_form(geometry: Geometry) -> dict[str, Any]:
 def groups_form(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     """Return one row for each group of D: what of it is read, and how much over all ranks."""
     local_spans, remote_spans = hand_off.spans(hand_off.decode[0])
-    layers = {layer.name: layer.group for layer in hand_off.prefill[0].layers}
+    layers = {layer.name: layer.group for rank in hand_off.prefill for layer in rank.layers}
     rows = []
     for index, group in enumerate(hand_off.decode[0].groups):
-        partners = {layers.get(layer.name) for layer in hand_off.decode[0].layers if layer.group == index} - {None}
+        names = _layer_names(hand_off.decode, index)
+        partners = {layers.get(name) for name in names} - {None}
         rows.append(
             {
                 "group": index,
                 "kind": group.kind,
-                "layers": _layers(hand_off.decode[0], index),
+                "layers": len(names),
                 "what": _what(group, hand_off.tokens, hand_off.cached_blocks[index]),
                 "decode_blocks": len(local_spans[index].ids),
                 "prefill_blocks": sum(len(remote_spans[partner].ids) for partner in partners if partner is not None),
@@ -55,8 +60,8 @@ def groups_form(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     return rows
 
 
-def _layers(geometry: Geometry, group: int) -> int:
-    return sum(layer.group == group for layer in geometry.layers)
+def _layer_names(ranks: Sequence[Geometry], group: int) -> set[str]:
+    return {layer.name for rank in ranks for layer in rank.layers if layer.group == group}
 
 
 def _what(group: Group, tokens: int, cached_blocks: int) -> str:
@@ -89,12 +94,15 @@ def notes(hand_off: HandOff, counted: Counted) -> list[str]:
         found.append(f"{counted.excess:,} bytes after the last token come along: a whole last block is fewer copies")
     if counted.zeroed:
         found.append(f"{counted.zeroed:,} bytes of D's blocks are zeroed before the read: no token of the request")
-    idle = sorted(set(range(len(hand_off.prefill))) - {read.prefill_index for read in counted.reads})
+    idle = set(range(len(hand_off.prefill))) - {read.prefill_index for read in counted.reads}
     if idle:
-        ranks = ", ".join(map(str, idle))
+        ranks = ranges(sorted(hand_off.prefill_ranks[index] for index in idle))
         found.append(f"nothing is read from P rank {ranks}: another rank holds the same, or D needs none of it")
-    if hand_off.cached and counted.vllm.refused is None and _ratios(hand_off.decode[0]) != _ratios(hand_off.prefill[0]):
-        found.append("vLLM 0.32 allows no prefix hit between engines of different block ratio; its count assumes one")
+    if hand_off.cached and counted.vllm.why_not is None and _ratios(hand_off.decode[0]) != _ratios(hand_off.prefill[0]):
+        found.append(f"{VLLM} allows no prefix hit between engines of different block ratio; its count assumes one")
+    for name, size in zip(("decode", "prefill"), hand_off.dp_sizes, strict=True):
+        if size > 1:
+            found.append(f"{name} dp={size}: a request is on one of {size} engines, and these are the numbers of one")
     kernels = [kernel_block_size(ranks[0]) for ranks in (hand_off.decode, hand_off.prefill)]
     descriptors = counted.vllm.total.descriptors
     if kernels[0] != kernels[1] and 0 < descriptors < counted.total.descriptors:

@@ -3,30 +3,64 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 from xml.etree import ElementTree as ET
 
 from kvhma.cli.format import printable
 from kvhma.errors import RequestError
 
-_STYLE = """
-svg { background: var(--paper); font: 12px system-ui, sans-serif; --paper: #ffffff; --ink: #1c1f24; --soft: #6b7280;
-  --line: #c9ced6; --pad: #e5e7eb; --c0: #2f6fb7; --c1: #c2601c; --c2: #2d8659; --c3: #8a4fb0; --c4: #b0365a;
-  --c5: #5f7a1f; --c6: #1f7f8c; --c7: #8c6d1f; }
-@media (prefers-color-scheme: dark) { svg { --paper: #14171c; --ink: #e6e8eb; --soft: #9aa3af; --line: #3b424d;
-  --pad: #2a2f37; --c0: #6aa7ea; --c1: #ef9a5c; --c2: #62c493; --c3: #c594e8; --c4: #f0829f; --c5: #a9c95b;
-  --c6: #5fc6d4; --c7: #d9b660; } }
-text { fill: var(--ink); } .soft { fill: var(--soft); } .head { font-size: 16px; font-weight: 600; }
-.big { font-size: 20px; font-weight: 700; } .end { text-anchor: end; } .mid { text-anchor: middle; }
-.small { font-size: 10px; } .frame { fill: none; stroke: var(--line); } .pad { fill: url(#pad); stroke: var(--line);
-  stroke-width: 0.5; } .null { fill: none; stroke: var(--line); stroke-dasharray: 2 2; }
-.read { fill: var(--ink); } .paper { fill: var(--paper); } .on { fill: var(--paper); font-weight: 600; }
-text { pointer-events: none; } .link { opacity: 0.22; } .wide { stroke: var(--paper); stroke-width: 0.4; }
-.held { opacity: 0.25; } .t0 { opacity: 1; } .t1 { opacity: 0.8; } .t2 { opacity: 0.62; } .t3 { opacity: 0.46; }
-rect:hover, polygon:hover { stroke: var(--ink); stroke-width: 1; opacity: 1; }
-""" + "\n".join(f".c{index} {{ fill: var(--c{index}); }}" for index in range(8))
+# Names of sizes in pixels. A docs column is as wide as the drawings here, so this is how large texts are read.
+SIZES = {"big": 17, "head": 14, "": 12, "small": 11}
+PALETTES = {
+    "light": {
+        "paper": "#ffffff", "ink": "#1c1f24", "soft": "#5b6470", "line": "#aab1bb", "pad": "#d5d9df",
+        "c0": "#4c92e2", "c1": "#e66c1a", "c2": "#39a16d", "c3": "#b178d2", "c4": "#dc6a90", "c5": "#7b9a27",
+        "c6": "#2b9dac", "c7": "#b28919",
+    },
+    "dark": {
+        "paper": "#14171c", "ink": "#e6e8eb", "soft": "#9aa3af", "line": "#565f6b", "pad": "#353b45",
+        "c0": "#2e68aa", "c1": "#9c5322", "c2": "#337252", "c3": "#894aad", "c4": "#b03b62", "c5": "#5a6d26",
+        "c6": "#2a6f78", "c7": "#7c631f",
+    },
+}  # fmt: skip
+"""Colors of both settings. `ink` has a contrast of at least 4.5 to 1 on the paper and on c0 to c7, which have 3 to 1 on
+the paper. What fades a color brings it nearer to the paper, so that texts on it only gain."""
+
+
+def _colors(name: str) -> str:
+    return " ".join(f"--{key}: {value};" for key, value in PALETTES[name].items())
+
+
+_STYLE = f"""
+svg {{ background: var(--paper); font: {SIZES[""]}px system-ui, sans-serif; {_colors("light")} }}
+@media (prefers-color-scheme: dark) {{ svg {{ {_colors("dark")} }} }}
+text {{ fill: var(--ink); pointer-events: none; }} .soft {{ fill: var(--soft); }} .end {{ text-anchor: end; }}
+.mid {{ text-anchor: middle; }} .small {{ font-size: {SIZES["small"]}px; }}
+.head {{ font-size: {SIZES["head"]}px; font-weight: 600; }} .big {{ font-size: {SIZES["big"]}px; font-weight: 700; }}
+.frame {{ fill: none; stroke: var(--line); }} .pad {{ fill: url(#pad); stroke: var(--line); stroke-width: 0.5; }}
+.null {{ fill: none; stroke: var(--line); stroke-dasharray: 2 2; pointer-events: all; }}
+.read {{ fill: var(--ink); }} .paper {{ fill: var(--paper); }}
+polyline {{ fill: none; stroke-width: 2; pointer-events: none; }} .grid {{ stroke: var(--line); stroke-width: 0.5; }}
+.link {{ opacity: 0.22; }} .held {{ opacity: 0.3; }}
+.t0 {{ opacity: 1; }} .t1 {{ opacity: 0.8; }} .t2 {{ opacity: 0.62; }} .t3 {{ opacity: 0.46; }}
+rect:hover, polygon:hover {{ stroke: var(--ink); stroke-width: 1; opacity: 1; }}
+""" + "\n".join(
+    f".c{index} {{ fill: var(--c{index}); }} .s{index} {{ stroke: var(--c{index}); }}" for index in range(8)
+)
 
 COLORS = 8
+COLUMN = 688
+"""Pixels of the column of text in the documentation."""
+BOX = 16
+"""Height of the boxes of :meth:`Drawing.run`."""
+_THIN = 0.6
+_LETTER = 0.52
+"""Width of a letter by its size: wider than what fonts for screens have on average."""
+
+Stretch: TypeAlias = tuple[float, float, float]
 
 
 class Drawing:
@@ -50,15 +84,32 @@ class Drawing:
 
     def rect(self, x: float, y: float, width: float, height: float, style: str, hover: str = "") -> None:
         """Draw a box; one too thin to be seen is drawn a little wider."""
-        box = {"x": _number(x), "y": _number(y), "width": _number(max(width, 0.6)), "height": _number(height)}
+        box = {"x": _number(x), "y": _number(y), "width": _number(max(width, _THIN)), "height": _number(height)}
         self._add("rect", hover, {**box, "class": style})
 
-    def band(self, top: tuple[float, float, float], bottom: tuple[float, float, float], style: str, hover: str) -> None:
-        """Draw the band from one stretch to another; each is left end, right end, height."""
+    def paragraph(self, x: float, y: float, text: str, style: str = "") -> float:
+        """Write a text in lines that fit on the page, and return the base line after it."""
+        size = next((SIZES[word] for word in style.split() if word in SIZES), SIZES[""])
+        for line in textwrap.wrap(printable(text), int((self.width - 2 * x) / (_LETTER * size))):
+            self.text(x, y, line, style)
+            y += round(1.35 * size)
+        return y
+
+    def line(self, points: Sequence[tuple[float, float]], style: str) -> None:
+        """Draw a line through points."""
+        text = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+        self._add("polyline", "", {"points": text, "class": style})
+
+    def run(self, top: Stretch, bottom: Stretch, style: str, hover: str) -> None:
+        """Draw two boxes and the band between them; each is left end, right end, upper edge."""
+        group = self._add("g", hover, {"class": style.split()[0]})
         (a, b, y), (c, d, z) = top, bottom
-        points = ((a, y), (max(b, a + 0.6), y), (max(d, c + 0.6), z), (c, z))
-        text = " ".join(f"{_number(x)},{_number(h)}" for x, h in points)
-        self._add("polygon", hover, {"points": text, "class": f"link {style}"})
+        b, d = max(b, a + _THIN), max(d, c + _THIN)
+        for left, right, edge in ((a, b, y), (c, d, z)):
+            box = {"x": _number(left), "y": _number(edge), "width": _number(right - left), "height": f"{BOX}"}
+            ET.SubElement(group, "rect", {**box, "class": " ".join(style.split()[1:])})
+        points = " ".join(f"{_number(x)},{_number(h)}" for x, h in ((a, y + BOX), (b, y + BOX), (d, z), (c, z)))
+        ET.SubElement(group, "polygon", {"points": points, "class": "link"})
 
     def _add(self, tag: str, hover: str, attributes: dict[str, str]) -> ET.Element:
         shape = ET.SubElement(self._root, tag, attributes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32, and a connector without groups, would move between all ranks of two engines.
+"""What vLLM 0.32, and a connector with no HMA, would move between all ranks of two engines.
 
 :mod:`.selection` counts for one rank of each side; which ranks read from which, and what vLLM refuses when it looks
 at whole engines, is here.

@@ -85,7 +85,7 @@ def vllm_views(geometry: Geometry) -> tuple[View, ...]:
 
 
 def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
-    """Return the list of a connector without groups: for each layer the views of an attention page, at any address."""
+    """Return the list of a connector with no HMA: for each layer the views of an attention page, at any address."""
     check_supported(geometry)
     pattern = next((layer for layer in geometry.layers if geometry.groups[layer.group].kind != "ssm"), None)
     if pattern is None:

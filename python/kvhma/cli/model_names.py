@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What MODEL can be: a file, a directory, or a built-in model by one of its names."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from kvhma.cli.engine_options import EngineOptions
+from kvhma.errors import GeometryError, KvhmaError, RequestError, UnknownModelError
+from kvhma.geometry import Geometry
+from kvhma.models import Model, hub_ids, model, models
+from kvhma.models.config import load_json, read_config
+
+
+def find_model(name: str) -> Model:
+    """Return a built-in model.
+
+    Raises:
+        UnknownModelError: no such model; the text names the nearest one, and how to get what another needs.
+    """
+    try:
+        return model(name)
+    except UnknownModelError:
+        known = {known.lower(): known for known in (*models(), *hub_ids())}
+        known |= {hub_id.rpartition("/")[2].lower(): hub_id for hub_id in hub_ids()}
+        near = get_close_matches(name.lower()[:200], known, 1, 0.7) or get_close_matches(
+            name.rpartition("/")[2].lower()[:200], known, 1, 0.7
+        )
+        mean = f" Did you mean {known[near[0]]}?" if near else ""
+        source = name if re.fullmatch(r"[\w.-]{1,100}/[\w.-]{1,100}", name, re.ASCII) else "ORGANISATION/NAME"
+        raise UnknownModelError(
+            f"MODEL {name!a}: no such file or directory, and no built-in model (`kvhma models` lists them).{mean} "
+            f"Any other model needs its config.json: hf download {source} config.json --local-dir DIR, and DIR as MODEL"
+        ) from None
+
+
+def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | None = None) -> Model | Geometry:
+    """Read what MODEL names: a file or directory first, else a built-in model.
+
+    Raises:
+        KvhmaError: it is none of them; the text says what was looked for.
+    """
+    path = Path(text)
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):  # too long for a path, or with a null character
+        exists = False
+    if exists:
+        if path.is_file() and "kvhma" in load_json(path):
+            return geometry(path)
+        return read_config(path, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype)
+    found = find_model(text)
+    try:
+        return EngineOptions(kv_dtype=kv_dtype, ssm_dtype=ssm_dtype).model(found)
+    except KvhmaError as error:
+        raise RequestError(f"MODEL {text!a}: {error}") from error
+
+
+def geometry(path: Path) -> Geometry:
+    """Read a geometry from a file.
+
+    Raises:
+        KvhmaError: it is not one; the text starts with the file.
+    """
+    try:
+        return Geometry.from_json(path.read_bytes())
+    except OSError as error:
+        raise GeometryError(f"{path}: {error.strerror or error}") from error
+    except KvhmaError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete MODEL from the built-in models, in any case, else from files."""
+    names = (name for name in (*models(), *hub_ids()) if name.lower().startswith(incomplete.lower()))
+    return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(incomplete, type="file")]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma models``: the built-in models, by every name that MODEL may have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from kvhma.cli.format import Sheet, print_csv, print_json, print_sheets, size, table_options
+from kvhma.models import Attention, Model, State, hub_ids
+from kvhma.models import models as table
+from kvhma.models.pages import state_bytes
+
+
+@click.command("models")
+@table_options
+def models_(style: str, quiet: bool) -> None:
+    """List the built-in models.
+
+    Each is found by its name or the Hugging Face id of one of its checkpoints, in any case and with or without the
+    organisation. Of any other model give the config.json:
+
+    \b
+    hf download ORGANISATION/NAME config.json --local-dir DIR
+    kvhma plan DIR
+
+    With -q only names are printed.
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    rows = [_row(model) for model in table().values()]
+    if quiet and style == "table":
+        click.echo("\n".join(row["name"] for row in rows))
+    elif style == "json":
+        print_json({"kvhma_models": 1, "models": rows})
+    elif style == "csv":
+        print_csv([{**row, "hub_ids": " ".join(row["hub_ids"]), "layers": _layers(row["layers"])} for row in rows])
+    else:
+        print_sheets([_sheet(rows)], style)
+
+
+def _row(model: Model) -> dict[str, Any]:
+    states = [spec for _, spec in model.specs() if isinstance(spec, State)]
+    attention = [spec for _, spec in model.specs() if isinstance(spec, Attention)]
+    return {
+        "name": model.name,
+        "hub_ids": [hub_id for hub_id, name in hub_ids().items() if name == model.name],
+        "layers": dict(Counter(spec.kind for _, spec in model.specs())),
+        "kv_dtype": model.dtype,
+        "kv_bytes_per_token": sum(spec.kv_heads * spec.token_bytes for spec in attention),
+        "state_bytes": sum(state_bytes(state, tp_size=1) for state in states),
+    }
+
+
+def _layers(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _sheet(rows: list[dict[str, Any]]) -> Sheet:
+    cells = [
+        (
+            row["hub_ids"][0],
+            _layers(row["layers"]),
+            size(row["kv_bytes_per_token"]),
+            size(row["state_bytes"]) if row["state_bytes"] else "–",
+        )
+        for row in rows
+    ]
+    columns = ("Hugging Face id", "layers with a cache", "KV/token", "states")
+    text = (
+        "Other checkpoints of the same models, as -Base and -Thinking, have the same caches; --json lists those known."
+    )
+    return Sheet("", "nlrr", columns, cells, text)

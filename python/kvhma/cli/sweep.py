@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma sweep``: what a request moves between many pairs of engines, as a table and as a plot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhma.cli.arguments import FILE, dtype_options, engine_option
+from kvhma.cli.cost import Link, load_link
+from kvhma.cli.engine_options import EngineOptions, parse_engines
+from kvhma.cli.format import (
+    Sheet,
+    duration,
+    print_csv,
+    print_json,
+    print_sheets,
+    size,
+    table_options,
+    watched,
+)
+from kvhma.cli.hand_off import NO_HMA, VLLM, RequestOptions, count, of_model
+from kvhma.cli.model_names import complete_model, model_or_geometry
+from kvhma.cli.plan import other_form, slowest
+from kvhma.cli.plot import Point, plot
+from kvhma.cli.svg import check_drawing
+from kvhma.cli.values import TokenList
+from kvhma.errors import KvhmaError, RequestError
+from kvhma.geometry import Geometry
+from kvhma.models import Model
+
+_MAX_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One line: a pair of engines as they were given, and a request."""
+
+    prefill: tuple[str, EngineOptions]
+    decode: tuple[str, EngineOptions]
+    tokens: int
+
+    @property
+    def pair(self) -> str:
+        return f"P {self.prefill[0] or 'tp=1'} to D {self.decode[0] or 'tp=1'}"
+
+
+@click.command()
+@click.argument("model", shell_complete=complete_model)
+@engine_option("--prefill", "The prefill engines (P): keys of `kvhma plan`, each with several values.", parse_engines)
+@engine_option("--decode", "The decode engines (D): the same.", parse_engines)
+@click.option("--tokens", type=TokenList(), default="1k/8k/64k", show_default=True, help="Tokens of the prompts.")
+@dtype_options()[0]
+@dtype_options()[1]
+@click.option("--pool", type=click.Choice(["fresh", "used"]), default="fresh", show_default=True, help="Block ids.")
+@click.option("--link", type=FILE, help="Constants of the predicted time, as for `kvhma plan`.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plot it into this SVG or HTML file.")
+@table_options
+def sweep(
+    model: str, tokens: tuple[int, ...], output: Path | None, link: Path | None, style: str, quiet: bool, **given: Any
+) -> None:
+    """Compare pairs of engines.
+
+    Every value of a list is tried with every other one; values are separated by a slash:
+
+    \b
+    kvhma sweep google/gemma-3-27b-it --prefill tp=2 --decode tp=1/2/4,block=16/64 --tokens 1k/8k/64k -o sweep.svg
+
+    A pair that cannot be paired is a line with the reason.
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    if output is not None:
+        check_drawing(output)
+    found = model_or_geometry(model, given["kv_dtype"], given["ssm_dtype"])
+    if isinstance(found, Geometry):
+        raise RequestError(f"MODEL {model!a}: a geometry says all of an engine; a sweep needs a model")
+    cases = [_Case(*one) for one in product(given["prefill"], given["decode"], tokens)]
+    if len(cases) > _MAX_ROWS:
+        raise RequestError(f"{len(cases):,} combinations: at most {_MAX_ROWS:,} are tried")
+    constants = load_link(link)
+    rows = [_row(found, case, given["pool"], constants) for case in watched("planning", cases, quiet)]
+    if output is not None:
+        _plot(found.name, cases, rows, output)
+    if style == "json":
+        print_json({"kvhma_sweep": 1, "model": found.name, "rows": rows, "link": asdict(constants)})
+    elif style == "csv":
+        print_csv([_flat(row) for row in rows])
+    else:
+        print_sheets([_sheet(found.name, rows, constants)], style)
+
+
+def _row(model: Model, case: _Case, pool: Any, link: Link) -> dict[str, Any]:
+    row: dict[str, Any] = {"prefill": case.prefill[0], "decode": case.decode[0], "tokens": case.tokens}
+    try:
+        hand_off = of_model(model, case.prefill[1], case.decode[1], RequestOptions(case.tokens, 0, pool))
+        counted = count(hand_off)
+    except KvhmaError as error:
+        return {**row, "refused": str(error)}
+    others = {"vllm": other_form(counted.vllm, link), "no_hma": other_form(counted.no_hma, link)}
+    return {**row, **asdict(counted.total), "seconds": slowest(hand_off, counted, link), **others}
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the same columns for every row, empty where there is nothing."""
+    fields = ("bytes", "descriptors", "seconds")
+    flat = {name: row[name] for name in ("prefill", "decode", "tokens")}
+    flat |= {name: row.get(name, "") for name in fields}
+    for other in ("vllm", "no_hma"):
+        flat |= {f"{other}_{name}": row.get(other, {}).get(name, "") for name in fields}
+    return flat | {"refused": row.get("refused", "")}
+
+
+def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
+    cells: list[list[str]] = []
+    for row in rows:
+        start = [row["prefill"] or "tp=1", row["decode"] or "tp=1", f"{row['tokens']:,}"]
+        if "refused" in row:
+            cells.append([*start, *"–––––", f"refused: {row['refused']}"])
+            continue
+        times = [duration(of["seconds"]) if "seconds" in of else "–" for of in (row, row["vllm"], row["no_hma"])]
+        cells.append([*start, size(row["bytes"]), f"{row['descriptors']:,}", *times, ""])
+    columns = ["prefill", "decode", "tokens", "bytes", "descr."]
+    columns += [f"time\n{one}" for one in ("kvhma", VLLM, NO_HMA)]
+    align = "nnrrrrrr"
+    if any("refused" in row for row in rows):
+        columns, align = [*columns, ""], f"{align}l"
+    return Sheet(name, align, columns, [row[: len(align)] for row in cells], f"times are predicted with {link.source}")
+
+
+def _plot(name: str, cases: list[_Case], rows: list[dict[str, Any]], output: Path) -> None:
+    points: dict[str, list[Point]] = {}
+    for case, row in zip(cases, rows, strict=True):
+        if "refused" not in row and row["bytes"]:
+            points.setdefault(case.pair, []).append(Point(case.tokens, row["seconds"], row["bytes"]))
+    if not points:
+        raise RequestError(f"--output {output}: every pair is refused: {rows[0].get('refused', 'nothing is moved')}")
+    page, height = plot(f"{name}: what a request moves", points)
+    page.save(output, height)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of options that are more than a number: tokens as people write them, and several ranks."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from click.shell_completion import CompletionItem
+
+from kvhma.cli.engine_options import DTYPES, MAX_RANKS, dtype
+from kvhma.cli.hand_off import MAX_TOKENS
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:  # older versions of click have no brackets there
+    ParamType = click.ParamType
+
+_UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+
+
+class Tokens(ParamType):
+    """A number of tokens, as vLLM's ``--max-model-len`` takes it: 8192, 8k (8,000), 8K (8,192) or 1.5k."""
+
+    name = "tokens"
+
+    def __init__(self, low: int = 1, high: int = MAX_TOKENS) -> None:
+        """Accept numbers from `low` to `high`."""
+        self.low, self.high = low, high
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what help shows for a value."""
+        return "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kmKM]?)", value.strip().replace(",", ""), re.ASCII)
+        number = Fraction(match[1]) * _UNITS.get(match[2], 1) if match else Fraction(-1)
+        if number.denominator != 1 or not self.low <= number <= self.high:
+            self.fail(
+                f"{value!a}: must be {self.low:,} to {self.high:,}, as 8192, 8k (8,000) or 8K (8,192)", param, ctx
+            )
+        return int(number)
+
+
+class TokenList(Tokens):
+    """Several numbers of tokens: ``1k/4k/16k``."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what help shows for a value."""
+        return "N/N/…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the numbers, each once."""
+        if not isinstance(value, str):
+            return value
+        return tuple(dict.fromkeys(super(TokenList, self).convert(word, param, ctx) for word in value.split("/")))
+
+
+class Ranks(ParamType):
+    """Ranks, alone and in ranges with both ends: ``0-3,7``."""
+
+    name = "ranks"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what help shows for a value."""
+        return "N,N-N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the ranks, ascending, each once."""
+        if not isinstance(value, str):
+            return tuple(value)
+        found: set[int] = set()
+        for word in value.split(","):
+            match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", word, re.ASCII)
+            if not match or (last := int(match[2] or match[1])) >= MAX_RANKS or last < int(match[1]):
+                self._wrong(value, param, ctx)
+            found |= set(range(int(match[1]), last + 1))
+        return tuple(sorted(found))
+
+    def _wrong(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> NoReturn:
+        self.fail(f"{value!a}: must be ranks of 0 to {MAX_RANKS - 1}, as 2 or 0-3,7", param, ctx)
+
+
+class Dtype(ParamType):
+    """A dtype, long or short; None for ``auto``."""
+
+    name = "dtype"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | None:
+        """Return its long name."""
+        try:
+            return dtype(value)
+        except ValueError as error:
+            self.fail(f"{value!a}: {error}", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete the name."""
+        return [CompletionItem(name) for name in DTYPES if name.startswith(incomplete.lower())]
