@@ -466,7 +466,9 @@ def test_lines(files: dict[str, Path]) -> None:
 
 def test_json_output(files: dict[str, Path]) -> None:
     code, output = run("--json", files["right"], files["refused"], files["bad"])
-    rows = json.loads(output)
+    form = json.loads(output)
+    assert form["kvhma_check"] == 1
+    rows = form["cases"]
     assert code == 2
     assert [row["verdict"] for row in rows] == ["right", "refused", "unreadable"]
     assert rows[0] == {

@@ -373,6 +373,29 @@ def test_every_command_explains_itself(command: str) -> None:
     assert "--quiet" in done.out
 
 
+DOCUMENTS: dict[str, tuple[object, ...]] = {
+    "kvhma_plan": ("plan", "gemma-3-4b"),
+    "kvhma_explain": ("explain", "gemma-3-4b"),
+    "kvhma_map": ("map", "gemma-3-4b"),
+    "kvhma_sweep": ("sweep", "gemma-3-4b", "--tokens", 100),
+    "kvhma_models": ("models",),
+    "kvhma_diff": ("diff", "gemma-3-4b", "gemma-3-4b"),
+    "kvhma_bench_maths": ("bench", "maths", "gemma-3-4b", "--tokens", 100),
+    "kvhma_check": ("check", "none.json"),
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_every_document_says_what_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its first field, with its version; docs/cli.md has a row for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "_SECONDS", 0.01)
+    (tmp_path / "none.json").write_text("{}")
+    form = cli(*DOCUMENTS[kind], "--json").form
+    assert next(iter(form.items())) == (kind, 1)
+    assert f"| `{kind}: 1` |" in DOCS.read_text()
+
+
 def test_config_of_the_documentation(tmp_path: Path) -> None:
     """Everything a stranger needs is in the two outputs."""
     (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))

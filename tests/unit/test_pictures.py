@@ -120,9 +120,10 @@ def look(picture: str, flags: tuple[str, ...], folder: Path) -> Any:
 
 
 PICTURES: dict[str, tuple[object, ...]] = {
-    "nano": (NANO, "--tokens", 4000, "--prefill", "tp=2", "--decode", "tp=4,block=64"),
-    "dense": ("google/gemma-3-27b-it", "--tokens", "32k", "--pool", "used", "--cached", 8000),
-    "names": ("DeepSeek-V3", "--tokens", 3000, "--pool", "used", "--tensors", 2),
+    "nano": ("map", NANO, "--tokens", 4000, "--prefill", "tp=2", "--decode", "tp=4,block=64"),
+    "dense": ("map", "google/gemma-3-27b-it", "--tokens", "32k", "--pool", "used", "--cached", 8000),
+    "names": ("map", "DeepSeek-V3", "--tokens", 3000, "--pool", "used", "--tensors", 2),
+    "sweep": ("sweep", "openai/gpt-oss-20b", "--decode", "tp=1/2/4,block=16/64/128", "--tokens", "500/1k/8k/64k"),
 }
 
 
@@ -133,7 +134,7 @@ def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: P
     """On paper of the reader's choice: everything shows its text, and labels can be read in the width of the docs."""
     path = next((path for path in ASSETS if path.name == name), tmp_path / "m.svg")
     if name in PICTURES:
-        assert cli("map", *PICTURES[name], "-o", path).code == 0
+        assert cli(*PICTURES[name], "-o", path).code == 0
     assert path.stat().st_size < MAX_BYTES
     found = look(path.read_text(), flags, tmp_path)
     assert (found["paper"], found["width"]) == (paper, COLUMN)

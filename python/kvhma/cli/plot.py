@@ -11,7 +11,7 @@ from kvhma.cli.format import duration, size
 from kvhma.cli.svg import COLORS, COLUMN, Drawing
 
 _LEFT, _RIGHT, _HEIGHT = 88, COLUMN - 24, 200
-_MARK = 7
+_MARK = 8
 _MAX_TICKS = 6
 
 
