@@ -41,7 +41,7 @@ __version__: str
 _Item = TypeVar("_Item", bound=np.uint64 | np.int32, default=np.uint64)
 _AnyGeometry: TypeAlias = Geometry | CheckedGeometry
 _Axis: TypeAlias = tuple[str, int, int, int, int | None, bool, int]
-_Group: TypeAlias = tuple[Kind, int, int, int | None, int | None, int, int, int]
+_Group: TypeAlias = tuple[Kind, int, int, int | None, int | None, int, int, int, int | None]
 
 @final
 class CheckedGeometry:

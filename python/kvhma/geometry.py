@@ -25,7 +25,8 @@ class Span(NamedTuple):
     Attributes:
         first: index of ``ids[0]`` in the request's block table, which for a group without context parallelism is
             the absolute block position in the sequence: block ``first + i`` starts at token
-            ``(first + i) * block_size``. Ignored for ``ssm`` groups, whose last state is what counts.
+            ``(first + i) * block_size``, with it at ``(first + i) * block_size * cp_size``. Ignored for ``ssm``
+            groups, whose last state is what counts.
         ids: logical block ids, in the order of the sequence: a list of int, or an int32 or int64 array of shape
             ``(n,)``. Never the null block.
     """
@@ -63,9 +64,11 @@ class Group:
         chunk: tokens per attention chunk (``chunked`` only).
         speculative: extra state slots kept behind the state-bearing one (``ssm`` only).
         cp_rank: this rank's place among the context-parallel ranks.
-        cp_size: context-parallel ranks, which take turns by whole blocks: entry ``i`` of the block table is sequence
-            block ``i * cp_size + cp_rank``. Ranks that take turns by tokens, as vLLM's do unless
-            ``cp_kv_cache_interleave_size`` is the block size, cannot be described.
+        cp_size: context-parallel ranks, which take turns: token ``t`` is that of rank ``t // turn % cp_size``. An entry
+            of the block table is for ``block_size * cp_size`` tokens of the sequence; each rank has its own of them in
+            its block, in their order.
+        cp_interleave: tokens of a turn, vLLM's ``cp_kv_cache_interleave_size``: a divisor of `block_size`, in a
+            ``full`` or ``mla`` group. None for `block_size`: the ranks take turns by whole blocks.
     """
 
     kind: Kind
@@ -76,6 +79,12 @@ class Group:
     speculative: int = 0
     cp_rank: int = 0
     cp_size: int = 1
+    cp_interleave: int | None = None
+
+    @property
+    def turn(self) -> int:
+        """Tokens that a context-parallel rank holds before it is the next one's turn."""
+        return self.cp_interleave or self.block_size
 
     @property
     def kernel_block_size(self) -> int:

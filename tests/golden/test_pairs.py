@@ -175,6 +175,34 @@ def test_sources_of_a_context_parallel_latent(tp_rank, tp_size, remote_tp, cp, r
     assert sorted(moved.pairs) == sources
 
 
+def test_ranks_that_take_turns_by_token():
+    # Of seven tokens of a byte each, rank 0 has 0, 2, 4 and 6 one after the other in its block 2, rank 1 has 1, 3 and
+    # 5. Token 7 of D's block 1 is nobody's yet.
+    prefill = [
+        rank(at, [Group("mla", 4, cp_rank=r, cp_size=2, cp_interleave=1)], [("kv", 0, latent(4, 1))])
+        for r, at in enumerate((THERE, THERE + (1 << 20)))
+    ]
+    moved = Moved(rank(HERE, [Group("mla", 8)], [("kv", 0, latent(8, 1))]), prefill, 7, [Span(0, [1])], [Span(0, [2])])
+    block, *blocks = HERE + 8, THERE + 2 * 4, THERE + (1 << 20) + 2 * 4
+    for read, tokens in zip(moved.transfer.reads, ((0, 2, 4, 6), (1, 3, 5)), strict=True):
+        assert read.local.tolist() == [[block + token, 1, 0] for token in tokens]
+        assert read.remote.tolist() == [[blocks[read.source] + at, 1, 0] for at in range(len(tokens))]
+    assert moved.transfer.zero.tolist() == [[block + 7, 1, 0]]
+
+
+def test_ranks_that_take_equal_turns_read_whole_blocks():
+    # Rank 1 of 2 by two tokens, in blocks of 4 here and of 8 there: of 18 tokens 2, 3, 6, 7, 10, 11, 14 and 15.
+    def side(at, block):
+        group = Group("mla", block, cp_rank=1, cp_size=2, cp_interleave=2)
+        return rank(at, [group], [("kv", 0, latent(block, 1))])
+
+    moved = Moved(side(HERE, 4), side(THERE, 8), 18, [Span(0, [1, 2, 3])], [Span(0, [5, 6])])
+    (read,) = moved.transfer.reads
+    assert read.local.tolist() == [[HERE + 4, 8, 0]]
+    assert read.remote.tolist() == [[THERE + 5 * 8, 8, 0]]
+    assert moved.transfer.zero.tolist() == [[HERE + 3 * 4, 4, 0]]
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("sliding", 4), ("chunked", 8)])
 def test_a_rank_that_owes_nothing_may_have_no_blocks(kind, limit):
     # Of tokens 8..10 rank 2 of 3 has all. Ranks 0 and 1 have none of them, and hold nothing; D's block begins at

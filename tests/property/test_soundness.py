@@ -56,16 +56,23 @@ def test_generated_requests_and_the_same_with_a_block_less() -> None:
     assert min(counted["right"], counted["refused"]) > 20
 
 
+def divisors(value: int) -> list[int]:
+    return [number for number in range(1, value + 1) if value % number == 0]
+
+
 def tiny(rng: random.Random) -> Case:
-    """One latent layer; everything about positions drawn: blocks, windows, ranks in parallel, blocks on both sides."""
+    """One latent layer; everything about positions drawn: blocks, windows, ranks and their turns, blocks of both."""
     kind = rng.choice(["full", "sliding", "sliding", "chunked"])
     limit = {"sliding": "window", "chunked": "chunk"}.get(kind)
     bound = {limit: rng.randint(1, 12)} if limit else {}
     kernels, ratios = rng.choices(range(1, 5), k=2), rng.choices(range(1, 4), k=2)
     parallel = rng.choice([1, 1, 1, 2, 3]), rng.choice([1, 2, 3])
+    turns = [rng.choice([None, *divisors(kernels[at] * ratios[at])]) for at in (0, 1)]
 
     def side(base: int, at: int, cp_rank: int) -> Geometry:
-        group = Group(kind, kernels[at] * ratios[at], ratios[at], cp_rank=cp_rank, cp_size=parallel[at], **bound)
+        turn = turns[at] if kind == "full" and parallel[at] > 1 else None
+        parallel_rank = {"cp_rank": cp_rank, "cp_size": parallel[at], "cp_interleave": turn}
+        group = Group(kind, kernels[at] * ratios[at], ratios[at], **parallel_rank, **bound)
         return rank(base, [group], [("kv", 0, latent(kernels[at], 1))], blocks=40)
 
     tokens = rng.randint(1, 30)

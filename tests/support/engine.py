@@ -14,7 +14,10 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of an engine: layers of one family, cut into blocks; `kind` may be ``full`` for windows."""
+    """A group of an engine: layers of one family, cut into blocks; `kind` may be ``full`` for windows.
+
+    `turn` is how many tokens a context-parallel rank has before the next one, None for a block.
+    """
 
     family: Family
     kind: Kind
@@ -22,6 +25,7 @@ class GroupShape:
     kernel_tokens: int
     ratio: int
     cp: bool
+    turn: int | None = None
 
     @property
     def block_size(self) -> int:
@@ -356,4 +360,5 @@ class Rank:
             speculative=family.speculative,
             cp_rank=self.cp_rank if shape.cp else 0,
             cp_size=self.shape.cp if shape.cp else 1,
+            cp_interleave=shape.turn if shape.cp and self.shape.cp > 1 else None,
         )

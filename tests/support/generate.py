@@ -68,6 +68,9 @@ def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Cas
     families = make_model(rng, recipe, tp)
     cuts = _cuts(rng, recipe, families)
     local, remote = _shapes(rng, recipe, families, cuts, tp)
+    # By chance of its own, so that a seed goes on to mean the same otherwise.
+    turns = random.Random(f"turns {seed}")
+    local, remote = _with_turns(turns, local), _with_turns(turns, remote)
     tokens = draw_tokens(rng, recipe, local, remote)
     if max_tokens is not None:
         tokens = min(tokens, max_tokens)
@@ -255,6 +258,18 @@ def _shapes(
             overlap=rng.random() < 0.3,
         )
     return base, other
+
+
+def _with_turns(rng: random.Random, shape: Shape) -> Shape:
+    """Let context-parallel ranks take turns by fewer tokens than a block in some groups."""
+    groups = []
+    for group in shape.groups:
+        # What tokens cannot cut moves by kernel blocks, which are of one rank then.
+        unit = group.kernel_tokens if group.family.packed else 1
+        turn = rng.choice([None, *(unit * part for part in _divisors(group.block_size // unit))])
+        able = group.cp and group.kind in ("full", "mla")
+        groups.append(replace(group, turn=turn) if able else group)
+    return replace(shape, groups=tuple(groups))
 
 
 def _page_orders(rng: random.Random, base: Shape, other: Shape) -> tuple[Shape, Shape]:

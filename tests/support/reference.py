@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import NamedTuple, cast
 
@@ -65,14 +65,13 @@ def clip_window(ids: Sequence[int], window: int, block_size: int) -> list[int]:
 def clip_tokens(span: Span, group: Group, num_tokens: int) -> Span:
     """Keep the blocks that hold a needed token below `num_tokens`: never more than the static rule keeps.
 
-    Entry ``i`` of the block table is sequence block ``i * cp_size + cp_rank``. A block is needed if one of
-    its tokens is, and then it is needed whole.
+    A block is needed if one of its tokens is, and then it is needed whole.
     """
     low = first_needed_token(group, num_tokens)
     entries = [
         (span.first + i, int(block))
         for i, block in enumerate(span.ids)
-        if _start(group, span.first + i) + group.block_size > low and _start(group, span.first + i) < num_tokens
+        if any(low <= token < num_tokens for token in entry_tokens(group, span.first + i))
     ]
     first = entries[0][0] if entries else span.first
     return Span(first, [block for _, block in entries])
@@ -98,9 +97,22 @@ def expand_blocks(ids: Sequence[int], ratio: int) -> list[int]:
     return [int(block) * ratio + k for block in ids for k in range(ratio)]
 
 
-def _start(group: Group, entry: int) -> int:
-    """Return the first token of entry `entry` of the block table."""
-    return (entry * group.cp_size + group.cp_rank) * group.block_size
+@cache
+def entry_tokens(group: Group, entry: int) -> tuple[int, ...]:
+    """Return the tokens of entry `entry` of the block table that are this rank's, in the order of its block.
+
+    An entry is for as many tokens as the blocks of all context-parallel ranks hold. They take turns: by whole blocks,
+    or by `cp_interleave` tokens.
+
+        >>> entry_tokens(Group("full", 4, cp_rank=1, cp_size=2), 1)
+        (12, 13, 14, 15)
+        >>> entry_tokens(Group("full", 4, cp_rank=1, cp_size=2, cp_interleave=1), 1)
+        (9, 11, 13, 15)
+    """
+    turn = group.cp_interleave or group.block_size
+    size = group.block_size * group.cp_size
+    tokens = range(entry * size, (entry + 1) * size)
+    return tuple(token for token in tokens if token // turn % group.cp_size == group.cp_rank)
 
 
 # --- Where the bytes are --------------------------------------------------------------------------------
@@ -137,12 +149,12 @@ class KernelPage(NamedTuple):
 
     Attributes:
         kernel: number of the kernel block: logical block times ratio, plus its place there.
-        token: its first token; -1 for a state.
+        tokens: its tokens; -1 for a state.
         address: of its first byte.
     """
 
     kernel: int
-    token: int
+    tokens: tuple[int, ...]
     address: int
 
 
@@ -151,34 +163,34 @@ def kernel_pages(geometry: Geometry, layer: Layer, span: Span) -> Iterator[Kerne
     group = geometry.groups[layer.group]
     kernel_stride = layer.block_stride // group.ratio if layer.kernel_stride is None else layer.kernel_stride
     if group.kind == "ssm":
-        blocks = [(block, -1) for block in clip_state(list(span.ids), group.speculative)]
+        blocks = [(block, (-1,)) for block in clip_state(list(span.ids), group.speculative)]
     else:
-        blocks = [(int(block), _start(group, span.first + i)) for i, block in enumerate(span.ids)]
+        blocks = [(int(block), entry_tokens(group, span.first + i)) for i, block in enumerate(span.ids)]
     base = geometry.regions[layer.region].base + layer.offset
-    for block, start in blocks:
+    for block, tokens in blocks:
         for k in range(group.ratio):
-            token = -1 if group.kind == "ssm" else start + k * (group.block_size // group.ratio)
+            size = len(tokens) // group.ratio
             address = base + block * layer.block_stride + k * kernel_stride
-            yield KernelPage(block * group.ratio + k, token, address)
+            yield KernelPage(block * group.ratio + k, tokens[k * size : (k + 1) * size], address)
 
 
 def layer_bytes(geometry: Geometry, layer: Layer, span: Span) -> Iterator[tuple[Item, Byte]]:
     """Yield every content byte of a request's blocks in one layer: the definition, byte by byte."""
     for page in kernel_pages(geometry, layer, span):
         for part in layer.page.parts:
-            for item, address in part_items(part, layer.name, page.token, page.address):
+            for item, address in part_items(part, layer.name, page.tokens, page.address):
                 for byte in range(part.item_bytes):
                     yield item._replace(byte=byte), Byte(address + byte, layer.region)
 
 
-def part_items(part: Part, layer: str, token: int, page: int) -> Iterator[tuple[Item, int]]:
+def part_items(part: Part, layer: str, tokens: Sequence[int], page: int) -> Iterator[tuple[Item, int]]:
     """Yield the items of a part in one kernel block, and their addresses."""
     axes = sorted(part.axes, key=lambda axis: axis.name)
     for local in product(*(range(_length(axis)) for axis in axes)):
         at = dict(zip((axis.name for axis in axes), local, strict=True))
         coordinates = tuple(axis.start + at[axis.name] for axis in axes if axis.name != "tokens")
         address = page + part.offset + sum(at[axis.name] * axis.stride for axis in axes)
-        yield Item(layer, part.name, token + at.get("tokens", 0), coordinates, 0), address
+        yield Item(layer, part.name, tokens[at.get("tokens", 0)], coordinates, 0), address
 
 
 def _length(axis: Axis) -> int:
@@ -278,7 +290,7 @@ def transfer(
             moved = range(-1, 1 << 63)
         else:
             moved = range(starts[layer.group], last)
-            gone = sum(_start(group, span.first + i) + group.block_size <= low for i in range(len(span.ids)))
+            gone = sum(entry_tokens(group, span.first + i)[-1] < low for i in range(len(span.ids)))
             span = Span(span.first + gone, list(span.ids)[gone:])
         for item, place in layer_bytes(local, layer, span):
             if item.token in moved and item in held:
@@ -319,8 +331,8 @@ def first_held_token(
     ]
     for token in reversed(range(needed)):
         for group, span in owners:
-            entry, rank = divmod(token // group.block_size, group.cp_size)
-            if rank == group.cp_rank and not span.first <= entry < span.first + len(span.ids):
+            entry = token // (group.block_size * group.cp_size)
+            if token in entry_tokens(group, entry) and not span.first <= entry < span.first + len(span.ids):
                 return token + 1
     return 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.oracle import cases
 from support.generate import Case
-from support.reference import Item, first_needed_token
+from support.reference import Item, entry_tokens, first_needed_token
 from support.shrink import failure, shrink, spans_of
 from support.where import Place, places, stands_for
 
@@ -106,10 +106,10 @@ def _shards(geometry: Geometry) -> set[Item]:
 
 
 def _is_of_rank(content: Item, group: Group) -> bool:
-    return content.token < 0 or content.token // group.block_size % group.cp_size == group.cp_rank
+    entry = content.token // (group.block_size * group.cp_size)
+    return content.token < 0 or content.token in entry_tokens(group, entry)
 
 
 def _reaches(group: Group, entries: int, tokens: int) -> bool:
     """Return whether a block table of that many entries holds this rank's part of all tokens."""
-    blocks = -(-tokens // group.block_size)
-    return entries >= -(-max(0, blocks - group.cp_rank) // group.cp_size)
+    return not any(token < tokens for token in entry_tokens(group, entries))

@@ -48,7 +48,7 @@ def places(geometry: Geometry, spans: Sequence[Span]) -> dict[int, Place]:
         cut = {part.name: any(axis.name == "tokens" for axis in part.axes) for part in layer.page.parts}
         for page in kernel_pages(geometry, layer, spans[layer.group]):
             for part in layer.page.parts:
-                for item, address in part_items(part, layer.name, page.token, page.address):
+                for item, address in part_items(part, layer.name, page.tokens, page.address):
                     for byte in range(part.item_bytes):
                         found[address + byte] = Place(item._replace(byte=byte), cut[part.name], page.kernel)
     return found

@@ -195,7 +195,7 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
             "code": "cp-cycle",
             "place": "geometry",
             "layer": None,
-            "field": "block_size x cp_size",
+            "field": "cp_interleave x cp_size",
             "local": "65584 x 64",
             "reason": "the positions of the context-parallel ranks repeat too late",
         },
@@ -399,6 +399,7 @@ def test_every_code_is_documented() -> None:
         "axes",
         "extent",
         "block-size",
+        "cp-turns",
         "no-common-layer",
         "one-sided-layer",
     )

@@ -21,7 +21,8 @@ _BY_CODE = {
     "no-common-layer": "serve the same model on both sides; layers meet by name",
     "one-sided-layer": "serve the same model and the same draft module on both sides, or list all pipeline stages",
     "no-source": "list every rank and pipeline stage of the prefill engine",
-    "cp-cycle": "choose block sizes of which one is a multiple of the other on the context-parallel ranks",
+    "cp-cycle": "choose turns of which one is a multiple of the other on the context-parallel ranks",
+    "cp-turns": "set cp_kv_cache_interleave_size to the block size on both sides",
 }
 _BY_AXIS = {
     "rows": "serve the same model on both sides; rows for draft tokens are State.draft_rows, not part of d_conv",

@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Group, Layer, Part
-from kvhma.oracle.labels import Blocks, Ints, row_bytes, row_strides
+from kvhma.oracle.labels import Blocks, Ints, row_bytes, row_strides, tokens_from_first
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
@@ -69,6 +69,7 @@ def batches(blocks: Blocks, part: Part, group: Group) -> Iterator[tuple[Ints, In
     else:
         length = tokens_axis(part)[1]
         inside = np.arange(group.ratio, dtype=np.int64)[:, None] * kernel + np.arange(length, dtype=np.int64)
+        inside = tokens_from_first(group, inside)
     step = max(1, BATCH // max(1, part.nbytes * group.ratio))
     for start in range(0, blocks.ids.size, step):
         ids = blocks.ids[start : start + step]

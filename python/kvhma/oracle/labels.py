@@ -223,7 +223,7 @@ class Side:
 
 
 def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints]:
-    """Return page offset, byte of the row and token in the block, of every byte in a logical block."""
+    """Return page offset, byte of the row and token from the block's first one, of every byte in a logical block."""
     strides = row_strides(part)
     kernel_tokens = group.kernel_block_size
     offset = np.arange(group.ratio, dtype=np.int64) * stride + part.offset
@@ -239,7 +239,7 @@ def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints
     return (
         (offset[:, None] + local).ravel(),
         (byte[:, None] + local).ravel(),
-        np.repeat(token, part.item_bytes),
+        tokens_from_first(group, np.repeat(token, part.item_bytes)),
     )
 
 
@@ -263,7 +263,28 @@ def blocks_of(group: Group, span: Span) -> Blocks:
         last = max(0, ids.size - 1 - group.speculative)
         return Blocks(ids[last : last + 1], np.zeros(min(ids.size, 1), np.int64))
     entry = np.arange(span.first, span.first + ids.size, dtype=np.int64)
-    return Blocks(ids, (entry * group.cp_size + group.cp_rank) * group.block_size)
+    return Blocks(ids, entry * group.cp_size * group.block_size + group.cp_rank * group.turn)
+
+
+def reach(group: Group) -> int:
+    """Return how many tokens of the sequence there are from a block's first one to its last one."""
+    return int(tokens_from_first(group, np.array([group.block_size - 1]))[0]) + 1
+
+
+def together(group: Group) -> int:
+    """Return how many tokens of a kernel block follow each other in the sequence, from a multiple of that on."""
+    kernel = group.kernel_block_size
+    return kernel if group.cp_size == 1 or group.turn % kernel == 0 else group.turn
+
+
+def tokens_from_first(group: Group, local: Ints) -> Ints:
+    """Return how many tokens of the sequence after a block's first one its token number `local` is.
+
+    ::
+
+        cp_size 2, turns of 2    block of rank 0   0 1 2 3      tokens of the sequence   0 1 4 5
+    """
+    return local // group.turn * group.turn * group.cp_size + local % group.turn
 
 
 def first_needed(group: Group, num_tokens: int) -> int:
@@ -281,7 +302,7 @@ def first_needed(group: Group, num_tokens: int) -> int:
 def used_blocks(group: Group, span: Span, num_tokens: int) -> Blocks:
     """Return the blocks of `span` that a request does not leave alone: those not wholly before what it needs."""
     blocks = blocks_of(group, span)
-    used = blocks.token + group.block_size > first_needed(group, num_tokens)
+    used = blocks.token + reach(group) > first_needed(group, num_tokens)
     return Blocks(blocks.ids[used], blocks.token[used])
 
 

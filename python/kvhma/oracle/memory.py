@@ -25,6 +25,8 @@ from kvhma.oracle.labels import (
     check_spans,
     first_needed,
     parts_of,
+    together,
+    tokens_from_first,
     used_blocks,
 )
 
@@ -267,7 +269,9 @@ class _HeldTokens:
             if group.kind == "ssm":
                 ranges += [(0, 1)] * tokens.size
             else:
-                ranges += [(token + 1, token + 1 + group.block_size) for token in tokens.tolist()]
+                inside = tokens_from_first(group, np.arange(0, group.block_size, together(group)))
+                starts = (tokens[:, None] + inside).ravel().tolist()
+                ranges += [(token + 1, token + 1 + together(group)) for token in starts]
         # One entry more than the last token: whatever is after it clips to that, and nobody holds it.
         mask = np.zeros(max((end for _, end in ranges), default=1) + 1, bool)
         for start, end in ranges:
@@ -276,11 +280,11 @@ class _HeldTokens:
 
     def last_block_end(self, layer: str, group: Group, num_tokens: int) -> int:
         """Return how far a whole last block may reach: the nearer end of the two sides' last kernel blocks."""
-        kernels = [group.kernel_block_size]
+        kernels = [together(group)]
         for remote, _ in self._sources:
             found = remote.layer_by_name.get(layer)
             if found is not None:
-                kernels.append(remote.groups[found.group].kernel_block_size)
+                kernels.append(together(remote.groups[found.group]))
         return min(-(-num_tokens // kernel) * kernel for kernel in kernels)
 
 
@@ -329,8 +333,8 @@ def owner_of(
                 elif group.kind == "ssm":
                     return layer.name, part.name, None
                 else:
-                    token = tokens[block] + kernel * group.kernel_block_size + inside
-                    return layer.name, part.name, token
+                    local = np.array([kernel * group.kernel_block_size + inside])
+                    return layer.name, part.name, tokens[block] + int(tokens_from_first(group, local)[0])
     return elsewhere
 
 

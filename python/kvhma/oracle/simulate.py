@@ -37,6 +37,8 @@ from kvhma.oracle.labels import (
     check_spans,
     first_needed,
     parts_of,
+    reach,
+    together,
     used_blocks,
 )
 from kvhma.oracle.memory import Difference, MemoryReport, owner_of
@@ -97,7 +99,7 @@ class Oracle:
             for layer, part in parts_of(side.geometry):
                 entry = self._catalog.index[layer.name, part.name]
                 # It only bounds how far a block may be moved whole; sources may differ.
-                kernel = side.geometry.groups[layer.group].kernel_block_size
+                kernel = together(side.geometry.groups[layer.group])
                 self._remote_kernel[entry] = max(self._remote_kernel[entry], kernel)
 
     def check(
@@ -183,7 +185,7 @@ class Oracle:
             for group, span in zip(side.geometry.groups, spans, strict=True):
                 token = blocks_of(group, span).token
                 if token.size and group.kind != "ssm":
-                    starts += [int(token[0]), int(token[-1]) + group.block_size]
+                    starts += [int(token[0]), int(token[-1]) + reach(group)]
         if starts:
             low, high = min(starts), max(starts)
         rows = self._catalog.row_bytes
@@ -234,7 +236,7 @@ class Oracle:
             flat, content = self._labelled(template, blocks, labels)
             moved = held[content]
             if group.kind not in ("ssm", "opaque"):
-                kernel = group.kernel_block_size
+                kernel = together(group)
                 # How far a whole last block may reach: the nearer end of the two sides' last kernel blocks.
                 end = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
                 start = -blocks.token[:, None]

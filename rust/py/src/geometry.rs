@@ -11,7 +11,7 @@ use crate::error::{OrRaise, type_error};
 use crate::values::read_form;
 
 type RegionArguments = (u64, u64, &'static str, u32);
-type GroupArguments = (&'static str, u64, u64, Option<u64>, Option<u64>, u64, u64, u64);
+type GroupArguments = (&'static str, u64, u64, Option<u64>, Option<u64>, u64, u64, u64, Option<u64>);
 type AxisArguments<'a> = (&'a str, u64, u64, u64, Option<u64>, bool, u64);
 type PartArguments<'a> = (&'a str, &'a str, u64, u64, Vec<AxisArguments<'a>>);
 type LayerArguments<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u64>);
@@ -100,8 +100,8 @@ impl CheckedGeometry {
     #[getter]
     fn groups(&self) -> Vec<GroupArguments> {
         let arguments = |group: &Group| {
-            let Group { kind, block_size, ratio, window, chunk, speculative, cp_rank, cp_size } = *group;
-            (kind.word(), block_size, ratio, window, chunk, speculative, cp_rank, cp_size)
+            let Group { kind, block_size, ratio, window, chunk, speculative, cp_rank, cp_size, cp_interleave } = *group;
+            (kind.word(), block_size, ratio, window, chunk, speculative, cp_rank, cp_size, cp_interleave)
         };
         self.form.groups.iter().map(arguments).collect()
     }

@@ -119,6 +119,7 @@ fn read_group(group: &Fields<'_, '_>) -> PyResult<Group> {
         speculative: group.number("speculative")?,
         cp_rank: group.number("cp_rank")?,
         cp_size: group.number("cp_size")?,
+        cp_interleave: group.number_or_none("cp_interleave")?,
     })
 }
 

@@ -90,9 +90,24 @@ fn check_group(place: &str, group: &written::Group) -> Result<Group> {
     require(divides, place, "ratio", ratio, format_args!("has to divide block_size {block_size}"))?;
     require(cp_rank < cp_size, place, "cp_rank", cp_rank, format_args!("has to be below cp_size {cp_size}"))?;
     let kind = check_kind(place, group)?;
+    let cp_interleave = check_interleave(place, group, kind)?;
     let expected = format_args!("has to be 1 in a {} group: it has no positions", kind.word());
     require(kind.is_attention() || cp_size == 1, place, "cp_size", cp_size, expected)?;
-    Ok(Group { kind, block_size, kernel_blocks_per_block: ratio, cp_rank, cp_size })
+    Ok(Group { kind, block_size, kernel_blocks_per_block: ratio, cp_rank, cp_size, cp_interleave })
+}
+
+/// Tokens of a turn: a block where nothing else is said.
+fn check_interleave(place: &str, group: &written::Group, kind: Kind) -> Result<u64> {
+    let written::Group { block_size, cp_size, cp_interleave, .. } = *group;
+    let Some(given) = cp_interleave else { return Ok(block_size) };
+    let field = "cp_interleave";
+    require(cp_size > 1, place, field, given, "only groups with a cp_size above 1 have it")?;
+    require(given != 0 && block_size % given == 0, place, field, given, format_args!("has to divide {block_size}"))?;
+    // Blocks that a window has passed are dropped whole: that is known for turns of whole blocks only.
+    let keeps_all = matches!(kind, Kind::Full | Kind::Mla);
+    let expected = format_args!("has to be the block_size {block_size} in a {} group", kind.word());
+    require(keeps_all || given == block_size, place, field, given, expected)?;
+    Ok(given)
 }
 
 /// The kind with the numbers that it needs, after a check that no other is given.

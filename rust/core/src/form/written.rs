@@ -87,6 +87,9 @@ pub struct Group {
     /// Context-parallel ranks.
     #[serde(default = "one")]
     pub cp_size: u64,
+    /// Tokens that one of them holds before it is the next one's turn; `block_size` if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cp_interleave: Option<u64>,
 }
 
 /// An axis whose length may be left out: it then has all indices from `start` on.

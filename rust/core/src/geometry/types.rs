@@ -124,9 +124,17 @@ pub struct Group {
     pub cp_rank: u64,
     /// Context-parallel ranks.
     pub cp_size: u64,
+    /// Tokens that a rank holds before it is the next one's turn; divides the block size.
+    pub cp_interleave: u64,
 }
 
 impl Group {
+    /// A group of a rank that holds every token.
+    #[cfg(test)]
+    pub(crate) fn alone(kind: Kind, block_size: u64, kernel_blocks_per_block: u64) -> Self {
+        Self { kind, block_size, kernel_blocks_per_block, cp_rank: 0, cp_size: 1, cp_interleave: block_size }
+    }
+
     /// Tokens per kernel block.
     pub fn kernel_tokens(&self) -> u64 {
         self.block_size / self.kernel_blocks_per_block
@@ -146,20 +154,47 @@ impl Group {
         }
     }
 
-    /// Tokens after which it is this rank's turn again.
-    pub(crate) fn tokens_per_turn(&self) -> u64 {
+    /// Tokens of all ranks together in one entry of the block table.
+    pub(crate) fn tokens_per_entry(&self) -> u64 {
         self.block_size * self.cp_size
     }
 
-    /// First token of entry `index` of the block table. Context-parallel ranks take turns by whole blocks:
+    /// Tokens after which it is this rank's turn again.
+    pub(crate) fn tokens_per_round(&self) -> u64 {
+        self.cp_interleave * self.cp_size
+    }
+
+    /// Index of a token among those of its rank, and whether that is this rank.
     ///
     /// ```text
-    /// cp_size 2     block of the sequence   0   1   2   3   4
-    ///               entry of rank 0         0       1       2
-    ///               entry of rank 1             0       1
+    /// cp_size 2, cp_interleave 2      token             0 1 | 2 3 | 4 5 | 6 7 | 8 9
+    ///                                 index at rank 0   0 1         2 3         4 5
+    ///                                 index at rank 1         0 1         2 3
     /// ```
-    pub(crate) fn entry_start(&self, index: u64) -> u64 {
-        index * self.tokens_per_turn() + self.cp_rank * self.block_size
+    pub(crate) fn index_at_rank(&self, token: u64) -> (u64, bool) {
+        let (turn, within) = (token / self.cp_interleave, token % self.cp_interleave);
+        (turn / self.cp_size * self.cp_interleave + within, turn % self.cp_size == self.cp_rank)
+    }
+
+    /// First token of entry `index` of the block table that is this rank's, and one past the last one.
+    ///
+    /// ```text
+    /// block_size 4, cp_size 2       token   0 1 2 3 4 5 6 7 8 9 ...
+    /// cp_interleave 4, rank 1               . . . . 0 0 0 0 . . . . 1 1 1 1
+    /// cp_interleave 1, rank 1               . 0 . 0 . 0 . 0 . 1 . 1 . 1 . 1
+    /// ```
+    pub(crate) fn entry_tokens(&self, index: u64) -> Interval {
+        let others_after = (self.cp_size - 1 - self.cp_rank) * self.cp_interleave;
+        Interval {
+            start: index * self.tokens_per_entry() + self.cp_rank * self.cp_interleave,
+            end: (index + 1) * self.tokens_per_entry() - others_after,
+        }
+    }
+
+    /// How ranks take turns within a kernel block; None if all of a kernel block's tokens follow each other.
+    pub(crate) fn turns_in_kernel_block(&self) -> Option<(u64, u64)> {
+        let is_whole = self.cp_size == 1 || self.cp_interleave % self.kernel_tokens() == 0;
+        (!is_whole).then_some((self.cp_size, self.cp_interleave))
     }
 
     /// A kernel block of a logical block.
@@ -372,7 +407,7 @@ mod tests {
     use super::*;
 
     fn group(kind: Kind) -> Group {
-        Group { kind, block_size: 8, kernel_blocks_per_block: 2, cp_rank: 1, cp_size: 3 }
+        Group { kind, block_size: 8, kernel_blocks_per_block: 2, cp_rank: 1, cp_size: 3, cp_interleave: 8 }
     }
 
     #[test]
@@ -388,8 +423,23 @@ mod tests {
     #[test]
     fn entries_are_the_blocks_of_this_ranks_turns() {
         // Rank 1 of 3 with blocks of 8 tokens holds blocks 1, 4, 7 of the sequence.
-        assert_eq!([0, 1, 2].map(|index| group(Kind::Full).entry_start(index)), [8, 32, 56]);
+        assert_eq!([0, 1, 2].map(|index| group(Kind::Full).entry_tokens(index).start), [8, 32, 56]);
+        assert_eq!([0, 1, 2].map(|index| group(Kind::Full).entry_tokens(index).end), [16, 40, 64]);
         assert_eq!(group(Kind::Full).kernel_block(BlockId(5), 1), KernelBlockId(11));
+    }
+
+    #[test]
+    fn ranks_may_take_turns_within_a_block() {
+        let group = Group { cp_interleave: 2, ..group(Kind::Full) };
+        // Rank 1 of 3 holds tokens 2, 3, 8, 9, 14, 15, 20, 21 in its first block of 8, and 26, 27 ... in its second.
+        let held: Vec<u64> = (0..28).filter(|&token| group.index_at_rank(token).1).collect();
+        assert_eq!(held, [2, 3, 8, 9, 14, 15, 20, 21, 26, 27]);
+        let indices: Vec<u64> = held.iter().map(|&token| group.index_at_rank(token).0).collect();
+        assert_eq!(indices, (0..10).collect::<Vec<_>>());
+        assert_eq!(group.entry_tokens(0), Interval { start: 2, end: 22 });
+        assert_eq!(group.entry_tokens(1).start, 26);
+        assert_eq!(group.turns_in_kernel_block(), Some((3, 2)));
+        assert_eq!(Group { cp_interleave: 4, ..group }.turns_in_kernel_block(), None);
     }
 
     #[test]

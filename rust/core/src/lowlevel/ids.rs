@@ -125,7 +125,7 @@ pub fn first_entries(geometry: &Geometry, num_tokens: u64, cached_blocks: &[u64]
     }
     let first = |(group, &cached): (&Group, &u64)| match group.kind {
         Kind::Ssm { .. } => 0,
-        _ => (group.first_needed_token(num_tokens) / group.tokens_per_turn()).max(cached),
+        _ => (group.first_needed_token(num_tokens) / group.tokens_per_entry()).max(cached),
     };
     Ok(groups.iter().zip(cached_blocks).map(first).collect())
 }

@@ -90,24 +90,18 @@ struct Cycle(u64);
 
 impl Cycle {
     fn of<'a>(local: &'a Group, remotes: impl Iterator<Item = &'a Group>) -> Result<Self> {
-        let mut length = local.tokens_per_turn();
-        let mut smallest = local.block_size;
-        let mut parallel = local.cp_size > 1;
-        for group in remotes {
-            let turn = group.tokens_per_turn();
-            length = (length / gcd(length, turn)).saturating_mul(turn);
-            smallest = smallest.min(group.block_size);
-            parallel |= group.cp_size > 1;
-        }
-        if !parallel {
-            return Ok(Self(1));
+        let (mut length, mut smallest) = (1u64, u64::MAX);
+        for group in std::iter::once(local).chain(remotes).filter(|group| group.cp_size > 1) {
+            let round = group.tokens_per_round();
+            length = (length / gcd(length, round)).saturating_mul(round);
+            smallest = smallest.min(group.cp_interleave);
         }
         if length / smallest > MAX_CYCLE_INTERVALS {
             return Err(Error::unplannable(
                 "cp-cycle",
                 Place::default(),
-                "block_size x cp_size",
-                (format!("{} x {}", local.block_size, local.cp_size), format!("a cycle of {length} tokens")),
+                "cp_interleave x cp_size",
+                (format!("{} x {}", local.cp_interleave, local.cp_size), format!("a cycle of {length} tokens")),
                 "the positions of the context-parallel ranks repeat too late",
             ));
         }
@@ -119,8 +113,9 @@ impl Cycle {
         if group.cp_size == 1 {
             return vec![Interval { start: 0, end: self.0 }];
         }
-        let starts = (0..self.0 / group.tokens_per_turn()).map(|turn| group.entry_start(turn));
-        starts.map(|start| Interval { start, end: start + group.block_size }).collect()
+        let round = group.tokens_per_round();
+        let starts = (0..self.0 / round).map(|index| index * round + group.cp_rank * group.cp_interleave);
+        starts.map(|start| Interval { start, end: start + group.cp_interleave }).collect()
     }
 }
 
@@ -224,7 +219,7 @@ mod tests {
     use crate::geometry::types::{Axis, Kind};
 
     fn group(block_size: u64, cp_rank: u64, cp_size: u64) -> Group {
-        Group { kind: Kind::Full, block_size, kernel_blocks_per_block: 1, cp_rank, cp_size }
+        Group { cp_rank, cp_size, ..Group::alone(Kind::Full, block_size, 1) }
     }
 
     fn interval(start: u64, end: u64) -> Interval {

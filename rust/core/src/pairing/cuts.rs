@@ -5,7 +5,7 @@ use crate::geometry::ranges::gcd;
 use crate::geometry::types::Group;
 
 /// The cuts that whole kernel blocks of two groups make of each other, each once, sorted; None if there are more than
-/// `limit`.
+/// `limit`, or ranks take turns within kernel blocks in different ways.
 ///
 /// ```text
 /// kernel blocks of 4   |0 1 2 3|0 1 2 3|0 1 2 3|     after 12 tokens it begins anew
@@ -13,6 +13,9 @@ use crate::geometry::types::Group;
 /// cuts                 |(0,0,4)|(0,4,2)(2,0,2)|(0,2,4)|
 /// ```
 pub(crate) fn whole_block_cuts(local: &Group, remote: &Group, limit: usize) -> Option<Vec<TokenCut>> {
+    if local.turns_in_kernel_block() != remote.turns_in_kernel_block() {
+        return None;
+    }
     let (a, b) = (local.kernel_tokens(), remote.kernel_tokens());
     let cycle = (a / gcd(a, b)).checked_mul(b)?;
     if cycle / a + cycle / b > limit as u64 {
@@ -36,12 +39,14 @@ mod tests {
 
     #[test]
     fn blocks_of_4_and_6_cut_each_other_in_four_ways() {
-        let group =
-            |block_size| Group { kind: Kind::Full, block_size, kernel_blocks_per_block: 2, cp_rank: 0, cp_size: 1 };
+        let group = |block_size| Group::alone(Kind::Full, block_size, 2);
         let cut = |(local, remote, count)| TokenCut { local, remote, count };
         let expected = [(0, 0, 4), (0, 2, 4), (0, 4, 2), (2, 0, 2)].map(cut);
         assert_eq!(whole_block_cuts(&group(8), &group(12), 5), Some(expected.to_vec()));
         assert_eq!(whole_block_cuts(&group(8), &group(12), 4), None);
         assert_eq!(whole_block_cuts(&group(8), &group(8), 2), Some(vec![cut((0, 0, 4))]));
+        let by_token = Group { cp_size: 2, cp_interleave: 1, ..group(8) };
+        assert_eq!(whole_block_cuts(&by_token, &by_token, 2), Some(vec![cut((0, 0, 4))]));
+        assert_eq!(whole_block_cuts(&group(8), &by_token, 2), None);
     }
 }

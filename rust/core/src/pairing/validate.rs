@@ -212,9 +212,20 @@ impl Comparison<'_> {
             }
         }
         let (tokens, other_tokens) = (self.local.group.kernel_tokens(), self.remote.group.kernel_tokens());
-        if self.local.group.kind.is_attention() && local.tokens().is_none() && tokens != other_tokens {
-            let reason = "content without a token axis moves by whole kernel blocks, so these have to be equal";
+        if !self.local.group.kind.is_attention() || local.tokens().is_some() {
+            return;
+        }
+        let reason = "content without a token axis moves by whole kernel blocks, so these have to be equal";
+        let (turns, other_turns) =
+            (self.local.group.turns_in_kernel_block(), self.remote.group.turns_in_kernel_block());
+        if tokens != other_tokens {
             self.add(place, ("block-size", "kernel block"), (tokens.to_string(), other_tokens.to_string()), reason);
+        } else if turns != other_turns {
+            let told = |turns: Option<(u64, u64)>| match turns {
+                None => "whole kernel blocks".to_owned(),
+                Some((ranks, tokens)) => format!("{tokens} tokens of {ranks} ranks"),
+            };
+            self.add(place, ("cp-turns", "cp_interleave"), (told(turns), told(other_turns)), reason);
         }
     }
 }

@@ -115,7 +115,9 @@ fn explain_blocks(local: &Group, remote: &Group, cuts: usize, text: &mut String)
     };
     let _ = write!(text, "    Blocks of {} here, {} there", describe(local), describe(remote));
     let (a, b) = (local.kernel_tokens(), remote.kernel_tokens());
-    if a == b {
+    if local.turns_in_kernel_block() != remote.turns_in_kernel_block() {
+        text.push_str("; context-parallel ranks take turns within them in different ways, each request is cut anew");
+    } else if a == b {
         text.push_str("; kernel blocks are equal and meet whole");
     } else if cuts == 0 {
         let _ = write!(
@@ -126,8 +128,15 @@ fn explain_blocks(local: &Group, remote: &Group, cuts: usize, text: &mut String)
         let _ = write!(text, "; kernel blocks of {a} and {b} cut each other in {}", count(cuts, "way"));
     }
     for (rank, group) in [("this rank", local), ("the source", remote)] {
-        if group.cp_size > 1 {
-            let _ = write!(text, "; {rank} holds every {}th block, from block {}", group.cp_size, group.cp_rank);
+        let Group { cp_size, cp_rank, cp_interleave, .. } = *group;
+        if cp_size > 1 && cp_interleave == group.block_size {
+            let _ = write!(text, "; {rank} holds every {cp_size}th block, from block {cp_rank}");
+        } else if cp_size > 1 {
+            let _ = write!(
+                text,
+                "; {rank} holds turn {cp_rank} of {cp_size}, each of {}",
+                count(cp_interleave as usize, "token")
+            );
         }
     }
     text.push_str(".\n");

@@ -127,13 +127,13 @@ impl Plan {
         let mut at = moved.start;
         visit_pairs(blocks, blocks, moved, |pair| {
             // Pairs come in the order of the sequence; gaps are other ranks' positions.
-            at = blocks.next_held(at);
             for offset in 0..pair.cut.count {
+                at = blocks.next_held(at);
                 if failed.touches_token(&self.local, layer, pair.local, pair.cut.local + offset) {
-                    push_token(&mut lost, at + offset);
+                    push_token(&mut lost, at);
                 }
+                at += 1;
             }
-            at += pair.cut.count;
         });
         lost
     }

@@ -53,26 +53,44 @@ pub(crate) struct BlockPair {
     pub(crate) cut: TokenCut,
 }
 
+impl BlockPair {
+    /// Whether the tokens of another pair are those right after this one's in the same blocks.
+    fn goes_on_with(&self, next: &Self) -> bool {
+        let (cut, then) = (self.cut, next.cut);
+        (self.local, self.remote) == (next.local, next.remote)
+            && (cut.local + cut.count, cut.remote + cut.count) == (then.local, then.remote)
+    }
+}
+
 /// Visits the kernel blocks that hold some tokens on both sides, in the order of the sequence.
 ///
 /// ```text
 /// local kernel blocks of 4    |   7   |   3   |   9   |      pairs (7, 5), (3, 5), (3, 2), (9, 2)
 /// remote kernel blocks of 6   |     5     |     2     |      with 4, 2, 2 and 4 tokens
 /// ```
+///
+/// Tokens of a pair follow each other in both blocks. In the sequence they need not: ranks that take turns in the same
+/// way hold the same tokens, and their blocks meet whole.
 pub(crate) fn visit_pairs(local: &GroupSpan, remote: &GroupSpan, tokens: Interval, mut visit: impl FnMut(BlockPair)) {
     let mut token = tokens.start;
+    let mut last: Option<BlockPair> = None;
     while token < tokens.end {
         let (Some(local_entry), Some(remote_entry)) = (local.entry(token), remote.entry(token)) else {
             token = local.next_held(token).max(remote.next_held(token));
             continue;
         };
-        let end = local.kernel_end(token).min(remote.kernel_end(token)).min(tokens.end);
+        let end = local.neighbours(token).end.min(remote.neighbours(token).end).min(tokens.end);
         let (local_block, local_token) = local.kernel_block(local_entry, token);
         let (remote_block, remote_token) = remote.kernel_block(remote_entry, token);
         let cut = TokenCut { local: local_token, remote: remote_token, count: end - token };
-        visit(BlockPair { local: local_block, remote: remote_block, cut });
+        let pair = BlockPair { local: local_block, remote: remote_block, cut };
+        match &mut last {
+            Some(last) if last.goes_on_with(&pair) => last.cut.count += pair.cut.count,
+            _ => last.replace(pair).into_iter().for_each(&mut visit),
+        }
         token = end;
     }
+    last.into_iter().for_each(visit);
 }
 
 /// The same as [`visit_pairs`] for whole kernel blocks of equal size on ranks that hold every position, without a step
@@ -198,8 +216,7 @@ mod tests {
 
     #[test]
     fn blocks_of_4_and_6_tokens_meet() {
-        let group =
-            |block_size| Group { kind: Kind::Full, block_size, kernel_blocks_per_block: 1, cp_rank: 0, cp_size: 1 };
+        let group = |block_size| Group::alone(Kind::Full, block_size, 1);
         let span = |ids: &[u32]| CheckedSpan { first: 0, ids: ids.iter().copied().map(BlockId).collect() };
         let (local_group, remote_group) = (group(4), group(6));
         let (local_span, remote_span) = (span(&[7, 3, 9]), span(&[5, 2]));
@@ -210,6 +227,27 @@ mod tests {
             found.push((pair.local.0, pair.remote.0, pair.cut.local, pair.cut.remote, pair.cut.count));
         });
         assert_eq!(found, [(7, 5, 1, 1, 3), (3, 5, 0, 4, 2), (3, 2, 2, 0, 2), (9, 2, 0, 2, 3)]);
+    }
+
+    #[test]
+    fn blocks_of_ranks_that_take_turns_alike_meet_whole() {
+        let group = |cp_rank, cp_size| Group { cp_rank, cp_size, cp_interleave: 1, ..Group::alone(Kind::Full, 4, 1) };
+        let found = |local: &Group, remote: &Group| {
+            let ids = |ids: &[u32]| CheckedSpan { first: 0, ids: ids.iter().copied().map(BlockId).collect() };
+            let (local_span, remote_span) = (ids(&[7, 3]), ids(&[5, 2]));
+            let local = GroupSpan { side: "local", index: 0, group: local, span: &local_span };
+            let remote = GroupSpan { side: "remote", index: 0, group: remote, span: &remote_span };
+            let mut found = Vec::new();
+            visit_pairs(&local, &remote, Interval { start: 0, end: 13 }, |pair| {
+                found.push((pair.local.0, pair.remote.0, pair.cut.local, pair.cut.remote, pair.cut.count));
+            });
+            found
+        };
+        // Rank 1 of 2 has tokens 1, 3, 5, 7 and 9, 11.
+        assert_eq!(found(&group(1, 2), &group(1, 2)), [(7, 5, 0, 0, 4), (3, 2, 0, 0, 2)]);
+        assert_eq!(found(&group(1, 2), &group(0, 2)), []);
+        // Rank 1 of 4 has tokens 1, 5, 9: the first, third and fifth of rank 1 of 2.
+        assert_eq!(found(&group(1, 4), &group(1, 2)), [(7, 5, 0, 0, 1), (7, 5, 1, 2, 1), (7, 2, 2, 0, 1)]);
     }
 
     proptest! {

@@ -18,14 +18,14 @@ pub(crate) struct GroupSpan<'a> {
 impl GroupSpan<'_> {
     /// First token of the first block's turn: all of this rank's positions from there on are in the span.
     pub(crate) fn first_token(&self) -> u64 {
-        self.span.first * self.group.tokens_per_turn()
+        self.span.first * self.group.tokens_per_entry()
     }
 
     /// One past the last token that the span has room for on this rank.
     pub(crate) fn end_token(&self) -> u64 {
         match self.span.end() {
             end if end == self.span.first => 0,
-            end => self.group.entry_start(end - 1) + self.group.block_size,
+            end => self.group.entry_tokens(end - 1).end,
         }
     }
 
@@ -44,18 +44,18 @@ impl GroupSpan<'_> {
     ///                                     ^ returned              ^ needed
     /// ```
     pub(crate) fn end_of_missing(&self, needed: u64) -> u64 {
-        let Group { block_size, cp_size, cp_rank, .. } = *self.group;
-        let begun = (needed.div_ceil(block_size) + cp_size - 1 - cp_rank) / cp_size;
+        let first = self.group.entry_tokens(0).start;
+        let begun = needed.saturating_sub(first).div_ceil(self.group.tokens_per_entry());
         let last_missing =
             if begun > self.span.end() { Some(begun - 1) } else { begun.min(self.span.first).checked_sub(1) };
         // What this rank holds from `needed` on is required anyway.
-        last_missing.map_or(0, |entry| (self.group.entry_start(entry) + block_size).min(needed))
+        last_missing.map_or(0, |entry| self.group.entry_tokens(entry).end.min(needed))
     }
 
     /// Block table entry that holds a token, if this rank does.
     pub(crate) fn entry(&self, token: u64) -> Option<u64> {
-        let block = token / self.group.block_size;
-        (block % self.group.cp_size == self.group.cp_rank).then_some(block / self.group.cp_size)
+        let (index, is_own) = self.group.index_at_rank(token);
+        is_own.then_some(index / self.group.block_size)
     }
 
     pub(crate) fn holds(&self, token: u64) -> bool {
@@ -67,16 +67,24 @@ impl GroupSpan<'_> {
         if self.holds(token) {
             return token;
         }
-        let Group { block_size, cp_size, cp_rank, .. } = *self.group;
-        let block = token / block_size;
-        let turn = block / cp_size + u64::from(block % cp_size > cp_rank);
-        self.group.entry_start(turn)
+        let Group { cp_size, cp_rank, cp_interleave, .. } = *self.group;
+        let turn = token / cp_interleave;
+        let round = turn / cp_size + u64::from(turn % cp_size > cp_rank);
+        round * self.group.tokens_per_round() + cp_rank * cp_interleave
     }
 
-    /// Where the kernel block of a token ends.
-    pub(crate) fn kernel_end(&self, token: u64) -> u64 {
-        let tokens = self.group.kernel_tokens();
-        (token / tokens + 1) * tokens
+    /// Tokens around one that follow each other in its kernel block: of the block, and of this rank's turn.
+    ///
+    /// ```text
+    /// kernel blocks of 4, cp_interleave 6     turn          |0 1 2 3 4 5|            |12 13 14 15 16 17|
+    ///                                         kernel block  |0 1 2 3|4 5              12 13|14 15 16 17|
+    /// around token 5: 4..6, around token 12: 12..14
+    /// ```
+    pub(crate) fn neighbours(&self, token: u64) -> Interval {
+        let (index, _) = self.group.index_at_rank(token);
+        let (in_turn, in_block) = (token % self.group.cp_interleave, index % self.group.kernel_tokens());
+        let left = (self.group.cp_interleave - in_turn).min(self.group.kernel_tokens() - in_block);
+        Interval { start: token - in_turn.min(in_block), end: token + left }
     }
 
     /// Kernel block of a token, and the token's index in it. The entry is that of the token, and in the span.
@@ -86,7 +94,7 @@ impl GroupSpan<'_> {
     ///   |0 1 2 3|4 5 6 7|8 ...|12 13 14 15|                    = kernel block 1 of that block, token 1 of it
     /// ```
     pub(crate) fn kernel_block(&self, entry: u64, token: u64) -> (KernelBlockId, u64) {
-        let in_block = token % self.group.block_size;
+        let in_block = self.group.index_at_rank(token).0 % self.group.block_size;
         let tokens = self.group.kernel_tokens();
         (self.group.kernel_block(self.span.block(entry), in_block / tokens), in_block % tokens)
     }
@@ -107,20 +115,22 @@ impl GroupSpan<'_> {
         if self.entry(start).is_none_or(|entry| entry < self.span.first) {
             return Err(missing(start));
         }
-        let after = self.next_held(self.group.entry_start(self.span.end()));
+        let after = self.next_held(self.group.entry_tokens(self.span.end()).start);
         if after < end { Err(missing(after.max(start))) } else { Ok(()) }
     }
 
     /// Fails unless a remote span has every one of the tokens that both ranks hold.
     pub(crate) fn require_common(&self, remote: &Self, needed: Interval) -> Result<()> {
-        if self.group.cp_size == 1 {
-            return remote.require(needed);
+        let missing = remote.require(needed);
+        if missing.is_ok() || self.group.cp_size == 1 {
+            return missing;
         }
-        // Walk the local blocks: with context parallelism on both sides each rank only owes what both hold.
-        for entry in self.span.first..self.span.end() {
-            let start = self.group.entry_start(entry);
-            let block = Interval { start, end: start + self.group.block_size };
-            block.intersect(needed).map_or(Ok(()), |common| remote.require(common))?;
+        // Walk the local turns: with context parallelism on both sides each rank only owes what both hold.
+        let mut token = self.next_held(needed.start);
+        while token < needed.end {
+            let end = (token / self.group.cp_interleave + 1) * self.group.cp_interleave;
+            remote.require(Interval { start: token, end: end.min(needed.end) })?;
+            token = self.next_held(end);
         }
         Ok(())
     }
@@ -133,7 +143,7 @@ mod tests {
     use crate::geometry::types::{BlockId, Kind};
 
     const fn group(cp_rank: u64, cp_size: u64) -> Group {
-        Group { kind: Kind::Full, block_size: 8, kernel_blocks_per_block: 2, cp_rank, cp_size }
+        Group { kind: Kind::Full, block_size: 8, kernel_blocks_per_block: 2, cp_rank, cp_size, cp_interleave: 8 }
     }
 
     fn span(first: u64, ids: &[u32]) -> CheckedSpan {
@@ -167,6 +177,36 @@ mod tests {
         assert_eq!((of(&second, &two).next_held(3), of(&second, &two).next_held(16)), (8, 24));
         assert_eq!(of(&second, &two).end_token(), 32);
         assert_eq!(of(&alone, &two).kernel_blocks().map(|block| block.0).collect::<Vec<_>>(), [10, 11, 18, 19]);
+    }
+
+    #[test]
+    fn tokens_are_found_where_ranks_take_turns_within_a_block() {
+        // Rank 1 of 2 has tokens 1, 3, 5 ... 15 in block 5, and 17, 19 ... in block 9.
+        let by_token = Group { cp_interleave: 1, ..group(1, 2) };
+        let two = span(0, &[5, 9]);
+        let span = of(&by_token, &two);
+        assert_eq!((span.entry(15), span.entry(16), span.entry(17)), (Some(0), None, Some(1)));
+        assert_eq!((span.next_held(2), span.end_token()), (3, 32));
+        assert_eq!(span.kernel_block(1, 27), (KernelBlockId(19), 1));
+        assert_eq!(span.neighbours(27), Interval { start: 27, end: 28 });
+        // Turns of six tokens in kernel blocks of four: 6..10 and 10..12 of the first turn of rank 1.
+        let of_six = Group { cp_interleave: 6, block_size: 12, kernel_blocks_per_block: 3, ..group(1, 2) };
+        let span = of(&of_six, &two);
+        assert_eq!(span.neighbours(8), Interval { start: 6, end: 10 });
+        assert_eq!(span.neighbours(11), Interval { start: 10, end: 12 });
+        assert_eq!(span.neighbours(18), Interval { start: 18, end: 20 });
+        assert_eq!(span.kernel_block(0, 19), (KernelBlockId(16), 3));
+    }
+
+    #[test]
+    fn a_rank_owes_what_both_hold_only() {
+        let (even, third) = (Group { cp_interleave: 1, ..group(0, 2) }, Group { cp_interleave: 1, ..group(2, 3) });
+        // The remote rank has tokens 26, 29, 32 ... of its second block on, the local one 0, 2, 4 ...
+        let (all, later) = (span(0, &[1, 2, 3]), span(1, &[4]));
+        let (local, remote) = (of(&even, &all), of(&third, &later));
+        assert!(local.require_common(&remote, Interval { start: 21, end: 26 }).is_ok(), "23 is not local");
+        assert!(local.require_common(&remote, Interval { start: 20, end: 26 }).is_err(), "20 is missing");
+        assert!(local.require_common(&remote, Interval { start: 24, end: 48 }).is_ok());
     }
 
     #[test]

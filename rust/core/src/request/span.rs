@@ -78,7 +78,7 @@ fn check_spans(side: &'static str, geometry: &Geometry, spans: &[Span]) -> Resul
 
 fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span) -> Result<CheckedSpan> {
     let place = || format!("{side} group {group}");
-    let max_first = MAX_POSITION / geometry.groups[group].tokens_per_turn() - i32::MAX as u64;
+    let max_first = MAX_POSITION / geometry.groups[group].tokens_per_entry() - i32::MAX as u64;
     if span.first > max_first {
         return Err(Error::value(&place(), "first", span.first, format!("has to be at most {max_first}")));
     }

@@ -61,15 +61,10 @@ impl PairedSpans<'_> {
         self.local.holds(token) && self.remote.holds(token)
     }
 
-    /// Where the first of the two kernel blocks of a token ends.
-    fn kernel_end(&self, token: u64) -> u64 {
-        self.local.kernel_end(token).min(self.remote.kernel_end(token))
-    }
-
-    /// Where the last of the two kernel blocks of a token begins.
-    fn kernel_start(&self, token: u64) -> u64 {
-        let start = |span: &GroupSpan| span.kernel_end(token) - span.group.kernel_tokens();
-        start(&self.local).max(start(&self.remote))
+    /// Tokens around one that both sides keep one after the other.
+    fn neighbours(&self, token: u64) -> Interval {
+        let (local, remote) = (self.local.neighbours(token), self.remote.neighbours(token));
+        Interval { start: local.start.max(remote.start), end: local.end.min(remote.end) }
     }
 }
 
@@ -134,7 +129,8 @@ impl Plan {
         let num_tokens = exact.end;
         let cut = Tail { end: num_tokens, excess_bytes: 0 };
         let last: Vec<&PairedSpans> = paired.iter().filter(|pair| pair.both_hold(num_tokens - 1)).collect();
-        let Some(end) = last.iter().map(|pair| pair.kernel_end(num_tokens - 1)).min().filter(|&end| end > num_tokens)
+        let Some(end) =
+            last.iter().map(|pair| pair.neighbours(num_tokens - 1).end).min().filter(|&end| end > num_tokens)
         else {
             return Ok(cut);
         };
@@ -155,7 +151,7 @@ impl Plan {
 
     /// Pieces of the kernel block that holds the last of some tokens.
     fn pieces_of_last_block(&self, pair: &PairedSpans, tokens: Interval) -> Result<u64> {
-        let start = pair.kernel_start(tokens.end - 1).max(tokens.start);
+        let start = pair.neighbours(tokens.end - 1).start.max(tokens.start);
         let mut cut = None;
         // One kernel block of each rank holds the last token, so there is one pair.
         visit_pairs(&pair.local, &pair.remote, Interval { start, ..tokens }, |block_pair| cut = Some(block_pair.cut));
