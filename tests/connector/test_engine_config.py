@@ -20,7 +20,7 @@ from kvhma.vllm.formats import Writer
 
 
 def config(**more):
-    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     model = {"enable_return_routed_experts": False}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: more.get(name, value) for name, value in parallel.items()}),
@@ -35,7 +35,6 @@ def test_a_plain_engine():
 @pytest.mark.parametrize(
     ("name", "found", "needed"),
     [
-        ("pipeline_parallel_size", 2, 1),
         ("decode_context_parallel_size", 4, 1),
         ("prefill_context_parallel_size", 2, 1),
         ("enable_return_routed_experts", True, False),

@@ -22,6 +22,7 @@ REMOTE = PrefillParams(
     prompt="0f" * 16,
     spans=(Span(0, [10, 9, 8, 7, 30, 31, 32]), Span(5, [4]), Span(0, [])),
     tp_size=2,
+    pp_size=1,
 )
 
 

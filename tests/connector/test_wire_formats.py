@@ -159,6 +159,7 @@ def test_parameters_of_a_request():
         prompt="0f" * 16,
         spans=(Span(0, [10, 9, 8, 7, 30, 31, 32]), Span(5, [4]), Span(0, [])),
         tp_size=2,
+        pp_size=1,
     )
     recorded = {
         "do_remote_prefill": True,

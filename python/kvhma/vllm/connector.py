@@ -185,9 +185,9 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches = kv_caches
         place = rank_info_of(config)
         geometry, self._memory = self._describe(kv_caches, place)
-        pp_rank = config.parallel_config.rank // config.parallel_config.tensor_parallel_size
+        parallel = config.parallel_config
         private_key, public_key = new_agent_key()
-        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{pp_rank}-{place.tp_rank}", public_key)
+        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{parallel.rank}", public_key)
         if self._memory.scratch is not None:
             agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
@@ -202,7 +202,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             geometry,
             agent,
             self._memory.device,
-            config.parallel_config.data_parallel_size,
+            rank=parallel.rank,
+            may_wait=parallel.data_parallel_size * parallel.pipeline_parallel_size == 1,
         )
         self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)

@@ -62,8 +62,6 @@ def check_config(config: VllmConfig) -> None:
     routed = "enable_return_routed_experts"
     aux = getattr(config, "aux_output_config", None)
     required: list[tuple[str, Any, Any]] = [
-        # A plan could be made. But no engine with stages has shown yet that groups mean the same in each of them.
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1), 1),
         ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1),
         (routed, getattr(model, routed, False), False),
@@ -191,8 +189,9 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     """Return what the connector's scheduler has to know of its engine."""
     parallel = config.parallel_config
     groups = transferred_groups(caches)
+    # The scheduler has the layers of the first stage. Of a group that has none there it knows the spec.
     kinds = {
-        kind_of(group.layer_names[0], spec)
+        kind_of(next(iter(group.layer_names), "of a later stage"), spec)
         for group in (caches.kv_cache_groups[index] for index in groups)
         for spec in iter_layer_specs(group.kv_cache_spec)
     }

@@ -26,8 +26,8 @@ def geometry_of(
             engine can read.
 
     Returns:
-        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order. Layers that use the cache of
-        another one are left out.
+        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order: those of all pipeline stages, so
+        some may have no layer here. Layers that use the cache of another one are left out.
 
     Raises:
         GeometryError: a spec, a view or a device that is not known; the text names the layer and what was found.
@@ -45,7 +45,7 @@ def geometry_of(
     for index, group in enumerate(transferred):
         if group.host_resident:
             raise GeometryError(f"group {index}: its blocks are host_resident, which is not supported")
-        specs = _layer_specs(group)
+        specs = _layer_specs(index, group)
         views = {name: _view(name, cache, writer(name)) for name, cache in _own_caches(group, caches).items()}
         ratio = _kernel_blocks_per_block(index, views, config.num_blocks)
         groups.append(_group(index, specs, ratio))
@@ -105,9 +105,11 @@ def _kernel_blocks_per_block(index: int, views: Mapping[str, View], num_blocks: 
     return next(iter(ratios), 1)
 
 
-def _layer_specs(group: Any) -> dict[str, Any]:
+def _layer_specs(index: int, group: Any) -> dict[str, Any]:
+    """Return the spec of each layer. A group has its blocks in every stage, and its spec where it has no layer too."""
     several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return dict(several) if several is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    names = group.layer_names or [f"of group {index}, in another stage"]
+    return dict(several) if several is not None else dict.fromkeys(names, group.kv_cache_spec)
 
 
 def _group(index: int, specs: Mapping[str, Any], ratio: int) -> Group:

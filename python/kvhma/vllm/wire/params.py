@@ -59,12 +59,14 @@ class Incarnation(NamedTuple):
         engine_id: what it calls itself.
         incarnation_id: random number; after a restart it is another one.
         tp_size: its tensor-parallel ranks; None if it is not known.
+        pp_size: its pipeline stages, likewise.
     """
 
     address: Address
     engine_id: str
     incarnation_id: int
     tp_size: int | None
+    pp_size: int | None = None
 
 
 class LeaseKey(NamedTuple):
@@ -118,6 +120,7 @@ class PrefillParams(NamedTuple):
         prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks, if the parameters say.
+        pp_size: P's pipeline stages, likewise.
         digest: of everything but the address and the ranks, 16 bytes, where it was read from parameters. P remembers
             it, and holds the blocks for nobody who claims them with another one. With a secret it is a signature: only
             an engine could have written the parameters.
@@ -133,13 +136,14 @@ class PrefillParams(NamedTuple):
     prompt: str
     spans: tuple[Span, ...]
     tp_size: int | None = None
+    pp_size: int | None = None
     digest: bytes = b""
     prefixes: tuple[Prefix, ...] = ()
 
     @property
     def incarnation(self) -> Incarnation:
         """The engine whose blocks they are."""
-        return Incarnation(self.address, self.engine_id, self.incarnation_id, self.tp_size)
+        return Incarnation(self.address, self.engine_id, self.incarnation_id, self.tp_size, self.pp_size)
 
     def claim(self, reader: int) -> LeaseClaim:
         """Return what one reader asks P with."""
@@ -207,7 +211,10 @@ class PrefillParams(NamedTuple):
             )
         _integer(own, "kvhma.version", VERSION, VERSION)
         tokens = _integer(own, "kvhma.tokens", 1, _MAX_TOKENS)
-        tp_size = None if params.get("tp_size") is None else _integer(params, "tp_size", 1, _MAX_RANKS)
+        tp_size, pp_size = (
+            None if params.get(name) is None else _integer(params, name, 1, _MAX_RANKS)
+            for name in ("tp_size", "pp_size")
+        )
         if params.get("dcp_size") not in (None, 1):
             raise RequestError(f"kv_transfer_params: dcp_size is {quote(params['dcp_size'])}, only 1 is supported")
         remote = cls(
@@ -220,6 +227,7 @@ class PrefillParams(NamedTuple):
             prompt=_hex_digest(own, "kvhma.prompt"),
             spans=(),
             tp_size=tp_size,
+            pp_size=pp_size,
         )
         if "prefixes" in own:
             remote = remote._replace(prefixes=_prefixes(own, tokens))

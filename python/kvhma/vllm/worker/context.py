@@ -26,7 +26,8 @@ class WorkerContext:
         geometry: its caches.
         agent: with which they are registered.
         device: that the engine's caches are on.
-        data_parallel_size: engines that take each of their steps together; 1 if it takes its own.
+        rank: of this worker among all of its engine: stage by stage its tensor-parallel ranks.
+        may_wait: whether a step may wait for loads without keeping other engines or stages from theirs.
         proof_key: for questions whose answers are to be proved.
     """
 
@@ -37,5 +38,6 @@ class WorkerContext:
     geometry: Geometry
     agent: Agent
     device: CacheDevice = HOST
-    data_parallel_size: int = 1
+    rank: int = 0
+    may_wait: bool = True
     proof_key: ProofKey = field(default_factory=ProofKey)

@@ -120,14 +120,30 @@ class LoadPoller:
     """Drives active loads to their end, in a thread of its own; who starts them may do the first polls itself."""
 
     def __init__(
-        self, geometry: Geometry, memory: Memory, engines: PrefillEngines, results: LoadResults, timeout: float
+        self,
+        geometry: Geometry,
+        memory: Memory,
+        engines: PrefillEngines,
+        results: LoadResults,
+        timeout: float,
+        rank: int = 0,
     ) -> None:
-        """Start the thread; `timeout` is how many seconds it is waited for an answer of a prefill engine."""
+        """Start the thread.
+
+        Args:
+            geometry: of the caches.
+            memory: that reads write to.
+            engines: that are read from.
+            results: where loads are reported.
+            timeout: how many seconds it is waited for an answer of a prefill engine.
+            rank: of this worker, by which its transfers are counted.
+        """
         self._geometry = geometry
         self._memory = memory
         self._engines = engines
         self._results = results
         self._timeout = timeout
+        self._rank = str(rank)
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(geometry.groups)]
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
         self._active: list[ActiveLoad] = []
@@ -316,7 +332,7 @@ class LoadPoller:
             for name, number in sums.items():
                 stats.count(name, number)
             for name, number in by_rank.items():
-                stats.count(name, number, label=str(self._geometry.tp_rank))
+                stats.count(name, number, label=self._rank)
             for name, numbers in by_group.items():
                 for label, of_group in zip(self._group_labels, numbers, strict=True):
                     stats.count(name, of_group, label=label)

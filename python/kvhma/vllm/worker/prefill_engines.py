@@ -172,8 +172,7 @@ class PrefillEngines:
         timeout = self._settings.handshake_timeout
         with Client(resolve(address, timeout), timeout, self._context.secrets) as client:
             info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        tp_size = len({tp_rank for _, tp_rank in info.ranks})
-        remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), tp_size)
+        remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), *_sizes(info))
         engine = self.acquire(remote, after_handshake)
         if engine is not None:
             self.release(engine)
@@ -382,16 +381,29 @@ class PrefillEngines:
                 logger.warning("kvhma: %s", error)
 
 
+def _sizes(info: EngineInfo) -> tuple[int, int]:
+    """Return how many tensor-parallel ranks and pipeline stages an engine has."""
+    return len({tp_rank for _, tp_rank in info.ranks}), len({pp_rank for pp_rank, _ in info.ranks})
+
+
 def _check_info(remote: Incarnation, info: EngineInfo) -> None:
-    """Check that an engine is the one that the parameters of a request name."""
-    tp_size = len({tp_rank for _, tp_rank in info.ranks})
+    """Check that an engine is the one that the parameters of a request name, and that none of its workers is missing.
+
+    The layers of a stage that has not said hello would be taken for layers that P does not have.
+    """
+    tp_size, pp_size = _sizes(info)
     for field_name, expected, found in (
         ("remote_engine_id", remote.engine_id, info.engine_id),
         ("kvhma.instance", f"{remote.incarnation_id:016x}", info.incarnation_id.hex()),
         ("tp_size", remote.tp_size or tp_size, tp_size),
+        ("pp_size", remote.pp_size or pp_size, pp_size),
     ):
         if expected != found:
             raise HandshakeError(
                 f"{field_name} is {expected!r} in kv_transfer_params, {found!r} at {remote.address}: "
                 "the blocks are gone, or were never there"
             )
+    if len(set(info.ranks)) != tp_size * pp_size:
+        raise HandshakeError(
+            f"{remote.address} has {len(info.ranks)} workers, {tp_size} x {pp_size} (tp_size x pp_size) are expected"
+        )

@@ -41,8 +41,9 @@ class KvhmaWorker:
         stats = self._results.stats
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
-        self._may_wait = context.data_parallel_size == 1
-        self._poller = LoadPoller(geometry, memory, self._engines, self._results, settings.handshake_timeout)
+        self._may_wait = context.may_wait
+        timeout = settings.handshake_timeout
+        self._poller = LoadPoller(geometry, memory, self._engines, self._results, timeout, context.rank)
         self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
@@ -82,7 +83,7 @@ class KvhmaWorker:
         An `idle` step, which has nothing to compute, waits for loads a little: the engine would only ask again. On CPUs
         so does the step that ordered them, since small loads end with it or just after it. On a device it would keep
         what it has computed from being sampled. With data parallel no step waits: engines that are not idle would wait
-        for this one to join their next step.
+        for this one to join their next step. With pipeline stages none does either: the next batch is on its way.
         """
         new_loads, self._new_loads = self._new_loads, False
         if self._may_wait and (idle or (new_loads and self._device.is_host)):
