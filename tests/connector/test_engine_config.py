@@ -20,11 +20,13 @@ from kvhma.vllm.formats import Writer
 
 
 def config(**more):
+    speculative = more.get("speculative_config")
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     model = {"enable_return_routed_experts": False}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: more.get(name, value) for name, value in parallel.items()}),
         model_config=SimpleNamespace(**{name: more.get(name, value) for name, value in model.items()}),
+        speculative_config=speculative,
     )
 
 
@@ -35,14 +37,21 @@ def test_a_plain_engine():
 @pytest.mark.parametrize(
     ("name", "found", "needed"),
     [
-        ("decode_context_parallel_size", 4, 1),
-        ("prefill_context_parallel_size", 2, 1),
         ("enable_return_routed_experts", True, False),
     ],
 )
 def test_refused(name, found, needed):
     with pytest.raises(UnsupportedPairError, match=f"{name} is {found}, the kvhma connector supports only {needed}"):
         check_config(config(**{name: found}))
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism(name):
+    draft = SimpleNamespace(method="mtp")
+    check_config(config(speculative_config=draft))
+    check_config(config(**{name: 2}))
+    with pytest.raises(UnsupportedPairError, match=f"{name} is 2 and speculative_config is 'mtp'"):
+        check_config(config(**{name: 2}, speculative_config=draft))
 
 
 class Gpu:

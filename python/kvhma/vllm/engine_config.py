@@ -62,14 +62,20 @@ def check_config(config: VllmConfig) -> None:
     routed = "enable_return_routed_experts"
     aux = getattr(config, "aux_output_config", None)
     required: list[tuple[str, Any, Any]] = [
-        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1), 1),
-        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1),
         (routed, getattr(model, routed, False), False),
         (f"aux_output_config.{routed}", getattr(aux, routed, False), False),
     ]
     # Before 0.33 vLLM says nothing when it remaps the caches, and other engines would read what is there instead.
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         required.append(("enable_sleep_mode", getattr(model, "enable_sleep_mode", False), False))
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        found = getattr(parallel, name, 1)
+        if found > 1 and (speculative := getattr(config, "speculative_config", None)) is not None:
+            # A draft's caches may be whole on every rank or not; nothing has shown yet that they are told apart.
+            raise UnsupportedPairError(
+                f"{name} is {found} and speculative_config is {speculative.method!r}, the kvhma connector supports one "
+                "of them at a time"
+            )
     for name, found, supported in required:
         if found != supported:
             only = f"the kvhma connector supports only {supported} with vLLM {vllm.__version__}"
@@ -77,14 +83,29 @@ def check_config(config: VllmConfig) -> None:
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:
-    """Return the rank of this worker, and what no spec says of the model's states."""
+    """Return the rank of this worker, and what no spec says of the model's states.
+
+    vLLM numbers workers so that tensor-parallel ranks are innermost, and context-parallel groups so that prefill
+    context-parallel ranks are::
+
+        rank       0       1       2       3       4       5       6       7       tp 2, pcp 2, pp 2
+        pp/pcp/tp  0/0/0   0/0/1   0/1/0   0/1/1   1/0/0   ...
+        dcp 2      a0      b0      a1      b1      c0      ...                     groups a, b, c ...
+        dcp 4      a0      a2      a1      a3      b0      ...
+    """
     parallel = config.parallel_config
     text = config.model_config.hf_text_config
     groups = next((getattr(text, name) for name in _GROUPS_OF_STATE if getattr(text, name, None)), None)
+    pcp_size, cp_size = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    others, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     return RankInfo(
-        tp_rank=parallel.rank % parallel.tensor_parallel_size,
+        tp_rank=tp_rank,
         tp_size=parallel.tensor_parallel_size,
         state_groups=groups,
+        cp_rank=(tp_rank * pcp_size + others % pcp_size) % cp_size,
+        cp_size=cp_size,
+        cp_interleave=parallel.cp_kv_cache_interleave_size,
+        cp_tp_size=max(1, cp_size // pcp_size),
     )
 
 
@@ -198,6 +219,13 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     # D computes the last token of a prompt in any case. It needs the state of the token before, and its window or chunk
     # may begin in a block that P, one token further, has freed: so P stops before the last token.
     keeps_all = kinds <= {"full", "mla"}
+    cp_size = parallel.decode_context_parallel_size
+    if cp_size > 1 and "ssm" in kinds and config.cache_config.enable_prefix_caching:
+        # Hits may end inside of blocks there in ways of their own, which nothing has shown yet to be filled up.
+        raise UnsupportedPairError(
+            f"decode_context_parallel_size is {cp_size} and enable_prefix_caching is True, with recurrent states the "
+            "kvhma connector supports one of them at a time"
+        )
     # A draft module of several steps reads tokens that only D knows.
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
@@ -205,6 +233,8 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         address=side_channel_of(config, settings),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
+        pcp_size=parallel.prefill_context_parallel_size,
+        dcp_size=cp_size,
         has_state="ssm" in kinds,
         has_windows=not kinds.isdisjoint({"sliding", "chunked"}),
         backoff=max(int(not keeps_all), lookahead),

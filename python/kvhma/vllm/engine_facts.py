@@ -29,6 +29,8 @@ class EngineFacts:
             rows further, or in a ring. Only right after a prompt it is where another engine looks for it.
         max_model_len: tokens of a request at most.
         keeps_answers: whether answers are kept for the next turns of their conversations, and read.
+        pcp_size: prefill context-parallel ranks.
+        dcp_size: ranks that share the tokens of a cache.
     """
 
     engine_id: str
@@ -45,8 +47,19 @@ class EngineFacts:
     has_windows: bool = False
     max_model_len: int = 0
     keeps_answers: bool = False
+    pcp_size: int = 1
+    dcp_size: int = 1
 
     @property
     def worker_releases(self) -> bool:
         """Whether one worker alone loads a request, so that it tells P itself when the blocks are not needed."""
-        return self.tp_size * self.pp_size == 1
+        return self.tp_size * self.pp_size * self.pcp_size == 1
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Workers of a stage that say hello, each with a rank of its own.
+
+        vLLM numbers prefill context-parallel ranks only where they keep different tokens; else all of them keep the
+        same, and one of each tensor-parallel rank is enough.
+        """
+        return self.tp_size * (self.pcp_size if self.dcp_size > 1 else 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvhma.errors import GeometryError
+from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page
 from kvhma.tensors.regions import Location, locate
 from kvhma.vllm.formats import Writer, kind_of, transferred_groups
@@ -48,9 +48,10 @@ def geometry_of(
         specs = _layer_specs(index, group)
         views = {name: _view(name, cache, writer(name)) for name, cache in _own_caches(group, caches).items()}
         ratio = _kernel_blocks_per_block(index, views, config.num_blocks)
-        groups.append(_group(index, specs, ratio))
+        place = rank_info.of_group(group.kv_cache_spec)
+        groups.append(_group(index, specs, ratio, place))
         for name, view in views.items():
-            page = Page(parts_of(name, specs[name], view, rank_info))
+            page = Page(parts_of(name, specs[name], view, place))
             layers.append(_layer(name, index, locations[_label(name)], view, config.num_blocks, page))
     return Geometry(regions, tuple(groups), tuple(layers), rank_info.tp_rank, rank_info.tp_size)
 
@@ -112,7 +113,7 @@ def _layer_specs(index: int, group: Any) -> dict[str, Any]:
     return dict(several) if several is not None else dict.fromkeys(names, group.kv_cache_spec)
 
 
-def _group(index: int, specs: Mapping[str, Any], ratio: int) -> Group:
+def _group(index: int, specs: Mapping[str, Any], ratio: int, place: RankInfo) -> Group:
     kinds: dict[Kind, str] = {}
     for name, spec in specs.items():
         kinds.setdefault(kind_of(name, spec), name)
@@ -124,14 +125,21 @@ def _group(index: int, specs: Mapping[str, Any], ratio: int) -> Group:
     sizes = {spec.block_size for spec in specs.values()}
     if len(windows) > 1 or len(sizes) > 1:
         raise GeometryError(f"group {index}: layers have windows {windows} and block sizes {sizes}")
-    window = windows.pop()
+    window, block_size = windows.pop(), sizes.pop()
+    if place.cp_size > 1 and kind not in ("full", "mla"):
+        raise UnsupportedPairError(
+            f"group {index}: decode_context_parallel_size is {place.cp_size}, in a {kind} group only 1 is supported"
+        )
     return Group(
         kind,
-        sizes.pop(),
+        block_size,
         ratio=ratio,
         window=window if kind == "sliding" else None,
         chunk=window if kind == "chunked" else None,
         speculative=max(getattr(spec, "num_speculative_blocks", 0) for spec in specs.values()),
+        cp_rank=place.cp_rank,
+        cp_size=place.cp_size,
+        cp_interleave=place.cp_interleave if place.cp_size > 1 and place.cp_interleave != block_size else None,
     )
 
 

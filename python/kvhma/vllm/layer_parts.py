@@ -7,7 +7,7 @@ A page whose content is not known for certain becomes one part that only an equa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvhma.errors import GeometryError
@@ -30,11 +30,24 @@ class RankInfo:
         tp_rank: its tensor-parallel rank.
         tp_size: number of tensor-parallel ranks.
         state_groups: groups of B and C of Mamba2 over all ranks; None where the model's configuration has none.
+        cp_rank: its rank among those that share the tokens of a cache, each with tokens of its own.
+        cp_size: number of these ranks.
+        cp_interleave: tokens that one of them has before the next one's turn.
+        cp_tp_size: how many of them are neighbouring tensor-parallel ranks: these hold the same heads.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
     state_groups: int | None = None
+    cp_rank: int = 0
+    cp_size: int = 1
+    cp_interleave: int = 1
+    cp_tp_size: int = 1
+
+    def of_group(self, spec: Any) -> RankInfo:
+        """Return what holds for a group with this spec: of some, states among them, each rank keeps every token."""
+        shares = self.cp_size > 1 and spec.dcp_sharded
+        return self if shares else replace(self, cp_rank=0, cp_size=1, cp_tp_size=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +119,14 @@ def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
 
     None if the ranks cannot hold equal shares of them.
     """
-    held, ranks = view.shape[1], rank_info.tp_size
+    held, ranks = view.shape[1], rank_info.tp_size // rank_info.cp_tp_size
     shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
     if ranks % shards:
         return None
     # vLLM repeats heads only where a rank would have none: a rank with one head may share it with its neighbours, and
     # neither the spec nor the layer says with how many. The other side may know, and need not.
     may_repeat = held == 1 and ranks > 1 and spec.max_tp_shards is None
-    start = rank_info.tp_rank * shards // ranks * held
+    start = rank_info.tp_rank // rank_info.cp_tp_size * shards // ranks * held
     return Axis("heads", held * shards, view.strides[1], start, held, may_repeat=may_repeat)
 
 

@@ -109,7 +109,9 @@ class AnswerKeeper:
         remote = self._prefill.describe(request, tokens, spans)._replace(
             prefixes=tuple(map(Prefix, counts[:-1], digests)), lease=context.settings.kv_lease_duration
         )
-        params, digest = remote.to_params(context.secrets, pp_size=context.engine.pp_size, next_turn=True)
+        params, digest = remote.to_params(
+            context.secrets, pp_size=context.engine.pp_size, dcp_size=context.engine.dcp_size, next_turn=True
+        )
         blocks = [block for table in tables for block in table if block != geometry.null_block]
         if context.engine.has_state and _in_flight(request):
             until = time.monotonic() + _SETTLE_SECONDS

@@ -155,7 +155,8 @@ class PrefillScheduler:
             return None
         if slots is not None:
             self._slots_held[request.request_id] = slots
-        params, digest = remote.to_params(self._context.secrets, pp_size=self._context.engine.pp_size)
+        engine = self._context.engine
+        params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
         # All that vLLM keeps, of groups that take no part too.
         blocks = np.concatenate([np.asarray(table, np.int64) for table in tables])
         self._context.leases.add(remote.lease_key, digest, blocks[blocks != geometry.null_block])
@@ -184,7 +185,7 @@ class PrefillScheduler:
             num_tokens=tokens,
             prompt=self._context.prompt_digest(request, tokens),
             spans=tuple(spans),
-            tp_size=engine.tp_size,
+            tp_size=engine.ranks_of_stage,
         )
 
     def forget(self, request_id: str) -> None:

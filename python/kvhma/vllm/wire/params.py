@@ -157,7 +157,9 @@ class PrefillParams(NamedTuple):
             fields.append(self.prefixes)
         return json.dumps(fields).encode()
 
-    def to_params(self, secrets: Secrets, *, pp_size: int, next_turn: bool = False) -> tuple[dict[str, Any], bytes]:
+    def to_params(
+        self, secrets: Secrets, *, pp_size: int, dcp_size: int = 1, next_turn: bool = False
+    ) -> tuple[dict[str, Any], bytes]:
         """Return the ``kv_transfer_params`` that a proxy hands on, and their digest.
 
         To D as they are; those of an answer, for the `next_turn`, to P.
@@ -176,7 +178,7 @@ class PrefillParams(NamedTuple):
             "remote_blocks_expiry_time": None,
             "tp_size": self.tp_size,
             "pp_size": pp_size,
-            "dcp_size": 1,
+            "dcp_size": dcp_size,
             "transfer_mode": "pull",
             "kvhma": {
                 "version": VERSION,
@@ -215,8 +217,6 @@ class PrefillParams(NamedTuple):
             None if params.get(name) is None else _integer(params, name, 1, _MAX_RANKS)
             for name in ("tp_size", "pp_size")
         )
-        if params.get("dcp_size") not in (None, 1):
-            raise RequestError(f"kv_transfer_params: dcp_size is {quote(params['dcp_size'])}, only 1 is supported")
         remote = cls(
             address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
             engine_id=_text(params, "remote_engine_id"),
