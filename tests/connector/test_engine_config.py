@@ -17,11 +17,13 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.vllm import engine_config
 from kvhma.vllm.engine_config import check_config, writer_of
 from kvhma.vllm.formats import Writer
+from kvhma.vllm.settings import Settings
 
 
 def config(**more):
     speculative = more.get("speculative_config")
-    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    parallel = dict.fromkeys(names, 1)
     model = {"enable_return_routed_experts": False}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: more.get(name, value) for name, value in parallel.items()}),
@@ -52,6 +54,24 @@ def test_context_parallelism(name):
     check_config(config(**{name: 2}))
     with pytest.raises(UnsupportedPairError, match=f"{name} is 2 and speculative_config is 'mtp'"):
         check_config(config(**{name: 2}, speculative_config=draft))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"tensor_parallel_size": 2}, ""),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"decode_context_parallel_size": 4}, "decode_context_parallel_size is 4"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
+    ],
+    ids=str,
+)
+def test_where_no_answers_are_kept(monkeypatch, changes, why):
+    monkeypatch.setattr(engine_config, "host_staged", lambda config, settings: False)
+    assert engine_config.no_answers(config(**changes), Settings()) == why
+    monkeypatch.setattr(engine_config, "host_staged", lambda config, settings: True)
+    assert engine_config.no_answers(config(**changes), Settings()) == "blocks go through host memory"
 
 
 class Gpu:

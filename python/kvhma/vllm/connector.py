@@ -33,6 +33,7 @@ from kvhma.vllm.engine_config import (
     host_staged,
     identity_of,
     nixl_package,
+    no_answers,
     rank_info_of,
     side_channel_of,
     staging_slots,
@@ -105,10 +106,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             _warn_of_what_is_unusual(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
             _warn_of_what_is_open(self._settings, self._secrets, facts.address)
-            if self._settings.bidirectional_kv_xfer and not facts.keeps_answers:
-                logger.warning(
-                    "kvhma: no answers are kept or read (bidirectional_kv_xfer): blocks go through host memory"
-                )
+            if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config, self._settings)):
+                logger.warning("kvhma: no answers are kept or read (bidirectional_kv_xfer): %s", why)
             self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
 
     @property

@@ -244,8 +244,18 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
         max_model_len=config.model_config.max_model_len,
-        keeps_answers=settings.bidirectional_kv_xfer and not host_staged(config, settings),
+        keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
     )
+
+
+def no_answers(config: VllmConfig, settings: Settings) -> str:
+    """Return why no answers are kept for the next turns of their conversations, nor read; empty if they are."""
+    if host_staged(config, settings):
+        return "blocks go through host memory"
+    # Nothing has shown yet where an answer ends that several stages, or ranks with tokens of their own, have written.
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    found = ((name, getattr(config.parallel_config, name)) for name in sizes)
+    return next((f"{name} is {size}" for name, size in found if size > 1), "")
 
 
 def _drafted_state(config: VllmConfig) -> bool:
