@@ -98,45 +98,15 @@ async def _answer(engine: Any, connection: Connection, message: dict[str, Any]) 
     connection.send((number, result, error))
 
 
-async def _generate(
-    engine: Any,
-    prompt: list[int],
-    request_id: str | None,
-    priority: int,
-    rank: int | None,
-    timeout: float | None,
-    adapter: tuple[str, str] | None,
-    pictures: tuple[int, ...],
-    sampling: dict[str, Any],
-) -> dict[str, Any]:
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
+async def _generate(engine: Any, sampling: dict[str, Any], timeout: float | None, **asked: Any) -> dict[str, Any]:
     begun = time.perf_counter()
-    if (shape := sampling.pop("structured_outputs", None)) is not None:
-        sampling["structured_outputs"] = StructuredOutputsParams(**shape)
-    lora = None
-    if adapter is not None:
-        lora = LoRARequest(adapter[0], _adapters.setdefault(adapter, len(_adapters) + 1), adapter[1])
     samples: list[dict[str, Any]] = []
     for _ in range(sampling.get("n", 1)):
         answer: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "first_seconds": None}
         samples.append(answer | dict.fromkeys(("finish_reason", "error", "kv_transfer_params", "num_cached_tokens")))
 
     async def collect() -> None:
-        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling)
-        stream = engine.generate(
-            {"prompt_token_ids": prompt, "multi_modal_data": {"image": [_noise(seed) for seed in pictures]}}
-            if pictures
-            else {"prompt_token_ids": prompt},
-            params,
-            request_id or uuid.uuid4().hex,
-            lora_request=lora,
-            priority=priority,
-            data_parallel_rank=rank,
-        )
-        async for output in stream:
+        async for output in engine.generate(sampling_params=_sampling_params(sampling), **_request(**asked)):
             for completion in output.outputs:
                 _take(samples[completion.index], completion, time.perf_counter() - begun)
             # Only one of the deltas carries it.
@@ -154,6 +124,41 @@ async def _generate(
     ended = {"error": error, "seconds": time.perf_counter() - begun, "begun": begun}
     first, *others = [sample | ended for sample in samples]
     return first | {"others": others}
+
+
+def _sampling_params(sampling: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    if (shape := sampling.get("structured_outputs")) is not None:
+        sampling = sampling | {"structured_outputs": StructuredOutputsParams(**shape)}
+    return SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling)
+
+
+def _request(
+    prompt: list[int],
+    request_id: str | None,
+    adapter: tuple[str, str] | None,
+    pictures: tuple[int, ...],
+    priority: int,
+    rank: int | None,
+) -> dict[str, Any]:
+    """What vLLM calls these."""
+    from vllm.lora.request import LoRARequest
+
+    lora = None
+    if adapter is not None:
+        lora = LoRARequest(adapter[0], _adapters.setdefault(adapter, len(_adapters) + 1), adapter[1])
+    inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+    if pictures:
+        inputs["multi_modal_data"] = {"image": [_noise(seed) for seed in pictures]}
+    return {
+        "prompt": inputs,
+        "request_id": request_id or uuid.uuid4().hex,
+        "lora_request": lora,
+        "priority": priority,
+        "data_parallel_rank": rank,
+    }
 
 
 def _noise(seed: int) -> Any:
