@@ -115,7 +115,7 @@ def look(picture: str, flags: tuple[str, ...], folder: Path) -> Any:
     style = f"<style>body{{margin:0;width:{COLUMN}px}}svg{{max-width:100%;height:auto;display:block}}</style>"
     page.write_text(f"<!doctype html><meta charset=utf-8>{style}<body>{picture}{PROBE}</body>")
     command = [str(BROWSER), *FLAGS, *flags, f"--user-data-dir={folder}/profile", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
     return json.loads(html.unescape(done.stdout.partition('<pre id="answer">')[2].partition("</pre>")[0]))
 
 
