@@ -239,7 +239,7 @@ def connect(rank: PrefillEngines, remote: Incarnation) -> PrefillEngine:
         engine = rank.acquire(remote, lambda error, to=errors, done=done: (to.append(error), done.set())[1])
         if engine is not None:
             return engine
-        if not done.wait(4 * TIMEOUT):
+        if not done.wait(6 * TIMEOUT):  # to connect, and four times that for all answers
             raise TimeoutError("a handshake has no end")
         if errors[0] is not None:
             raise errors[0]
