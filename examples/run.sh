@@ -8,7 +8,7 @@ PROXY_PORT=${PROXY_PORT:-8000}
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 PORT=8100 SIDE_PORT=5600 ./prefill.sh "$@" > prefill.log 2>&1 &
 PORT=8200 SIDE_PORT=5700 ./decode.sh "$@" > decode.log 2>&1 &
-python3 proxy.py --port "$PROXY_PORT" --prefill http://localhost:8100 --decode http://localhost:8200 &
+python3 -m kvhma.proxy --port "$PROXY_PORT" --prefill http://localhost:8100 --decode http://localhost:8200 &
 echo "waiting for both engines (logs: prefill.log, decode.log)"
 until curl -sf "http://localhost:$PROXY_PORT/health" > /dev/null; do
   sleep 1

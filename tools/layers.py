@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURES = {
     "python/kvhma": """
-        cli
+        cli | proxy
         vllm | torch | oracle
         nixl | tensors | models
         __init__

@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 
 from support.engines import Answer, Zygote, engines, free_port
-from support.engines.zygote import engine_python
+from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import LEASE, arguments, kvhma, noise, prompts
 from support.listening import until
 
 Models = Callable[[str], Path]
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 WORDS = """
@@ -94,9 +93,9 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
             pid, connection = zygote.fork("support.engines.server_process:main", log=log, env=env, arguments=given)
             stack.enter_context(connection)
             pids[role] = stack.enter_context(stopped(pid))
-        command = [engine_python(), str(EXAMPLES / "proxy.py"), "--port", str(ports["proxy"])]
+        command = [engine_python(), "-m", "kvhma.proxy", "--port", str(ports["proxy"])]
         command += ["--prefill", urls["prefill"], "--decode", urls["decode-1"], "--decode", urls["decode-2"]]
-        proxy = subprocess.Popen(command, start_new_session=True)
+        proxy = subprocess.Popen(command, env=os.environ | ENVIRONMENT, start_new_session=True)
         stack.callback(proxy.wait)
         stack.enter_context(stopped(proxy.pid))
         until_healthy(urls["proxy"] + "/health", 120)

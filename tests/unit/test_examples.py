@@ -133,12 +133,11 @@ def test_engines_are_a_pair(started, how):
 @pytest.mark.parametrize("how", ["systemd", "compose", "kubernetes"])
 def test_the_proxy_takes_its_arguments(started, how):
     pytest.importorskip("aiohttp", reason="make dev installs it")
-    spec = importlib.util.spec_from_file_location("proxy", EXAMPLES / "proxy.py")
-    proxy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(proxy)
-    python, script, *words = of(started, how, "proxy")
+    from kvhma import proxy
+
+    python, option, module, *words = of(started, how, "proxy")
     assert re.fullmatch(r"(.*/)?python3?", python)
-    assert script.endswith("proxy.py")
+    assert (option, module) == ("-m", "kvhma.proxy")
     options = proxy.parser().parse_args(words)
     assert (options.host, options.port) == ("0.0.0.0", 8000)
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy of examples/, in front of engines that are played: servers which answer as vLLM's do."""
+"""The proxy, in front of engines that are played: servers which answer as vLLM's do."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +16,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-PROXY = Path(__file__).parents[2] / "examples" / "proxy.py"
-spec = importlib.util.spec_from_file_location("proxy", PROXY)
-proxy = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(proxy)
+from kvhma import proxy
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "p", "kvhma": {"version": 3}}
 

@@ -21,6 +21,7 @@ from kvhma.cli.format import printable
 from kvhma.cli.map import map_
 from kvhma.cli.models import models_
 from kvhma.cli.plan import plan
+from kvhma.cli.serve_pair import serve_pair
 from kvhma.cli.sweep import sweep
 from kvhma.errors import KvhmaError
 
@@ -69,6 +70,6 @@ def _refuse(text: str) -> NoReturn:
     raise SystemExit(2) from None
 
 
-for command in (plan, explain, map_, sweep, models_, diff, check, bench, doctor, demo):
+for command in (plan, explain, map_, sweep, models_, diff, check, bench, doctor, demo, serve_pair):
     app.add_command(command)
 install()

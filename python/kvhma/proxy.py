@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """A small proxy: each request is computed by a prefill engine and answered by a decode engine.
 
-    python proxy.py --port 8000 --prefill http://host-a:8100 --decode http://host-b:8200 [--decode http://host-c:8200]
+    python -m kvhma.proxy --port 8000 --prefill http://host-a:8100 --decode http://host-b:8200 [--decode http://host-c:8200]
 
-It needs aiohttp and prometheus_client, which vLLM brings along. Engines take turns. ``kv_transfer_params`` are handed
-on as they come. Of several samples (``n``) the prompt is computed once. Of several prompts in one body vLLM has parameters
-for the first only: the decode engine computes the others.
+It needs aiohttp and prometheus_client, which vLLM brings along (``kvhma[proxy]``). Engines take turns.
+``kv_transfer_params`` are handed on as they come. Of several samples (``n``) the prompt is computed once. Of several
+prompts in one body vLLM has parameters for the first only: the decode engine computes the others.
 
 ``/v1/models`` is answered by a decode engine, ``/v1/embeddings`` by an engine of ``--embeddings``, or else by a prefill
 engine. ``/health`` says which engines answer, ``/metrics`` what became of requests. A decode engine that runs with
@@ -60,6 +59,7 @@ class UpstreamError(Exception):
     """An engine could not be reached or refused the request."""
 
     def __init__(self, status: int, message: str, kind: str) -> None:
+        """Keep what the client is told: an HTTP status, a text, and the type of the error."""
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "code": status}}
@@ -74,6 +74,7 @@ class Metrics:
     """What the proxy counts."""
 
     def __init__(self) -> None:
+        """Start at zero, in a registry of its own."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvhma_proxy_requests",
@@ -123,6 +124,7 @@ class Turns:
     """
 
     def __init__(self, seconds: float = 480, most: int = 10_000) -> None:
+        """Keep at most so many conversations, each for so many seconds."""
         self._seconds, self._most = seconds, most
         self._kept: OrderedDict[bytes, tuple[float, dict[str, Any]]] = OrderedDict()
 
@@ -163,6 +165,7 @@ class Proxy:
         embeddings: Sequence[str] = (),
         turns: Turns | None = None,
     ) -> None:
+        """Take the URLs of engines by what they do, and where the last turns of chats are kept; None for nowhere."""
         self._kept = turns
         self._engines = {"prefill": prefill, "decode": decode} | ({"embeddings": embeddings} if embeddings else {})
         self._turns = {role: itertools.cycle(engines) for role, engines in self._engines.items()}
@@ -252,6 +255,7 @@ class Call:
     """One request of a client."""
 
     def __init__(self, session: aiohttp.ClientSession, metrics: Metrics, path: str, headers: dict[str, str]) -> None:
+        """Take the path that the client asked, and the headers that engines get."""
         self._session = session
         self._metrics = metrics
         self._path = path
@@ -389,8 +393,10 @@ def main() -> None:
     """Run it."""
     options = parser().parse_args()
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", level=logging.WARNING)
-    roles = ([url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode, options.embeddings))
-    app = make_app(*roles, turns=Turns() if options.turns else None)
+    prefill, decode, embeddings = (
+        [url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode, options.embeddings)
+    )
+    app = make_app(prefill, decode, embeddings, Turns() if options.turns else None)
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, access_log=None)
 
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma serve-pair`` with real engines: one command, an answer through both, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from support.engines import free_port
+from support.engines.zygote import ENVIRONMENT, engine_python
+from support.handoff import prompts
+from support.tokenizer import write_tokenizer
+
+Models = Callable[[str], Path]
+
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20))
+
+
+def command(*arguments: object) -> list[str]:
+    return [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", *map(str, arguments)]
+
+
+def test_one_command_serves_a_pair(model: Models, tmp_path: Path) -> None:
+    served = tmp_path / "model"
+    shutil.copytree(model("llama"), served)
+    write_tokenizer(served)
+    port = free_port()
+    started = [*command("--port", port, "--logs", tmp_path / "logs", served), *OPTIONS]
+    with subprocess.Popen(
+        started, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as pair:
+        try:
+            said = [pair.stdout.readline() for _ in range(4)]
+            assert said[0] == f"ready: http://127.0.0.1:{port}/v1\n", pair.stderr.read()
+            (prompt,) = prompts("pair", [101])
+            body = {"model": str(served), "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            answer = json.load(urllib.request.urlopen(asked, timeout=60))
+            assert answer["usage"]["completion_tokens"] == 4
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
+            metrics = re.search(r"http://\S+/metrics", said[2])[0]
+            lines = urllib.request.urlopen(metrics, timeout=10).read().decode().splitlines()
+            loads = [line for line in lines if line.startswith("vllm:kvhma_load_seconds_count")]
+            assert [float(line.split()[-1]) for line in loads] == [1.0]
+            children = of_group_leaders(pair.pid)
+            assert len(children) == 3
+        finally:
+            pair.send_signal(signal.SIGTERM)
+            pair.wait(60)
+    assert pair.returncode == 0
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def of_group_leaders(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_engine_that_cannot_start_ends_the_others(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("--port", free_port(), "--logs", tmp_path, tmp_path / "none"),
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert re.search(r"the (prefill|decode) process has ended with code 1; its log is \S+\.log", done.stderr)
