@@ -13,7 +13,8 @@ import pytest
 # With its parts, since torch warns while they are imported, which is no error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
-from support.cache.engine import Engine, EngineShape
+from kvhma.vllm.scheduler.decode import DecodeScheduler
+from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 
 NEW = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -381,6 +382,41 @@ def test_windows_with_blocks_of_other_sizes(ours, theirs):
     if ours <= theirs:
         assert told == {}
     chat.end()
+
+
+def windows(size):
+    return {"groups": (GroupShape("0", "full", size), GroupShape("1", "sliding", size, 50)), "caching": True}
+
+
+def another_d_after(length):
+    """Read a turn from a D with blocks of 16, and hand the next one over to a D with blocks of 64."""
+    chat = Chat("full+sliding", p=windows(64), d=windows(16))
+    said, params = chat.turn(chat.words(length))
+    prompt = said + chat.words(3)
+    name, told = chat.prefill(prompt, params)
+    other = Engine(EngineShape("d2", windows(64)["groups"], 400, 512), random.Random(3))
+    other.read_from(chat.p)
+    other.add(name, prompt, 80, told)
+    for _ in range(200):
+        other.step()
+    assert name in other.finished
+    return chat.p.counted("computed_prompts")
+
+
+def test_a_window_that_is_not_filled_is_not_handed_over(monkeypatch):
+    """It would be in another engine's prefix cache, whose blocks begin further back."""
+    lengths = range(200, 264, 7)
+    assert {"short_window": 1} in [another_d_after(length) for length in lengths]
+    right = DecodeScheduler._loaded_for_prefill
+
+    def wrong(self, request_id, load, request, *, failed):
+        self._keep_unfilled_out(request_id, load.first_tokens)
+        load.first_tokens = {}
+        right(self, request_id, load, request, failed=failed)
+
+    monkeypatch.setattr(DecodeScheduler, "_loaded_for_prefill", wrong)
+    with pytest.raises(Violation, match="zeros"):
+        _ = [another_d_after(length) for length in lengths]
 
 
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 2**64 - 1, float("inf"), "a\nb"]

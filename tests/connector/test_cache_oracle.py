@@ -260,8 +260,8 @@ def test_what_is_read_of_answers_is_right(part, monkeypatch):
         for engine in (run.p, run.d):
             for label, number in engine.counted("answers").items():
                 ends[label] = ends.get(label, 0) + number
-    assert min(p.loads, d.loads) > SEQUENCES // 2 // SLICES
-    assert p.failed > SEQUENCES // SLICES // 20
+    assert min(p.loads, d.loads, ends["read"]) > SEQUENCES // SLICES // 4
+    assert p.failed > SEQUENCES // SLICES // 40
     assert ends["given up"] > 0
 
 
@@ -273,6 +273,6 @@ def test_a_defect_of_next_turns_is_found(name, monkeypatch):
     for seed in range(600):
         try:
             Run(turns_of(seed, mix=mixes[seed % len(mixes)])).play()
-        except Violation:
+        except AssertionError:  # a violation, or a load that no plan can be made for
             return
     pytest.fail(f"{name}: nothing was found in 600 sequences")

@@ -221,18 +221,6 @@ def unfilled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(answers_module, "filled_spans", lambda geometry, spans, unfilled: spans)
 
 
-@mutant("P hands over windows that are not filled", *WINDOWS, into=TURN_MUTANTS)
-def short_windows(patch: pytest.MonkeyPatch) -> None:
-    right = DecodeScheduler._loaded_for_prefill
-
-    def wrong(self: DecodeScheduler, request_id: str, load: Any, *given: Any, **more: Any) -> None:
-        self._keep_unfilled_out(request_id, load.first_tokens)
-        load.first_tokens = {}
-        right(self, request_id, load, *given, **more)
-
-    patch.setattr(DecodeScheduler, "_loaded_for_prefill", wrong)
-
-
 @mutant("any part of an answer agrees", "full", "full+chunked", into=TURN_MUTANTS)
 def any_part(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context_module, "prefix_digests", lambda _, counts, **__: ["0" * 32] * len(counts))

@@ -243,6 +243,9 @@ class Run:
         self.prompts.append(tokens)
         name = f"r{next(self.numbers)}"
         (how,) = self.rng.choices(list(self.case.odds), list(self.case.odds.values()))
+        if self.case.turns:
+            # Room for an answer, and for another turn.
+            del tokens[max(1, self.case.longest // 2) :]
         more = {"greedy": self.rng.random() < 0.8, "unread": not self.plain and self.rng.random() < 0.05}
         if how == "next turn":
             tokens, params = self._next_turn(tokens)

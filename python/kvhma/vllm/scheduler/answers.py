@@ -83,7 +83,7 @@ class AnswerKeeper:
         Returns:
             ``kv_transfer_params`` for the prefill of the next turn; None if the blocks are not kept.
         """
-        context, geometry, asked = self._context, self._context.geometry, request.kv_transfer_params
+        geometry, asked = self._context.geometry, request.kv_transfer_params
         if not isinstance(asked, dict) or not asked.get("do_remote_prefill") or geometry is None:
             return None
         # Of several samples vLLM names the blocks of one at most. What was given as embeddings comes back as tokens.
@@ -93,32 +93,38 @@ class AnswerKeeper:
             or request.prompt_embeds is not None
         ):
             return None
-        tokens = self._tokens_written(request)
-        if tokens <= 0:
-            return None
         try:
-            spans = live_spans(geometry, None, context.transfer_tables(tables))
-            spans = filled_spans(geometry, spans, unfilled)
-            counts = self._readable_counts(geometry, spans, request.num_prompt_tokens, tokens)
-            if not counts or counts[-1] != tokens:
-                return None
-            digests = context.prefix_digests(request, counts[:-1])
+            remote = self._describe(request, geometry, tables, unfilled)
         except KvhmaError:
             logger.exception("kvhma: the answer to %s cannot be kept", request.request_id)
             return None
-        remote = self._prefill.describe(request, tokens, spans)._replace(
-            prefixes=tuple(map(Prefix, counts[:-1], digests)), lease=context.settings.kv_lease_duration
-        )
-        params, digest = remote.to_params(
-            context.secrets, pp_size=context.engine.pp_size, dcp_size=context.engine.dcp_size, next_turn=True
-        )
+        if remote is None:
+            return None
+        engine = self._context.engine
+        params, digest = remote.to_params(self._context.secrets, pp_size=1, next_turn=True)  # see `no_answers`
         blocks = [block for table in tables for block in table if block != geometry.null_block]
-        if context.engine.has_state and _in_flight(request):
+        if engine.has_state and _in_flight(request):
             until = time.monotonic() + _SETTLE_SECONDS
             self._settling.append(_Settling(request, remote.lease_key, digest, blocks, until))
         else:
             self._keep(remote.lease_key, digest, blocks)
         return params
+
+    def _describe(
+        self, request: Request, geometry: Geometry, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
+    ) -> PrefillParams | None:
+        """Return what another engine has to know of an answer; None if it cannot read all of it."""
+        tokens = self._tokens_written(request)
+        if tokens <= 0:
+            return None
+        spans = live_spans(geometry, None, self._context.transfer_tables(tables))
+        spans = filled_spans(geometry, spans, unfilled)
+        counts = self._readable_counts(geometry, spans, request.num_prompt_tokens, tokens)
+        if not counts or counts[-1] != tokens:
+            return None
+        digests = self._context.prefix_digests(request, counts[:-1])
+        prefixes = tuple(map(Prefix, counts[:-1], digests))
+        return self._prefill.describe(request, tokens, spans)._replace(prefixes=prefixes)
 
     def _keep(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
         seconds = self._context.settings.decoder_kv_blocks_ttl
