@@ -166,7 +166,9 @@ def test_in_kubernetes_every_name_leads_somewhere():
             assert port["targetPort"] in {named["name"] for named in pod["spec"]["containers"][0]["ports"]}
     for pod in pods.values():
         (container,) = pod["spec"]["containers"]
-        assert {volume["name"] for volume in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+        assert {volume["name"] for volume in container.get("volumeMounts", ())} == {
+            volume["name"] for volume in pod["spec"].get("volumes", ())
+        }
     rule = made["NetworkPolicy", "kvhma-engines"]["spec"]
     assert rule["podSelector"]["matchLabels"].items() <= pods["prefill"]["metadata"]["labels"].items()
     assert not rule["podSelector"]["matchLabels"].items() <= pods["proxy"]["metadata"]["labels"].items()
