@@ -29,6 +29,8 @@ NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
 """What a block that is not run may start its lines with, and files of examples/."""
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?(examples/[\w./-]+)")
 
+PROXY = "python -m kvhma.proxy "
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 CONFIG = re.compile(r"\{\"kv_connector\":[^{}]*\}")
@@ -125,6 +127,11 @@ def test_every_block_has_a_language_that_is_tested(page):
             for line in filter(str.strip, block.text.splitlines()):
                 if example := EXAMPLE.match(line):
                     assert (ROOT / example[1]).is_file(), line
+                elif line.startswith(PROXY):
+                    pytest.importorskip("aiohttp", reason="make dev installs it")
+                    from kvhma.proxy import parser
+
+                    assert parser().parse_args(shlex.split(line.removeprefix(PROXY)))
                 else:
                     assert line.split()[0] in NOT_RUN, f"{line!r} in a block that is not run"
 
