@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from support.engines import free_port
 from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import prompts
-from support.tokenizer import write_tokenizer
+from support.tokenizer import with_tokenizer
 
 Models = Callable[[str], Path]
 
@@ -29,9 +28,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def test_one_command_serves_a_pair(model: Models, tmp_path: Path) -> None:
-    served = tmp_path / "model"
-    shutil.copytree(model("llama"), served)
-    write_tokenizer(served)
+    served = with_tokenizer(model("llama"), tmp_path / "model")
     port = free_port()
     started = [*command("--port", port, "--logs", tmp_path / "logs", served), *OPTIONS]
     with subprocess.Popen(
