@@ -197,7 +197,7 @@ class DecodeEngine:
         for rank in self.ranks:
             try:
                 self._load(rank, remote, claim, took)
-            except KvhmaError as error:
+            except (KvhmaError, TimeoutError) as error:
                 took.errors.append(f"{type(error).__name__}: {error}")
                 outcome = Outcome.UNREAD
         self.renewer.release(remote.address, claim, outcome)
