@@ -143,6 +143,7 @@ CACHES = (
     ),
     Feature(
         "quantized caches (fp8, int8, NVFP4)",
+        engine=("e2e/test_topologies.py::test_caches_of_fp8",),
         imitation=(
             "connector/test_formats.py::test_every_prompt_of_two_blocks",
             "connector/test_formats.py::test_blocks_of_other_sizes",
@@ -222,26 +223,30 @@ PAIRS = (
         processes=(
             "nixl/test_axes.py::test_axis",
             "nixl/test_nixl_plans.py::test_plans",
+            "connector/test_pipeline.py::test_stages",
         ),
-        refused=("connector/test_engine_config.py::test_refused",),
         upstream="P only, no states",
-        note="the library plans it (first column); the connector refuses it",
+        note="by vLLM's scheduler, workers' geometry and NIXL in processes: vLLM runs it on GPUs only",
     ),
     Feature(
         "context parallel (DCP, PCP)",
-        refused=("connector/test_engine_config.py::test_refused",),
+        processes=("connector/test_context_parallel.py::test_ranks",),
         upstream="MLA; PCP on P",
-        note="vLLM runs it on GPUs only",
+        note="as pipeline parallel; windows, and drafts of a model, are refused",
     ),
-    Feature("data parallel", upstream="yes", note="each rank is an engine with a side channel of its own; not run yet"),
+    Feature("data parallel", engine=("e2e/test_topologies.py::test_data_parallel",), upstream="yes"),
     Feature(
         "P restarted, killed",
-        engine=("e2e/test_failures.py::test_p_killed_before_during_and_after_and_restarted",),
+        engine=(
+            "e2e/test_failures.py::test_p_killed_before_during_and_after_and_restarted",
+            "e2e/test_traffic.py::test_p_restarts_in_the_middle_of_traffic",
+        ),
         processes=("nixl/test_nixl_processes.py::test_a_restart_nobody_noticed",),
         upstream="D recomputes or fails",
     ),
     Feature(
         "versions of vLLM mixed",
+        engine=("e2e/test_rolling_upgrade.py::test_every_mixture",),
         imitation=("connector/test_formats.py::test_versions_that_store_the_same_spec_in_another_way_are_refused",),
         upstream="equal versions only",
     ),
@@ -270,8 +275,9 @@ REQUESTS = (
     ),
     Feature(
         "turn two: P reads D's answer",
+        engine=("e2e/test_turns.py::test_three_turns",),
+        imitation=("connector/test_answers.py::test_in_three_turns_p_computes_what_is_new",),
         upstream="yes (`bidirectional_kv_xfer`)",
-        note="the setting is taken and does nothing: P computes what its prefix cache lacks",
     ),
     Feature("samples (`n` > 1)", engine=("e2e/test_readers.py::test_samples_of_one_prompt",), upstream="?"),
     Feature(
@@ -281,12 +287,16 @@ REQUESTS = (
     ),
     Feature(
         "LoRA",
-        engine=("e2e/test_readers.py::test_an_adapter_on_one_side",),
+        engine=(
+            "e2e/test_readers.py::test_an_adapter_on_one_side",
+            "e2e/test_deployments.py::test_adapters_that_have_other_numbers",
+        ),
         imitation=("connector/test_prompt.py::test_adapters_by_their_name_alone",),
         upstream="yes",
     ),
     Feature(
         "multimodal",
+        engine=("e2e/test_topologies.py::test_pictures",),
         imitation=("connector/test_prompt.py::test_what_vllms_hash_tells_apart_the_digest_does_too",),
         upstream="?",
     ),
@@ -295,8 +305,15 @@ REQUESTS = (
         imitation=("connector/test_prompt.py::test_embeddings_of_a_type_that_numpy_lacks",),
         upstream="yes",
     ),
-    Feature("structured output", upstream="?"),
-    Feature("cancelled requests", engine=("e2e/test_failures.py::test_given_up_in_any_phase",), upstream="yes"),
+    Feature("structured output", engine=("e2e/test_deployments.py::test_structured_output",), upstream="?"),
+    Feature(
+        "cancelled requests",
+        engine=(
+            "e2e/test_failures.py::test_given_up_in_any_phase",
+            "e2e/test_deployments.py::test_clients_that_go_away",
+        ),
+        upstream="yes",
+    ),
     Feature(
         "routed experts returned",
         refused=("connector/test_engine_config.py::test_refused",),
@@ -314,10 +331,11 @@ ENGINES = (
     ),
     Feature(
         "speculation: MTP, EAGLE, draft model",
+        engine=("e2e/test_speculation.py::test_drafts_of_a_model",),
         imitation=("connector/test_allocator.py::test_a_draft_layer_with_heads_of_its_own",),
         upstream="equal drafts; states: ?",
     ),
-    Feature("async scheduling", upstream="yes", note="not shown to be on yet"),
+    Feature("async scheduling", engine=("e2e/test_deployments.py::test_steps_are_scheduled_ahead",), upstream="yes"),
     Feature(
         "sleep mode",
         engine=("e2e/test_sleep.py::test_both_engines_sleep",),
@@ -328,8 +346,9 @@ ENGINES = (
     ),
     Feature(
         "offloading beside it (`MultiConnector`)",
+        engine=("e2e/test_topologies.py::test_beside_an_offloading_connector",),
         upstream="yes",
-        note="[not on D with every offloading connector](vllm.md#ds-prefix-cache); not run yet",
+        note="[what D needs for it](vllm.md#ds-prefix-cache)",
     ),
     Feature(
         "secrets between engines",
