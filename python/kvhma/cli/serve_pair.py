@@ -41,7 +41,7 @@ class Part:
     Attributes:
         name: ``prefill``, ``decode`` or ``proxy``.
         command: its arguments.
-        environment: what it sees beside this process's own.
+        environment: what it sees.
         log: where its output goes.
     """
 
@@ -81,7 +81,7 @@ def serve_pair(
     ]
     urls = [f"http://127.0.0.1:{number}" for number in (prefill, decode)]
     asked = [sys.executable, "-m", "kvhma.proxy", "--host", host, "--port", str(port)]
-    proxy = Part("proxy", [*asked, "--prefill", urls[0], "--decode", urls[1]], {}, folder / "proxy.log")
+    proxy = Part("proxy", [*asked, "--prefill", urls[0], "--decode", urls[1]], os.environ, folder / "proxy.log")
     click.echo(f"starting a prefill and a decode engine; logs are in {folder}", err=True)
     with _signals_raise(), running([*engines, proxy]) as processes:
         _until_healthy(f"http://{host}:{port}/health", processes)
@@ -112,8 +112,25 @@ def _engine(
         transfer["kv_load_failure_policy"] = "recompute"
         command.append("--enable-prompt-tokens-details")
     command += ["--kv-transfer-config", json.dumps(transfer), *options]
-    devices = of_engines[f"{name}_devices"]
-    return Part(name, command, {"CUDA_VISIBLE_DEVICES": str(devices)} if devices else {}, folder / f"{name}.log")
+    environment = dict(os.environ)
+    if not installed("vllm"):
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of(name, of_engines))
+    if devices := of_engines[f"{name}_devices"]:
+        environment["CUDA_VISIBLE_DEVICES"] = str(devices)
+    return Part(name, command, environment, folder / f"{name}.log")
+
+
+def _cores_of(name: str, of_engines: Mapping[str, str | int | None]) -> str:
+    """Return the cores of an engine on CPUs, each rank's, as vLLM wants to be told.
+
+    Left to itself each binds its threads to all cores, where they spin: on the same cores as those of the other engine.
+    """
+    sizes = {one: int(of_engines[f"{one}_tp"] or 1) for one in ("prefill", "decode")}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    share = len(cores) // sum(sizes.values())
+    first = 0 if name == "prefill" else sizes["prefill"]
+    ranks = [cores[rank * share : (rank + 1) * share] for rank in range(first, first + sizes[name])]
+    return "|".join(",".join(map(str, rank)) for rank in ranks) if share else "nobind"
 
 
 def _server(model: str) -> Sequence[str]:
@@ -152,7 +169,7 @@ def running(parts: Sequence[Part]) -> Iterator[dict[str, tuple[subprocess.Popen[
             with part.log.open("wb") as log:
                 process = subprocess.Popen(  # noqa: S603
                     part.command,
-                    env={**os.environ, **part.environment},
+                    env=part.environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
