@@ -520,6 +520,34 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         d.worker.close()
 
 
+def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
+    """The engine's thread went on with a load that the handshake had given to the loader: it never ended."""
+    acquire, post = d.worker._engines.acquire, d.worker._loader._post
+    planned = threading.Event()
+
+    def is_main() -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def slow(*given):
+        found = acquire(*given)
+        if found is None and is_main():
+            planned.wait(5)
+        return found
+
+    def posted(active):
+        if not is_main():
+            planned.set()
+            time.sleep(0.5)
+        return post(active)
+
+    monkeypatch.setattr(d.worker._engines, "acquire", slow)
+    monkeypatch.setattr(d.worker._loader, "_post", posted)
+    d.start(x=(p.remote("x", [1]), [1]), idle=True)
+    assert d.ended("x") == {}
+    assert not d.worker._poller._active
+    assert [engine.active_loads for engine in d.worker._engines._engines.values()] == [0]
+
+
 def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypatch):
     """A handshake, a read that is in flight, an answer that does not come."""
     d.start(first=(p.remote("first", [1]), [1]), idle=True)

@@ -30,8 +30,9 @@ _MAX_BATCH = 32
 _DEVICE_SECONDS = 5e-4
 """Pause between two looks at the device while it zeroes for loads, or at places while there are none to read into."""
 
+_SHORT_BLOCKS = 1024
 _SHORT_BYTES = 4 << 20
-"""The engine's thread reads no more than so many bytes: a transport may copy them within the post, in about 1 ms."""
+"""The engine's thread plans and reads no more: a transport may copy the bytes within the post, in about 1 ms."""
 
 
 class Loader:
@@ -81,11 +82,17 @@ class Loader:
 
     def _start_at_once(self, active: ActiveLoad) -> bool:
         """Start a load in the calling thread, if it is short; return whether nothing is left for the loader's to do."""
+        if sum(len(span.ids) for span in active.load.spans) > _SHORT_BLOCKS:
+            return False
         with errors_end(active):
+            # A handshake would give the load to the loader, and two threads would have it.
+            active.engine = self._engines.acquire_known(active.load.remote.incarnation)
+            if active.engine is None:
+                return False
             self._plan(active)
         if active.error is None:
             if active.transfer is None:
-                return active.engine is None  # the handshake queues it; without room for it, the loader's thread waits
+                return False  # the loader's thread waits for room
             if active.transfer.bytes > _SHORT_BYTES or active.zeroing is not None:
                 return False
             with errors_end(active):

@@ -117,9 +117,7 @@ class PrefillEngines:
         with self._lock:
             engine = self._find(remote)
             if engine is not None:
-                self._engines.move_to_end(engine.address)
-                engine.active_loads += 1
-                engine.used_at = time.monotonic()
+                self._take(engine)
                 return engine
             failed_at, error = self._failed.get(remote, (0.0, None))
             if error is not None and time.monotonic() - failed_at < _FAILURE_SECONDS:
@@ -132,6 +130,20 @@ class PrefillEngines:
             self._waiting[remote] = [after_handshake]
         self._begin_handshake(remote)
         return None
+
+    def acquire_known(self, remote: Incarnation) -> PrefillEngine | None:
+        """Return a known engine as :meth:`acquire` does; None if there is none, and nothing is begun."""
+        with self._lock:
+            engine = self._find(remote)
+            if engine is not None:
+                self._take(engine)
+            return engine
+
+    def _take(self, engine: PrefillEngine) -> None:
+        """Take note of a load from an engine; the lock is held."""
+        self._engines.move_to_end(engine.address)
+        engine.active_loads += 1
+        engine.used_at = time.monotonic()
 
     def release(self, engine: PrefillEngine) -> None:
         """Say that a load has ended. An engine without active loads can be forgotten."""
