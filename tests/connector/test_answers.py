@@ -210,6 +210,37 @@ def test_an_answer_whose_time_is_up():
     chat.end()
 
 
+@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
+def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped, monkeypatch):
+    """vLLM asks for no tokens of it any more: D stood still until the answers' time was up."""
+    for grows in (60, 70, 80, 90):
+        chat = Chat("full+sliding", d={"num_blocks": 60, "turns": True, "overlapped": overlapped})
+        for _ in range(2):
+            words = chat.words(60)
+            name, params = chat.prefill(words)
+            chat.d.add(name, words, 6, params)
+            for _ in range(20):
+                chat.d.step()
+                chat.p.step()
+        beside, words = chat.words(30), chat.words(449)
+        name, params = chat.prefill(beside)
+        loaded, told = chat.prefill(words)
+        chat.d.add(name, beside, grows, params)
+        for _ in range(6):
+            chat.d.step()
+        chat.d.add(loaded, words, 4, told)
+        part = Engine._part
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "_part", lambda *given, part=part, n=grows: replace(part(*given), steps=n + 10))
+            for _ in range(3):
+                chat.d.step()
+        for _ in range(grows + 300):
+            if loaded in chat.d.finished:
+                break
+            chat.d.step()
+        assert loaded in chat.d.finished, grows
+
+
 def test_answers_are_read_once():
     chat = Chat()
     said, params = chat.turn(chat.words(100))

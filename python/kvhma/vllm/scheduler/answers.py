@@ -12,7 +12,7 @@ read. P asks D first, and computes what it cannot have.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,8 @@ class AnswerKeeper:
         """Answers that were given up, and whose blocks vLLM has not freed yet."""
         self._freeing_since = 0.0
         self._unplaced: Request | None = None
+        self._loaded: set[str] = set()
+        """Requests that were loaded, and of which no step has computed anything since."""
         """The request that vLLM has asked about last and given no blocks."""
 
     def finish(
@@ -176,13 +178,22 @@ class AnswerKeeper:
         """Take note that it has found them."""
         self._unplaced = None
 
+    def loaded(self, request_ids: Set[str]) -> None:
+        """Take note of requests that were loaded. VLLM does not ask about them again before it places the rest."""
+        self._loaded |= request_ids
+
+    def ended(self, request_id: str) -> None:
+        """Take note that a request has ended."""
+        self._loaded.discard(request_id)
+
     def step(self, output: SchedulerOutput) -> list[str]:
         """Give up answers if others lack blocks; return requests whose blocks were never anybody's to read."""
         over = self._settle() if self._settling else []
+        self._loaded -= output.num_scheduled_tokens.keys()
         request, self._unplaced = self._unplaced, None
         if request is not None:
             self._make_room(self._blocks_lacking(request))
-        elif output.preempted_req_ids:
+        elif output.preempted_req_ids or self._loaded:
             self.make_room()
         return over
 

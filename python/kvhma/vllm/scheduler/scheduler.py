@@ -116,12 +116,17 @@ class KvhmaScheduler:
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended."""
+        done = (output.finished_recving or set()) - (output.failed_recving or set())
+        loaded = {one for one in done if one in self.decode.pending and not self.decode.pending[one].finished}
         self.decode.results(output)
         if self.answers is not None:
             self.answers.results(output)
+            self.answers.loaded(loaded)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Take note that a request has ended; return whether its blocks are kept, and the parameters to read them."""
+        if self.answers is not None:
+            self.answers.ended(request.request_id)
         unfilled = self.decode.unfilled.pop(request.request_id, {})
         if self.decode.finish(request):
             self.prefill.forget(request.request_id)
