@@ -19,6 +19,7 @@ logger = logging.getLogger("vllm.kvhma")
 _GONE_SECONDS = 3600.0
 """After how long it is asked whether an engine is still there, without the setting ``engine_ttl``."""
 
+_MIN_INTERVAL_SECONDS = 0.05
 _MAX_INTERVAL_SECONDS = 60.0
 
 
@@ -36,6 +37,7 @@ class IdleEngineWatch:
         self._counters = counters
         setting = context.settings.engine_ttl
         self._keep_living = setting is None
+        self._operators = frozenset(context.settings.prefill_engines)
         self._seconds = _GONE_SECONDS if setting is None else setting
         self._closed = threading.Event()
         self._thread: SupervisedThread | None = None
@@ -49,7 +51,7 @@ class IdleEngineWatch:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while not self._closed.wait(min(self._seconds / 4, _MAX_INTERVAL_SECONDS)):
+        while not self._closed.wait(min(max(self._seconds / 4, _MIN_INTERVAL_SECONDS), _MAX_INTERVAL_SECONDS)):
             since = time.monotonic() - self._seconds
             for engine in self._engines.unused(since):
                 if self._closed.is_set():
@@ -57,7 +59,8 @@ class IdleEngineWatch:
                 self._let_go(engine, since)
 
     def _let_go(self, engine: PrefillEngine, since: float) -> None:
-        if self._keep_living and self._lives(engine):
+        # The operator's engines are connected to again and again: each time would leave a connection.
+        if (self._keep_living or engine.address in self._operators) and self._lives(engine):
             engine.used_at = time.monotonic()  # asked again in an hour
             return
         if self._engines.drop(engine, since):
