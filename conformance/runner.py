@@ -95,13 +95,20 @@ def bytes_of(part: Case) -> Iterator[Byte]:
 
 
 def blocks_of(group: Case, span: Case) -> List[Tuple[int, int]]:
-    """Return id and first token of the blocks of a request that hold something; of a state its one slot, and 0."""
+    """Return block id and entry of the table of what holds something; of a state its one slot, and 0."""
     ids = span["ids"]
     if group["kind"] == "ssm":
         last = max(0, len(ids) - 1 - group.get("speculative", 0))
         return [(block, 0) for block in ids[last : last + 1]]
-    turn, rank = group.get("cp_size", 1), group.get("cp_rank", 0)
-    return [(block, ((span["first"] + i) * turn + rank) * group["block_size"]) for i, block in enumerate(ids)]
+    return [(block, span["first"] + i) for i, block in enumerate(ids)]
+
+
+def tokens_of(group: Case, entry: int) -> List[int]:
+    """Return the tokens in the block of an entry, in their order; ranks take turns by `cp_interleave` tokens."""
+    size, ranks = group["block_size"], group.get("cp_size", 1)
+    turn = group.get("cp_interleave") or size
+    first = entry * size * ranks + group.get("cp_rank", 0) * turn
+    return [first + index // turn * turn * ranks + index % turn for index in range(size)]
 
 
 class Memory:
@@ -148,14 +155,16 @@ class Memory:
             step = layer.get("kernel_stride", layer["block_stride"] // ratio)
             blocks = [(block, 0) for block in range(layer["num_blocks"])]
             blocks = blocks if spans is None else blocks_of(group, spans[layer["group"]])
+            is_state, kernel_tokens = group["kind"] == "ssm", group["block_size"] // ratio
+            tokens = {entry: [0] if is_state else tokens_of(group, entry) for _, entry in blocks}
             for part in self.geometry["pages"][layer["page"]]["parts"]:
                 name = f"content/{layer['name']}/{part['name']}"
                 found = [(byte, label(name, *byte.indices, byte.byte)) for byte in bytes_of(part)]
                 for block, kernel in product(blocks, range(ratio)):
                     at = base + block[0] * layer["block_stride"] + kernel * step
-                    token = block[1] + kernel * (group["block_size"] // ratio)
+                    held, first = tokens[block[1]], kernel * kernel_tokens * (not is_state)
                     for byte, start in found:
-                        yield at + byte.offset, start, token + byte.token, (layer, part, block[0], byte)
+                        yield at + byte.offset, start, held[first + byte.token], (layer, part, block[0], byte)
 
 
 # --- Cases ----------------------------------------------------------------------------------------------
