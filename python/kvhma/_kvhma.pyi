@@ -401,7 +401,7 @@ def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
     """
 
 def digest_prefixes(tokens: list[int], counts: list[int]) -> list[bytes]:
-    """Return :func:`digest_tokens` without a header for each of some counts of first ids, in one pass over them.
+    """Return `digest_tokens` without a header for each of some counts of a list's first ids, in one pass over them.
 
     Args:
         tokens: token ids. The list is read in place, not copied.

@@ -139,7 +139,8 @@ class Turns:
             name = self._name(body, headers, body["messages"])
             self._kept[name] = time.monotonic(), params
             self._kept.move_to_end(name)
-            if len(self._kept) > self._most:
+            oldest = next(iter(self._kept.values()))[0]
+            if len(self._kept) > self._most or time.monotonic() - oldest > self._seconds:
                 self._kept.popitem(last=False)
 
     def take(self, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
@@ -309,6 +310,8 @@ class Call:
             self._count("prefill", engine, "failed")
             raise UpstreamError(502, f"prefill engine {engine} {problem}", "prefill_failed")
         self._count("prefill", engine, "ok")
+        # With it vLLM's decode engine would tell as cached what the prefill engine had cached, whatever it has loaded.
+        params.pop("remote_prefill_cached_tokens", None)
         return params
 
     async def decode_whole(self, engine: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -321,8 +324,13 @@ class Call:
         # What can be read of it stands behind its usage, and may be long.
         several = has_several_prompts(body.get("prompt")) and len(body["prompt"]) > 1
         self._metrics.count_prompt(engine, b"" if several else text.encode(), self.headers["X-Request-Id"])
-        found: dict[str, Any] = json.loads(text)
-        return found
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UpstreamError(
+                502, f"decode engine {engine} does not answer with JSON: {error}", "decode_failed"
+            ) from error
+        return found if isinstance(found, dict) else {}
 
     async def decode(self, engine: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Pass on what the decode engine answers."""

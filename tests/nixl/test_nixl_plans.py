@@ -120,4 +120,4 @@ def test_plans(world: World) -> None:
         for local, remote in prepared.values():
             local.release()
             remote.release()
-    assert by_ids > CASES // 3
+    assert by_ids > CASES // 4

@@ -26,7 +26,8 @@ class Engine:
 
     def __init__(self, usage=None):
         self.asked = []
-        self.status, self.params, self.usage = 200, PARAMS, usage
+        # As vLLM's prefill engine adds it; a decode engine that gets it tells it in place of what it has loaded.
+        self.status, self.params, self.usage = 200, PARAMS | {"remote_prefill_cached_tokens": 0}, usage
         self.breaks = self.hangs = False
         self.ended = asyncio.Event()
         app = web.Application()
