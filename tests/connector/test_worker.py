@@ -439,7 +439,7 @@ def raises_once(monkeypatch, owner, name: str, error: BaseException, *, after: b
 
 
 IN_A_LOAD = {
-    "find the engine": lambda worker: (worker._engines, "acquire"),
+    "find the engine": lambda worker: (worker._engines, "_find"),
     "find room": lambda worker: (worker._loader._memory, "take"),
     "zero": lambda worker: (worker._loader._memory, "zero"),
     "post": lambda worker: (worker._loader._agent, "read"),
