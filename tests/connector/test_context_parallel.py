@@ -5,7 +5,6 @@
 """
 
 import ast
-import contextlib
 import inspect
 import itertools
 import json
@@ -33,7 +32,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.engine_config import rank_info_of
 from kvhma.vllm.layer_parts import RankInfo
 from support.cache.engine import own_config_of
-from support.parallel import Engine, Model, Split, prefill, prompt, slots
+from support.parallel import Engine, Model, Split, prefill, prompt, slots, starting
 
 MLA = Model(("mla",) * 3)
 ONE_HEAD = Model(("full",) * 2, heads=1)
@@ -44,13 +43,7 @@ HYBRID = Model(("state", "full", "state", "full"), heads=1)
 @pytest.fixture
 def start(monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    with contextlib.ExitStack() as stack:
-
-        def make(name, model, split, **more):
-            engine = Engine(name, model, split, **more)
-            stack.callback(engine.close)
-            return engine
-
+    with starting() as make:
         yield make
 
 

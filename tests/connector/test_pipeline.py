@@ -4,7 +4,6 @@
 `support.parallel` says what is vLLM's own here: all but the bytes.
 """
 
-import contextlib
 import threading
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma.errors import TransferError
-from support.parallel import Engine, Model, Split, prefill, prompt
+from support.parallel import Model, Split, prefill, prompt, starting
 
 FULL = Model(("full",) * 7)
 GEMMA = Model(("sliding", "sliding", "full", "sliding", "sliding", "full", "sliding"))
@@ -23,13 +22,7 @@ MLA = Model(("mla",) * 5)
 @pytest.fixture
 def start(monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    with contextlib.ExitStack() as stack:
-
-        def make(name, model, split, **more):
-            engine = Engine(name, model, split, **more)
-            stack.callback(engine.close)
-            return engine
-
+    with starting() as make:
         yield make
 
 

@@ -8,12 +8,13 @@ is comes from vLLM's kernel (see `slots` and the test that runs it), never from 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -447,3 +448,16 @@ def prefill(p: Engine, name: str, tokens: Sequence[int]) -> dict[str, Any]:
     params = p.finished[name].kv_transfer_params
     assert params is not None
     return dict(params)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Callable[..., Engine]]:
+    """Make engines, with the arguments of `Engine`, that are closed with the block."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*given: Any, **more: Any) -> Engine:
+            engine = Engine(*given, **more)
+            stack.callback(engine.close)
+            return engine
+
+        yield make
