@@ -244,8 +244,8 @@ class LeaseTable:
             return
         unread = [(key, held) for key, held in self._held.items() if not held.readers and key != keep]
         unread.sort(key=lambda one: not one[1].answer)
-        for key, blocks in [(key, held.blocks) for key, held in unread]:
-            if self._without_reader.has_own(blocks):  # else nothing is gained: newer ones keep the same
+        for key, held in unread:
+            if self._without_reader.has_own(held.blocks):  # else nothing is gained: newer ones keep the same
                 self._end(key, LeaseEnd.DROPPED)
             if self._without_reader.blocks <= bound:
                 return

@@ -116,12 +116,12 @@ class KvhmaScheduler:
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended."""
-        done = (output.finished_recving or set()) - (output.failed_recving or set())
-        loaded = {one for one in done if one in self.decode.pending and not self.decode.pending[one].finished}
-        self.decode.results(output)
         if self.answers is not None:
+            done = (output.finished_recving or set()) - (output.failed_recving or set())
+            pending = self.decode.pending  # forgets them below
+            self.answers.loaded({one for one in done if one in pending and not pending[one].finished})
             self.answers.results(output)
-            self.answers.loaded(loaded)
+        self.decode.results(output)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Take note that a request has ended; return whether its blocks are kept, and the parameters to read them."""

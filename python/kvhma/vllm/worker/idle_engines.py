@@ -26,9 +26,9 @@ _MAX_INTERVAL_SECONDS = 60.0
 class IdleEngineWatch:
     """Looks for such engines in a thread of its own.
 
-    With ``engine_ttl`` each goes that was not used for so long. Without it one that still answers is kept: NIXL does
-    not close the connection to an agent that lives when that is removed, so each new one would be one more.
-    ``max_peers`` bounds them. Where the agent has ended, nothing of it is left.
+    With ``engine_ttl`` each goes that was not used for so long, but for those of ``prefill_engines`` that still answer.
+    Without it all that answer are kept: NIXL does not close the connection to an agent that lives when that is removed,
+    so each new one would be one more. ``max_peers`` bounds them. Where the agent has ended, nothing of it is left.
     """
 
     def __init__(self, context: WorkerContext, engines: PrefillEngines, counters: Counters) -> None:
@@ -61,7 +61,7 @@ class IdleEngineWatch:
     def _let_go(self, engine: PrefillEngine, since: float) -> None:
         # The operator's engines are connected to again and again: each time would leave a connection.
         if (self._keep_living or engine.address in self._operators) and self._lives(engine):
-            engine.used_at = time.monotonic()  # asked again in an hour
+            engine.used_at = time.monotonic()  # asked again after as long
             return
         if self._engines.drop(engine, since):
             self._counters.count("idle_engines")
