@@ -17,17 +17,22 @@ NAME = "gemma3"
 def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """S8: a panic of Rust is no `Exception`: the thread that loads ended, and no request was loaded any more."""
     with engines(zygote, model(NAME), tmp_path, p=kvhma(NAME), d=kvhma(NAME), plain=arguments(NAME)) as (p, d, plain):
-        many = prompts(NAME, [301] * 5)
+        many = prompts(NAME, [301] * 6)
         expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
         same(NAME, hand_over(p, d, many[0]), expected[0], "before")
         told = [prefill(p, prompt) for prompt in many]
-        for place, prompt, params in zip(("zero", "copy_in"), many[1:], told[1:], strict=False):
-            d.rpc("e2e_panic_once", "kvhma.vllm.memory", "DeviceMemory", place)
+        memory, poller = ("kvhma.vllm.memory", "DeviceMemory"), ("kvhma.vllm.worker.polling", "LoadPoller")
+        places = [(*memory, "zero"), (*memory, "copy_in"), (*poller, "advance")]
+        for place, prompt, params in zip(places, many[1:], told[1:], strict=False):
+            d.rpc("e2e_panic_once", *place)
             assert decode(d, prompt, params).result().finish_reason == "error", place
-        d.rpc("e2e_panic_once", "kvhma.vllm.worker.polling", "LoadPoller", "advance")
-        same(NAME, decode(d, many[3], told[3]).result(), expected[3], "whose thread begins again")
-        same(NAME, decode(d, many[4], told[4]).result(), expected[4], "after all that")
-        assert failures(d, "internal") == 2
+        busy = d.generate(many[0], max_tokens=400, ignore_eos=True)  # an idle engine would load in its own thread
+        d.rpc("e2e_panic_once", *poller, "advance")
+        same(NAME, decode(d, many[4], told[4]).result(), expected[4], "whose thread begins again")
+        assert not busy.done()
+        same(NAME, decode(d, many[5], told[5]).result(), expected[5], "after all that")
+        assert busy.result().finish_reason == "length"
+        assert failures(d, "internal") == 3
         restarts = [
             d.sample("vllm:kvhma_thread_restarts_total", thread=thread) for thread in ("kvhma-load", "kvhma-poll")
         ]
