@@ -40,7 +40,7 @@ TWO = ("gemma3", "nemotron_h")
 CONNECTORS = (OURS, THEIRS, EVEN)
 LENGTHS = (301, 2001)
 STARTS = 3
-ROUNDS = {1: 7, 16: 5}
+ROUNDS = {1: 5, 16: 3}
 QUICK = {1: 2, 16: 1}
 """Rounds, by how many requests are handed over at a time."""
 
