@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.wire import connection, peer_log, server
+from kvhma.vllm.wire import connection, connections, peer_log, server
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import (
     MAX_HELLO_BYTES,
@@ -86,7 +86,7 @@ def address(listener):
 @pytest.fixture
 def quick(monkeypatch):
     """Peers get a tenth of the time."""
-    monkeypatch.setattr(server, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.05)
     for name in ("HANDSHAKE_SECONDS", "QUESTION_SECONDS", "ANSWER_SECONDS"):
         monkeypatch.setattr(connection, name, 0.5)
 
@@ -117,12 +117,12 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
         clock.used += 0.004  # so that everything that is done for a stranger takes 4 ms
         return clock.used
 
-    monkeypatch.setattr(server, "_SWEEP_SECONDS", 0.01)
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock.now, thread_time=thread_time))
+    monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: clock.now, thread_time=thread_time))
     at = Address("127.0.0.1", free_port())
     with contextlib.ExitStack() as stack:
         listening_at = stack.enter_context(server._bind(at))
-        served = server._Connections(listening_at, NO_SECRETS, lambda data: Done(), Counted())
+        served = connections.Connections(listening_at, NO_SECRETS, lambda data, waited: Done(), Counted())
         stack.enter_context(contextlib.closing(served))
         question = frame(AskEngineInfo(PROTOCOL))
 
@@ -375,7 +375,7 @@ def test_who_asks_finds_a_question_too_long_first(address):
 
 def test_unfinished_questions_of_all_connections_are_bounded(monkeypatch):
     # Before, each connection had a bound of its own, and there were as many as anybody liked.
-    monkeypatch.setattr(server, "MAX_QUESTIONS_BYTES", 8 << 20)
+    monkeypatch.setattr(connections, "MAX_QUESTIONS_BYTES", 8 << 20)
     unfinished = framed(bytes(MAX_QUESTION_BYTES))[:-1]
     before = resident()
     raws = []
@@ -426,7 +426,7 @@ def test_a_peer_that_does_not_take_its_answers(address, quick):
 def test_answers_that_nobody_takes_are_bounded_and_end(monkeypatch, quick):
     hello = bytes(8 << 20)
     monkeypatch.setattr("support.listening.HELLO", hello)
-    monkeypatch.setattr(server, "MAX_ANSWERS_BYTES", 32 << 20)
+    monkeypatch.setattr(connections, "MAX_ANSWERS_BYTES", 32 << 20)
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 3)
     raws = []
     with listening() as found:
@@ -662,7 +662,7 @@ def test_10000_connections_of_a_host_cost_a_bounded_number_and_no_other_host_its
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     raws = []
     try:
-        bound = min(server.MAX_CONNECTIONS, hard // 4)
+        bound = min(connections.MAX_CONNECTIONS, hard // 4)
         many = min(10_000, hard - bound - 200)
         with listening() as found, Client(found.at, 5, NO_SECRETS) as honest:
             is_answered(honest)
@@ -694,7 +694,7 @@ def test_no_more_than_a_quarter_of_the_descriptors(monkeypatch):
 
 
 def test_who_asks_stays_and_who_only_connects_goes(monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 10)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 10)
     raws = []
     with listening() as found, Client(found.at, 5, NO_SECRETS) as client:
         try:
@@ -707,7 +707,7 @@ def test_who_asks_stays_and_who_only_connects_goes(monkeypatch):
 
 def test_strangers_of_many_hosts_take_no_engines_connections(monkeypatch):
     """The host with the most connections lost one: an engine with four, where a stranger had one from each host."""
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     raws = []
     with listening() as found, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(found.at, 5, NO_SECRETS)) for _ in range(4)]
@@ -733,7 +733,7 @@ def test_strangers_of_many_hosts_take_no_engines_connections(monkeypatch):
     ],
 )
 def test_addresses_that_one_host_may_choose_are_one(hosts, networks):
-    assert len(set(map(server._network, hosts))) == networks
+    assert len(set(map(connections._network, hosts))) == networks
 
 
 def test_connections_that_say_nothing_are_closed(monkeypatch, quick):

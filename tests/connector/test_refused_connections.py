@@ -4,7 +4,7 @@
 import pytest
 
 from kvhma.errors import HandshakeError
-from kvhma.vllm.wire import connection, server
+from kvhma.vllm.wire import connection, connections
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import MAX_QUESTION_BYTES, PROTOCOL, AskEngineInfo, EngineInfo, frame
 from kvhma.vllm.wire.secrets import Secrets
@@ -20,7 +20,7 @@ def refused(found):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(server, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.05)
     for name in ("HANDSHAKE_SECONDS", "QUESTION_SECONDS", "ANSWER_SECONDS", "IDLE_SECONDS"):
         monkeypatch.setattr(connection, name, 0.3)
 
@@ -52,7 +52,7 @@ def test_half_a_question(quick):
 
 
 def test_too_many(monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
     raws = []
     with listening() as found:
         try:

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography")
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.scheduler import lease_renewer
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
-from kvhma.vllm.wire import server
+from kvhma.vllm.wire import connections
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Outcome, Renew, write_claim
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
@@ -134,7 +134,7 @@ def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_li
 
 def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(monkeypatch, caplog):
     """Engines beyond the limit take each other's connections in turn, with a line, and each question is answered."""
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
     with listening() as listener, caplog.at_level(logging.WARNING, "vllm.kvhma"):
         pools = [ClientPool(listener.at, 5, OPEN) for _ in range(9)]
         try:

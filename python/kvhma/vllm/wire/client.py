@@ -18,12 +18,15 @@ from kvhma.vllm.wire.messages import (
     HEADER_BYTES,
     MAX_ANSWER_BYTES,
     MAX_HELLO_BYTES,
+    MAX_PROGRESS_BYTES,
     MAX_QUESTION_BYTES,
     Answer,
     AskHello,
     Done,
     EngineInfo,
+    Follow,
     Leases,
+    Progress,
     Question,
     RankHello,
     frame,
@@ -38,7 +41,10 @@ from kvhma.vllm.wire.sockets import keep_alive
 _CHUNK = 256 << 10
 _TLS_ALERT = b"\x15\x03"
 
-AnswerT = TypeVar("AnswerT", EngineInfo, RankHello, Leases, Done)
+_MAX_BYTES: dict[type[Question], int] = {AskHello: MAX_HELLO_BYTES, Follow: MAX_PROGRESS_BYTES}
+"""Of the answers that are longer than others."""
+
+AnswerT = TypeVar("AnswerT", EngineInfo, RankHello, Leases, Progress, Done)
 
 
 class Client:
@@ -120,8 +126,9 @@ class Client:
             raise self._error.with_traceback(None)
         self.waiting, self._asked = True, type(question).__name__
         self._unsent = memoryview(data)
-        self._limit = MAX_HELLO_BYTES if isinstance(question, AskHello) else MAX_ANSWER_BYTES
-        self._deadline = time.monotonic() + self._timeout
+        self._limit = _MAX_BYTES.get(type(question), MAX_ANSWER_BYTES)
+        patience = question.patience if isinstance(question, Follow) else 0.0
+        self._deadline = time.monotonic() + self._timeout + patience
         self._attempt(self._flush)
         if self._error is not None:
             raise self._error.with_traceback(None)

@@ -2,8 +2,11 @@
 """One connection of a listener: bytes to questions, answers to bytes, within bounds. It never waits.
 
     opening --- six bytes say whether it is TLS --- handshake --- receiving <---> answering
+                                                                      |             |
+                                                                      '-> waiting --'
 
-There is one question at a time: until its answer was taken, nothing else is read.
+There is one question at a time: until its answer was taken, nothing else is read. One whose answer is not known yet
+waits for it.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ _ONLY_HERE = "this engine has a secret, and the question came without: set secre
 _ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here too"
 
 
+Answering = Callable[[memoryview, float], "Answer | float"]
+"""Takes the bytes of a question, and how many seconds ago it came. Returns the answer, or in how many seconds it has to
+be asked again if nothing happens before. Raises nothing."""
+
+
 class Connection:
     """One connection. All of it belongs to the listener's thread.
 
@@ -55,13 +63,12 @@ class Connection:
         host: the peer's numeric address.
         events: of :mod:`selectors`, that it waits for.
         answered: questions that were.
-        deadline: when it is closed if nothing comes, on the monotonic clock.
+        deadline: when it is closed if nothing comes, on the monotonic clock; while it waits for an answer, when that
+            has to be given.
     """
 
-    def __init__(
-        self, accepted: socket.socket, host: str, secrets: Secrets, answer: Callable[[memoryview], Answer]
-    ) -> None:
-        """Take an accepted connection; `answer` is given the bytes of each question, and raises nothing."""
+    def __init__(self, accepted: socket.socket, host: str, secrets: Secrets, answer: Answering) -> None:
+        """Take an accepted connection; `answer` is asked for that to each question."""
         self.socket = accepted
         self.host = host
         self.events = selectors.EVENT_READ
@@ -73,6 +80,8 @@ class Connection:
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._refused = ""
+        self._question: tuple[memoryview, float] | None = None
+        """One that waits for its answer, and when it came."""
         self._certificate: bytes | None = None
         self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
         accepted.setblocking(False)
@@ -86,7 +95,12 @@ class Connection:
     @property
     def waits_for_peer(self) -> bool:
         """Whether the peer has begun something and not ended it: to connect, a question, or to take an answer."""
-        return self._advance is not Connection._receive or bool(self._received)
+        return self._question is None and (self._advance is not Connection._receive or bool(self._received))
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """Whether its question has no answer yet."""
+        return self._question is not None
 
     @property
     def unsent(self) -> int:
@@ -178,7 +192,29 @@ class Connection:
         if self._certificate is not None and not self._secrets.accepts(self._certificate):
             raise ConnectionEnded("secret")  # it was let in by one that was taken back since
         self._received = bytearray()
-        self._send(self._answer(memoryview(received)[HEADER_BYTES:]))
+        self._question = memoryview(received)[HEADER_BYTES:], time.monotonic()
+        self._advance = Connection._wait
+        self.answer_waiting()
+
+    def answer_waiting(self) -> None:
+        """Answer the question that waits, if it has an answer by now; raises as :meth:`advance`."""
+        if self._question is None:
+            return
+        question, came = self._question
+        answer = self._answer(question, time.monotonic() - came)
+        if isinstance(answer, float):
+            self.events = selectors.EVENT_READ
+            self.deadline = time.monotonic() + answer
+            return
+        self._question = None
+        self._send(answer)
+
+    def _wait(self) -> None:
+        """Something came while a question waits: the end of the connection, or another one."""
+        if not self.socket.recv(1):
+            raise ConnectionEnded
+        self._question = None
+        self._refuse("message", "it asks before it was answered", "one question at a time")
 
     def _pending(self) -> bool:
         """Return whether TLS has more than was read; the file descriptor would not say so."""

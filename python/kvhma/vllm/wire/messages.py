@@ -36,6 +36,15 @@ MAX_CLAIMS = 480
 MAX_TEXT = 4096
 """Characters of a text."""
 
+MAX_PROGRESS_BYTES = 32 << 20
+"""Of an answer with the parameters of a request: a million tokens in blocks of one, wherever they lie."""
+
+MAX_IDS_TEXT = 16 << 20
+"""Characters of block ids of a group."""
+
+MAX_PATIENCE = 60.0
+"""Seconds that an answer may be waited for."""
+
 NONCE_BYTES = 16
 """Of the random number of a question; what signs or proves the answer covers it, so that no answer can be repeated."""
 
@@ -47,6 +56,9 @@ Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Ticket = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 WireClaim = tuple[Name, RandomId, RandomId, Digest]
 """A claim as a message carries it: request, generation, reader, digest of the parameters."""
 
@@ -109,6 +121,30 @@ class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
     nonce: Nonce = bytes(NONCE_BYTES)
 
 
+class Follow(msgspec.Struct, tag="follow", frozen=True):
+    """How far is the request of this ticket? The answer comes when there is more to say than was seen.
+
+    Attributes:
+        ticket: that a proxy has drawn for both of us.
+        seen: version of the last answer; 0 for none.
+        epoch: of the last answer that named blocks.
+        tokens: whose blocks it named, or earlier ones of this epoch.
+        patience: seconds after which the answer comes in any case.
+    """
+
+    ticket: Ticket
+    seen: Version
+    epoch: Version
+    tokens: Tokens
+    patience: Annotated[float, msgspec.Meta(ge=0, le=MAX_PATIENCE)]
+
+
+class Unfollow(msgspec.Struct, tag="unfollow", frozen=True):
+    """We do not need the request of this ticket any more."""
+
+    ticket: Ticket
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """We cannot read your caches, and this is why. Both logs should say it."""
 
@@ -159,6 +195,52 @@ class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
     proof: Digest | None = None
 
 
+class Settled(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks whose tokens are computed.
+
+    Attributes:
+        group: index of P's group.
+        first: position of the first one in the request.
+        ids: ranges of text, see :func:`kvhma.vllm.wire.params.write_ids`.
+    """
+
+    group: Annotated[int, msgspec.Meta(ge=0, lt=256)]
+    first: Tokens
+    ids: Annotated[str, msgspec.Meta(max_length=MAX_IDS_TEXT)]
+
+
+class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
+    """How far the request of a ticket is. Only the version is set of a ticket that is not known yet.
+
+    Attributes:
+        version: grows with each change; 0 as long as the ticket is not known.
+        engine_id: which engine computes it.
+        incarnation_id: likewise.
+        ranks: tensor-parallel ranks and pipeline stages of that engine.
+        groups: how many KV cache groups it has.
+        total: tokens that will be handed over.
+        prompt: digest of them, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
+        epoch: of what is settled; another one means that what was read under earlier ones may have been overwritten.
+        tokens: so many are settled.
+        blocks: of the settled tokens that were not named under this epoch yet.
+        params: JSON of the ``kv_transfer_params`` that P has handed out for D; empty before.
+        ended: why nothing is handed over; empty as long as something may be.
+    """
+
+    version: Version
+    engine_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    incarnation_id: RandomId = bytes(8)
+    ranks: tuple[Rank, Rank] = (1, 1)
+    groups: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    total: Tokens = 0
+    prompt: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    epoch: Version = 0
+    tokens: Tokens = 0
+    blocks: Annotated[list[Settled], msgspec.Meta(max_length=256)] = []
+    params: bytes = b""
+    ended: Text = ""
+
+
 class Done(msgspec.Struct, tag="done", frozen=True):
     """Understood."""
 
@@ -169,8 +251,8 @@ class Problem(msgspec.Struct, tag="problem", frozen=True):
     text: Text
 
 
-Question = AskEngineInfo | AskHello | Renew | Finish | Release | Refused
-Answer = EngineInfo | RankHello | Leases | Done | Problem
+Question = AskEngineInfo | AskHello | Renew | Finish | Release | Follow | Unfollow | Refused
+Answer = EngineInfo | RankHello | Leases | Progress | Done | Problem
 
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size

@@ -125,6 +125,7 @@ class PrefillParams(NamedTuple):
             it, and holds the blocks for nobody who claims them with another one. With a secret it is a signature: only
             an engine could have written the parameters.
         prefixes: of an answer, parts that may be read where the next prompt goes on otherwise; fewest tokens first.
+        epoch: of the request's ticket when it was finished; 0 without one.
     """
 
     address: Address
@@ -139,6 +140,7 @@ class PrefillParams(NamedTuple):
     pp_size: int | None = None
     digest: bytes = b""
     prefixes: tuple[Prefix, ...] = ()
+    epoch: int = 0
 
     @property
     def incarnation(self) -> Incarnation:
@@ -155,6 +157,8 @@ class PrefillParams(NamedTuple):
         fields += [self.lease, self.num_tokens, self.prompt, spans]
         if self.prefixes:
             fields.append(self.prefixes)
+        if self.epoch:
+            fields.append({"epoch": self.epoch})
         return json.dumps(fields).encode()
 
     def to_params(
@@ -194,6 +198,8 @@ class PrefillParams(NamedTuple):
         }
         if self.prefixes:
             params["kvhma"]["prefixes"] = [list(prefix) for prefix in self.prefixes]
+        if self.epoch:
+            params["kvhma"]["epoch"] = self.epoch
         return params, digest
 
     @classmethod
@@ -218,7 +224,7 @@ class PrefillParams(NamedTuple):
             for name in ("tp_size", "pp_size")
         )
         remote = cls(
-            address=Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
+            address=read_address(params),
             engine_id=_text(params, "remote_engine_id"),
             incarnation_id=_random_id(own, "kvhma.instance"),
             lease_key=LeaseKey(_text(params, "remote_request_id"), _random_id(own, "kvhma.generation")),
@@ -231,12 +237,23 @@ class PrefillParams(NamedTuple):
         )
         if "prefixes" in own:
             remote = remote._replace(prefixes=_prefixes(own, tokens))
+        if "epoch" in own:
+            remote = remote._replace(epoch=_integer(own, "kvhma.epoch", 1, _MAX_TOKENS))
         rows = _span_rows(own)
         digest = bytes.fromhex(_hex_digest(own, "kvhma.digest"))
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)
         if tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
         return remote._replace(spans=_spans(rows, tokens), digest=digest)
+
+
+def read_address(params: Mapping[str, Any]) -> Address:
+    """Return where P's scheduler listens, from parameters of anybody.
+
+    Raises:
+        RequestError: they do not say.
+    """
+    return Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535))
 
 
 def random_id() -> int:

@@ -7,22 +7,16 @@ Nothing that arrives can stop it, and whatever arrives costs a bounded number of
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
-import resource
-import selectors
 import socket
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from kvhma.errors import ConnectionEnded, HandshakeError
+from kvhma.errors import HandshakeError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
-from kvhma.vllm.wire.connection import Connection
+from kvhma.vllm.wire.connections import Connections
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
     Answer,
@@ -31,15 +25,18 @@ from kvhma.vllm.wire.messages import (
     Done,
     EngineInfo,
     Finish,
+    Follow,
     Leases,
     LeaseState,
     Outcome,
     Problem,
+    Progress,
     Question,
     RankHello,
     Refused,
     Release,
     Renew,
+    Unfollow,
     read_claim,
     read_question,
 )
@@ -48,25 +45,7 @@ from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.proofs import ProofKey, prove, sign_hello
 from kvhma.vllm.wire.secrets import Secrets
 
-MAX_CONNECTIONS = 4096
-"""Beyond it, and beyond a quarter of the descriptors that the process may have, the idlest has to go."""
-
-MAX_QUESTIONS_BYTES = 64 << 20
-MAX_ANSWERS_BYTES = 256 << 20
-"""Of unfinished questions, and of answers that were not taken yet, over all connections."""
-
 _BACKLOG = 1024
-_ACCEPTS = 64
-"""Connections that are accepted before those that are there get their turn."""
-
-_SWEEP_SECONDS = 1.0
-"""How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
-
-_STRANGERS_SECONDS = 0.01
-"""Processor time for connections that were never answered, after which none is accepted for as long: whoever opens them
-without end has half of a core, not all of it and Python's lock as often. They wait in the kernel."""
-
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LeaseService(Protocol):
@@ -80,6 +59,16 @@ class LeaseService(Protocol):
 
     def finish(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
         """Return the state of each, and release those that are held."""
+
+
+class TicketService(Protocol):
+    """What a listener asks about tickets, from its own thread."""
+
+    def ask(self, question: Follow) -> Progress | None:
+        """Return how far a request is; None if there is nothing that was not seen."""
+
+    def drop(self, ticket: bytes) -> None:
+        """Take note that a follower does not need a request any more."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,14 @@ class Listener:
     """
 
     def __init__(
-        self, address: Address, engine: LocalEngine, *, leases: LeaseService, secrets: Secrets, counters: Counters
+        self,
+        address: Address,
+        engine: LocalEngine,
+        *,
+        leases: LeaseService,
+        secrets: Secrets,
+        counters: Counters,
+        tickets: TicketService | None = None,
     ) -> None:
         """Bind and start to answer.
 
@@ -117,17 +113,21 @@ class Listener:
             leases: of the requests that are kept for other engines.
             secrets: of this engine; with one, only who has it too is answered.
             counters: of this process.
+            tickets: of the requests that others follow; None if none can be.
 
         Raises:
             HandshakeError: the address cannot be bound; the text names it and the setting.
         """
         self._engine = engine
         self._leases = leases
+        self._tickets = tickets
         self._secrets = secrets
         self._counters = counters
         self._proof_key = ProofKey()
         self._socket = _bind(address)
         self._wakeup, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakeup.setblocking(False)
         self._stopping = False
         self._thread = SupervisedThread("kvhma-listener", self._serve, counters)
 
@@ -139,16 +139,21 @@ class Listener:
         self._socket.close()
         self._wakeup.close()
 
+    def wake(self) -> None:
+        """Answer the questions that wait for news, if there are any. To be called from any thread."""
+        with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: it has ended
+            self._waker.send(b"!")
+
     def _serve(self) -> None:
-        made = _Connections(self._socket, self._secrets, self._answer_bytes, self._counters)
+        made = Connections(self._socket, self._secrets, self._answer_bytes, self._counters)
         with contextlib.closing(made) as connections:
             connections.register(self._wakeup)
             while not self._stopping:
                 connections.serve()
 
-    def _answer_bytes(self, data: memoryview) -> Answer:
+    def _answer_bytes(self, data: memoryview, waited: float) -> Answer | float:
         try:
-            return self._answer(read_question(data))
+            return self._answer(read_question(data), waited)
         except HandshakeError as error:
             return Problem(str(error))
         except BaseException:  # a panic in Rust is no Exception
@@ -156,7 +161,14 @@ class Listener:
             logger.exception("kvhma: cannot answer on the side channel")
             return Problem("an error on this side, see its log")
 
-    def _answer(self, question: Question) -> Answer:
+    def _progress(self, question: Follow, waited: float) -> Progress | float:
+        """Return the news of a ticket, or for how many seconds they may be waited for."""
+        found = None if self._tickets is None else self._tickets.ask(question)
+        if found is None and waited < question.patience:
+            return question.patience - waited
+        return found or Progress(question.seen)
+
+    def _answer(self, question: Question, waited: float) -> Answer | float:
         engine = self._engine
         match question:
             case AskEngineInfo():
@@ -182,6 +194,12 @@ class Listener:
             case Release():
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()
+            case Follow():
+                return self._progress(question, waited)
+            case Unfollow():
+                if self._tickets is not None:
+                    self._tickets.drop(question.ticket)
+                return Done()
             case Refused():
                 engine_id, text = one_line(question.engine_id), one_line(question.text)
                 logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
@@ -192,210 +210,6 @@ class Listener:
             return Leases(states)
         shared = self._proof_key.shared(question.reader_key)
         return Leases(states, prove(shared, question.nonce, question.claims, states))
-
-
-class _Group(NamedTuple):
-    """Connections that are alike when one has to go.
-
-    Attributes:
-        answered: whether they have been answered.
-        network: where they come from.
-    """
-
-    answered: bool
-    network: str
-
-
-class _Connections:
-    """The connections of a listener, the one loop that serves them, and their bounds. It belongs to one thread."""
-
-    def __init__(
-        self,
-        listening: socket.socket,
-        secrets: Secrets,
-        answer: Callable[[memoryview], Answer],
-        counters: Counters,
-    ) -> None:
-        self._listening = listening
-        self._counters = counters
-        self._secrets = secrets
-        self._answer = answer
-        self._groups: dict[_Group, OrderedDict[Connection, None]] = {}
-        """Connections of each group, the one that was not answered for longest first."""
-        self._group_of: dict[Connection, _Group] = {}
-        self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self._questions = _Budget(MAX_QUESTIONS_BYTES)
-        self._answers = _Budget(MAX_ANSWERS_BYTES)
-        self._accepting = False
-        self._accept_at = self._swept = time.monotonic()
-        self._spent_on_strangers = 0.0
-        """Processor seconds since the last rest."""
-        self._selector = selectors.DefaultSelector()
-        self._accept_again()
-
-    def register(self, wakeup: socket.socket) -> None:
-        """Return from :meth:`serve` when a socket is readable, too."""
-        self._selector.register(wakeup, selectors.EVENT_READ)
-
-    def close(self) -> None:
-        """Close them all."""
-        for connection in self._all():
-            self._drop(connection)
-        self._selector.close()
-
-    def serve(self) -> None:
-        """Wait for what comes, a moment at most, and serve it."""
-        until_accept = _SWEEP_SECONDS if self._accepting else max(0.0, self._accept_at - time.monotonic())
-        for key, _ in self._selector.select(min(_SWEEP_SECONDS, until_accept)):
-            group, started = self._group_of.get(key.data), time.thread_time()
-            if key.fileobj is self._listening:
-                self._accept()
-            elif group is not None:
-                self._advance(key.data)
-            if group is None or not group.answered:
-                self._spent_on_strangers += time.thread_time() - started
-        if self._accepting and self._spent_on_strangers > _STRANGERS_SECONDS:
-            self._rest(self._spent_on_strangers)
-        if time.monotonic() - self._swept > _SWEEP_SECONDS:
-            self._sweep()
-        if not self._accepting and time.monotonic() >= self._accept_at:
-            self._accept_again()
-
-    def _rest(self, seconds: float) -> None:
-        """Accept nothing for so long."""
-        self._selector.unregister(self._listening)
-        self._accepting = False
-        self._accept_at = time.monotonic() + seconds
-        self._spent_on_strangers = 0.0
-
-    def _advance(self, connection: Connection) -> None:
-        events, answered = connection.events, connection.answered
-        try:
-            connection.advance()
-        except ConnectionEnded as ended:
-            self._drop(connection, ended.refused)
-            return
-        except OSError:
-            self._drop(connection)
-            return
-        except BaseException:  # it ends this connection and no other one
-            logger.exception("kvhma: a connection of the side channel failed")
-            self._drop(connection, "error")
-            return
-        if connection.answered != answered:
-            self._leave_group(connection)
-            self._enter_group(connection, answered=True)
-        if connection.events != events:
-            self._selector.modify(connection.fileno(), connection.events, connection)
-        for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
-            for largest in budget.note(connection, stored):
-                logger.warning("kvhma: %s is cut off, what it sends or does not take is too much", largest.host)
-                self._drop(largest, "room")
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                accepted, (host, *_) = self._listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in _NO_ROOM:
-                    # It would be tried again at once, and fail again.
-                    logger.warning("kvhma: no room for another connection: %s", error)
-                    self._rest(_SWEEP_SECONDS)
-                return
-            try:
-                self._add(Connection(accepted, host, self._secrets, self._answer))
-            except BaseException:  # it ends this connection and no other one
-                logger.exception("kvhma: a connection to the side channel failed")
-                accepted.close()
-
-    def _add(self, connection: Connection) -> None:
-        if len(self._group_of) >= self._limit:
-            idlest, most = self._choose_idlest()
-            logger.warning(
-                "kvhma: %d connections to the side channel; %s has %d and loses one",
-                len(self._group_of),
-                idlest.host,
-                most,
-            )
-            self._drop(idlest, "room")
-        self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
-        self._enter_group(connection, answered=False)
-
-    def _enter_group(self, connection: Connection, *, answered: bool) -> None:
-        group = self._group_of[connection] = _Group(answered, _network(connection.host))
-        self._groups.setdefault(group, OrderedDict())[connection] = None
-
-    def _leave_group(self, connection: Connection) -> None:
-        group = self._group_of.pop(connection)
-        del self._groups[group][connection]
-        if not self._groups[group]:
-            del self._groups[group]
-
-    def _choose_idlest(self) -> tuple[Connection, int]:
-        """Return the connection that has to go, and how many its group has.
-
-        It is of those that were answered, or of those that were not yet, whichever are more: a stranger without the
-        secret is never answered, so from however many hosts it connects, it takes nothing from engines.
-        """
-        answered = sum(len(of) for group, of in self._groups.items() if group.answered)
-        more = answered > len(self._group_of) // 2
-        most = max((of for group, of in self._groups.items() if group.answered is more), key=len)
-        return next(iter(most)), len(most)
-
-    def _accept_again(self) -> None:
-        self._selector.register(self._listening, selectors.EVENT_READ)
-        self._accepting = True
-
-    def _sweep(self) -> None:
-        """Close the connections whose time is up."""
-        self._swept = now = time.monotonic()
-        for connection in self._all():
-            if connection.deadline < now:
-                self._drop(connection, "time" if connection.waits_for_peer else "")
-
-    def _all(self) -> list[Connection]:
-        return list(self._group_of)
-
-    def _drop(self, connection: Connection, refused: str = "") -> None:
-        if refused:
-            self._counters.count("side_channel_refused", label=refused)
-        self._leave_group(connection)
-        self._questions.note(connection, 0)
-        self._answers.note(connection, 0)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.fileno())
-        with contextlib.suppress(OSError):
-            connection.socket.close()
-
-
-class _Budget:
-    """Bytes that all connections together may have stored."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._stored: dict[Connection, int] = {}
-        self._sum = 0
-
-    def note(self, connection: Connection, stored: int) -> list[Connection]:
-        """Note what a connection has stored; return which ones have to go, the largest ones."""
-        if not stored and connection not in self._stored:
-            return []
-        self._sum += stored - self._stored.pop(connection, 0)
-        if stored:
-            self._stored[connection] = stored
-        if self._sum <= self._limit:
-            return []
-        return [max(self._stored, key=self._stored.__getitem__)]
-
-
-def _network(host: str) -> str:
-    """Return what of an address its owner did not choose: a host of IPv6 has a whole /64."""
-    numeric = ipaddress.ip_address(host.partition("%")[0])
-    if numeric.version == 4 or numeric.ipv4_mapped:
-        return host
-    return str(ipaddress.ip_network((numeric, 64), strict=False))
 
 
 def _bind(address: Address) -> socket.socket:

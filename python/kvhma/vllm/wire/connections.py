@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connections of a listener, the one loop that serves them, and their bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import resource
+import selectors
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvhma.errors import ConnectionEnded
+from kvhma.vllm.counters import Counters
+from kvhma.vllm.wire.connection import Answering, Connection
+from kvhma.vllm.wire.peer_log import logger
+from kvhma.vllm.wire.secrets import Secrets
+
+MAX_CONNECTIONS = 4096
+"""Beyond it, and beyond a quarter of the descriptors that the process may have, the idlest has to go."""
+
+MAX_QUESTIONS_BYTES = 64 << 20
+MAX_ANSWERS_BYTES = 256 << 20
+"""Of unfinished questions, and of answers that were not taken yet, over all connections."""
+
+_ACCEPTS = 64
+"""Connections that are accepted before those that are there get their turn."""
+
+_SWEEP_SECONDS = 1.0
+"""How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
+
+_STRANGERS_SECONDS = 0.01
+"""Processor time for connections that were never answered, after which none is accepted for as long: whoever opens them
+without end has half of a core, not all of it and Python's lock as often. They wait in the kernel."""
+
+_DRAIN = 4096
+_WAKEUP = object()
+"""Marks the socket by which the loop is woken up."""
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class _Group(NamedTuple):
+    """Connections that are alike when one has to go.
+
+    Attributes:
+        answered: whether they have been answered.
+        network: where they come from.
+    """
+
+    answered: bool
+    network: str
+
+
+class Connections:
+    """The connections of a listener, the one loop that serves them, and their bounds. It belongs to one thread."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        secrets: Secrets,
+        answer: Answering,
+        counters: Counters,
+    ) -> None:
+        """Take what listens; see :class:`Connection` for `answer`."""
+        self._listening = listening
+        self._counters = counters
+        self._secrets = secrets
+        self._answer = answer
+        self._groups: dict[_Group, OrderedDict[Connection, None]] = {}
+        """Connections of each group, the one that was not answered for longest first."""
+        self._group_of: dict[Connection, _Group] = {}
+        self._waiting: dict[Connection, None] = {}
+        """Connections whose question waits for its answer."""
+        self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._questions = _Budget(MAX_QUESTIONS_BYTES)
+        self._answers = _Budget(MAX_ANSWERS_BYTES)
+        self._wakeup: socket.socket
+        self._accepting = False
+        self._accept_at = self._swept = time.monotonic()
+        self._spent_on_strangers = 0.0
+        """Processor seconds since the last rest."""
+        self._selector = selectors.DefaultSelector()
+        self._accept_again()
+
+    def register(self, wakeup: socket.socket) -> None:
+        """Return from :meth:`serve` when a socket is readable, too."""
+        self._wakeup = wakeup
+        self._selector.register(wakeup, selectors.EVENT_READ, _WAKEUP)
+
+    def close(self) -> None:
+        """Close them all."""
+        for connection in self._all():
+            self._drop(connection)
+        self._selector.close()
+
+    def serve(self) -> None:
+        """Wait for what comes, a moment at most, and serve it."""
+        until_accept = _SWEEP_SECONDS if self._accepting else max(0.0, self._accept_at - time.monotonic())
+        for key, _ in self._selector.select(min(_SWEEP_SECONDS, until_accept)):
+            group, started = self._group_of.get(key.data), time.thread_time()
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.data is _WAKEUP:
+                self._answer_waiting()
+            elif group is not None:
+                self._advance(key.data, key.data.advance)
+            if group is None or not group.answered:
+                self._spent_on_strangers += time.thread_time() - started
+        if self._accepting and self._spent_on_strangers > _STRANGERS_SECONDS:
+            self._rest(self._spent_on_strangers)
+        if time.monotonic() - self._swept > _SWEEP_SECONDS:
+            self._sweep()
+        if not self._accepting and time.monotonic() >= self._accept_at:
+            self._accept_again()
+
+    def _rest(self, seconds: float) -> None:
+        """Accept nothing for so long."""
+        self._selector.unregister(self._listening)
+        self._accepting = False
+        self._accept_at = time.monotonic() + seconds
+        self._spent_on_strangers = 0.0
+
+    def _answer_waiting(self) -> None:
+        """Answer what waits for news."""
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.recv(_DRAIN)
+        for connection in list(self._waiting):
+            if connection in self._waiting:
+                self._advance(connection, connection.answer_waiting)
+
+    def _advance(self, connection: Connection, what: Callable[[], None]) -> None:
+        events, answered = connection.events, connection.answered
+        try:
+            what()
+        except ConnectionEnded as ended:
+            self._drop(connection, ended.refused)
+            return
+        except OSError:
+            self._drop(connection)
+            return
+        except BaseException:  # it ends this connection and no other one
+            logger.exception("kvhma: a connection of the side channel failed")
+            self._drop(connection, "error")
+            return
+        if connection.waits_for_answer:
+            self._waiting[connection] = None
+        else:
+            self._waiting.pop(connection, None)
+        if connection.answered != answered:
+            self._leave_group(connection)
+            self._enter_group(connection, answered=True)
+        if connection.events != events:
+            self._selector.modify(connection.fileno(), connection.events, connection)
+        for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
+            for largest in budget.note(connection, stored):
+                logger.warning("kvhma: %s is cut off, what it sends or does not take is too much", largest.host)
+                self._drop(largest, "room")
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                accepted, (host, *_) = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    # It would be tried again at once, and fail again.
+                    logger.warning("kvhma: no room for another connection: %s", error)
+                    self._rest(_SWEEP_SECONDS)
+                return
+            try:
+                self._add(Connection(accepted, host, self._secrets, self._answer))
+            except BaseException:  # it ends this connection and no other one
+                logger.exception("kvhma: a connection to the side channel failed")
+                accepted.close()
+
+    def _add(self, connection: Connection) -> None:
+        if len(self._group_of) >= self._limit:
+            idlest, most = self._choose_idlest()
+            logger.warning(
+                "kvhma: %d connections to the side channel; %s has %d and loses one",
+                len(self._group_of),
+                idlest.host,
+                most,
+            )
+            self._drop(idlest, "room")
+        self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
+        self._enter_group(connection, answered=False)
+
+    def _enter_group(self, connection: Connection, *, answered: bool) -> None:
+        group = self._group_of[connection] = _Group(answered, _network(connection.host))
+        self._groups.setdefault(group, OrderedDict())[connection] = None
+
+    def _leave_group(self, connection: Connection) -> None:
+        group = self._group_of.pop(connection)
+        del self._groups[group][connection]
+        if not self._groups[group]:
+            del self._groups[group]
+
+    def _choose_idlest(self) -> tuple[Connection, int]:
+        """Return the connection that has to go, and how many its group has.
+
+        It is of those that were answered, or of those that were not yet, whichever are more: a stranger without the
+        secret is never answered, so from however many hosts it connects, it takes nothing from engines.
+        """
+        answered = sum(len(of) for group, of in self._groups.items() if group.answered)
+        more = answered > len(self._group_of) // 2
+        most = max((of for group, of in self._groups.items() if group.answered is more), key=len)
+        return next(iter(most)), len(most)
+
+    def _accept_again(self) -> None:
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._accepting = True
+
+    def _sweep(self) -> None:
+        """Close the connections whose time is up."""
+        self._swept = now = time.monotonic()
+        for connection in list(self._waiting):
+            if connection.deadline < now:
+                self._advance(connection, connection.answer_waiting)
+        for connection in self._all():
+            if connection.deadline < now:
+                self._drop(connection, "time" if connection.waits_for_peer else "")
+
+    def _all(self) -> list[Connection]:
+        return list(self._group_of)
+
+    def _drop(self, connection: Connection, refused: str = "") -> None:
+        if refused:
+            self._counters.count("side_channel_refused", label=refused)
+        self._waiting.pop(connection, None)
+        self._leave_group(connection)
+        self._questions.note(connection, 0)
+        self._answers.note(connection, 0)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.fileno())
+        with contextlib.suppress(OSError):
+            connection.socket.close()
+
+
+class _Budget:
+    """Bytes that all connections together may have stored."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stored: dict[Connection, int] = {}
+        self._sum = 0
+
+    def note(self, connection: Connection, stored: int) -> list[Connection]:
+        """Note what a connection has stored; return which ones have to go, the largest ones."""
+        if not stored and connection not in self._stored:
+            return []
+        self._sum += stored - self._stored.pop(connection, 0)
+        if stored:
+            self._stored[connection] = stored
+        if self._sum <= self._limit:
+            return []
+        return [max(self._stored, key=self._stored.__getitem__)]
+
+
+def _network(host: str) -> str:
+    """Return what of an address its owner did not choose: a host of IPv6 has a whole /64."""
+    numeric = ipaddress.ip_address(host.partition("%")[0])
+    if numeric.version == 4 or numeric.ipv4_mapped:
+        return host
+    return str(ipaddress.ip_network((numeric, 64), strict=False))
