@@ -105,7 +105,7 @@ class Chat:
             assert not engine.refused
             assert not engine.kvhma.prefill._shortened
             assert not engine.kvhma.decode.pending
-            assert not engine.kvhma.decode._failed
+            assert not engine.kvhma.decode.put_off._failed
 
 
 @pytest.mark.parametrize("kinds", KINDS)

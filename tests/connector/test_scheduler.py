@@ -13,58 +13,15 @@ import pytest
 # With its parts, since torch warns while they are imported, which is no error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
-from kvhma import Geometry
-from kvhma.nixl import encode_handshake
 from kvhma.vllm.allow_list import AllowedEngines
-from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.metadata import Failure, WorkerHello, WorkerReport
+from kvhma.vllm.metadata import Failure
 from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.slots import NO_SLOTS
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_claim
-from kvhma.vllm.wire.params import Address, PrefillParams
+from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
-from support.tiny import tiny_hybrid
-
-STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-
-
-def scheduler(
-    *,
-    recompute=True,
-    backoff=0,
-    lease=30.0,
-    has_state=False,
-    drafted_state=False,
-    has_windows=False,
-    secrets=(),
-    ranks=2,  # so that the scheduler tells P; a worker that is alone does that itself
-    staging=NO_SLOTS,
-    **more,
-):
-    geometry = tiny_hybrid(100)
-    assert isinstance(geometry, Geometry)
-    facts = EngineFacts(
-        engine_id="engine",
-        address=Address("127.0.0.1", free_port()),
-        tp_size=ranks,
-        pp_size=1,
-        has_state=has_state,
-        drafted_state=drafted_state,
-        has_windows=has_windows,
-        backoff=backoff,
-        recompute=recompute,
-        host_staged=staging is not NO_SLOTS,
-        staging=staging,
-        transfer_groups=tuple(range(len(geometry.groups))),
-    )
-    made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)
-    hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
-    made.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
-    return made
+from support.schedulers import STEP, blocks, output, request, scheduler, tables, until
 
 
 @pytest.fixture
@@ -81,60 +38,12 @@ def d():
     made.close()
 
 
-def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):
-    ids = list(range(tokens))
-    return SimpleNamespace(
-        request_id=name,
-        kv_transfer_params=params,
-        prompt_token_ids=list(ids),
-        prompt_embeds=None,
-        lora_request=None,
-        mm_features=[],
-        cache_salt=None,
-        all_token_ids=ids,
-        _all_token_ids=ids,
-        num_prompt_tokens=tokens,
-        num_computed_tokens=tokens,
-        max_tokens=16,
-        status=SimpleNamespace(name=status),
-        get_skip_reading_prefix_cache=lambda: False,
-    )
-
-
-def tables(of, start=1):
-    return [
-        list(range(start + 20 * index, start + 20 * index + 10)) for index in range(len(of.context.geometry.groups))
-    ]
-
-
-def blocks(of):
-    groups = [
-        [SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in table] for table in tables(of)
-    ]
-    return SimpleNamespace(blocks=tuple(groups))
-
-
 def finished_at(p, **more):
     asked = request("at p", params={"do_remote_decode": True}, **more)
     p.add(asked)
     held, params = p.finish(asked, tables(p))
     assert held
     return json.loads(json.dumps(params))
-
-
-def output(received=(), failed=(), failures=None):
-    return SimpleNamespace(
-        finished_recving=set(received),
-        failed_recving=set(failed),
-        kv_connector_worker_meta=WorkerReport(failures or {}),
-    )
-
-
-def until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_request_is_held_until_its_reader_lets_go(p, d):

@@ -299,8 +299,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults(finished_sending=sent)
         metadata = self._connector_metadata
-        received, report = self._worker.collect(idle=isinstance(metadata, StepMetadata) and metadata.idle)
-        self._report = report if report.failures or report.first_tokens else None
+        metadata = metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+        received, report = self._worker.collect(idle=metadata.idle)
+        report.step = metadata.step
+        self._report = report or None
         failed = {request_id for request_id, failure in report.failures.items() if not failure.optional}
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 

@@ -28,6 +28,8 @@ class Load(NamedTuple):
         num_tokens: tokens whose cache is there afterwards, those that D had already included.
         cached: tokens that D had already.
         spans: D's blocks to fill, for each group.
+        piece: whether it is one of several, which are read while P computes the prompt: nothing is asked of P then, and
+            vLLM hears nothing of it.
         outcome: how P is told, with the question after the read, that the blocks are not needed any more; None where
             several ranks read, so that the scheduler tells it when all have.
         optional: whether the request is computed here if it fails.
@@ -41,6 +43,7 @@ class Load(NamedTuple):
     spans: tuple[Span, ...]
     outcome: Outcome | None
     optional: bool = False
+    piece: bool = False
 
 
 @dataclass
@@ -50,17 +53,21 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: requests to read.
         refusals: requests that cannot be read, and why; the workers report them as failed.
+        given_up: requests that have ended before all of them was read, and of which nothing is read any more.
         sent: requests whose blocks are not kept for others any more, to be reported as sent.
         copy_to_host: blocks to copy to host memory after this step, and the slots to copy them to: for each request, a
             span for each group.
         idle: whether nothing is computed in this step.
+        step: number of the step, for the workers to send back with its results; None if nobody asks.
     """
 
     loads: list[Load] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
+    given_up: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +96,37 @@ class WorkerReport(KVConnectorWorkerMetadata):
         failures: loads that failed.
         first_tokens: of loads that are done, for groups whose first block is not filled from its start: the first token
             from which on they are, by index of the group among those that take part.
+        pieces: how many ranks have read the piece of a request that they were ordered to.
+        lost_pieces: requests of which a rank could not read its piece, and why.
+        step: number of the step whose results come with the report; None if it has none.
     """
 
     failures: dict[str, Failure] = field(default_factory=dict)
     first_tokens: dict[str, dict[int, int]] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
+    lost_pieces: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+
+    def __bool__(self) -> bool:
+        """Whether it says anything."""
+        return bool(self.failures or self.first_tokens or self.pieces) or self.step is not None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two workers: of two failures the lasting one counts, of two first tokens the later."""
         failures, first_tokens = dict(self.failures), dict(self.first_tokens)
+        pieces, lost_pieces, step = dict(self.pieces), dict(self.lost_pieces), self.step
         if isinstance(other, WorkerReport):
+            for request_id, ranks in other.pieces.items():
+                pieces[request_id] = pieces.get(request_id, 0) + ranks
+            lost_pieces |= other.lost_pieces
+            step = other.step if step is None else step  # all ranks report the same step
             for request_id, failure in other.failures.items():
                 known = failures.get(request_id)
                 if known is None or known.passing:
                     failures[request_id] = failure
             for request_id, tokens in other.first_tokens.items():
                 first_tokens[request_id] = later(first_tokens.get(request_id, {}), tokens)
-        return WorkerReport(failures, first_tokens)
+        return WorkerReport(failures, first_tokens, pieces, lost_pieces, step)
 
 
 def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:

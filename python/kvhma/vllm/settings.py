@@ -37,6 +37,8 @@ class Settings:
             a prefill engine reads them.
         kv_recompute_threshold: tokens that a prefill engine computes rather than reads of an answer, if it lacks fewer.
         decoder_kv_blocks_ttl: seconds a decode engine keeps an answer at most.
+        max_followed_share: share of a decode engine's blocks that requests may take whose prompt is still computed.
+        piece_tokens: tokens of a piece at least that is read while the rest of a prompt is computed.
         max_peers: engines whose connection and plan are kept.
         engine_ttl: seconds after which an engine that nothing was read from is let go; 0 or less for never, None for
             an hour, and only if it does not answer any more.
@@ -71,6 +73,8 @@ class Settings:
     bidirectional_kv_xfer: bool = False
     kv_recompute_threshold: int = 64
     decoder_kv_blocks_ttl: float = 480.0
+    max_followed_share: float = 0.5
+    piece_tokens: int = 512
     max_peers: int = 256
     engine_ttl: float | None = None
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
@@ -142,6 +146,8 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "max_held_share": (float, 0.01, 1),
     "kv_recompute_threshold": (int, 0, 1 << 31),
     "decoder_kv_blocks_ttl": (float, 1, 86400),
+    "max_followed_share": (float, 0, 1),
+    "piece_tokens": (int, 1, 1 << 31),
     "max_peers": (int, 1, 4096),
     "engine_ttl": (float, -1, 1 << 31),
     "descriptor_bytes": (int, 0, 1 << 40),

@@ -40,6 +40,10 @@ METRICS = {
     "handshake_seconds": Metric(
         "Time of a handshake with another engine, in seconds.", [2**k * 1e-3 for k in range(14)]
     ),
+    "pieces": Metric("Pieces of loads that were read while their prompt was computed."),
+    "piece_bytes": Metric("Bytes of these pieces; those of loads are of their last pieces then."),
+    "lost_pieces": Metric("Pieces that could not be read; what they held was read at the end."),
+    "followed": Metric("Requests with a ticket, by what became of them.", label="end"),
     "tokens_loaded": Metric("Tokens whose cache was loaded."),
     "tokens_cached": Metric("Tokens of loads that were cached already and not moved."),
     "tokens_clipped": Metric(

@@ -13,12 +13,15 @@ from kvhma.planning import live_spans
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
 from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.pending_load import LoadState, PendingLoad, is_sample
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
+from kvhma.vllm.scheduler.put_off import PutOffLoads
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
+from kvhma.vllm.wire.tickets import TICKET, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -32,10 +35,6 @@ _MIN_LEASE_SECONDS = 1.0
 _MAX_LEASE_SECONDS = 3600.0
 _MIN_RENEWAL_SECONDS = 0.5
 """Bounds of what parameters say of a lease, and of how often it is renewed for that: anybody may have written them."""
-
-_RETRY_ROOM_SECONDS = 1.0
-"""How long a load that failed waits for blocks to be tried again. VLLM keeps blocks free for it as if it were still
-loading, so that the second try needs twice as many; where they never are free, it would wait for ever."""
 
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
@@ -52,6 +51,7 @@ class DecodeScheduler:
         unfilled: of requests that were loaded, where blocks are not filled from their start: the first token from which
             on they are, by index of the group. Only if answers are kept.
         renewer: renews and releases leases.
+        put_off: loads that have failed, and those that let others go first.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -64,23 +64,24 @@ class DecodeScheduler:
             secrets=context.secrets,
             counters=context.stats,
         )
+        self._following = FollowedLoads(context)
         self.pending: dict[str, PendingLoad] = {}
         self.unfilled: dict[str, dict[int, int]] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
-        self._failed: dict[str, float | None] = {}
-        """Requests whose load has failed and that have had no blocks since, and when each was put off; None before."""
+        self.put_off = PutOffLoads(context)
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
 
     def close(self) -> None:
-        """Stop to renew leases."""
+        """Stop to renew leases, and to follow."""
         self.renewer.close()
+        self._following.close()
 
     def add(self, request: Request, params: dict[str, Any]) -> None:
-        """Take a new request whose prompt another engine has computed."""
-        load = self._read(request, params)
+        """Take a new request whose prompt another engine has computed, or computes now."""
+        load = self._read(request, params) if params.get(TICKET) is None else self._follow(request, params)
         if load is not None:
             self.pending[request.request_id] = load
 
@@ -88,7 +89,7 @@ class DecodeScheduler:
         """Take a new request that is prefilled here, of whose beginning another engine may hold the last turn."""
         try:
             remote = readable_part(self._context, request, params)
-            self._check_source(remote)
+            self._check_source(remote.address)
             if remote.engine_id == self._context.engine.engine_id:
                 raise RequestError("the last turn's answer is this engine's own")
         except KvhmaError as error:
@@ -106,6 +107,8 @@ class DecodeScheduler:
 
     def take_metadata(self) -> StepMetadata:
         """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules."""
+        for request_id, followed in list(self._following.with_blocks.items()):
+            self._follow_on(request_id, self.pending[request_id], followed)
         if self._unclaimed:
             self._claim_what_lasts()
         metadata, self._metadata = self._metadata, StepMetadata()
@@ -113,15 +116,91 @@ class DecodeScheduler:
 
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""
-        self._failed.pop(request.request_id, None)
+        self.put_off.forget(request.request_id)
         load = self.pending.get(request.request_id)
         if load is None:
             return False
         load.finished = True
         load.aborted = request.status.name == "FINISHED_ABORTED"
-        if load.state is not LoadState.LOADING:
+        if load.state is LoadState.WANTED:
             self._end(request.request_id, read=load.aborted)
         return True
+
+    def _follow(self, request: Request, params: dict[str, Any]) -> PendingLoad:
+        """Begin to ask P about a request that it computes at the same time."""
+        try:
+            ticket = read_ticket(params)
+            if ticket is None or params.get("do_remote_decode"):
+                raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+            self._check_source(ticket.address)
+            return PendingLoad(None, followed=self._following.follow(request, ticket))
+        except KvhmaError as error:
+            return PendingLoad(None, str(error))
+
+    def _look(self, request: Request, load: PendingLoad, followed: FollowedLoad) -> PendingLoad | None:
+        """Return what is pending of a followed request, which may be computed here, or have been handed over."""
+        request_id = request.request_id
+        if (params := followed.conversation.handed_over()) is not None:
+            self._unfollow(request_id, load, "late")
+            found = self._read(request, params)
+            if found is None:
+                del self.pending[request_id]
+            else:
+                self.pending[request_id] = found
+        elif not is_sample(request_id):  # samples share what P keeps: each reads it as a whole, when it is there
+            try:
+                load.num_tokens = self._following.look(request, followed) or 0
+            except OtherPromptError as error:
+                self._compute_here(request_id, "other_prompt", str(error))
+                self._unfollow(request_id, load, "refused")
+                del self.pending[request_id]
+            except KvhmaError as error:
+                self._unfollow(request_id, load, "lost")
+                load.refusal = str(error)
+        return self.pending.get(request_id)
+
+    def _unfollow(self, request_id: str, load: PendingLoad, end: str) -> None:
+        followed, load.followed = load.followed, None
+        if followed is not None:
+            self._following.stop(request_id, followed, end)
+
+    def _follow_on(self, request_id: str, load: PendingLoad, followed: FollowedLoad) -> None:
+        """Order the next piece of a followed load, or the last one; unless a piece is being read."""
+        told, geometry = followed.conversation, self._context.geometry
+        params = told.handed_over()
+        if followed.reading or geometry is None:
+            return
+        if load.finished:
+            load.state = LoadState.LOADING
+            self._unfollow(request_id, load, "given_up")
+            self._metadata.given_up.append(request_id)
+        elif told.error:
+            self._unfollow(request_id, load, "lost")
+            self._refuse(request_id, load, told.error)
+        elif params is not None:
+            self._unfollow(request_id, load, "handed_over")
+            try:
+                self._finish_following(request_id, load, followed, params)
+            except KvhmaError as error:
+                self._refuse(request_id, load, str(error))
+        elif (piece := followed.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
+            self._metadata.loads.append(piece)
+
+    def _finish_following(
+        self, request_id: str, load: PendingLoad, followed: FollowedLoad, params: dict[str, Any]
+    ) -> None:
+        """Order the last piece: from here on it is a load like others."""
+        remote = _bounded(
+            PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=followed.num_prompt_tokens)
+        )
+        if self._context.geometry is None:
+            raise RequestError("this engine has no caches that were registered")
+        order = followed.last_piece(self._context.geometry, remote)
+        load.remote, load.state, load.since = remote, LoadState.LOADING, time.monotonic()
+        load.tries += 1
+        load.ask_first = self._is_shared(request_id, remote.lease_key)
+        self._unclaimed[request_id] = load
+        self._metadata.loads.append(order._replace(outcome=self._outcome(remote)))
 
     def _read(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
         """Return what is to be loaded, None if nothing is. P hears of a request only if the parameters are of it."""
@@ -135,7 +214,7 @@ class DecodeScheduler:
                 raise OtherPromptError(
                     f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
                 )
-            self._check_source(remote)
+            self._check_source(remote.address)
         except OtherPromptError as error:
             self._compute_here(request.request_id, "other_prompt", str(error))
             return None
@@ -143,11 +222,11 @@ class DecodeScheduler:
             return PendingLoad(None, str(error))
         return self._start(request, remote)
 
-    def _check_source(self, remote: PrefillParams) -> None:
+    def _check_source(self, address: Address) -> None:
         """Refuse what may not, or cannot, be read."""
-        if not self._context.settings.allows(remote.address):
+        if not self._context.settings.allows(address):
             self._context.stats.count("refused_sources", label="not_allowed")
-            raise RequestError(f"remote_host and remote_port {remote.address} are not among allowed_prefill_engines")
+            raise RequestError(f"remote_host and remote_port {address} are not among allowed_prefill_engines")
         if self._context.geometry is None or not self._context.geometry.groups:
             raise RequestError("this engine has no caches that were registered")
 
@@ -157,7 +236,9 @@ class DecodeScheduler:
         most = request.num_prompt_tokens - engine.backoff
         remote = _bounded(remote)
         load = PendingLoad(
-            remote, num_tokens=min(remote.num_tokens, most), ask_first=self._is_shared(request, remote.lease_key)
+            remote,
+            num_tokens=min(remote.num_tokens, most),
+            ask_first=self._is_shared(request.request_id, remote.lease_key),
         )
         if remote.num_tokens > most and (engine.has_state or engine.has_windows):
             text = (
@@ -191,10 +272,10 @@ class DecodeScheduler:
             if load.remote is not None:
                 self._claim(load, load.remote)
 
-    def _is_shared(self, request: Request, key: LeaseKey) -> bool:
+    def _is_shared(self, request_id: str, key: LeaseKey) -> bool:
         """Return whether other requests may come, or have come, with the same parameters."""
         known = key in self._shared
-        self._shared[key] = known or is_sample(request.request_id)
+        self._shared[key] = known or is_sample(request_id)
         self._shared.move_to_end(key)
         if len(self._shared) > _KEYS_REMEMBERED:
             self._shared.popitem(last=False)
@@ -210,11 +291,17 @@ class DecodeScheduler:
         vLLM asks again in each step until the request is scheduled. The answer is the same unless P has answered or
         the request has waited too long.
         """
-        if self._failed and self._is_put_off(request.request_id):
+        if self.put_off.lets_others_go(request.request_id, loads=request.request_id in self.pending):
             return None, False
         load = self.pending.get(request.request_id)
+        if load is not None and load.followed is not None:
+            load = self._look(request, load, load.followed)
         if load is None:
             return 0, False
+        if load.followed is not None:
+            if not load.num_tokens:
+                return None, False
+            return (wanted, True) if (wanted := load.num_tokens - local) > 0 else (0, False)
         if load.refusal or load.remote is None:
             # The workers report it as a load that failed, so that kv_load_failure_policy decides about it.
             wanted = request.num_prompt_tokens - local
@@ -226,7 +313,7 @@ class DecodeScheduler:
             reason, text = "late_reader", "others have read what P held for it, and its lease has ended"
             if load.prefilled is not None:
                 text = f"{load.remote.address} does not hold the last turn's answer any more, or does not answer"
-        elif self._starved(load):
+        elif self.put_off.is_starved(load):
             reason = "no_room"
             text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
             if load.tries:
@@ -252,23 +339,6 @@ class DecodeScheduler:
             local = min(local, manager.get_computed_blocks(request)[1])
         return load.num_tokens - local < least
 
-    def _is_put_off(self, request_id: str) -> bool:
-        """Return whether a request has to let others go first, since a load has failed.
-
-        The one that has failed holds no blocks any more, but is queued among those that do, which go first. Put off
-        once, it is queued behind them; in front of them it might wait for blocks that they never let go of, waiting for
-        it. vLLM goes on to keep blocks free for it. Loads of higher priority, for which not enough are left then, would
-        wait in front of it for ever; so they are put off when it has waited a while.
-        """
-        now = time.monotonic()
-        if request_id in self._failed:
-            first = self._failed[request_id] is None
-            if first:
-                self._failed[request_id] = now
-            return first
-        oldest = min((since for since in self._failed.values() if since is not None), default=now)
-        return request_id in self.pending and now - oldest > _RETRY_ROOM_SECONDS
-
     def _held_at_p(self, load: PendingLoad, remote: PrefillParams) -> bool | None:
         """Return whether P still holds what is to be loaded; None if it has to answer first."""
         if not load.ask_first:
@@ -279,23 +349,10 @@ class DecodeScheduler:
             return load.prefilled is None
         return held
 
-    def _starved(self, load: PendingLoad) -> bool:
-        """Return whether a load has waited too long for blocks.
-
-        For a second try that is a second; for a first one, a lease, while others have yet to read from here.
-        """
-        now = time.monotonic()
-        if load.asked_since is None:
-            load.asked_since = now
-        waited = now - load.asked_since
-        if load.tries:
-            return waited > _RETRY_ROOM_SECONDS
-        return len(self._context.leases) > 0 and waited > self._context.settings.kv_lease_duration
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
         request_id = request.request_id
-        self._failed.pop(request_id, None)
+        self.put_off.forget(request_id)
         load = self.pending.get(request_id)
         if load is None or load.state is not LoadState.WANTED:
             return
@@ -303,20 +360,33 @@ class DecodeScheduler:
             self._end(request_id, read=True)
             return
         load.state = LoadState.LOADING
-        load.tries += 1
         load.first_tokens = {}
-        if not load.refusal:
-            try:
-                self._metadata.loads.append(self._make_load(request_id, load, blocks, external))
-            except KvhmaError as error:
-                load.refusal = str(error)
         if load.refusal:
-            logger.warning("kvhma: request %s cannot be loaded: %s", request_id, load.refusal)
-            self._metadata.refusals[request_id] = load.refusal
+            self._refuse(request_id, load, load.refusal)
+            return
+        try:
+            if load.followed is not None:
+                remote = load.followed.provisional()
+                load.followed.order = self._make_load(request_id, load, remote, blocks, external)
+                load.state = LoadState.FOLLOWING
+                self._following.with_blocks[request_id] = load.followed
+            else:
+                load.tries += 1
+                self._metadata.loads.append(self._make_load(request_id, load, load.remote, blocks, external))
+        except KvhmaError as error:
+            self._refuse(request_id, load, str(error))
 
-    def _make_load(self, request_id: str, load: PendingLoad, blocks: KVCacheBlocks, external: int) -> Load:
+    def _refuse(self, request_id: str, load: PendingLoad, text: str) -> None:
+        """Have the workers report a load as failed, so that ``kv_load_failure_policy`` decides about it."""
+        logger.warning("kvhma: request %s cannot be loaded: %s", request_id, text)
+        load.refusal = text
+        self._metadata.refusals[request_id] = text
+
+    def _make_load(
+        self, request_id: str, load: PendingLoad, remote: PrefillParams | None, blocks: KVCacheBlocks, external: int
+    ) -> Load:
         geometry = self._context.geometry
-        if load.remote is None or geometry is None:
+        if remote is None or geometry is None:
             raise RequestError("there is nothing to load it from")
         tables = self._context.transfer_tables([[block.block_id for block in table] for table in blocks.blocks])
         # Each group has a hit of its own: the one that vLLM names is that of full attention.
@@ -324,12 +394,12 @@ class DecodeScheduler:
         hits = [0 if group.kind == "ssm" else hit_blocks(blocks.blocks[index]) for index, group in groups]
         return Load(
             request_id=request_id,
-            remote=load.remote,
+            remote=remote,
             reader=load.reader,
             num_tokens=load.num_tokens,
             cached=load.num_tokens - external,
             spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
-            outcome=self._read_outcome(load.remote) if self._context.engine.worker_releases else None,
+            outcome=self._outcome(remote),
             optional=load.prefilled is not None,
         )
 
@@ -350,6 +420,8 @@ class DecodeScheduler:
         for request_id, tokens in report.first_tokens.items():
             if (load := self.pending.get(request_id)) is not None:
                 load.first_tokens = later(load.first_tokens, tokens)
+        for request_id, ranks in report.pieces.items():
+            self._following.note_piece(request_id, ranks, report.lost_pieces.get(request_id, ""))
         for request_id, failure in report.failures.items():
             load = self.pending.get(request_id)
             if load is not None:
@@ -370,13 +442,13 @@ class DecodeScheduler:
                 # What vLLM itself does with the recompute policy. It has not looked at the request yet.
                 self._context.manager.free(request)
                 request.num_computed_tokens = 0
-                self._failed[request_id] = None
+                self.put_off.note_failed(request_id)
         self._end(request_id, read=True, released=not failed and self._context.engine.worker_releases)
 
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute
         if failed and recompute and not load.finished:
-            self._failed[request_id] = None
+            self.put_off.note_failed(request_id)
         if not failed and not load.finished:
             self._keep_unfilled_out(request_id, load.first_tokens)
         may_try_again = not load.refusal and load.tries <= self._context.settings.load_retries
@@ -404,6 +476,7 @@ class DecodeScheduler:
         What is claimed is released all the same: a renewal may have been on its way then, and have claimed it again.
         """
         load = self.pending.pop(request_id)
+        self._unfollow(request_id, load, "given_up")
         self._unclaimed.pop(request_id, None)
         if load.claimed or not released:
             self._release(load, read=read)
@@ -413,6 +486,10 @@ class DecodeScheduler:
         if load.remote is not None:
             outcome = self._read_outcome(load.remote) if read else Outcome.UNREAD
             self.renewer.release(load.remote.address, load.remote.claim(load.reader), outcome)
+
+    def _outcome(self, remote: PrefillParams) -> Outcome | None:
+        """Return what a worker tells P itself when it has read; None if others read too."""
+        return self._read_outcome(remote) if self._context.engine.worker_releases else None
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         return Outcome.READ_SHARED if self._shared.get(remote.lease_key, False) else Outcome.READ

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvhma.vllm.scheduler.following import FollowedLoad
 from kvhma.vllm.wire.params import PrefillParams, random_id
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class LoadState(enum.Enum):
     """How far a pending load is."""
 
     WANTED = enum.auto()
+    FOLLOWING = enum.auto()
+    """It has blocks, and is read in pieces while P computes its prompt."""
+
     LOADING = enum.auto()
 
 
@@ -52,6 +56,7 @@ class PendingLoad:
         prefilled: the request, if this engine prefills it and computes whatever it cannot read of the turn before; None
             if it decodes it, so that the engine's ``kv_load_failure_policy`` decides about a load that fails.
         lost: whether a rank has failed to load one that is prefilled.
+        followed: how it is read while P computes its prompt; None if P has computed it.
     """
 
     remote: PrefillParams | None
@@ -69,3 +74,4 @@ class PendingLoad:
     first_tokens: dict[int, int] = field(default_factory=dict)
     prefilled: Request | None = None
     lost: bool = False
+    followed: FollowedLoad | None = None

@@ -17,9 +17,10 @@ from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, LeaseEnd
+from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
+from kvhma.vllm.wire.params import Incarnation, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.server import Listener, LocalEngine
 
 if TYPE_CHECKING:
@@ -47,11 +48,16 @@ _PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
 
 
 class PrefillScheduler:
-    """Hands requests over: their blocks are kept, and the parameters of their decode request name them."""
+    """Hands requests over: their blocks are kept, and the parameters of their decode request name them.
+
+    Attributes:
+        settling: requests that others follow while they are computed.
+    """
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start; other engines are answered from :meth:`serve` on."""
         self._context = context
+        self.settling = SettlingRequests(context)
         self._incarnation_id = random_id()
         self._listener: Listener | None = None
         self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
@@ -85,6 +91,7 @@ class PrefillScheduler:
             self._listener.close()
             self._incarnation_id = random_id()
             context.leases.end_all()
+            self.settling.end_all()
         self._hellos = signed
         self._listener = Listener(
             context.engine.address,
@@ -92,7 +99,9 @@ class PrefillScheduler:
             leases=context.leases,
             secrets=context.secrets,
             counters=context.stats,
+            tickets=self.settling.tickets,
         )
+        self.settling.tickets.on_news = self._listener.wake
 
     def add(self, request: Request) -> None:
         """Take a new request whose decode another engine does."""
@@ -102,9 +111,15 @@ class PrefillScheduler:
             self._shortened.add(request.request_id)
         if self._context.engine.host_staged:
             self._to_stage[request.request_id] = request
+        engine = self._context.engine
+        source = Incarnation(
+            engine.address, engine.engine_id, self._incarnation_id, engine.ranks_of_stage, engine.pp_size
+        )
+        self.settling.add(request, source, request.num_prompt_tokens - self._left_to_d(request))
 
     def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Tell the workers which requests are not kept any more, and what to copy to host memory."""
+        metadata.step = self.settling.step(output)
         leases = self._context.leases
         if ended := leases.drain_ended():
             metadata.sent = self._note_ended(ended)
@@ -146,6 +161,11 @@ class PrefillScheduler:
         Returns:
             ``kv_transfer_params`` for the decode request; None if the blocks are not kept.
         """
+        params = self._keep(request, tables)
+        self.settling.finish(request.request_id, params)
+        return params
+
+    def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         self._to_stage.pop(request.request_id, None)
         remote, geometry = self._describe(request, tables), self._context.geometry
         self._shortened.discard(request.request_id)
@@ -167,7 +187,7 @@ class PrefillScheduler:
         params, geometry = request.kv_transfer_params, self._context.geometry
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
             return None
-        if request.status.name not in FINISHED_WELL:
+        if request.status.name not in FINISHED_WELL or self.settling.is_dropped(request.request_id):
             return None
         tokens = self._tokens_to_hand_over(request)
         spans = None if tokens is None else self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
@@ -186,12 +206,14 @@ class PrefillScheduler:
             prompt=self._context.prompt_digest(request, tokens),
             spans=tuple(spans),
             tp_size=engine.ranks_of_stage,
+            epoch=self.settling.epoch(request.request_id),
         )
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended before it could be computed."""
         self._shortened.discard(request_id)
         self._to_stage.pop(request_id, None)
+        self.settling.finish(request_id, None)
 
     def _left_to_d(self, request: Request) -> int:
         """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""

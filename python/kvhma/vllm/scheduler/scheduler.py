@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhma.nixl import decode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.metadata import StepMetadata, WorkerHello
+from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.decode import DecodeScheduler
@@ -115,7 +115,10 @@ class KvhmaScheduler:
         return metadata
 
     def results(self, output: KVConnectorOutput) -> None:
-        """Take note of the loads that have ended."""
+        """Take note of the loads that have ended, and of the step whose results these are."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport) and report.step is not None:
+            self.prefill.settling.settled(report.step)
         if self.answers is not None:
             done = (output.finished_recving or set()) - (output.failed_recving or set())
             pending = self.decode.pending  # forgets them below

@@ -84,7 +84,7 @@ class ActiveLoad:
     @property
     def wants_answer(self) -> bool:
         """Whether P has to be asked about it now."""
-        return self.read_at is not None and self.question is None and self.error is None
+        return self.read_at is not None and self.question is None and self.error is None and not self.load.piece
 
     def is_zeroed(self) -> bool:
         """Whether nothing is launched any more that writes to its blocks: only then they are read into, or given up."""
@@ -257,7 +257,7 @@ class LoadPoller:
         """Report a load, if it has ended; return whether it has been reported."""
         if active.read_at is None:
             return False
-        if not active.reported and active.error is None:
+        if not active.reported and active.error is None and not active.load.piece:
             if active.question is None:
                 return False
             question, index = active.question
@@ -288,7 +288,9 @@ class LoadPoller:
             if places is not None:
                 self._memory.release(places)
         ended_at = time.monotonic()
-        if active.error is not None:
+        if active.load.piece:
+            self._results.end_piece(active.load.request_id, active.error)
+        elif active.error is not None:
             self._results.fail(active.load.request_id, failure_of(active.error))
         else:
             self._results.succeed(active.load.request_id, first_tokens)
@@ -305,7 +307,7 @@ class LoadPoller:
             if group.kind in ("sliding", "chunked")
         ]
         posted = [handle.telemetry.descriptors for handle in active.handles if handle.telemetry is not None]
-        series = {
+        series: dict[str, float] = {
             "load_seconds": ended_at - active.ordered_at,
             "post_seconds": active.post_seconds,
             "transfer_seconds": transfer_seconds,
@@ -319,6 +321,8 @@ class LoadPoller:
             "tokens_cached": load.cached,
             "tokens_clipped": sum(clipped),
         }
+        if load.piece:  # what is told of a whole load is told of its last piece
+            series, sums = {}, {"pieces": 1, "piece_bytes": transfer.bytes, "zeroed_bytes": sums["zeroed_bytes"]}
         by_rank: dict[str, float] = {
             "rank_bytes": transfer.bytes,
             "rank_descriptors": transfer.descriptors,

@@ -63,14 +63,19 @@ class LoadResults:
         """By request, in the order in which they were ordered."""
         self._reads = 0
         self._ended: set[str] = set()
+        self._pieces: set[str] = set()
+        """Requests of which a piece is being read."""
         self._report = WorkerReport()
 
     def expect(self, loads: Sequence[Load], refusals: Iterable[str] = ()) -> None:
-        """Expect the results of some more loads, and those of requests that cannot be loaded."""
+        """Expect the results of some more loads, and those of requests of which nothing is read."""
         now = time.monotonic()
         with self._lock:
             for load in loads:
-                self._unreported[load.request_id] = _Unreported(load, now)
+                if load.piece:
+                    self._pieces.add(load.request_id)
+                else:
+                    self._unreported[load.request_id] = _Unreported(load, now)
             for request_id in refusals:
                 self._unreported[request_id] = _Unreported(None, now)
 
@@ -97,6 +102,18 @@ class LoadResults:
             optional = load is not None and load.optional
             self._report.failures[request_id] = replace(failure, optional=optional)
         self.stats.count("failed_loads", label=failure.cause)
+
+    def end_piece(self, request_id: str, error: BaseException | None) -> None:
+        """Report that a piece was read, or could not be."""
+        if error is not None:
+            failure = failure_of(error)
+            logger.warning("kvhma: a piece of %s was not read (%s): %s", request_id, failure.cause, failure.text)
+        with self._lock:
+            if request_id in self._pieces:
+                self._pieces.discard(request_id)
+                self._report.pieces[request_id] = 1
+                if error is not None:
+                    self._report.lost_pieces[request_id] = failure.text
 
     def _end(self, request_id: str) -> bool:
         """Return whether this is the first result of a load that is expected."""
@@ -139,7 +156,7 @@ class LoadResults:
     def unreported(self) -> int:
         """Return how many loads vLLM has not been told the end of."""
         with self._lock:
-            return len(self._unreported) + len(self._ended)
+            return len(self._unreported) + len(self._ended) + len(self._pieces)
 
     def _new_slow_ones(self) -> list[tuple[Load, float]]:
         """Return the loads that have come to last longer than their lease, and how long they do; the lock is held."""

@@ -67,9 +67,11 @@ class KvhmaWorker:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step. An idle one reads a short load itself, where :meth:`collect` would wait for it."""
         self._new_loads = bool(metadata.loads)
-        if not metadata.loads and not metadata.refusals:  # most steps
+        if not (metadata.loads or metadata.refusals or metadata.given_up):  # most steps
             return
-        self._results.expect(metadata.loads, metadata.refusals)
+        self._results.expect(metadata.loads, [*metadata.refusals, *metadata.given_up])
+        for request_id in metadata.given_up:
+            self._results.succeed(request_id, {})
         for request_id, text in metadata.refusals.items():
             self._results.fail(request_id, Failure("refused", text, passing=False))
         if metadata.loads:

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's conversations about tickets: a thread asks each ticket's P how far it is, so that no step waits for an answer.
+
+new --> connecting --> asked: P answers when there is news --> asked again ... --> over
+              ^                          |
+              '------- a pause <---------' the connection has ended, or nobody was there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhma.errors import HandshakeError, RequestError
+from kvhma.text import one_line
+from kvhma.vllm.counters import Counters
+from kvhma.vllm.threads import SupervisedThread, in_thread
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.messages import Done, Follow, Progress, Settled, Unfollow
+from kvhma.vllm.wire.names import resolve
+from kvhma.vllm.wire.params import Incarnation, read_ids
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.tickets import Ticket
+
+logger = logging.getLogger("vllm.kvhma")
+
+MAX_FOLLOWED = 1024
+"""Requests that are followed at a time."""
+
+_PATIENCE = 5.0
+"""Seconds after which P answers even if there is nothing new, so that one that is gone is noticed."""
+
+_ANSWER_SECONDS = 2.0
+"""For an answer to come after that, at least."""
+
+_BLOCKS_PER_TOKEN = 4
+_BLOCKS_MORE = 256
+"""Blocks of all groups that are stored for each token, and beside them: a few groups may have blocks of one token."""
+
+_PAUSE_SECONDS = 0.2
+"""Between attempts to reach P."""
+
+_SILENCE_SECONDS = 20.0
+"""How long P may not answer at all, beside the time of one answer, before the request is given up."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What is known of a ticket. Its lock guards all but what is only the thread's.
+
+    Attributes:
+        ticket: the ticket.
+        most: tokens that D's request has: nothing is stored of a longer one.
+        source: who computes the request; None before P has answered.
+        groups: how many KV cache groups that engine has.
+        total: tokens that P will hand over.
+        prompt: digest of them.
+        epoch: of what is settled.
+        tokens: that are settled.
+        tables: P's blocks of them from position 0 on, by index of P's group.
+        params: P's ``kv_transfer_params``; None before.
+        error: why there will be none; empty as long as there may be.
+    """
+
+    ticket: Ticket
+    most: int
+    source: Incarnation | None = None
+    groups: int = 0
+    total: int = 0
+    prompt: str = ""
+    epoch: int = 0
+    tokens: int = 0
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    params: dict[str, Any] | None = None
+    error: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # Of the thread:
+    version: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    answered: float = field(default_factory=time.monotonic)
+    retry_at: float = 0.0
+    client: Client | None = None
+    connecting: Future[Client] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be known."""
+        return self.params is not None or bool(self.error)
+
+    def take(self, news: Progress) -> None:
+        """Take an answer.
+
+        Raises:
+            RequestError: it contradicts itself, or an earlier one.
+        """
+        if news.version <= self.version:
+            return
+        source = Incarnation(
+            self.ticket.address, news.engine_id, int.from_bytes(news.incarnation_id, "big"), *news.ranks
+        )
+        if self.source is not None and (self.source, self.total, self.prompt) != (source, news.total, news.prompt):
+            raise RequestError(f"the ticket is another request's now: of {news.total} tokens, before of {self.total}")
+        with self.lock:
+            self.version, self.source, self.groups = news.version, source, news.groups
+            self.total, self.prompt = news.total, news.prompt
+            self.error = one_line(news.ended) if news.ended else ""
+            if news.params:
+                self.params = _params(news.params)
+            elif not news.ended:
+                self._take_blocks(news)
+
+    def _take_blocks(self, news: Progress) -> None:
+        if news.epoch != self.epoch:
+            self.epoch, self.tokens, self.tables = news.epoch, 0, {}
+        if news.total > self.most:
+            return
+        for blocks in news.blocks:
+            self._append(blocks)
+        self.tokens = min(news.tokens, news.total)
+
+    def _append(self, blocks: Settled) -> None:
+        table = self.tables.setdefault(blocks.group, [])
+        if blocks.first > len(table):
+            raise RequestError(f"group {blocks.group}: blocks from {blocks.first} on, known are {len(table)}")
+        del table[blocks.first :]
+        stored = sum(map(len, self.tables.values()))
+        table += read_ids(blocks.ids, _BLOCKS_PER_TOKEN * self.most + _BLOCKS_MORE - stored)
+
+    def handed_over(self) -> dict[str, Any] | None:
+        """Return P's parameters as a proxy would hand them on, with the address at which P is known here."""
+        address = self.ticket.address
+        return None if self.params is None else self.params | {"remote_host": address.host, "remote_port": address.port}
+
+    def question(self) -> Follow:
+        """Return what is asked next."""
+        return Follow(self.ticket.id, self.version, self.epoch, self.tokens, _PATIENCE)
+
+
+class Conversations:
+    """Asks about tickets. Safe to use from several threads."""
+
+    def __init__(self, timeout: float, unknown_seconds: float, secrets: Secrets, counters: Counters) -> None:
+        """Start without a thread: it begins with the first ticket.
+
+        Args:
+            timeout: seconds to wait for a connection, and for an answer that is due.
+            unknown_seconds: how long P may not know a ticket: its own request comes another way, and may come later.
+            secrets: of this engine.
+            counters: count if the thread begins again.
+        """
+        self._timeout = max(timeout, _ANSWER_SECONDS)
+        self._unknown_seconds = unknown_seconds
+        self._secrets = secrets
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._conversations: list[Conversation] = []
+        self._known: list[Conversation] = []
+        """Those of them that the thread has seen."""
+        self._thread: SupervisedThread | None = None
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._closing = False
+
+    def follow(self, ticket: Ticket, most: int) -> Conversation:
+        """Ask about a ticket from now on, until it is over or :meth:`stop` is called.
+
+        Args:
+            ticket: the ticket.
+            most: tokens of D's request.
+
+        Raises:
+            RequestError: too many are followed.
+        """
+        conversation = Conversation(ticket, most)
+        with self._lock:
+            if len(self._conversations) >= MAX_FOLLOWED:
+                raise RequestError(f"{MAX_FOLLOWED} requests are followed already")
+            self._conversations.append(conversation)
+            if self._thread is None:
+                self._thread = SupervisedThread("kvhma-follow", self._run, self._counters)
+        self._wake()
+        return conversation
+
+    def stop(self, conversation: Conversation, *, unwanted: bool) -> None:
+        """Do not ask any more; if the request is not wanted, P is told that."""
+        with self._lock:
+            if conversation not in self._conversations:
+                return
+            self._conversations.remove(conversation)
+        # The thread may be using the client; it closes it when it finds the conversation gone.
+        if unwanted and not conversation.over:
+            with contextlib.suppress(RuntimeError):  # no more threads: P finds out when its lease ends
+                in_thread("kvhma-unfollow", lambda: self._unfollow(conversation.ticket))
+        self._wake()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        self._wakeup.close()
+        self._waker.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+
+    def _unfollow(self, ticket: Ticket) -> None:
+        try:
+            with Client(resolve(ticket.address, self._timeout), self._timeout, self._secrets) as client:
+                client.ask(Unfollow(ticket.id), Done)
+        except HandshakeError as error:
+            logger.info("kvhma: %s was not told that a request is not needed: %s", ticket.address, error)
+
+    # --- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            with self._lock:
+                going = [one for one in self._conversations if not one.over]
+            for gone in set(self._known).difference(going):
+                _hang_up(gone)
+            self._known = going
+            for conversation in going:
+                try:
+                    self._advance(conversation)
+                except (HandshakeError, RequestError) as error:
+                    self._note(conversation, error)
+            self._wait(going)
+        for conversation in self._known:
+            _hang_up(conversation)
+
+    def _advance(self, conversation: Conversation) -> None:
+        """Do what can be done now."""
+        now = time.monotonic()
+        if conversation.client is None:
+            if conversation.connecting is None:
+                if now >= conversation.retry_at:
+                    address = conversation.ticket.address
+                    conversation.connecting = in_thread("kvhma-follow-connect", lambda: self._connect(address))
+                return
+            if not conversation.connecting.done():
+                return
+            connecting, conversation.connecting = conversation.connecting, None
+            conversation.client = connecting.result()
+            conversation.client.send(conversation.question())
+        if conversation.client.poll():
+            news = conversation.client.receive(Progress)
+            conversation.answered = now
+            conversation.take(news)
+            if conversation.over:
+                return
+            if not conversation.version and now - conversation.begun > self._unknown_seconds:
+                conversation.error = f"{conversation.ticket.address} does not know its ticket"
+                return
+            conversation.client.send(conversation.question())
+
+    def _connect(self, address: Any) -> Client:
+        return Client(resolve(address, self._timeout), self._timeout, self._secrets)
+
+    def _note(self, conversation: Conversation, error: Exception) -> None:
+        """Try again what may pass, for a while."""
+        _hang_up(conversation)
+        now = time.monotonic()
+        if isinstance(error, RequestError) or now - conversation.answered > _SILENCE_SECONDS + self._timeout:
+            conversation.error = str(error)
+        conversation.retry_at = now + _PAUSE_SECONDS
+
+    def _wait(self, known: list[Conversation]) -> None:
+        """Wait until something can be done, but not for long."""
+        waits = select.poll()
+        waits.register(self._wakeup, select.POLLIN)
+        soon = False
+        for conversation in known:
+            if conversation.client is not None:
+                waits.register(conversation.client.fileno(), select.POLLIN)
+            else:
+                soon = True
+        waits.poll(1 if any(one.connecting is not None for one in known) else 100 if soon else 1000)
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.recv(4096)
+
+
+def _hang_up(conversation: Conversation) -> None:
+    client, conversation.client = conversation.client, None
+    connecting, conversation.connecting = conversation.connecting, None
+    if client is not None:
+        client.close()
+    if connecting is not None:
+        connecting.add_done_callback(_close_result)
+
+
+def _close_result(connecting: Future[Client]) -> None:
+    if connecting.exception() is None:
+        connecting.result().close()
+
+
+def _params(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"P's parameters are not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"P's parameters are a {type(found).__name__}")
+    return found

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a request's cache is computed for good while P goes on computing it, told to who follows its ticket.
+
+A step is settled when its results are back, not when it was built: with asynchronous scheduling the next one is built
+before. So every step has a number that the workers send back with its results.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvhma.errors import KvhmaError
+from kvhma.pieces import settled_tokens, settling_groups
+from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.ticket_table import TicketTable
+from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.params import Incarnation
+from kvhma.vllm.wire.tickets import read_ticket_id
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvhma")
+
+
+@dataclass
+class _Followed:
+    """A request with a ticket.
+
+    Attributes:
+        ticket: its ticket.
+        total: tokens that will be handed over.
+        steps: number of each step that is under way, and tokens that are computed after it.
+        begun: whether it was scheduled since it was added or preempted.
+        tokens: that are settled.
+    """
+
+    ticket: bytes
+    total: int
+    steps: deque[tuple[int, int]] = field(default_factory=deque)
+    begun: bool = False
+    tokens: int = 0
+
+
+class SettlingRequests:
+    """Requests with a ticket, and what of them is settled.
+
+    Attributes:
+        tickets: what others are told.
+    """
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Start without requests."""
+        self._context = context
+        self.tickets = TicketTable(context.settings.kv_lease_duration)
+        self._followed: dict[str, _Followed] = {}
+        self._step: int | None = None
+        """Number of the last step; None before the first ticket: nobody asks then."""
+        self._settled = 0
+        """Number of the last step whose results are back."""
+
+    def add(self, request: Request, source: Incarnation, total: int) -> None:
+        """Take a new request, if it has a ticket; `total` tokens of it will be handed over."""
+        params: Any = request.kv_transfer_params
+        try:
+            ticket = read_ticket_id(params)
+        except KvhmaError as error:
+            peer_log.logger.warning("kvhma: request %s cannot be followed: %s", request.request_id, error)
+            return
+        if ticket is None or self._context.geometry is None:
+            return
+        prompt = self._context.prompt_digest(request, total)
+        groups = len(self._context.geometry.groups)
+        if not self.tickets.open(ticket, request.request_id, source, groups, total, prompt):
+            peer_log.logger.warning(
+                "kvhma: request %s cannot be followed: its ticket was used, or too many are", request.request_id
+            )
+            return
+        self._followed[request.request_id] = _Followed(ticket, total)
+        if self._step is None:
+            self._step = self._settled = 0
+
+    def step(self, output: SchedulerOutput) -> int | None:
+        """Take note of what a step computes; return its number, None if nobody asks for it.
+
+        What was preempted is told before anything can be overwritten: the workers get the step after this.
+        """
+        if self._step is None:
+            return None
+        self._step += 1
+        for request_id in output.preempted_req_ids or ():
+            if (followed := self._followed.get(request_id)) is not None:
+                followed.steps.clear()
+                followed.begun, followed.tokens = False, 0
+                self.tickets.restart(followed.ticket)
+        if self._followed:
+            for request_id, computed in _computed_before(output).items():
+                if (followed := self._followed.get(request_id)) is not None:
+                    self._schedule(request_id, followed, computed, output)
+        return self._step
+
+    def _schedule(self, request_id: str, followed: _Followed, computed: int, output: SchedulerOutput) -> None:
+        assert self._step is not None  # noqa: S101
+        if not followed.begun and computed:
+            # A hit of the prefix cache, which an earlier step may still be computing.
+            followed.steps.append((self._step - 1, self._settled_hit(request_id, computed, output)))
+        followed.begun = True
+        followed.steps.append((self._step, computed + output.num_scheduled_tokens[request_id]))
+        self._tell(request_id, followed)
+
+    def _settled_hit(self, request_id: str, computed: int, output: SchedulerOutput) -> int:
+        """Return how many tokens of a hit no other request of the same step computes."""
+        geometry, manager = self._context.geometry, self._context.manager
+        if geometry is None or manager is None:
+            return 0
+        groups = [
+            (self._context.engine.transfer_groups[one], geometry.groups[one].block_size)
+            for one in settling_groups(geometry)
+        ]
+        written: list[set[int]] = [set() for _ in groups]
+        for other, before in _computed_before(output).items():
+            if other != request_id:
+                tables = manager.get_block_ids(other)
+                for ids, (group, size) in zip(written, groups, strict=True):
+                    ids.update(tables[group][before // size :])
+        tables = manager.get_block_ids(request_id)
+        for ids, (group, size) in zip(written, groups, strict=True):
+            hits = tables[group][: computed // size]
+            if not ids.isdisjoint(hits):
+                computed = min(computed, size * next(index for index, one in enumerate(hits) if one in ids))
+        return computed
+
+    def settled(self, step: int) -> None:
+        """Take note that the results of a step are back."""
+        self._settled = max(self._settled, step)
+        for request_id, followed in self._followed.items():
+            self._tell(request_id, followed)
+
+    def _tell(self, request_id: str, followed: _Followed) -> None:
+        """Tell what is settled by now, if it is more than was told."""
+        tokens = followed.tokens
+        while followed.steps and followed.steps[0][0] <= self._settled:
+            tokens = max(tokens, followed.steps.popleft()[1])
+        geometry, manager = self._context.geometry, self._context.manager
+        if tokens == followed.tokens or geometry is None or manager is None or not self._settles:
+            return
+        followed.tokens = tokens
+        tokens = min(tokens, followed.total)
+        whole = settled_tokens(geometry, tokens)
+        tables = self._context.transfer_tables(manager.get_block_ids(request_id))
+        blocks = {}
+        for index in settling_groups(geometry):
+            size = geometry.groups[index].block_size
+            blocks[index] = size, tables[index][: tokens // size]
+        if whole:
+            self.tickets.settle(followed.ticket, whole, blocks)
+
+    @property
+    def _settles(self) -> bool:
+        """Whether others can read blocks before the end: not through host memory, nor of several stages."""
+        engine = self._context.engine
+        return not engine.host_staged and engine.pp_size == 1
+
+    def is_dropped(self, request_id: str) -> bool:
+        """Return whether the follower of a request does not need it any more."""
+        followed = self._followed.get(request_id)
+        return followed is not None and self.tickets.is_dropped(followed.ticket)
+
+    def epoch(self, request_id: str) -> int:
+        """Return the epoch of a request; 0 if nobody can follow it."""
+        followed = self._followed.get(request_id)
+        return 0 if followed is None else self.tickets.epoch(followed.ticket)
+
+    def finish(self, request_id: str, params: dict[str, Any] | None) -> None:
+        """Take note that a request has ended; without parameters it is not handed over."""
+        followed = self._followed.pop(request_id, None)
+        if followed is None:
+            return
+        if params is None:
+            self.tickets.finish(followed.ticket, ended="P has not kept it: it was aborted, or cannot be handed over")
+        else:
+            self.tickets.finish(followed.ticket, params=json.dumps(params).encode())
+
+    def end_all(self) -> None:
+        """End all tickets: what was computed is gone."""
+        self.tickets.end_all("P has slept, and its caches are empty")
+        self._followed.clear()
+
+
+def _computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each request of a step were computed before it."""
+    found = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

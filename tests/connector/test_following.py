@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets: D follows a request that P computes. Both schedulers, their side channel, and steps in every order."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from kvhma.vllm.metadata import WorkerReport
+from kvhma.vllm.wire.params import read_ids
+from support.schedulers import STEP, blocks, output, request, scheduler, tables, until
+
+TICKET = "0123456789abcdef" * 2
+N = 10 * 16
+
+
+class Manager:
+    """P's block tables, which are the test's."""
+
+    def __init__(self):
+        self.tables = {}
+        self.block_pool = SimpleNamespace(num_gpu_blocks=1000)
+
+    def get_block_ids(self, request_id):
+        return self.tables[request_id]
+
+
+class Prefill:
+    """P's scheduler, and the steps that vLLM would have it see."""
+
+    def __init__(self, **more):
+        self.scheduler = scheduler(**more)
+        self.manager = self.scheduler.context.manager = Manager()
+        self.computed = {}
+
+    def add(self, name="at p", ticket=TICKET, tokens=N):
+        asked = request(name, tokens, params={"do_remote_decode": True, "kvhma_ticket": ticket})
+        self.scheduler.add(asked)
+        self.manager.tables[name] = tables(self.scheduler)
+        self.computed[name] = 0
+        return asked
+
+    def build(self, preempted=(), hits=None, **tokens):
+        """Build a step that computes so many tokens of requests; return its number."""
+        before = {name.replace("_", " "): count for name, count in tokens.items()}
+        for name in preempted:
+            self.computed[name] = 0
+        for name, count in (hits or {}).items():
+            self.computed[name] = count
+        found = SimpleNamespace(
+            num_scheduled_tokens=before,
+            total_num_scheduled_tokens=sum(before.values()),
+            preempted_req_ids=set(preempted),
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(before), num_computed_tokens=[self.computed[name] for name in before]
+            ),
+        )
+        number = self.scheduler.step(found).step
+        for name, count in before.items():
+            self.computed[name] += count
+        return number
+
+    def results(self, number):
+        self.scheduler.results(
+            SimpleNamespace(
+                finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=WorkerReport(step=number)
+            )
+        )
+
+    def finish(self, asked, **more):
+        return self.scheduler.finish(asked, self.manager.tables[asked.request_id])[1]
+
+    def params_of_d(self, ticket=TICKET):
+        address = self.scheduler.context.engine.address
+        return {
+            "do_remote_prefill": True,
+            "kvhma_ticket": ticket,
+            "remote_host": address.host,
+            "remote_port": address.port,
+        }
+
+
+@pytest.fixture
+def p():
+    made = Prefill()
+    yield made
+    made.scheduler.close()
+
+
+@pytest.fixture
+def d():
+    made = scheduler(ranks=1, piece_tokens=16)
+    yield made
+    made.close()
+
+
+def waits(d, asked):
+    return d.matched_tokens(asked, 0) == (None, False)
+
+
+def followed(d, p, name="r"):
+    """Have D follow P's request; return D's, which has blocks."""
+    asked = request(name, N, params=p.params_of_d())
+    d.add(asked)
+    until(lambda: not waits(d, asked))
+    assert d.matched_tokens(asked, 0) == (N, True)
+    d.allocated(asked, blocks(d), N)
+    return asked
+
+
+def piece_of(d):
+    """Wait for the next load that D orders."""
+    found = []
+
+    def ordered():
+        found.extend(d.step(STEP).loads)
+        return found
+
+    until(ordered)
+    (load,) = found
+    return load
+
+
+def read(d, name="r", lost=""):
+    report = WorkerReport(pieces={name: 1}, lost_pieces={name: lost} if lost else {})
+    d.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report))
+
+
+def entries(load):
+    """Which positions of D's first group a load fills, and whether anything of the others."""
+    full, *others = load.spans
+    return range(full.first, full.first + len(full.ids)), any(len(span.ids) for span in others)
+
+
+def nothing_comes(d):
+    for _ in range(20):
+        assert d.step(STEP).loads == []
+        time.sleep(0.005)
+
+
+def test_pieces_come_as_steps_are_settled_and_the_rest_at_the_end(p, d):
+    at_p = p.add()
+    followed(d, p)
+    first = p.build(at_p=64)
+    nothing_comes(d)
+    second = p.build(at_p=64)  # built before the first one's results are back
+    p.results(first)
+    load = piece_of(d)
+    assert (load.piece, load.num_tokens, entries(load)) == (True, 64, (range(4), False))
+    assert [list(span.ids) for span in load.remote.spans] == [tables(d)[0][:4], [], []]
+    p.results(second)
+    nothing_comes(d)  # one read at a time
+    read(d)
+    load = piece_of(d)
+    assert (load.num_tokens, entries(load)) == (128, (range(4, 8), False))
+    read(d)
+    p.results(p.build(at_p=32))
+    params = p.finish(at_p)
+    load = piece_of(d)
+    if load.piece:  # it may have heard of the last step before the end
+        read(d)
+        load = piece_of(d)
+    assert not load.piece
+    assert entries(load)[0].stop == 10
+    assert entries(load)[1]
+    assert load.remote.lease_key.request_id == "at p"
+    assert load.remote.digest.hex() == params["kvhma"]["digest"]
+    d.results(output(["r"]))
+    assert d.decode.pending == {}
+
+
+def test_without_a_ticket_the_parameters_are_what_they_were(p):
+    asked = request("plain", N, params={"do_remote_decode": True})
+    p.scheduler.add(asked)
+    p.manager.tables["plain"] = tables(p.scheduler)
+    assert "epoch" not in p.finish(asked)["kvhma"]
+    assert p.scheduler.step(STEP).step is None
+
+
+@pytest.mark.parametrize("when", ["while it reads", "after it has read", "after the last announcement"])
+def test_a_preemption_has_all_read_again(p, d, when):
+    at_p = p.add()
+    followed(d, p)
+    p.results(p.build(at_p=96))
+    piece_of(d)
+    if when != "while it reads":
+        read(d)
+    p.build(preempted=["at p"])
+    p.manager.tables["at p"] = tables(p.scheduler, start=300)
+    if when == "while it reads":
+        read(d)
+    p.results(p.build(at_p=160))
+    if when != "after the last announcement":
+        load = piece_of(d)
+        assert (load.piece, entries(load)[0], load.remote.spans[0].ids[0]) == (True, range(10), 300)
+        read(d)
+    p.finish(at_p)
+    load = piece_of(d)
+    if load.piece:
+        assert entries(load)[0] == range(10)
+        read(d)
+        load = piece_of(d)
+        assert entries(load)[0] == range(10, 10)
+    assert not load.piece
+
+
+def test_what_a_preemption_was_not_told_of_is_read_again(p, d):
+    """D may miss every answer between a preemption and the end: the parameters have the epoch."""
+    at_p = p.add()
+    followed(d, p)
+    p.results(p.build(at_p=96))
+    piece_of(d)
+    p.build(preempted=["at p"])  # the same blocks again, of which D has read what was overwritten
+    p.results(p.build(at_p=160))
+    p.finish(at_p)
+    time.sleep(0.05)
+    read(d)
+    load = piece_of(d)
+    assert not load.piece
+    assert entries(load)[0] == range(10)
+
+
+def test_a_block_that_was_copied_elsewhere_begins_an_epoch(p, d):
+    p.add()
+    followed(d, p)
+    p.results(p.build(at_p=64))
+    piece_of(d)
+    read(d)
+    p.manager.tables["at p"][0][2] = 77
+    p.results(p.build(at_p=64))
+    load = piece_of(d)
+    assert entries(load)[0] == range(8)
+    assert list(load.remote.spans[0].ids)[2] == 77
+
+
+def test_a_hit_goes_at_once_but_for_what_the_same_step_computes(p, d):
+    """Blocks are hits from when they are allocated on; another request of this step, or the last one, may fill them."""
+    p.add()
+    followed(d, p)
+    before = p.build()
+    p.results(before)
+    p.build(at_p=16, hits={"at p": 96})
+    load = piece_of(d)
+    assert (load.num_tokens, entries(load)[0]) == (96, range(6))
+
+
+def test_a_hit_on_blocks_of_the_same_step_waits_for_it(p, d):
+    p.add()
+    followed(d, p)
+    p.add("other", ticket="f" * 32)
+    p.manager.tables["other"] = [list(row) for row in p.manager.tables["at p"]]
+    p.results(p.build(other=32))
+    number = p.build(at_p=16, other=16, hits={"at p": 96})
+    load = piece_of(d)
+    assert load.num_tokens == 32, "what the other request computes now is not there yet"
+    read(d)
+    p.results(number)
+    assert piece_of(d).num_tokens == 112
+
+
+def test_a_hit_on_blocks_of_the_step_before_waits_for_that(p, d):
+    p.add()
+    followed(d, p)
+    p.add("other", ticket="f" * 32)
+    number = p.build(other=32)
+    p.build(at_p=16, hits={"at p": 96})
+    nothing_comes(d)
+    p.results(number)
+    assert piece_of(d).num_tokens == 96
+
+
+def test_d_may_come_first(p, d):
+    asked = request("r", N, params=p.params_of_d())
+    d.add(asked)
+    time.sleep(0.05)
+    assert waits(d, asked)
+    p.add()
+    until(lambda: not waits(d, asked))
+
+
+def test_d_may_come_when_p_has_finished(p, d):
+    at_p = p.add()
+    p.results(p.build(at_p=160))
+    p.finish(at_p)
+    asked = request("r", N, params=p.params_of_d())
+    d.add(asked)
+    until(lambda: not waits(d, asked))
+    d.allocated(asked, blocks(d), N)
+    load = piece_of(d)
+    assert not load.piece
+    assert entries(load) == (range(10), True)
+
+
+def test_p_that_gives_up_fails_the_load(p, d):
+    at_p = p.add()
+    followed(d, p)
+    at_p.status.name = "FINISHED_ABORTED"
+    assert p.finish(at_p) is None
+    until(lambda: d.step(STEP).refusals)
+
+
+def test_d_that_gives_up_is_told_of_to_p(p, d):
+    at_p = p.add()
+    asked = followed(d, p)
+    asked.status.name = "FINISHED_ABORTED"
+    p.results(p.build(at_p=96))
+    piece_of(d)
+    d.finish(asked, tables(d))
+    nothing_comes(d)
+    assert d.step(STEP).given_up == [], "a read is under way"
+    read(d)
+    assert d.step(STEP).given_up == ["r"]
+    d.results(output(["r"]))
+    assert d.decode.pending == {}
+    until(lambda: p.scheduler.prefill.settling.is_dropped("at p"))
+    assert p.finish(at_p) is None, "nobody reads it: nothing is kept"
+
+
+def test_a_lost_piece_is_read_at_the_end(p, d):
+    at_p = p.add()
+    followed(d, p)
+    p.results(p.build(at_p=64))
+    piece_of(d)
+    read(d)
+    p.results(p.build(at_p=64))
+    piece_of(d)
+    read(d, lost="the connection broke")
+    p.results(p.build(at_p=32))
+    nothing_comes(d)
+    p.finish(at_p)
+    load = piece_of(d)
+    assert (load.piece, entries(load)[0]) == (False, range(4, 10))
+
+
+def test_another_prompt_is_computed_here(p, d):
+    p.add(tokens=N)
+    asked = request("r", N, params=p.params_of_d())
+    asked._all_token_ids[3] = 99
+    d.add(asked)
+    until(lambda: not waits(d, asked))
+    assert d.matched_tokens(asked, 0) == (0, False)
+
+
+def test_followers_take_a_share_of_the_blocks_only(p, d):
+    d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=21))
+    at_p = p.add()
+    asked = request("r", N, params=p.params_of_d())
+    d.add(asked)
+    time.sleep(0.05)
+    assert waits(d, asked), "it would take 21 blocks of 20"
+    p.results(p.build(at_p=160))
+    p.finish(at_p)
+    until(lambda: not waits(d, asked))
+    d.allocated(asked, blocks(d), N)
+    assert not piece_of(d).piece
+
+
+def test_samples_read_at_the_end(p, d):
+    at_p = p.add()
+    both = [request(name, N, params=p.params_of_d()) for name in ("0_r", "1_r")]
+    for asked in both:
+        d.add(asked)
+    time.sleep(0.05)
+    assert all(waits(d, asked) for asked in both)
+    p.finish(at_p)
+    for asked in both:
+        until(lambda asked=asked: not waits(d, asked))
+
+
+@pytest.mark.parametrize("ticket", ["", "0" * 31, "G" * 32, 7, ["0" * 32], "0" * 33, "٠" * 32])
+def test_a_ticket_that_is_none(p, d, ticket):
+    asked = request("r", N, params=p.params_of_d() | {"kvhma_ticket": ticket})
+    d.add(asked)
+    assert d.matched_tokens(asked, 0) == (N, True)
+    d.allocated(asked, blocks(d), N)
+    assert "kvhma_ticket" in d.step(STEP).refusals["r"]
+    p.add("odd", ticket=ticket)
+    assert p.finish(request("odd", N, params={"do_remote_decode": True, "kvhma_ticket": ticket})) is not None
+
+
+def test_a_ticket_is_of_one_request(p):
+    p.add()
+    p.add("again")
+    assert len(p.scheduler.prefill.settling.tickets) == 1
+    assert json.dumps(p.finish(request("again", N, params={"do_remote_decode": True})))
+
+
+def test_names_of_blocks_are_those_that_were_not_told(p, d):
+    p.add()
+    followed(d, p)
+    table = p.scheduler.prefill.settling.tickets
+    p.results(p.build(at_p=64))
+    piece_of(d)
+    (conversation,) = d.decode._following._conversations._conversations
+    until(lambda: conversation.tokens == 64)
+    question = conversation.question()
+    p.results(p.build(at_p=64))
+    (told,) = table.ask(question).blocks
+    assert (told.first, read_ids(told.ids, 99)) == (4, tables(d)[0][4:8])

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets as a state machine: steps, preemptions, reads, lost connections and ends in any order, with what blocks hold.
+
+P writes a block when a step runs, and over it as soon as a rule lets it; D reads each block at some moment between the
+order and the report. However it goes, what D takes for loaded is what P has computed.
+"""
+
+import contextlib
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from kvhma.vllm.metadata import WorkerReport
+from support.schedulers import STEP, output, request, scheduler
+
+SIZE = 16
+BLOCKS = 12
+N = BLOCKS * SIZE - 5
+RUNS = 150
+MOST_CUTS = 4
+
+
+class Machine:
+    """P, D, their blocks, and chance."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(f"following {seed}")
+        self.p, self.d = scheduler(), scheduler(ranks=1, piece_tokens=SIZE * self.rng.randrange(1, 4))
+        self.ticket = f"{seed:032x}"
+        self.p.context.manager = SimpleNamespace(
+            block_pool=SimpleNamespace(num_gpu_blocks=1000), get_block_ids=lambda name: self.tables
+        )
+        self.memory = {}  # P's: block -> what each of its tokens is, None for anything else
+        self.junk = set()  # blocks that others write at any moment
+        self.tables = self.new_tables()
+        self.computed = 0
+        self.flying = []  # steps that were built: number, first token, token behind the last one
+        self.held = {}  # D's blocks
+        self.reading = None  # an order, and which of its blocks were read
+        self.over = None
+        self.done = set()
+
+    def close(self):
+        self.d.close()
+        self.p.close()
+
+    def new_tables(self):
+        ids = self.rng.sample(range(1, 200), 2 * BLOCKS + 1)
+        self.junk.difference_update(ids)
+        return [ids[:BLOCKS], ids[BLOCKS : 2 * BLOCKS], ids[2 * BLOCKS :]]
+
+    # --- what vLLM and the workers do at P
+
+    def build(self, preempted=False):
+        tokens = 0 if preempted else min(self.rng.choice([16, 24, 40, 64]), N - self.computed)
+        names = {"at p": tokens} if tokens else {}
+        number = self.p.step(
+            SimpleNamespace(
+                num_scheduled_tokens=names,
+                total_num_scheduled_tokens=tokens,
+                preempted_req_ids={"at p"} if preempted else set(),
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=list(names), num_computed_tokens=[self.computed] * len(names)
+                ),
+            )
+        ).step
+        if preempted:
+            mine = {block for table in self.tables for block in table}
+            if self.rng.random() < 0.5:
+                self.junk |= mine
+                self.tables = self.new_tables()
+            else:  # others have had its blocks, and it gets the same ones again
+                self.memory |= {block: [-1] * SIZE for block in mine}
+            self.computed = 0
+            self.flying = [(one, 0, 0, []) for one, *_ in self.flying]  # they write into blocks that are others' now
+        self.flying.append((number, self.computed, self.computed + tokens, self.tables[0]))
+        self.computed += tokens
+
+    def results(self):
+        number, first, end, table = self.flying.pop(0)
+        for token in range(first, end):
+            self.memory.setdefault(table[token // SIZE], [None] * SIZE)[token % SIZE] = token
+        found = WorkerReport(step=number)
+        self.p.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found))
+
+    def move_a_block(self):
+        """Copy on write: the request goes on with a copy, and the block is somebody else's."""
+        if self.flying:
+            return
+        place, new = self.rng.randrange(BLOCKS), self.rng.choice([b for b in range(200, 400) if b not in self.memory])
+        old = self.tables[0][place]
+        self.memory[new] = list(self.memory.get(old, [None] * SIZE))
+        self.tables[0][place] = new
+        self.junk.add(old)
+
+    def overwrite(self):
+        for block in self.rng.sample(sorted(self.junk), min(3, len(self.junk))):
+            self.memory[block] = [-1] * SIZE
+
+    def finish(self, status="FINISHED_LENGTH_CAPPED"):
+        asked = self.asked_of_p
+        asked.status.name = status
+        asked.num_computed_tokens = self.computed
+        self.over = status
+        if self.p.finish(asked, self.tables)[1] is None:
+            self.junk.update(block for table in self.tables for block in table)
+
+    # --- and at D
+
+    def order(self):
+        metadata = self.d.step(STEP)
+        if metadata.loads:
+            assert self.reading is None, "one read at a time"
+            (self.reading,) = metadata.loads
+            assert self.reading.piece is not any(len(span.ids) for span in self.reading.spans[1:])
+            self.done = set()
+        if metadata.refusals:
+            self.done = None
+        return metadata
+
+    def read_some(self, *, all_of_it=False):
+        if self.reading is None:
+            return
+        local, remote = self.reading.spans[0], self.reading.remote.spans[0]
+        assert remote.first == 0
+        left = [index for index in range(len(local.ids)) if index not in self.done]
+        for index in left if all_of_it else self.rng.sample(left, len(left) // 2):
+            source = remote.ids[local.first + index]
+            self.held[local.ids[index]] = list(self.memory.get(source, [None] * SIZE))
+            self.done.add(index)
+
+    def report(self):
+        """Return whether D has taken all of it for loaded."""
+        if self.reading is None:
+            return False
+        self.read_some(all_of_it=True)
+        piece, self.reading = self.reading.piece, None
+        if not piece:
+            self.d.results(output(["r"]))
+            return True
+        lost = {"r": "lost"} if self.rng.random() < 0.1 else {}
+        found = WorkerReport(pieces={"r": 1}, lost_pieces=lost)
+        self.d.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found))
+        return False
+
+    def cut_the_connection(self):
+        for conversation in list(self.d.decode._following._conversations._known):
+            client = conversation.client
+            if client is not None:
+                with contextlib.suppress(OSError):  # the thread may just be closing it
+                    client._socket.shutdown(2)
+
+
+def blocks_of_d():
+    tables = [list(range(500, 500 + BLOCKS)), list(range(600, 600 + BLOCKS)), [700]]
+    return SimpleNamespace(
+        blocks=tuple([SimpleNamespace(block_id=one, is_null=False, block_hash=None) for one in row] for row in tables)
+    )
+
+
+def run(machine):
+    """Play one request; return what became of it."""
+    rng, address = machine.rng, machine.p.context.engine.address
+    machine.asked_of_p = request("at p", N, params={"do_remote_decode": True, "kvhma_ticket": machine.ticket})
+    params = {"do_remote_prefill": True, "kvhma_ticket": machine.ticket}
+    asked = request("r", N, params=params | {"remote_host": address.host, "remote_port": address.port})
+    began = [lambda: machine.p.add(machine.asked_of_p), lambda: machine.d.add(asked)]
+    rng.shuffle(began)
+    for begin in began:
+        begin()
+    placed, pieces, cuts, deadline = False, 0, 0, time.monotonic() + 20
+    while True:
+        assert time.monotonic() < deadline, f"no answer: {vars(machine)}, {vars(machine.d.decode)}"
+        if not placed:
+            tokens, _ = machine.d.matched_tokens(asked, 0)
+            if tokens:
+                machine.d.allocated(asked, blocks_of_d(), tokens)
+                placed = True
+        metadata = machine.order()
+        pieces += sum(load.piece for load in metadata.loads)
+        if metadata.refusals:
+            return "refused", pieces
+        event = rng.random()
+        if machine.over is None and event < 0.35 and machine.computed < N and len(machine.flying) < 2:
+            machine.build()
+        elif machine.flying and event < 0.6:
+            machine.results()
+        elif machine.over is None and event < 0.63:
+            machine.build(preempted=True)
+        elif machine.over is None and event < 0.67:
+            machine.move_a_block()
+        elif event < 0.75 and cuts < MOST_CUTS:
+            cuts += 1
+            machine.cut_the_connection()
+        elif machine.over is None and machine.computed == N and not machine.flying:
+            machine.finish()
+        elif machine.over is None and 0.75 < event < 0.7515:
+            machine.finish("FINISHED_ABORTED")
+        elif event < 0.9:
+            machine.read_some()
+        elif machine.report():
+            return "loaded", pieces
+        machine.overwrite()
+        time.sleep(rng.choice([0, 0, 0.001, 0.003]))
+
+
+@pytest.mark.timeout(600)
+def test_what_is_taken_for_loaded_is_what_p_has_computed():
+    ends, pieces = {}, 0
+    for seed in range(RUNS):
+        machine = Machine(seed)
+        try:
+            how, read = run(machine)
+            ends[how] = ends.get(how, 0) + 1
+            pieces += read
+            if how == "loaded":
+                found = [machine.held[500 + token // SIZE][token % SIZE] for token in range(N)]
+                assert found == list(range(N)), f"run {seed}"
+                assert machine.d.decode.pending == {}
+        finally:
+            machine.close()
+    print(ends, pieces)
+    assert ends["loaded"] > RUNS * 0.8
+    assert pieces > RUNS

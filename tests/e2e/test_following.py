@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D follows what P computes, in real engines: all kinds of models, ranks and blocks, and every way that it may end."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
+from support.engines.tiny import MODELS
+from support.handoff import all_free, arguments, computed, hand_over, kvhma, loads, prefill, prompts, same
+
+Models = Callable[[str], Path]
+STEP = {"max_num_batched_tokens": 100}
+"""P's: prompts of 401 tokens and more take several."""
+
+SMALL = {"piece_tokens": 16}
+
+
+class Pair:
+    """P and D, and what a proxy knows of P."""
+
+    def __init__(self, p: Engine, d: Engine, *, prompt: Sequence[int] = (1, 2, 3)) -> None:
+        """Learn where P's scheduler listens, as a proxy does."""
+        self.p, self.d = p, d
+        told = prefill(p, prompt)
+        self.address = {"remote_host": told["remote_host"], "remote_port": told["remote_port"]}
+        d.generate(prompt, max_tokens=1, kv_transfer_params=told).result()
+
+    def compute(self, prompt: Sequence[int], ticket: str, **more: Any) -> Future[Answer]:
+        params = REMOTE_DECODE | {"kvhma_ticket": ticket}
+        return self.p.generate(prompt, max_tokens=1, kv_transfer_params=params, **more)
+
+    def follow(self, prompt: Sequence[int], ticket: str, **more: Any) -> Future[Answer]:
+        params = {"do_remote_prefill": True, "kvhma_ticket": ticket, **self.address}
+        return self.d.generate(prompt, kv_transfer_params=params, **({"max_tokens": 16} | more))
+
+    def both(self, prompt: Sequence[int], *, first: str = "p", pause: float = 0.0) -> Future[Answer]:
+        """Ask both; return D's answer."""
+        ticket = new_ticket()
+        asked = [lambda: self.compute(prompt, ticket), lambda: self.follow(prompt, ticket)]
+        if first == "d":
+            asked.reverse()
+        answers = [asked[0]()]
+        time.sleep(pause)
+        answers.append(asked[1]())
+        return answers[first == "p"]
+
+    def pieces(self) -> int:
+        return int(self.d.sample("vllm:kvhma_pieces_total"))
+
+    def ended(self, how: str) -> int:
+        return int(self.d.sample("vllm:kvhma_followed_total", end=how))
+
+
+def new_ticket() -> str:
+    return secrets.token_hex(16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = {
+        "p": kvhma(name, **STEP),
+        "d": kvhma(name, extra=SMALL),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        for length in (1, 2, 33, 401, 801, 1601):
+            (prompt,) = prompts((name, length), [length])
+            expected = plain.generate(prompt, max_tokens=16).result()
+            same(name, pair.both(prompt, first="d" if length == 801 else "p").result(), expected, length)
+        print(f"{name}: {pair.pieces()} pieces of {pair.ended('handed_over')} requests, {pair.ended('late')} came late")
+        assert pair.pieces() > 2
+        assert pair.ended("lost") == 0
+        assert pair.ended("refused") <= 1, "of a prompt of one token nothing may be left to load"
+        for engine in (p, d):
+            all_free(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h", "qwen3_next"])
+def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    settings = {
+        "one": kvhma(name, extra=SMALL, **STEP),
+        "two": kvhma(name, extra=SMALL, **STEP, **two),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (one, two_ranks, plain):
+        for p, d in ((one, two_ranks), (two_ranks, one)):
+            pair = Pair(p, d)
+            for prompt in prompts((name, p is one), [33, 601, 1001]):
+                expected = plain.generate(prompt, max_tokens=16).result()
+                same(name, pair.both(prompt).result(), expected, len(prompt))
+            assert pair.pieces() > 0
+        for engine in (one, two_ranks):
+            all_free(engine)
+
+
+@pytest.mark.parametrize(("name", "mine", "theirs"), [("llama", 32, 96), ("gemma3", 96, 32)])
+def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = {
+        "p": kvhma(name, block_size=theirs, **STEP),
+        "d": kvhma(name, block_size=mine, extra=SMALL),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        for prompt in prompts(name, [95, 401, 1001]):
+            expected = plain.generate(prompt, max_tokens=16).result()
+            same(name, pair.both(prompt).result(), expected, len(prompt))
+        assert pair.pieces() > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_hits_on_either_side(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    cached = {"enable_prefix_caching": True}
+    settings = {
+        "p": kvhma(name, **STEP, **cached),
+        "d": kvhma(name, extra=SMALL, **cached),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        base, more, other = prompts(name, [901, 300, 300])
+        expected = {
+            what: plain.generate(prompt, max_tokens=16).result()
+            for what, prompt in {"base": base, "longer": base + more, "again": base + other}.items()
+        }
+        # P has it, D does not; then both; then D has what P has lost.
+        p.generate(base, max_tokens=1).result()
+        same(name, pair.both(base).result(), expected["base"], "P's hit")
+        before = d.loaded_tokens()
+        same(name, pair.both(base + more).result(), expected["longer"], "a hit of both")
+        if name == "llama":
+            assert d.loaded_tokens() - before < len(more) + 32
+        same(name, pair.both(base + other).result(), expected["again"], "a hit of D")
+        for engine in (p, d):
+            all_free(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, extra=SMALL), "plain": arguments(name, **STEP)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        many = prompts(name, [101 + 50 * index for index in range(16)])
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
+        answers = [pair.both(prompt, first="pd"[index % 2]) for index, prompt in enumerate(many)]
+        for prompt, answer, plainly in zip(many, answers, expected, strict=True):
+            same(name, answer.result(), plainly, len(prompt))
+        print(f"{name}: {pair.pieces()} pieces")
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """What it had told of is overwritten by others; D reads it again."""
+    name = "llama"
+    settings = {
+        "p": kvhma(name, num_gpu_blocks_override=60, max_model_len=1600, **STEP),
+        "d": kvhma(name, extra=SMALL),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        size = p.rpc("e2e_groups")[0][0]["block_size"]
+        room = 59 * size
+        growing, followed = prompts(name, [int(room * 0.4), int(room * 0.58)])
+        expected = plain.generate(followed, max_tokens=16).result()
+        preempted = 0
+        for _ in range(3):
+            busy = p.generate(growing, max_tokens=int(room * 0.15), ignore_eos=True)
+            time.sleep(0.2)
+            same(name, pair.both(followed).result(), expected, "beside one that grows")
+            busy.result()
+            preempted = int(p.sample("vllm:num_preemptions_total"))
+        print(f"{preempted} preemptions, {pair.pieces()} pieces")
+        assert preempted > 0
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_d_that_comes_late_or_early(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    name = "gemma3"
+    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, extra=SMALL), "plain": arguments(name, **STEP)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        for first in ("p", "d"):
+            (prompt,) = prompts((name, first), [601])
+            expected = plain.generate(prompt, max_tokens=16).result()
+            same(name, pair.both(prompt, first=first, pause=1.0).result(), expected, first)
+        assert pair.ended("late") == 1
+        # The proxy that draws no tickets meets the same engines.
+        (prompt,) = prompts((name, "plain"), [601])
+        same(name, hand_over(p, d, prompt), plain.generate(prompt, max_tokens=16).result(), "without a ticket")
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Either side may lose its client in any phase: nobody waits for it, and nothing is kept."""
+    name = "gemma3"
+    with engines(zygote, model(name), tmp_path, p=kvhma(name, **STEP), d=kvhma(name, extra=SMALL)) as (p, d):
+        pair = Pair(p, d)
+        for index, pause in enumerate([0.0, 0.005, 0.02, 0.05, 0.1] * 2):
+            (prompt,) = prompts((name, index), [1601])
+            ticket = new_ticket()
+            at_p = pair.compute(prompt, ticket, request_id=f"p{index}")
+            at_d = pair.follow(prompt, ticket, request_id=f"d{index}")
+            time.sleep(pause)
+            if index % 2:
+                p.abort(f"p{index}")
+                assert at_d.result().finish_reason in ("error", "length")
+            else:
+                d.abort(f"d{index}")
+            for answer in (at_p, at_d):
+                answer.result()
+        for engine in (p, d):
+            all_free(engine)
+
+
+def test_engines_that_die(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """With the policy `recompute` D answers all the same; P's blocks come back when its reader is gone."""
+    name = "gemma3"
+    extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
+    settings = {
+        "p": kvhma(name, extra=extra, **STEP),
+        "d": kvhma(name, policy="recompute", extra=extra | SMALL),
+        "other": kvhma(name, extra=extra | SMALL),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, other, plain):
+        (prompt,) = prompts(name, [1601])
+        expected = plain.generate(prompt, max_tokens=16).result()
+        pair = Pair(p, other)
+        ticket = new_ticket()
+        at_p, _ = pair.compute(prompt, ticket), pair.follow(prompt, ticket)
+        other.kill()
+        at_p.result()
+        all_free(p)
+        pair = Pair(p, d)
+        ticket = new_ticket()
+        answer = pair.follow(prompt, ticket)
+        pair.compute(prompt, ticket)
+        threading.Timer(0.05, p.kill).start()
+        same(name, answer.result(), expected, "P is gone")
+        all_free(d)
+
+
+def test_a_ticket_that_p_never_hears_of(zygote: Zygote, model: Models, tmp_path: Path, monkeypatch: Any) -> None:
+    name = "llama"
+    with engines(
+        zygote,
+        model(name),
+        tmp_path,
+        p=kvhma(name),
+        d=kvhma(name, policy="recompute", extra={"kv_lease_duration": 6}),
+        plain=arguments(name),
+    ) as (p, d, plain):
+        pair = Pair(p, d)
+        (prompt, other) = prompts(name, [301, 301])
+        expected = [plain.generate(one, max_tokens=16).result() for one in (prompt, other)]
+        answer = pair.follow(prompt, new_ticket())
+        same(name, hand_over(p, d, other), expected[1], "others go on")
+        same(name, answer.result(), expected[0], "computed here in the end")
+        assert computed(d, "other_prompt") == 0
+        assert loads(d) >= 1
+        all_free(d)
