@@ -12,6 +12,10 @@ engine. ``/health`` says which engines answer, ``/metrics`` what became of reque
 ``--enable-prompt-tokens-details`` says how many tokens of a prompt it had not to compute: if it is none, nothing was
 handed over, which the log says and ``kvhma_proxy_prompts_total`` counts.
 
+Once a prefill engine has said where its scheduler listens, a request goes to it and to the decode engine at once, with
+a ticket by which the decode engine follows it: it reads while the prompt is computed (``--no-tickets`` asks one after
+the other). The client hears of the first engine that fails.
+
 With ``--turns``, and engines with ``bidirectional_kv_xfer``, a prefill engine reads the last turn of a chat from the
 decode engine that answered it. A chat's next turn is known by its messages. vLLM says what can be read in answers that
 are not streamed only.
@@ -26,6 +30,7 @@ import itertools
 import json
 import logging
 import re
+import secrets
 import time
 import uuid
 from collections import OrderedDict
@@ -156,6 +161,27 @@ class Turns:
         return params if time.monotonic() - since < self._seconds else None
 
 
+class SideChannels:
+    """Where the schedulers of prefill engines listen: their parameters say so."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._known: dict[str, set[tuple[Any, Any]]] = {}
+
+    def learn(self, engine: str, params: dict[str, Any]) -> None:
+        """Take what an engine has answered; of other connectors nothing is learnt."""
+        if isinstance(params.get("kvhma"), dict):
+            self._known.setdefault(engine, set()).add(address_in(params))
+
+    def find(self, engine: str) -> tuple[Any, Any] | None:
+        """Return where an engine's only scheduler listens; None if it is not known, or there are several.
+
+        With data parallel nobody knows which of them gets a request.
+        """
+        known = self._known.get(engine, set())
+        return next(iter(known)) if len(known) == 1 else None
+
+
 class Proxy:
     """Sends requests on."""
 
@@ -165,9 +191,20 @@ class Proxy:
         decode: Sequence[str],
         embeddings: Sequence[str] = (),
         turns: Turns | None = None,
+        *,
+        tickets: bool = True,
     ) -> None:
-        """Take the URLs of engines by what they do, and where the last turns of chats are kept; None for nowhere."""
+        """Take the URLs of engines by what they do, and how they are asked.
+
+        Args:
+            prefill: of engines that compute prompts.
+            decode: of engines that answer.
+            embeddings: of engines that embed.
+            turns: where the last turns of chats are kept; None for nowhere.
+            tickets: whether a prefill and a decode engine are asked at once.
+        """
         self._kept = turns
+        self._side_channels = SideChannels() if tickets and turns is None else None
         self._engines = {"prefill": prefill, "decode": decode} | ({"embeddings": embeddings} if embeddings else {})
         self._turns = {role: itertools.cycle(engines) for role, engines in self._engines.items()}
         self._metrics = Metrics()
@@ -189,8 +226,13 @@ class Proxy:
         headers = headers_of(request)
         call = Call(self._session, self._metrics, request.path, headers)
         try:
+            engine = next(self._turns["prefill"])
+            if (address := self._address_for(engine, body)) is not None:
+                ticket = {"kvhma_ticket": secrets.token_hex(16)}
+                computing = asyncio.create_task(self._compute(call, engine, body, PREFILL_PARAMS | ticket))
+                return await call.follow(computing, next(self._turns["decode"]), request, body, address, ticket)
             last = None if self._kept is None else self._kept.take(body, headers)
-            params = await call.prefill(next(self._turns["prefill"]), body, last)
+            params = await self._compute(call, engine, body, last or PREFILL_PARAMS)
             handed = body | {"kv_transfer_params": params}
             if self._kept is not None and not body.get("stream"):
                 answer = await call.decode_whole(next(self._turns["decode"]), handed)
@@ -199,6 +241,21 @@ class Proxy:
             return await call.decode(next(self._turns["decode"]), request, handed)
         except UpstreamError as error:
             return web.json_response(error.body, status=error.status, headers=headers)
+
+    async def _compute(self, call: Call, engine: str, body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+        params = await call.prefill(engine, body, asked)
+        if self._side_channels is not None:
+            self._side_channels.learn(engine, params)
+        return params
+
+    def _address_for(self, engine: str, body: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Return where a prefill engine can be followed; None for a request that is handed over in turns."""
+        several = (
+            isinstance(body.get("prompt"), list) and len(body["prompt"]) > 1 and has_several_prompts(body["prompt"])
+        )
+        if self._side_channels is None or several or body.get("n", 1) != 1 or body.get("use_beam_search"):
+            return None
+        return self._side_channels.find(engine)
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Have one engine answer: a decode engine which models there are, another one embeddings."""
@@ -247,6 +304,11 @@ def headers_of(request: web.Request) -> dict[str, str]:
     return headers | {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
 
 
+def address_in(params: dict[str, Any]) -> tuple[Any, Any]:
+    """Return where the scheduler of a prefill engine listens."""
+    return params.get("remote_host"), params.get("remote_port")
+
+
 def outcome_of(status: int) -> str:
     """Name what an engine's status means."""
     return "ok" if status == 200 else "refused" if 400 <= status < 500 else "failed"
@@ -288,10 +350,13 @@ class Call:
             self._count(role, engine, "lost")
             raise UpstreamError(502, f"{role} engine {engine}: {error}", f"{role}_unreachable") from error
 
-    async def prefill(self, engine: str, body: dict[str, Any], last: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Have the prompt computed, but for what can be read of the last turn; return what the decode engine needs."""
+    async def prefill(self, engine: str, body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+        """Have the prompt computed, as the parameters `asked` say; return what the decode engine needs.
+
+        With a ticket that may be nothing: it has what it needs already, or hears itself why it gets nothing.
+        """
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
-        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": last or PREFILL_PARAMS}
+        short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": asked}
         if has_several_prompts(short.get("prompt")):
             short["prompt"] = short["prompt"][0]
         if "max_completion_tokens" in short:
@@ -304,6 +369,7 @@ class Call:
         try:
             params = json.loads(text).get("kv_transfer_params")
             problem = "returns no kv_transfer_params; was it started with a connector?"
+            params = {} if params is None and "kvhma_ticket" in asked else params
         except (json.JSONDecodeError, AttributeError) as error:
             params, problem = None, f"does not answer with JSON: {error}"
         if not isinstance(params, dict):
@@ -332,26 +398,91 @@ class Call:
             ) from error
         return found if isinstance(found, dict) else {}
 
+    async def follow(
+        self,
+        computing: asyncio.Task[dict[str, Any]],
+        engine: str,
+        request: web.Request,
+        body: dict[str, Any],
+        address: tuple[Any, Any],
+        ticket: dict[str, str],
+    ) -> web.StreamResponse:
+        """Have a decode engine follow a prompt that is being computed, and pass on what it answers.
+
+        Nothing is passed on before the decode engine has something to say: until then an error of either engine is the
+        answer, and ends the request at the other one. If another scheduler has computed the prompt than the one that
+        the decode engine asks, it is asked anew, as without a ticket.
+        """
+        asked = {"do_remote_prefill": True, "remote_host": address[0], "remote_port": address[1], **ticket}
+        decoding = asyncio.create_task(self._begin(engine, body | {"kv_transfer_params": asked}))
+        began = time.monotonic()
+        try:
+            await asyncio.wait({computing, decoding}, return_when=asyncio.FIRST_COMPLETED)
+            if computing.done():
+                params, began = computing.result(), time.monotonic()
+                if params and address_in(params) != address:
+                    decoding.cancel()
+                    return await self.decode(engine, request, body | {"kv_transfer_params": params})
+            answer, first = await decoding
+            return await self._pass_on(engine, request, body, answer, first, began)
+        finally:
+            for task in (computing, decoding):
+                task.cancel()
+            for outcome in await asyncio.gather(computing, decoding, return_exceptions=True):
+                if isinstance(outcome, tuple):
+                    outcome[0].close()
+
     async def decode(self, engine: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Pass on what the decode engine answers."""
         began = time.monotonic()
-        # Leaving this block closes the connection, so that a client that hangs up ends its request at the engine too.
-        async with await self.send("decode", engine, json=body) as answer:
+        answer, first = await self._begin(engine, body)
+        return await self._pass_on(engine, request, body, answer, first, began)
+
+    async def _begin(self, engine: str, body: dict[str, Any]) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Ask a decode engine; return its answer and the first bytes of that."""
+        answer = await self.send("decode", engine, json=body)
+        try:
             if answer.status != 200:
                 text = await self.read("decode", engine, answer)
                 self._count("decode", engine, outcome_of(answer.status))
                 raise UpstreamError(answer.status, f"decode engine {engine}: {text[:1000]}", "decode_failed")
+            try:
+                return answer, await answer.content.readany()
+            except asyncio.CancelledError:
+                self._count("decode", engine, "hung_up")
+                raise
+            except aiohttp.ClientPayloadError as error:
+                self._count("decode", engine, "lost")
+                raise UpstreamError(502, f"decode engine {engine}: {error}", "decode_lost") from error
+        except BaseException:
+            answer.close()
+            raise
+
+    async def _pass_on(
+        self,
+        engine: str,
+        request: web.Request,
+        body: dict[str, Any],
+        answer: aiohttp.ClientResponse,
+        first: bytes,
+        began: float,
+    ) -> web.StreamResponse:
+        """Pass on a decode engine's answer, of which the first bytes are here."""
+        # Leaving this block closes the connection, so that a client that hangs up ends its request at the engine too.
+        async with answer:
+            if body.get("stream"):
+                self._metrics.first_token.labels(engine).observe(time.monotonic() - began)
             passed = web.StreamResponse(
                 headers={"Content-Type": answer.headers.get("Content-Type", "application/json")} | self.headers
             )
             end, outcome = b"", "hung_up"
             try:
                 await passed.prepare(request)
-                async for chunk in answer.content.iter_any():
-                    if not end and body.get("stream"):
-                        self._metrics.first_token.labels(engine).observe(time.monotonic() - began)
+                chunk = first
+                while chunk:
                     end = (end + chunk)[-USAGE_BYTES:]
                     await passed.write(chunk)
+                    chunk = await answer.content.readany()
                 outcome = "ok"
             except aiohttp.ClientPayloadError as error:
                 outcome = "lost"
@@ -368,10 +499,15 @@ class Call:
 
 
 def make_app(
-    prefill: Sequence[str], decode: Sequence[str], embeddings: Sequence[str] = (), turns: Turns | None = None
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    embeddings: Sequence[str] = (),
+    turns: Turns | None = None,
+    *,
+    tickets: bool = True,
 ) -> web.Application:
-    """The proxy as an aiohttp application."""
-    proxy = Proxy(prefill, decode, embeddings, turns)
+    """The proxy as an aiohttp application; arguments as for :class:`Proxy`."""
+    proxy = Proxy(prefill, decode, embeddings, turns, tickets=tickets)
     # A handler is cancelled when its client hangs up, see run() below.
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(proxy.run_client)
@@ -394,6 +530,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--decode", required=True, **several)
     made.add_argument("--embeddings", default=[], **several)
     made.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
+    made.add_argument("--no-tickets", action="store_true", help="ask a decode engine only when the prompt is computed")
     return made
 
 
@@ -404,7 +541,8 @@ def main() -> None:
     prefill, decode, embeddings = (
         [url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode, options.embeddings)
     )
-    app = make_app(prefill, decode, embeddings, Turns() if options.turns else None)
+    turns = Turns() if options.turns else None
+    app = make_app(prefill, decode, embeddings, turns, tickets=not options.no_tickets)
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, access_log=None)
 
 

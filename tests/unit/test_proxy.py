@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from kvhma import proxy
 
-PARAMS = {"do_remote_prefill": True, "remote_host": "p", "kvhma": {"version": 3}}
+PARAMS = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 5600, "kvhma": {"version": 3}}
 
 
 class Engine:
@@ -27,9 +27,12 @@ class Engine:
     def __init__(self, usage=None):
         self.asked = []
         # As vLLM's prefill engine adds it; a decode engine that gets it tells it in place of what it has loaded.
-        self.status, self.params, self.usage = 200, PARAMS | {"remote_prefill_cached_tokens": 0}, usage
+        self.status, self.usage = 200, usage
+        self.params = PARAMS | {"remote_prefill_cached_tokens": 0}
         self.breaks = self.hangs = False
         self.ended = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         app = web.Application()
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
             app.router.add_post(path, self.answer)
@@ -50,6 +53,11 @@ class Engine:
     async def answer(self, request):
         body = await request.json()
         self.asked.append((request.path, body, request.headers))
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.ended.set()
+            raise
         if self.status != 200:
             return web.json_response({"error": "no such model"}, status=self.status)
         if not body.get("stream"):
@@ -79,8 +87,8 @@ def usage(cached, prompt=50):
 class Fleet:
     """One prefill engine, decode engines, the proxy, and a client."""
 
-    def __init__(self, *answers, embeddings=False, turns=None):
-        self._turns = turns
+    def __init__(self, *answers, embeddings=False, turns=None, tickets=False):
+        self._turns, self._tickets = turns, tickets
         self.prefill = Engine()
         self.decode = [Engine(usage=answer) for answer in answers or (None,)]
         self.embeddings = [Engine()] if embeddings else []
@@ -91,7 +99,7 @@ class Fleet:
             await engine.server.start_server()
             self._stack.push_async_callback(engine.server.close)
         urls = [[engine.url for engine in engines] for engines in ([self.prefill], self.decode, self.embeddings)]
-        server = TestServer(proxy.make_app(*urls, turns=self._turns))
+        server = TestServer(proxy.make_app(*urls, turns=self._turns, tickets=self._tickets))
         await server.start_server()
         self._stack.push_async_callback(server.close)
         self.client = await self._stack.enter_async_context(aiohttp.ClientSession(str(server.make_url("/"))))
@@ -418,5 +426,144 @@ def test_with_turns_refusals_and_streams_are_as_without(status, body):
             found, text = await fleet.chat("a", **body)
             assert found == status
             assert ("[DONE]" in text) == (status == 200)
+
+    run(test())
+
+
+async def asked(*engines, times=2):
+    while any(len(engine.asked) < times for engine in engines):
+        await asyncio.sleep(0.005)
+
+
+async def second(fleet, **body):
+    """Have the proxy learn where P's scheduler listens; begin a second request while P and D do not answer."""
+    assert (await fleet.complete())[0] == 200
+    engines = fleet.prefill, fleet.decode[0]
+    for engine in engines:
+        engine.may_answer.clear()
+    begun = asyncio.create_task(fleet.complete(**body))
+    await asked(*engines)
+    return begun
+
+
+def params_of(engine):
+    return engine.asked[-1][1]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_engines_are_asked_at_once(stream):
+    async def test():
+        async with Fleet(usage(48), tickets=True) as fleet:
+            begun = await second(fleet, stream=stream)
+            p, d = params_of(fleet.prefill), params_of(fleet.decode[0])
+            assert len(bytes.fromhex(p["kvhma_ticket"])) == 16
+            assert d == {
+                "do_remote_prefill": True,
+                "remote_host": "p",
+                "remote_port": 5600,
+                "kvhma_ticket": p["kvhma_ticket"],
+            }
+            assert fleet.prefill.asked[-1][1]["max_tokens"] == 1
+            for engine in (fleet.prefill, fleet.decode[0]):
+                engine.may_answer.set()
+            status, text = await begun
+            assert (status, '"text": "a"' in text) == (200, True)
+
+    run(test())
+
+
+def test_each_request_has_a_ticket_of_its_own():
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            for _ in range(3):
+                await fleet.complete()
+            tickets = [body["kv_transfer_params"].get("kvhma_ticket") for _, body, _ in fleet.prefill.asked]
+            assert (tickets[0], len(set(tickets))) == (None, 3)
+
+    run(test())
+
+
+@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": ["a", "b"]}, {"use_beam_search": True}])
+def test_samples_and_several_prompts_go_one_after_the_other(body):
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            await fleet.complete()
+            await fleet.complete(**body)
+            assert "kvhma_ticket" not in params_of(fleet.prefill)
+
+    run(test())
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_ends_the_request_at_the_other_one(which, stream):
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            begun = await second(fleet, stream=stream)
+            failing, other = fleet.prefill, fleet.decode[0]
+            if which == "decode":
+                failing, other = other, failing
+            failing.status = 400
+            failing.may_answer.set()
+            status, text = await begun
+            assert (status, f"{which}_failed" in text) == (400, True)
+            await asyncio.wait_for(other.ended.wait(), 5)
+
+    run(test())
+
+
+def test_another_scheduler_of_the_prefill_engine():
+    """With data parallel: the decode engine asks one that has never heard of the ticket."""
+
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            begun = await second(fleet)
+            decode = fleet.decode[0]
+            fleet.prefill.params = PARAMS | {"remote_port": 5601}
+            fleet.prefill.may_answer.set()
+            await asked(decode, times=3)
+            decode.may_answer.set()
+            assert (await begun)[0] == 200
+            assert params_of(decode) == PARAMS | {"remote_port": 5601}
+            await fleet.complete()
+            assert "kvhma_ticket" not in params_of(fleet.prefill), "it has two: nobody knows which"
+
+    run(test())
+
+
+def test_a_decode_engine_that_needs_nothing_does_not_wait():
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            begun = await second(fleet)
+            fleet.decode[0].may_answer.set()
+            assert (await begun)[0] == 200
+            await asyncio.wait_for(fleet.prefill.ended.wait(), 5)
+
+    run(test())
+
+
+def test_a_prompt_that_the_decode_engine_has_is_not_kept_for_it():
+    """The prefill engine hears that it is not needed, and answers without parameters, maybe first."""
+
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            begun = await second(fleet)
+            fleet.prefill.params = None
+            fleet.prefill.may_answer.set()
+            await asyncio.sleep(0.1)
+            assert not begun.done()
+            fleet.decode[0].may_answer.set()
+            assert (await begun)[0] == 200
+
+    run(test())
+
+
+def test_a_client_that_hangs_up_ends_both():
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            begun = await second(fleet)
+            begun.cancel()
+            for engine in (fleet.prefill, fleet.decode[0]):
+                await asyncio.wait_for(engine.ended.wait(), 5)
 
     run(test())
