@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that D reads while P computes them, between two hosts with a cable of limited rate, beside what is done one
+after the other, by kvhma and by vLLM's own connector. P computes for real.
+
+Hosts are network namespaces of this machine (needs `ip` and `tc`, and the right to make them). Prints Markdown, which is
+what benches/RESULTS_FOLLOWING.md holds. Needs the engines of `make e2e`, and `tests` on the path.
+
+    python benches/following.py [--models llama ...] [--rates 1gbit ...] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, make_models
+from support.handoff import arguments, kvhma, prompts
+
+MODELS = {"llama": "FA", "gemma3": "FA + SWA", "nemotron_h": "FA + Mamba2", "qwen3_next": "FA + GDN"}
+RATES = {"100mbit": 100e6 / 8, "1gbit": 1e9 / 8, "10gbit": 10e9 / 8, "unlimited": float("inf")}
+TOKENS = 4001
+CHUNK = 512
+CACHED = 3600
+"""Tokens of the prompt that P has cached, in the rows where it has."""
+
+WIDE: dict[str, Any] = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_format": "dummy"}
+"""Caches of 32 MiB a layer, so that the cable counts."""
+
+FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
+COLUMNS = (FOLLOWED, AT_ONCE, AFTER, THEIRS)
+
+
+@dataclass
+class Host:
+    """A network namespace and its end of the cable."""
+
+    namespace: str
+    address: str
+    device: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name the device."""
+        self.device = f"v{self.namespace}"[:15]
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What an engine on this host needs."""
+        return {
+            "KVHMA_E2E_NETNS": self.namespace,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self.address,
+            # On one machine UCX would find other ways than the cable.
+            "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": self.device,
+            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+        }
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def cable() -> Iterator[tuple[Host, Host]]:
+    """Two hosts."""
+    tag = f"kvf{os.getpid() % 100_000}"
+    hosts = Host(f"{tag}p", "10.78.0.1"), Host(f"{tag}d", "10.78.0.2")
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            run("ip", "netns", "add", host.namespace)
+            stack.callback(run, "ip", "netns", "del", host.namespace)
+        run("ip", "link", "add", hosts[0].device, "type", "veth", "peer", "name", hosts[1].device)
+        for host in hosts:
+            run("ip", "link", "set", host.device, "netns", host.namespace)
+            for command in (
+                f"addr add {host.address}/24 dev {host.device}",
+                f"link set {host.device} up",
+                "link set lo up",
+            ):
+                run("ip", "-n", host.namespace, *command.split())
+        yield hosts
+
+
+def limit(hosts: Sequence[Host], rate: str) -> None:
+    """Limit both ends of the cable."""
+    for host in hosts:
+        tc = ["ip", "netns", "exec", host.namespace, "tc", "qdisc"]
+        subprocess.run([*tc, "del", "dev", host.device, "root"], check=False, capture_output=True)
+        if rate != "unlimited":
+            run(*tc, *f"add dev {host.device} root tbf rate {rate} burst 1mb latency 100ms".split())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One prompt: seconds to D's first token, of them after P's end, and what D had left to read then.
+
+    Attributes:
+        first_token: from the first request to D's first token.
+        after: from P's end to it.
+        last_bytes: of D's last read.
+        all_bytes: of all of its reads.
+        descriptors: that were planned.
+    """
+
+    first_token: float
+    after: float
+    last_bytes: float
+    all_bytes: float
+    descriptors: float
+
+
+class Pair:
+    """P and D with one connector."""
+
+    def __init__(self, p: Engine, d: Engine, how: str) -> None:
+        """Hand one prompt over, which connects them."""
+        self.p, self.d, self.how = p, d, how
+        self.address: dict[str, Any] = {}
+        for prompt in prompts(("first", how), [301, 601]):
+            told = self.compute(prompt).result(300).kv_transfer_params or {}
+            self.address = {name: told.get(name) for name in ("remote_host", "remote_port")}
+            sound(self.d.generate(prompt, max_tokens=1, kv_transfer_params=told).result(300))
+
+    def compute(self, prompt: Sequence[int], **more: Any) -> Future[Answer]:
+        return self.p.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=REMOTE_DECODE | more)
+
+    def counted(self) -> tuple[float, float, float]:
+        if self.how == THEIRS:
+            return 0.0, 0.0, self.d.sample("vllm:nixl_num_descriptors_sum")
+        last = self.d.sample("vllm:kvhma_bytes_sum")
+        return (
+            last,
+            last + self.d.sample("vllm:kvhma_piece_bytes_total"),
+            self.d.sample("vllm:kvhma_rank_descriptors_total"),
+        )
+
+    def turn(self, prompt: Sequence[int]) -> Turn:
+        """Hand a prompt over."""
+        before = self.counted()
+        if self.how in (FOLLOWED, AT_ONCE):
+            ticket = {"kvhma_ticket": secrets.token_hex(16)}
+            at_p = self.compute(prompt, **ticket)
+            params = {"do_remote_prefill": True, **ticket, **self.address}
+            at_d = self.d.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=params)
+            computed = sound(at_p.result(300))
+        else:
+            computed = sound(self.compute(prompt).result(300))
+            at_d = self.d.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=computed.kv_transfer_params)
+        answer = sound(at_d.result(300))
+        first = answer.begun + (answer.first_seconds or 0.0)
+        now = self.counted()
+        return Turn(
+            first - computed.begun,
+            first - computed.begun - computed.seconds,
+            *(b - a for a, b in zip(before, now, strict=True)),
+        )
+
+
+def sound(answer: Answer) -> Answer:
+    if answer.error is not None or answer.finish_reason != "length":
+        raise RuntimeError(f"an answer ended with {answer.finish_reason}: {answer.error}")
+    return answer
+
+
+def measure(
+    zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, rates: Sequence[str], rounds: int
+) -> None:
+    """Print the tables of a model."""
+    (model,) = make_models(zygote, folder / "models", name)
+    same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": TOKENS + 100, **WIDE}
+    cached = name not in ("nemotron_h",)  # vLLM's CPU engines that keep Mamba2's states have no prefix cache for them
+    p, d = hosts
+    theirs = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    settings = {
+        "p": kvhma(name, env=p.env, enable_prefix_caching=cached, **same),
+        "d": kvhma(name, env=d.env, **same),
+        "whole": kvhma(name, env=d.env, extra={"piece_tokens": 1 << 30}, **same),
+        "their p": arguments(name, env=p.env, kv_transfer_config=theirs, enable_prefix_caching=cached, **same),
+        "their d": arguments(name, env=d.env, kv_transfer_config=theirs, **same),
+    }
+    with engines(zygote, model, folder / name, **settings) as (prefill, decode, whole, their_prefill, their_decode):
+        limit(hosts, "unlimited")
+        pairs = {
+            FOLLOWED: Pair(prefill, decode, FOLLOWED),
+            AT_ONCE: Pair(prefill, whole, AT_ONCE),
+            AFTER: Pair(prefill, decode, AFTER),
+            THEIRS: Pair(their_prefill, their_decode, THEIRS),
+        }
+        for what in ("cold", "cached at P") if cached else ("cold",):
+            print(f"\n### {name} ({MODELS[name]}), {TOKENS:,} tokens, {what}\n")
+            print(f"| rate | | {' | '.join(COLUMNS)} | formula |\n|---|---{'|---' * (len(COLUMNS) + 1)}|")
+            for rate in rates:
+                limit(hosts, rate)
+                row(pairs, what, rate, rounds)
+
+
+def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> None:
+    found: dict[str, list[Turn]] = {how: [] for how in COLUMNS}
+    for number in range(rounds):
+        for how in (*COLUMNS[number % 4 :], *COLUMNS[: number % 4]):
+            (prompt,) = prompts((what, rate, number, how), [TOKENS])
+            if what != "cold":
+                pairs[how].p.generate(prompt[:CACHED], max_tokens=1, timeout=300).result(300)
+            found[how].append(pairs[how].turn(prompt))
+    medians = {
+        how: Turn(*(statistics.median(values) for values in zip(*(vars(turn).values() for turn in turns), strict=True)))
+        for how, turns in found.items()
+    }
+    ours = medians[FOLLOWED]
+    wire = ours.last_bytes / RATES[rate]
+    for title, of in (("first token", "first_token"), ("after P's end", "after")):
+        cells = [f"{getattr(medians[how], of) * 1e3:,.0f} ms" for how in COLUMNS]
+        formula = f"{wire * 1e3:,.0f} ms" if of == "after" else ""
+        print(f"| {rate} | {title} | {' | '.join(cells)} | {formula} |")
+    share = ours.last_bytes / ours.all_bytes if ours.all_bytes else 1.0
+    print(
+        f"| {rate} | read last, descriptors | {ours.last_bytes / 2**20:,.1f} of {ours.all_bytes / 2**20:,.1f} MiB "
+        f"({share:.0%}), {ours.descriptors:,.0f} | {medians[AT_ONCE].descriptors:,.0f} | "
+        f"{medians[AFTER].descriptors:,.0f} | {medians[THEIRS].descriptors:,.0f} | |",
+        flush=True,
+    )
+
+
+HEAD = """\
+# Results of reading while P computes
+
+Made by `benches/following.py` (`make bench-following`): prompts of {tokens:,} tokens that P computes {chunk} at a time, medians of {rounds} rounds,
+{machine}. P and D are network namespaces with a cable of limited rate. Engines of a tiny model with caches of 32 MiB a layer share {cores} cores: P computes while D
+copies, so what is gained here is less than on machines of their own. "Formula" is what D has left to read when P ends, over the rate.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Reading while P computes, over a cable of limited rate.")
+    parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--rates", nargs="*", choices=[*RATES], default=[*RATES])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    machine = f"{platform.machine()}, kvhma {version('kvhma')}, nixl {version('nixl')}"
+    print(HEAD.format(tokens=TOKENS, chunk=CHUNK, rounds=options.rounds, machine=machine, cores=cores))
+    with tempfile.TemporaryDirectory() as folder, cable() as hosts, Zygote(Path(folder) / "zygote.log") as zygote:
+        for name in options.models:
+            measure(zygote, Path(folder), hosts, name, options.rates, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
