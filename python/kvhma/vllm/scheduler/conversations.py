@@ -165,9 +165,8 @@ class Conversations:
         self._known: list[Conversation] = []
         """Those of them that the thread has seen."""
         self._thread: SupervisedThread | None = None
-        self._wakeup, self._waker = socket.socketpair()
-        self._wakeup.setblocking(False)
-        self._waker.setblocking(False)
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        """By which the thread is woken up."""
         self._closing = False
 
     def follow(self, ticket: Ticket, most: int) -> Conversation:
@@ -186,6 +185,9 @@ class Conversations:
                 raise RequestError(f"{MAX_FOLLOWED} requests are followed already")
             self._conversations.append(conversation)
             if self._thread is None:
+                self._sockets = socket.socketpair()
+                for one in self._sockets:
+                    one.setblocking(False)
                 self._thread = SupervisedThread("kvhma-follow", self._run, self._counters)
         self._wake()
         return conversation
@@ -208,12 +210,13 @@ class Conversations:
         self._wake()
         if self._thread is not None:
             self._thread.join(1.0)
-        self._wakeup.close()
-        self._waker.close()
+        for one in self._sockets or ():
+            one.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b"!")
+        if self._sockets is not None:
+            with contextlib.suppress(OSError):  # full: it wakes up anyway
+                self._sockets[1].send(b"!")
 
     def _unfollow(self, ticket: Ticket) -> None:
         try:
@@ -278,8 +281,9 @@ class Conversations:
 
     def _wait(self, known: list[Conversation]) -> None:
         """Wait until something can be done, but not for long."""
+        assert self._sockets is not None  # noqa: S101
         waits = select.poll()
-        waits.register(self._wakeup, select.POLLIN)
+        waits.register(self._sockets[0], select.POLLIN)
         soon = False
         for conversation in known:
             if conversation.client is not None:
@@ -288,7 +292,7 @@ class Conversations:
                 soon = True
         waits.poll(1 if any(one.connecting is not None for one in known) else 100 if soon else 1000)
         with contextlib.suppress(BlockingIOError):
-            self._wakeup.recv(4096)
+            self._sockets[0].recv(4096)
 
 
 def _hang_up(conversation: Conversation) -> None:
