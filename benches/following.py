@@ -178,7 +178,7 @@ def measure(
 ) -> None:
     """Print the tables of a model."""
     (model,) = make_models(zygote, folder / "models", name)
-    same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": TOKENS + 100, **WIDE}
+    same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": 4096, **WIDE}
     cached = name not in ("nemotron_h",)  # vLLM's CPU engines that keep Mamba2's states have no prefix cache for them
     p, d = hosts
     theirs = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

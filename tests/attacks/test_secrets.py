@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, SettingsError
-from kvhma.vllm.wire import connection, server
+from kvhma.vllm.wire import connection, connections
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import (
@@ -64,7 +64,7 @@ def address():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(server, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(connection, "HANDSHAKE_SECONDS", 1.5)
 
 
