@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 from kvhma.geometry import Span
 from kvhma.nixl import Agent, key_hash
+from kvhma.oracle import cases
 from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
@@ -195,6 +196,24 @@ def test_one_load_of_a_step_fails_alone(p, d):
     # What failed keeps no connection busy, and the engine can be read from again.
     d.start(again=(p.remote("again", [6]), [6]))
     assert d.ended("again") == {}
+
+
+def test_a_load_that_failed_is_kept_as_a_case(p, tmp_path):
+    """A load of a block that P does not have: the case says why, without an engine."""
+    d = Decode(case_folder=str(tmp_path))
+    try:
+        d.start(good=(p.remote("good", [1]), [1]))
+        assert d.ended("good") == {}
+        d.start(outside=(p.remote("outside", [PAGES]), [4]))
+        assert d.ended("outside") == {"outside": "request"}
+        until(lambda: list(tmp_path.glob("*.json")))
+    finally:
+        d.worker.close()
+    (path,) = tmp_path.glob("*.json")
+    case = cases.load(path)
+    assert (case.local, case.remotes) == (flat_geometry(d.memory), (p.geometry,))
+    verdict = cases.check(case)
+    assert (verdict.outcome, verdict.text.split(":")[0]) == ("refused", "BlockIdError")
 
 
 def test_an_engine_that_does_not_answer_fails_its_own_loads(p, silent):

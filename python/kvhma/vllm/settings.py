@@ -58,6 +58,7 @@ class Settings:
             instead of path and revision, and adapters by their name alone. None to compare these.
         host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
             ``kv_buffer_device`` is ``cpu`` and the caches are not.
+        case_folder: folder that loads which failed are written to as case files; None for none.
         staging_blocks: blocks that host memory has room for, for what others read and as many for what is loaded; None
             for a quarter of the engine's, and at least those of the longest request.
     """
@@ -89,6 +90,7 @@ class Settings:
     kv_cache_layout: str | None = None
     model_id: str | None = None
     host_staged: bool | None = None
+    case_folder: str | None = None
     staging_blocks: int | None = None
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector that change nothing here, each with why; they are reported in the log."""
@@ -168,11 +170,13 @@ _TYPES: dict[str, type[str] | type[bool]] = {
     "side_channel_host": str,
     "kv_cache_layout": str,
     "model_id": str,
+    "case_folder": str,
     "host_staged": bool,
 }
 
 _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
     "secret_file": (re.compile(r"(?s).{1,4096}"), "a path"),
+    "case_folder": (re.compile(r"(?s).{1,4096}"), "a path"),
     "net_devices": (
         re.compile(r"[\w.@:-]+(,[\w.@:-]+)*", re.ASCII),
         "names with commas between, as in UCX_NET_DEVICES",

@@ -274,6 +274,8 @@ class LoadPoller:
         first_tokens: dict[int, int] = {}
         with errors_end(active):
             engine, active.engine = active.engine, None
+            if active.error is not None and engine is not None:
+                self._results.cases.add(active.load, engine.plan, active.places)
             if engine is not None:
                 self._engines.release(engine)
             if active.question is not None:

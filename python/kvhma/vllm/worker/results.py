@@ -21,6 +21,7 @@ from kvhma.errors import (
     UnsupportedPairError,
 )
 from kvhma.text import one_line
+from kvhma.vllm.case_folder import CaseFolder
 from kvhma.vllm.metadata import Failure, Load, WorkerReport
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire import peer_log
@@ -52,10 +53,12 @@ class LoadResults:
 
     Attributes:
         stats: what this worker counts.
+        cases: where loads that fail are written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, case_folder: str | None = None) -> None:
         """Start without loads."""
+        self.cases = CaseFolder(case_folder)
         self.stats = StatsCollector(self._gauges, busy=lambda: bool(self._unreported))
         self._lock = threading.Lock()
         self._all_reported = threading.Condition(self._lock)

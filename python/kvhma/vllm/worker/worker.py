@@ -37,7 +37,7 @@ class KvhmaWorker:
         settings, agent, geometry = context.settings, context.agent, context.geometry
         self._agent = agent
         self._stop_seconds = settings.handshake_timeout + 1
-        self._results = LoadResults()
+        self._results = LoadResults(settings.case_folder)
         stats = self._results.stats
         self._engines = PrefillEngines(context, stats)
         self._device = context.device

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that failed, as case files: the setting ``case_folder``. docs/cases.md has the form."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvhma._kvhma import Plan
+from kvhma.geometry import Span
+from kvhma.vllm.threads import in_thread
+
+if TYPE_CHECKING:  # it needs vLLM
+    from kvhma.vllm.metadata import Load
+
+logger = logging.getLogger("vllm.kvhma")
+
+_CASE_VERSION = 1
+_MAX_BYTES = 1 << 24
+"""Longer files are read by no command."""
+
+_MAX_CASES = 64
+"""That a worker writes while it lives: the first ones say what is wrong."""
+
+
+class CaseFolder:
+    """Writes cases to a folder, each in a thread of its own, one at a time. Safe to use from several threads."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        """Write to a folder, which is made when it is needed; None to write nothing."""
+        self._folder = None if folder is None else Path(folder)
+        self._lock = threading.Lock()
+        self._written = 0
+        self._writing: Future[None] | None = None
+
+    def add(self, load: Load, plan: Plan | None, local_spans: Sequence[Span] | None) -> None:
+        """Write a load that failed, unless another one is being written; returns at once.
+
+        Args:
+            load: that failed.
+            plan: by which it was read; None if there is none yet, and so nothing to write.
+            local_spans: where it was read into; None likewise.
+        """
+        if self._folder is None or plan is None or local_spans is None:
+            return
+        with self._lock:
+            if self._written >= _MAX_CASES or (self._writing is not None and not self._writing.done()):
+                return
+            self._written += 1
+            path = self._folder / _name(load.request_id, self._written)
+            self._writing = in_thread("kvhma-case", lambda: _write(path, load, plan, tuple(local_spans)))
+
+    def wait(self, timeout: float) -> None:
+        """Wait for what is being written."""
+        with self._lock:
+            writing = self._writing
+        if writing is not None:
+            writing.exception(timeout)
+
+
+def _name(request_id: str, number: int) -> str:
+    """Return a name that no other case has; of the request's only what any file system takes."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", request_id)[:80]
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{number:02}-{plain}.json"
+
+
+def _write(path: Path, load: Load, plan: Plan, local_spans: Sequence[Span]) -> None:
+    try:
+        data = json.dumps(_form(load, plan, local_spans)).encode()
+        if len(data) > _MAX_BYTES:
+            logger.warning("kvhma: no case of %s: it would have %d bytes", load.request_id, len(data))
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        # It has addresses of both engines' memory.
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        beside.rename(path)
+        logger.warning("kvhma: the load of %s that failed is kept as a case: %s", load.request_id, path)
+    except OSError as error:
+        logger.warning("kvhma: no case of %s: %s", load.request_id, error)
+
+
+def _form(load: Load, plan: Plan, local_spans: Sequence[Span]) -> dict[str, Any]:
+    # A plan is made again from these, so they are all that it depends on.
+    (local, remotes), options = plan.__getnewargs_ex__()
+    return {
+        "kvhma_case": _CASE_VERSION,
+        "local": json.loads(local.to_json()),
+        "remote": [json.loads(remote.to_json()) for remote in remotes],
+        "num_tokens": load.num_tokens,
+        "local_spans": [_span(span) for span in local_spans],
+        "remote_spans": [_span(span) for span in load.remote.spans],
+        "descriptor_bytes": options["descriptor_bytes"],
+    }
+
+
+def _span(span: Span) -> dict[str, Any]:
+    return {"first": int(span.first), "ids": [int(block) for block in span.ids]}
