@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvhma.cli import bench, doctor, engine_options
+from kvhma.cli.checks import Row
 from kvhma.cli.cost import DEFAULT_LINK, Link, link_file, load_link, save_link
-from kvhma.cli.doctor import Row
 from kvhma.cli.link import Point, blocks_of, fit
 from kvhma.errors import TransferError
 from kvhma.models.config.architectures import ARCHITECTURES

@@ -16,9 +16,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 
 from kvhma import Geometry
+from kvhma.cli.app import app
 from kvhma.oracle import cases
 from support.cli_configs import NEMOTRON_3_NANO
 from support.cli_run import cli
@@ -127,6 +129,10 @@ def test_every_block_has_a_language_that_is_tested(page):
             for line in filter(str.strip, block.text.splitlines()):
                 if example := EXAMPLE.match(line):
                     assert (ROOT / example[1]).is_file(), line
+                elif line.startswith("kvhma "):
+                    name, *arguments = shlex.split(line)[1:]
+                    command = app.commands[name]
+                    command.make_parser(click.Context(command)).parse_args(arguments)  # it needs a live engine
                 elif line.startswith(PROXY):
                     pytest.importorskip("aiohttp", reason="make dev installs it")
                     from kvhma.proxy import parser

@@ -17,6 +17,7 @@ from kvhma.cli.demo import demo
 from kvhma.cli.diff import diff
 from kvhma.cli.doctor import doctor
 from kvhma.cli.explain import explain
+from kvhma.cli.export import export
 from kvhma.cli.format import printable
 from kvhma.cli.map import map_
 from kvhma.cli.models import models_
@@ -70,6 +71,6 @@ def _refuse(text: str) -> NoReturn:
     raise SystemExit(2) from None
 
 
-for command in (plan, explain, map_, sweep, models_, diff, check, bench, doctor, demo, serve_pair):
+for command in (plan, explain, map_, sweep, models_, diff, check, export, bench, doctor, demo, serve_pair):
     app.add_command(command)
 install()

@@ -9,24 +9,26 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import click
 from rich.console import Console
 
 from kvhma._kvhma import __version__
 from kvhma.cli import link
+from kvhma.cli.checks import Row
+from kvhma.cli.doctor_host import look_at_host
+from kvhma.cli.doctor_peer import look_at_peer
 from kvhma.cli.format import duration, output_options, print_json, printable, progress
+from kvhma.cli.live_engine import HostPort, access_options, read_access
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
 from kvhma.nixl.library import import_nixl
 from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
-
-State: TypeAlias = Literal["ok", "note", "missing", "failed"]
 
 _COLORS = {"ok": "green", "note": "yellow", "missing": "red", "failed": "red"}
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -34,36 +36,27 @@ _BLOCK, _BLOCKS = 65536, 16
 _NEWER_NIXL = f"pip install -U 'nixl>={NIXL_STRIDED}'"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One thing that was looked at.
-
-    Attributes:
-        name: what.
-        state: how it is; ``note`` is worth knowing and no fault.
-        found: what there is.
-        fix: command or setting that helps, empty where nothing has to be done.
-    """
-
-    name: str
-    state: State
-    found: str
-    fix: str = ""
-
-
 @click.command()
+@click.option("--peer", type=HostPort(), help="Side channel of a live engine: is it reached, and who is it?")
+@click.option("--read", is_flag=True, help="With --peer: read null blocks of its caches over NIXL, and time it.")
+@access_options
 @output_options
-def doctor(as_json: bool, quiet: bool) -> None:
+def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool, **given: Path | None) -> None:
     """Look what of this machine is ready.
 
-    NIXL, its backends, transports and open ports, vLLM, and a transfer between two processes. Nothing is changed. Exit
-    code 0: all is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only
-    those lines are printed.
+    NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
+    processes. With --peer also the way to a live engine: its name, its port, whether it takes our secret, versions,
+    model and caches. Nothing is changed. Exit code 0: all is there. 1: something is missing or failed; each line says
+    what installs or fixes it. With -q only those lines are printed.
     """
+    if peer is None and (read or any(given.values())):
+        raise click.UsageError("--read, --secret-file and --settings are for --peer")
+    access = None if peer is None else read_access(**given)
     rows: list[Row] = []
     with progress(quiet or as_json) as bar:
         task = bar.add_task("looking", total=None)
-        for row in look():
+        more = () if peer is None or access is None else look_at_peer(peer, access, read=read)
+        for row in chain(look(), more):
             rows.append(row)
             bar.update(task, description=row.name)
     wrong = [row for row in rows if row.state in ("missing", "failed")]
@@ -77,6 +70,7 @@ def doctor(as_json: bool, quiet: bool) -> None:
 def look() -> Iterator[Row]:
     """Look at one thing after the other."""
     yield Row("kvhma", "ok", f"{__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
+    yield from look_at_host()
     nixl = _nixl()
     yield nixl
     if nixl.state == "ok":

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``kvhma doctor --peer`` looks at: the way to another engine, as a decode engine of this host would take it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma.cli.checks import Row
+from kvhma.cli.format import duration, plural, size
+from kvhma.cli.live_engine import Access, LiveWorker, ask_engine, ask_workers, connect, look_up
+from kvhma.cli.subprocess import process, receive
+from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
+
+if TYPE_CHECKING:  # what the connector needs may not be installed
+    from kvhma.vllm.wire.client import Client
+    from kvhma.vllm.wire.messages import EngineInfo
+    from kvhma.vllm.wire.params import Address
+
+_QUESTIONS = 9
+_READS = 20
+_MAX_ROWS, _MAX_ROW_BYTES = 64, 1 << 20
+"""What is read at a time at most: pages, and bytes of each."""
+
+_UP = (
+    "start it; or its side_channel_host (VLLM_NIXL_SIDE_CHANNEL_HOST) is no address that this host reaches, or a "
+    "firewall is between"
+)
+
+
+def look_at_peer(address: tuple[str, int], access: Access, *, read: bool) -> Iterator[Row]:
+    """Look at one thing after the other, until one fails.
+
+    Args:
+        address: host and port of its side channel.
+        access: by what it is asked.
+        read: whether to read from its caches, too.
+    """
+    try:
+        began = time.perf_counter()
+        numeric = look_up(address, access)
+        yield Row("peer: name", "ok", f"{address[0]} is {numeric.host}, {_since(began)}")
+        began = time.perf_counter()
+        with connect(numeric, access) as client:
+            yield _port(numeric, access, _since(began))
+            info = ask_engine(client)
+            yield _engine(client, info)
+            began = time.perf_counter()
+            workers = ask_workers(client, info, access)
+            yield _handshake(workers, _since(began))
+        yield from _models(workers)
+        yield _geometries(workers)
+    except HandshakeTimeoutError as error:
+        yield Row("peer", "failed", str(error), _UP)
+        return
+    except HandshakeError as error:
+        yield Row("peer", "failed", str(error), _fix(str(error)))
+        return
+    if read:
+        yield _read(workers[0], numeric, access)
+
+
+def _since(began: float) -> str:
+    return duration(time.perf_counter() - began)
+
+
+def _fix(text: str) -> str:
+    if "allowed_prefill_engines" in text:
+        return "add it there, if this engine may read from it"
+    return "the same secret_file and the same version of kvhma on both hosts; the peer's log says more"
+
+
+def _port(numeric: Address, access: Access, took: str) -> Row:
+    from kvhma.vllm.devices import is_loopback
+
+    if access.secrets.enabled:
+        return Row("peer: port", "ok", f"{numeric} takes our secret (TLS 1.3), {took}")
+    found = f"{numeric} is connected without a secret, {took}"
+    if is_loopback(numeric.host):
+        return Row("peer: port", "ok", found)
+    fix = "secret_file or KVHMA_SECRET for both engines; kvhma's security page says how"
+    return Row("peer: port", "note", f"{found}: who reaches it gets what it takes to read and write its memory", fix)
+
+
+def _engine(client: Client, info: EngineInfo) -> Row:
+    """Name the engine, and time how long a short question takes."""
+    times = []
+    for _ in range(_QUESTIONS):
+        began = time.perf_counter()
+        ask_engine(client)
+        times.append(time.perf_counter() - began)
+    stages, ranks = (len({rank[place] for rank in info.ranks}) for place in (0, 1))
+    sizes = f"tp={ranks}" + (f",pp={stages}" if stages > 1 else "")
+    state = f"{info.engine_id}, started as {info.incarnation_id.hex()}, {sizes}; a question and its answer take "
+    return Row("peer: engine", "ok", f"{state}{duration(statistics.median(times))}")
+
+
+def _handshake(workers: Sequence[LiveWorker], took: str) -> Row:
+    nbytes = sum(len(worker.data) for worker in workers)
+    versions = sorted({f"kvhma {worker.extra.kvhma}, vLLM {worker.extra.vllm}" for worker in workers})
+    hellos = f"{plural(len(workers), 'hello')} ({size(nbytes)}), signed, {took}"
+    return Row("peer: handshake", "ok", f"{'; '.join(versions)}; {hellos}")
+
+
+def _models(workers: Sequence[LiveWorker]) -> Iterator[Row]:
+    """Name each model that the workers say they run: one, where the engine is whole."""
+    models = list(dict.fromkeys(worker.extra.model for worker in workers))
+    for model in models:
+        parts = [model.model, *([f"revision {model.revision}"] if model.revision else [])]
+        parts += [f"model_id {model.model_id}"] if model.model_id else []
+        parts += [f"dtype {model.dtype}", f"KV cache {model.cache_dtype}"]
+        parts += [f"quantization {model.quantization}"] if model.quantization else []
+        if len(models) == 1:
+            yield Row("peer: model", "ok", ", ".join(parts))
+        else:
+            yield Row("peer: model", "failed", ", ".join(parts), "start all its workers with one model")
+
+
+def _geometries(workers: Sequence[LiveWorker]) -> Row:
+    geometry = workers[0].payload.geometry
+    kinds = ", ".join(f"{group.kind} {group.block_size}" for group in geometry.groups)
+    nbytes = sum(region.bytes for region in geometry.regions)
+    where = "/".join(sorted({region.memory for region in geometry.regions}))
+    found = (
+        f"{plural(len(geometry.layers), 'layer')} in {plural(len(geometry.groups), 'group')} (kind, block: {kinds}), "
+        f"{size(nbytes)} of {where} a worker; `kvhma export` writes it"
+    )
+    return Row("peer: geometry", "ok", found)
+
+
+# --- a read ----------------------------------------------------------------------------------------------------------
+
+
+def _read(worker: LiveWorker, numeric: Address, access: Access) -> Row:
+    """Read null blocks, which hold nobody's tokens, in a process of its own: the transport may end it."""
+    from kvhma.vllm.devices import ENVIRONMENT, is_loopback
+
+    name, fix = (
+        "peer: read",
+        "NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info say more; kvhma's page on NICs what to look at",
+    )
+    rows = null_rows(worker.payload.geometry)
+    if not len(rows):
+        return Row(name, "note", "the engine has no null block, and nothing else is surely nobody's: nothing is read")
+    devices = access.settings.net_devices
+    if devices is None and is_loopback(numeric.host):
+        devices = os.environ.get(ENVIRONMENT, "lo")
+    timeout = access.settings.handshake_timeout
+    try:
+        with process(_measure, worker.data, rows, devices, timeout) as pipe:
+            found = receive(pipe, "reading", 4 * timeout + 60)
+    except KvhmaError as error:
+        return Row(name, "failed", str(error), fix)
+    if isinstance(found, str):
+        return Row(name, "failed", found, fix)
+    connected, best = found
+    nbytes = int(rows[:, 1].sum())
+    return Row(
+        name,
+        "ok",
+        f"{plural(len(rows), 'page')} of the null block, {size(nbytes)}, in {duration(best)} (the best of {_READS}), "
+        f"{size(nbytes / best)}/s; connected in {duration(connected)}",
+    )
+
+
+def null_rows(geometry: Geometry) -> NDArray[np.uint64]:
+    """Return address, length and device of each layer's page in the null block, each place once.
+
+    ::
+
+        region.base + offset        | page | ... | page | ...      block_stride from one block to the next
+                                    ^ block 0    ^ null block, if that is 1
+    """
+    found = dict[int, tuple[int, int, int]]()
+    if geometry.null_block is not None:
+        for layer in geometry.layers:
+            region = geometry.regions[layer.region]
+            address = region.base + layer.offset + geometry.null_block * layer.block_stride
+            if region.memory == geometry.regions[0].memory:
+                found.setdefault(address, (address, min(layer.page.nbytes, _MAX_ROW_BYTES), region.device))
+    return np.array(list(found.values())[:_MAX_ROWS], dtype=np.uint64).reshape(-1, 3)
+
+
+def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: str | None, timeout: float) -> None:
+    """Connect, read and disconnect; tell the seconds of the first two, or what went wrong."""
+    if devices is not None:
+        os.environ["UCX_NET_DEVICES"] = devices
+    try:
+        from kvhma.nixl import Agent
+
+        lengths = rows[:, 1]
+        memory = np.zeros(int(lengths.sum()), np.uint8)
+        local = rows.copy()
+        local[:, 0] = memory.ctypes.data + np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.uint64)
+        local[:, 2] = 0
+        with Agent(f"kvhma-doctor-{secrets.token_hex(8)}") as agent:
+            agent.register(_bytes_geometry(memory))
+            began = time.perf_counter()
+            peer = agent.connect(data, timeout=timeout)
+            connected = time.perf_counter() - began
+            times = []
+            for _ in range(_READS):
+                began = time.perf_counter()
+                kind = peer.geometry.regions[0].memory
+                if not agent.read(peer, local, rows, remote_memory=kind).wait(timeout):
+                    raise HandshakeTimeoutError(f"a read of {lengths.sum()} bytes did not end in {timeout} s")
+                times.append(time.perf_counter() - began)
+            agent.disconnect(peer, timeout)
+        pipe.send((connected, min(times)))
+    except Exception as error:  # whatever a transport raises is the answer
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _bytes_geometry(memory: NDArray[np.uint8]) -> Geometry:
+    page = Page((Part("bytes", "uint8", 1, 0, (Axis("bytes", len(memory), 1),)),))
+    layer = Layer("doctor", 0, 0, 0, 1, len(memory), page)
+    return Geometry((Region(memory.ctypes.data, len(memory)),), (Group("opaque", 1),), (layer,), null_block=None)

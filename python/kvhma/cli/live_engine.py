@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A live engine, asked as a decode engine asks it: which one it is, and what the caches of its workers are.
+
+What holds for a decode engine holds here: the secret, where it may ask, how much it takes and how long it waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import click
+
+from kvhma.cli.values import ParamType
+from kvhma.errors import HandshakeError, RequestError
+from kvhma.models.config import load_json
+
+if TYPE_CHECKING:  # what the connector needs may not be installed
+    from kvhma.nixl import HandshakePayload
+    from kvhma.vllm.identity import EngineExtra
+    from kvhma.vllm.settings import Settings
+    from kvhma.vllm.wire.client import Client
+    from kvhma.vllm.wire.messages import EngineInfo
+    from kvhma.vllm.wire.params import Address
+    from kvhma.vllm.wire.secrets import Secrets
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_MAX_HELLOS_BYTES = 256 << 20
+_HANDSHAKE_TIMEOUTS = 4
+"""Timeouts of one answer that all answers of an engine's workers may take together."""
+
+
+class HostPort(ParamType):
+    """``HOST:PORT``, with brackets around an address of IPv6."""
+
+    name = "host:port"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what help shows for a value."""
+        return "HOST:PORT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """Return host and port."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            parts = urlsplit(f"//{value}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or not port or parts.netloc != value or "@" in value:
+            self.fail(f"{value!a}: must be HOST:PORT of an engine's side channel, as 10.0.0.7:5600", param, ctx)
+        return host, port
+
+
+def access_options(command: F) -> F:
+    """Add the options by which an engine may be asked; :func:`read_access` takes their values."""
+    options = (
+        click.option(
+            "--secret-file", type=_FILE, help="File with the engines' secrets; else KVHMA_SECRET, or none of both."
+        ),
+        click.option(
+            "--settings",
+            type=_FILE,
+            help="JSON with the --kv-transfer-config of this host's engine: its secret_file, allowed_prefill_engines, "
+            "net_devices and handshake_timeout hold.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """By what another engine is asked.
+
+    Attributes:
+        settings: of an engine of this host.
+        secrets: that it shares with the other one.
+    """
+
+    settings: Settings
+    secrets: Secrets
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWorker:
+    """A worker of a live engine.
+
+    Attributes:
+        pp_rank: its pipeline stage.
+        tp_rank: its tensor-parallel rank.
+        data: its hello.
+        payload: the same, decoded.
+        extra: what its engine adds: model and versions.
+    """
+
+    pp_rank: int
+    tp_rank: int
+    data: bytes
+    payload: HandshakePayload
+    extra: EngineExtra
+
+
+def read_access(secret_file: Path | None, settings: Path | None) -> Access:
+    """Read the secret, and the settings of an engine of this host.
+
+    Raises:
+        RequestError: a package of the connector is not installed.
+        KvhmaError: a file is wrong.
+    """
+    try:
+        from kvhma.vllm.settings import Settings
+        from kvhma.vllm.wire.secrets import Secrets
+    except ImportError as error:
+        raise RequestError(f"asking an engine needs {error.name}: pip install msgspec cryptography") from error
+    extra: dict[str, Any] = {}
+    if settings is not None:
+        form = load_json(settings)
+        inner = form.get("kv_connector_extra_config") if "kv_connector" in form else form
+        if not isinstance(inner or {}, dict):
+            raise RequestError(f"{settings}: kv_connector_extra_config is no object")
+        extra = dict(inner or {})
+    if secret_file is not None:
+        extra["secret_file"] = str(secret_file)
+    read = Settings.read(extra)
+    return Access(read, Secrets.load(read))
+
+
+def look_up(address: tuple[str, int], access: Access) -> Address:
+    """Return the numeric address of an engine that may be asked.
+
+    Raises:
+        HandshakeError: the settings do not allow it.
+        HandshakeTimeoutError: the name is not known.
+    """
+    from kvhma.vllm.wire.names import resolve
+    from kvhma.vllm.wire.params import Address
+
+    asked = Address(*address)
+    if not access.settings.allows(asked):
+        raise HandshakeError(f"{asked} is not among allowed_prefill_engines")
+    return resolve(asked, access.settings.handshake_timeout)
+
+
+def connect(numeric: Address, access: Access) -> Client:
+    """Connect to the listener of an engine.
+
+    Raises:
+        HandshakeError: only one side has a secret, or they differ.
+        HandshakeTimeoutError: nobody is there.
+    """
+    from kvhma.vllm.wire.client import Client
+
+    return Client(numeric, access.settings.handshake_timeout, access.secrets)
+
+
+def ask_engine(client: Client) -> EngineInfo:
+    """Return which engine it is.
+
+    Raises:
+        HandshakeError: it speaks another version, or its workers are no whole engine.
+    """
+    from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
+
+    info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
+    if not info.ranks or len(set(info.ranks)) != len(info.ranks):
+        raise HandshakeError(f"an engine with {len(info.ranks)} workers, {len(set(info.ranks))} of them different")
+    return info
+
+
+def ask_workers(client: Client, info: EngineInfo, access: Access) -> list[LiveWorker]:
+    """Return the workers of an engine, stage by stage.
+
+    Raises:
+        HandshakeError: a hello is damaged, of another version or not signed by its agent, or all are too long.
+        HandshakeTimeoutError: they do not come in time.
+    """
+    from kvhma.vllm.identity import decode_extra
+    from kvhma.vllm.worker.hellos import ask_hellos
+
+    def note(stored: int) -> None:
+        if stored > _MAX_HELLOS_BYTES:
+            raise HandshakeError(f"hellos of {stored} bytes, at most {_MAX_HELLOS_BYTES} are taken")
+
+    ranks = sorted(info.ranks)
+    deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * access.settings.handshake_timeout
+    hellos = ask_hellos(client, ranks, deadline, note)
+    return [
+        LiveWorker(pp_rank, tp_rank, hello.data, hello.payload, decode_extra(hello.payload.extra))
+        for (pp_rank, tp_rank), hello in zip(ranks, hellos, strict=True)
+    ]

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma doctor --peer`` and ``kvhma export``: another engine is asked as a decode engine asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvhma import Geometry
+from kvhma.cli import doctor, doctor_host
+from kvhma.cli.doctor_peer import null_rows
+from kvhma.nixl import encode_handshake, key_hash
+from kvhma.oracle import cases
+from kvhma.vllm.identity import encode_extra
+from kvhma.vllm.wire.messages import PROTOCOL
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.proofs import new_agent_key
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.server import Listener, LocalEngine
+from support.cli_run import Done, cli, refused
+from support.cluster import geometries
+from support.counted import Counted
+from support.engines.engine import free_port
+from support.identity import EXTRA, IDENTITY
+from support.listening import AnyLease, hostile, said
+from support.tiny import tiny_hybrid
+
+SECRET = b"sixteen bytes or more"
+
+
+@contextlib.contextmanager
+def engine(ranks: list[Geometry], *, secret: bool = False, extras: list[bytes] | None = None) -> Iterator[str]:
+    """The address of a listener of an engine with these caches."""
+    address, hellos = Address("127.0.0.1", free_port()), {}
+    for rank, geometry in enumerate(ranks):
+        private, public = new_agent_key()
+        extra = extras[rank] if extras else EXTRA
+        name = f"p-{rank}-{key_hash(public)}"
+        made = encode_handshake(bytes(100), geometry, name=name, incarnation=rank, extra=extra, public_key=public)
+        hellos[0, rank] = made, private
+    secrets = Secrets([SECRET] if secret else [])
+    listener = Listener(address, LocalEngine("p", 258, hellos), leases=AnyLease(), secrets=secrets, counters=Counted())
+    try:
+        yield str(address)
+    finally:
+        listener.close()
+
+
+@pytest.fixture(autouse=True)
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVHMA_SECRET", raising=False)
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    return path
+
+
+@pytest.fixture
+def peer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this machine."""
+    monkeypatch.setattr(doctor, "look", lambda: iter(()))
+
+
+def rows(done: Done) -> dict[str, tuple[str, str]]:
+    return {row["name"].removeprefix("peer: "): (row["state"], row["found"]) for row in done.form["checks"]}
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("peer_only")
+@pytest.mark.parametrize("secret", [True, False])
+def test_a_peer_is_named(secret: bool, secret_file: Path) -> None:
+    with engine(geometries(2, 1 << 30), secret=secret) as address:
+        port = address.rpartition(":")[2]
+        given = ["--secret-file", secret_file] if secret else []
+        done = cli("doctor", "--peer", f"localhost:{port}", "--json", *given)
+    found = rows(done)
+    assert (done.code, {state for state, _ in found.values()}) == (0, {"ok"})
+    assert list(found) == ["name", "port", "engine", "handshake", "model", "geometry"]
+    assert found["name"][1].startswith("localhost is 127.0.0.1, ")
+    assert ("takes our secret (TLS 1.3)" in found["port"][1]) == secret
+    assert found["engine"][1].startswith("p, started as 0000000000000102, tp=2; a question and its answer take ")
+    assert found["handshake"][1].startswith("kvhma ")
+    assert "vLLM 0.32.0; 2 hellos (" in found["handshake"][1]
+    assert found["model"][1] == "org/tiny, revision 0123abc, dtype bfloat16, KV cache bfloat16"
+    one = geometries(2, 1 << 30)[0]
+    assert found["geometry"][1].startswith(f"{len(one.layers)} layers in {len(one.groups)} groups (kind, block: ")
+
+
+@pytest.mark.usefixtures("peer_only")
+@pytest.mark.parametrize(
+    ("theirs", "ours", "text"),
+    [
+        (True, None, "this engine has a secret, and the question came without"),
+        (False, SECRET, "has no secret and this engine has one"),
+        (True, b"another one that is long", "differ"),
+    ],
+)
+def test_secrets_that_differ(theirs: bool, ours: bytes | None, text: str, tmp_path: Path) -> None:
+    given: list[object] = []
+    if ours is not None:
+        (tmp_path / "ours").write_bytes(ours)
+        given = ["--secret-file", tmp_path / "ours"]
+    with engine(geometries(1, 1 << 30), secret=theirs) as address:
+        done = cli("doctor", "--peer", address, "--json", *given)
+    state, found = rows(done)["peer"]
+    assert (done.code, state) == (1, "failed")
+    assert text in found
+    assert SECRET.decode() not in done.out
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_the_environment_has_the_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHMA_SECRET", SECRET.decode())
+    with engine(geometries(1, 1 << 30), secret=True) as address:
+        assert rows(cli("doctor", "--peer", address, "--json"))["port"][0] == "ok"
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_a_host_that_may_not_be_read_is_not_even_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("a name was looked up"))
+    (tmp_path / "settings.json").write_text(
+        json.dumps(
+            {
+                "kv_connector": "KvhmaConnector",
+                "kv_connector_extra_config": {"allowed_prefill_engines": ["10.0.0.7:5600"]},
+            }
+        )
+    )
+    for command in (("doctor", "--json", "--peer"), ("export",)):
+        done = cli(*command, "strange.example:5600", "--settings", tmp_path / "settings.json")
+        assert done.code == (1 if command[0] == "doctor" else 2)
+        assert "strange.example:5600 is not among allowed_prefill_engines" in done.out + done.err
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_settings_of_this_hosts_engine_hold(tmp_path: Path, secret_file: Path) -> None:
+    """The secret and the timeout of D's settings are those that are used; a wrong setting is one line."""
+    (tmp_path / "settings.json").write_text(json.dumps({"secret_file": str(secret_file), "handshake_timeout": 0.2}))
+    with engine(geometries(1, 1 << 30), secret=True) as address:
+        assert cli("doctor", "--peer", address, "--settings", tmp_path / "settings.json").code == 0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = cli("doctor", "--peer", address, "--settings", tmp_path / "settings.json", "--json")
+    assert rows(done)["peer"][1] == f"no answer from {address} in 0.2 s"
+    (tmp_path / "settings.json").write_text('{"secret": 1}')
+    assert "unknown ['secret']" in refused("doctor", "--peer", address, "--settings", tmp_path / "settings.json")
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_nobody_is_there() -> None:
+    done = cli("doctor", "--peer", f"127.0.0.1:{free_port()}", "--json")
+    assert rows(done)["peer"][0] == "failed"
+    assert "Connection refused" in rows(done)["peer"][1]
+    assert "side_channel_host" in done.form["checks"][-1]["fix"]
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_another_version_names_both() -> None:
+    def serve(accepted: socket.socket) -> None:
+        said(accepted)
+        text = f"protocol is {PROTOCOL} on your side, {PROTOCOL + 1} on this side"
+        data = msgspec.msgpack.encode({"type": "problem", "text": text})
+        accepted.sendall(struct.pack("<I", len(data)) + data)
+
+    with hostile(serve) as address:
+        found = rows(cli("doctor", "--peer", address, "--json"))["peer"]
+    assert found == ("failed", f"the peer says: protocol is {PROTOCOL} on your side, {PROTOCOL + 1} on this side")
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_an_engine_that_is_not_whole(tmp_path: Path) -> None:
+    """Workers with two models; and somebody who says nothing sensible."""
+    other = encode_extra(msgspec.structs.replace(IDENTITY, dtype="float16"), vllm="0.32.0")
+    with engine(geometries(2, 1 << 30), extras=[EXTRA, other]) as address:
+        done = cli("doctor", "--peer", address, "--json")
+    states = [row["state"] for row in done.form["checks"] if row["name"] == "peer: model"]
+    assert (done.code, states) == (1, ["failed", "failed"])
+    with hostile(lambda accepted: accepted.sendall(b"\xff" * 64)) as address:
+        done = cli("doctor", "--peer", address, "--json")
+        assert rows(done)["peer"][0] == "failed"
+        with hostile(lambda accepted: accepted.sendall(b"\xff" * 64)) as other_address:
+            assert "not one of this protocol" in refused("export", other_address, "-o", tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":5600", "host:0", "host:65536", "http://a:1", "u@h:1", "a:1/x"])
+def test_an_address_is_host_and_port(text: str) -> None:
+    assert "must be HOST:PORT of an engine's side channel" in refused("doctor", "--peer", text)
+
+
+def test_options_of_a_peer_need_one() -> None:
+    assert "are for --peer" in refused("doctor", "--read")
+    assert "give ENGINE, or --case" in refused("export")
+
+
+# --- a read ----------------------------------------------------------------------------------------------------------
+
+
+def test_null_blocks_lie_where_the_geometry_says() -> None:
+    """Each row is a page of block 0, within its region and within no other block."""
+    geometry = tiny_hybrid(10)
+    assert geometry.null_block == 0
+    found = null_rows(geometry).tolist()
+    expected = {}
+    for layer in geometry.layers:
+        base = geometry.regions[layer.region].base + layer.offset
+        expected.setdefault(base, [base, layer.page.nbytes, 0])
+        assert layer.page.nbytes <= layer.block_stride
+    assert found == list(expected.values())
+    assert len(null_rows(replace(geometry, null_block=None))) == 0
+
+
+@pytest.mark.nixl
+@pytest.mark.usefixtures("peer_only")
+def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real agents on both sides; the owner's memory is as it was."""
+    from kvhma.nixl import Agent
+
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    geometry = tiny_hybrid(10)
+    memory = [np.full(region.bytes, 7, np.uint8) for region in geometry.regions]
+    moved = [replace(region, base=int(held.ctypes.data)) for region, held in zip(geometry.regions, memory, strict=True)]
+    geometry = replace(geometry, regions=tuple(moved))
+    private, public = new_agent_key()
+    address = Address("127.0.0.1", free_port())
+    with Agent(f"owner-{key_hash(public)}", public_key=public) as agent:
+        agent.register(geometry)
+        local = LocalEngine("p", 1, {(0, 0): (agent.handshake_payload(geometry, EXTRA), private)})
+        listener = Listener(address, local, leases=AnyLease(), secrets=Secrets(), counters=Counted())
+        stop = threading.Event()
+        taken: list[Any] = []
+
+        def take() -> None:
+            while not stop.wait(0.01):
+                taken.extend(agent.notifications())
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        try:
+            done = cli("doctor", "--peer", address, "--read", "--json")
+        finally:
+            stop.set()
+            thread.join()
+            listener.close()
+    state, found = rows(done)["read"]
+    assert (done.code, state) == (0, "ok"), found
+    assert found.startswith(f"{len(null_rows(geometry))} pages of the null block, ")
+    assert all((held == 7).all() for held in memory)
+    assert taken == []
+
+
+@pytest.mark.nixl
+@pytest.mark.usefixtures("peer_only")
+def test_a_read_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata that is none ends a process, or raises there: one line says so."""
+    with engine([tiny_hybrid(10)]) as address:
+        done = cli("doctor", "--peer", address, "--read", "--json")
+    assert (done.code, rows(done)["read"][0]) == (1, "failed")
+
+
+# --- this host -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host with an Ethernet card that is up, one that is not, and an RDMA card with two ports."""
+    files = {
+        "net/lo/operstate": "unknown",
+        "net/eth0/operstate": "up",
+        "net/eth0/speed": "25000",
+        "net/eth1/operstate": "down",
+        "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "infiniband/mlx5_0/ports/2/state": "1: DOWN",
+        "status": "Name:\tx\nCapEff:\t0000000000000000",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(doctor_host, "_NET", tmp_path / "net")
+    monkeypatch.setattr(doctor_host, "_RDMA", tmp_path / "infiniband")
+    monkeypatch.setattr(doctor_host, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(doctor_host.platform, "system", lambda: "Linux")
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_cards_are_named(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards, _ = doctor_host.look_at_host()
+    listed = "eth0 (25 Gb/s), mlx5_0:1 (ACTIVE, 200 Gb/sec (4X HDR)), mlx5_0:2 (DOWN, rate unknown)"
+    assert (cards.state, cards.found) == ("note", listed)
+    assert "without mlx5_0:2" in cards.fix
+    for chosen, state in (("mlx5_0:1,eth0", "ok"), ("all", "note"), ("mlx5_1:1,eth0", "failed"), ("eth1", "failed")):
+        monkeypatch.setenv("UCX_NET_DEVICES", chosen)
+        assert next(doctor_host.look_at_host()).state == state, chosen
+
+
+@pytest.mark.parametrize(
+    ("limit", "capability", "rdma", "state"),
+    [(-1, 0, True, "ok"), (65536, 0, True, "note"), (65536, 1 << 14, True, "ok"), (65536, 0, False, "ok")],
+)
+def test_memlock(
+    limit: int, capability: int, rdma: bool, state: str, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    (host / "status").write_text(f"CapEff:\t{capability:016x}\n")
+    if not rdma:
+        monkeypatch.setattr(doctor_host, "_RDMA", host / "none")
+    _, memlock = doctor_host.look_at_host()
+    assert memlock.state == state
+    assert bool(memlock.fix) == (state == "note")
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_exported_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret_file: Path) -> None:
+    """Two engines of several ranks: every file is the worker's geometry, and plan, explain, diff and map take it."""
+    monkeypatch.chdir(tmp_path)
+    for name, ranks, base in (("p", 2, 1 << 30), ("d", 1, 2 << 40)):
+        with engine(geometries(ranks, base), secret=True) as address:
+            done = cli("export", address, "-o", f"{name}.json", "--secret-file", secret_file, "--json")
+        assert (done.code, done.form["kvhma_export"], done.form["name"]) == (0, 1, "p")
+        names = ["d.json"] if ranks == 1 else ["p-0.json", "p-1.json"]
+        assert [row["file"] for row in done.form["files"]] == names
+        assert [Geometry.from_json(Path(one).read_bytes()) for one in names] == geometries(ranks, base)
+    pair = ("--local", "d.json", "--remote", "p-0.json", "--remote", "p-1.json")
+    assert cli("plan", *pair, "--tokens", 1000).code == 0
+    assert cli("explain", *pair).code == 0
+    assert cli("map", *pair, "--tokens", 100, "-o", "x.svg").code == 0
+    assert cli("diff", "p-0.json", "p-1.json").code == 1
+
+
+def test_a_case_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/cases.md").read_text()
+    Path("case.json").write_text(page.split("```json\n")[1].split("```")[0])
+    done = cli("export", "--case", "case.json", "-o", "failed.json", "-q")
+    assert done.code == 0
+    names = done.out.split()
+    case = cases.load(Path("case.json"))
+    assert names == ["failed-local.json", *(f"failed-remote-{n}.json" for n in range(len(case.remotes))), names[-1]]
+    remotes = [word for name in names[1:-1] for word in ("--remote", name)]
+    planned = cli("plan", "--local", names[0], *remotes, "--request", names[-1], "--json").form
+    verdict = cases.check(case)
+    assert (planned["bytes"], planned["descriptors"]) == (verdict.bytes, verdict.descriptors)
+
+
+def test_what_cannot_be_written_or_read_is_one_line(tmp_path: Path) -> None:
+    with engine([tiny_hybrid(10)]) as address:
+        assert "No such file or directory" in refused("export", address, "-o", tmp_path / "no" / "x.json")
+    (tmp_path / "case.json").write_text("{}")
+    assert "field 'kvhma_case' is missing" in refused("export", "--case", tmp_path / "case.json")
