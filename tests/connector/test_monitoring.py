@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric that the dashboard and the alerts name is one that the connector has, with those labels."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("yaml")
+
+from kvhma.vllm.stats import METRICS
+from support.monitoring import alert_queries, dashboard_queries, labels_of, metrics_of
+
+OF_ALL = {"instance", "job", "model_name", "engine", "le"}
+
+
+def names(metric: str) -> set[str]:
+    """The time series of a metric, as Prometheus names them."""
+    if METRICS[metric].buckets:
+        return {f"vllm:kvhma_{metric}{suffix}" for suffix in ("_bucket", "_sum", "_count")}
+    return {f"vllm:kvhma_{metric}" + ("" if METRICS[metric].gauge else "_total")}
+
+
+@pytest.mark.parametrize(("place", "query"), [*dashboard_queries(), *alert_queries()])
+def test_metrics_and_labels_exist(place: str, query: str) -> None:
+    known = {name: metric for metric in METRICS for name in names(metric)}
+    used = [name for name in metrics_of(query) if name.startswith("vllm:")]
+    for name in used:
+        assert name in known, place
+    if used:
+        labels = {METRICS[known[name]].label for name in used}
+        assert labels_of(query) <= OF_ALL | labels, place
+
+
+def test_buckets_are_for_quantiles_only() -> None:
+    for place, query in dashboard_queries():
+        assert ("_bucket" in query) == query.startswith("histogram_quantile("), place

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live engines are looked at: doctor and export ask them, a real Prometheus scrapes them for the dashboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhma import Geometry
+from support.cli_run import cli
+from support.engines import free_port
+from support.engines.zygote import ENVIRONMENT, engine_python
+from support.handoff import prompts
+from support.listening import until
+from support.monitoring import EXAMPLES, alert_queries, dashboard_queries, metrics_of
+from support.tokenizer import with_tokenizer
+
+Models = Callable[[str], Path]
+
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20))
+SEEN = {name: value for name, value in ENVIRONMENT.items() if "THREADS" not in name}
+PROMETHEUS = shutil.which("prometheus")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What ``kvhma serve-pair`` has started: the model, and the ports of each process; `side` of P and D."""
+
+    model: str
+    proxy: int
+    http: dict[str, int]
+    side: dict[str, int]
+
+    def ask(self, prompt: list[int], port: int | None = None, **more: Any) -> bytes:
+        """Ask the proxy, or another port."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 4, "temperature": 0, **more}
+        url = f"http://127.0.0.1:{port or self.proxy}/v1/completions"
+        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        answer: bytes = urllib.request.urlopen(asked, timeout=60).read()
+        return answer
+
+    def complete(self, prompt: list[int]) -> dict[str, Any]:
+        """Return an answer of the proxy."""
+        answer: dict[str, Any] = json.loads(self.ask(prompt))
+        return answer
+
+    def stream(self, prompt: list[int]) -> None:
+        """Take a stream of the proxy."""
+        assert b"[DONE]" in self.ask(prompt, stream=True)
+
+
+@pytest.fixture(scope="module")
+def pair(zygote: object, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    make: Models = request.getfixturevalue("model")
+    served, port = with_tokenizer(make("gemma3"), folder / "model"), free_port()
+    command = [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", "--port", str(port)]
+    command += ["--logs", str(folder / "logs"), str(served), *OPTIONS]
+    with subprocess.Popen(
+        command, env={**os.environ, **SEEN}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert ready.startswith("ready:"), process.stderr.read() if process.stderr else ""
+            yield Pair(str(served), port, *ports(process.pid))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def ports(pid: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The ports of the engines' servers and of their side channels, by P and D, from how they were started."""
+    http, side = {}, {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        if "--kv-transfer-config" in words:
+            config = json.loads(words[words.index("--kv-transfer-config") + 1])
+            name = {"kv_producer": "P", "kv_consumer": "D"}[config["kv_role"]]
+            side[name] = config["kv_connector_extra_config"]["side_channel_port"]
+            http[name] = int(words[words.index("--port") + 1])
+    return http, side
+
+
+def test_doctor_reaches_a_live_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and null blocks are read, while requests go on; nothing of them is different."""
+    (prompt, again) = prompts("look", [101, 101])
+    first = pair.complete(prompt)
+    done = cli("doctor", "--peer", f"localhost:{pair.side['P']}", "--read", "--json")
+    rows = {row["name"]: row for row in done.form["checks"] if row["name"].startswith("peer")}
+    assert {row["state"] for row in rows.values()} == {"ok"}, rows
+    assert pair.model in rows["peer: model"]["found"]
+    assert "sliding" in rows["peer: geometry"]["found"]
+    assert "of the null block" in rows["peer: read"]["found"]
+    assert pair.complete(prompt)["choices"] == first["choices"]
+    assert pair.complete(again)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96
+
+
+def test_what_is_exported_is_what_runs(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """plan, explain, map and diff take the geometries of both engines; each has what vLLM says of its blocks."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("P", "D"):
+        assert cli("export", f"127.0.0.1:{pair.side[name]}", "-o", f"{name}.json").code == 0
+        geometry = Geometry.from_json(Path(f"{name}.json").read_bytes())
+        info = metrics(pair.http[name], "vllm:cache_config_info{")
+        assert f'num_gpu_blocks="{geometry.layers[0].num_blocks}"' in info
+    both = ("--local", "D.json", "--remote", "P.json")
+    planned = cli("plan", *both, "--tokens", 500, "--json")
+    assert planned.code == 0
+    assert planned.form["bytes"] > 0
+    assert cli("explain", *both).code == 0
+    assert cli("map", *both, "--tokens", 100, "-o", "x.svg").code == 0
+    assert cli("diff", "D.json", "P.json").code in (0, 1)
+
+
+def metrics(port: int, start: str = "") -> str:
+    lines = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode().splitlines()
+    return "\n".join(line for line in lines if line.startswith(start))
+
+
+def test_every_metric_that_is_named_is_there(pair: Pair) -> None:
+    """Of those with a label no sample may be there yet, but their type is."""
+    lines = "\n".join(metrics(port, "# TYPE") for port in (pair.http["D"], pair.proxy))
+    known: set[str] = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", lines, re.MULTILINE):
+        plain = name.removesuffix("_total")
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(kind, [""])
+        known |= {plain + suffix for suffix in suffixes}
+    for place, query in (*dashboard_queries(), *alert_queries()):
+        assert set(metrics_of(query)) <= known, place
+
+
+@contextmanager
+def prometheus(pair: Pair, folder: Path) -> Iterator[str]:
+    """The address of a Prometheus that runs with the example's configuration, at other ports and every second."""
+    config = (EXAMPLES / "prometheus/prometheus.yml").read_text()
+    for old, new in ((8100, pair.http["P"]), (8200, pair.http["D"]), (8000, pair.proxy)):
+        config = config.replace(f"localhost:{old}", f"127.0.0.1:{new}")
+    (folder / "prometheus.yml").write_text(config.replace("interval: 10s", "interval: 1s"))
+    shutil.copy(EXAMPLES / "prometheus/kvhma-alerts.yml", folder)
+    address = f"127.0.0.1:{free_port()}"
+    command = [str(PROMETHEUS), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log, cwd=folder)
+    try:
+        yield f"http://{address}/api/v1/"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def get(url: str, **parameters: str) -> Any:
+    with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(parameters)}", timeout=30) as answer:
+        form = json.load(answer)
+    assert form["status"] == "success", form
+    return form["data"]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus: apt-get install prometheus")
+def test_the_dashboard_shows_hand_offs(pair: Pair, tmp_path: Path) -> None:
+    """Every query is evaluated over live engines, and has data if its metrics have samples; a failed load alerts."""
+    with prometheus(pair, tmp_path) as api:
+        until(lambda: ready(api), 60)
+        for index, prompt in enumerate(prompts("dashboard", [90 + index for index in range(12)])):
+            (pair.complete if index % 2 else pair.stream)(prompt)
+            time.sleep(0.5)
+        wrong = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 1}
+        pair.ask([1, 2, 3, 4, 5], pair.http["D"], kv_transfer_params=wrong)
+        until(lambda: get(api + "query", query="vllm:kvhma_failed_loads_total")["result"], 30)
+        time.sleep(3)
+        lines = "\n".join(metrics(port) for port in (*pair.http.values(), pair.proxy))
+        samples = set(re.findall(r"^[\w:]+", lines, re.MULTILINE))
+        shown = {}
+        for title, query in dashboard_queries():
+            asked = query.replace("$__rate_interval", "30s").replace("$instance", ".*").replace("$model", ".*")
+            shown[title, query] = get(api + "query", query=asked)["result"]
+        for (title, query), result in shown.items():
+            assert bool(result) == (set(metrics_of(query)) <= samples), (title, query)
+        moved = {title for (title, _), result in shown.items() if any(float(one["value"][1]) > 0 for one in result)}
+        assert {"Loads", "Bytes", "Tokens", "Load", "Prompts, as the proxy sees them", "Bytes of a group"} <= moved
+        until(lambda: "KvhmaLoadsFail" in firing(api), 30)
+        assert firing(api) == {"KvhmaLoadsFail"}
+
+
+def ready(api: str) -> bool:
+    try:
+        return all(one["health"] == "up" for one in get(api + "targets")["activeTargets"])
+    except OSError:
+        return False
+
+
+def firing(api: str) -> set[str]:
+    return {one["labels"]["alertname"] for one in get(api + "alerts")["alerts"] if one["state"] == "firing"}
