@@ -51,6 +51,8 @@ PREFILL_PARAMS: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+PASSED = ("Authorization", "traceparent", "tracestate")
+"""Headers of clients that engines get."""
 ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo", "prompt_logprobs", "use_beam_search")
 MAX_BODY_BYTES = 64 << 20
 USAGE_BYTES = 4096
@@ -301,7 +303,7 @@ def invalid(message: str) -> web.Response:
 def headers_of(request: web.Request) -> dict[str, str]:
     """Return what an engine has to know of the client's headers."""
     headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
-    return headers | {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+    return headers | {name: request.headers[name] for name in PASSED if name in request.headers}
 
 
 def address_in(params: dict[str, Any]) -> tuple[Any, Any]:

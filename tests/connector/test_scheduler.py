@@ -92,6 +92,22 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
         d.close()
 
 
+def test_workers_know_the_trace_of_a_request(p, d):
+    """And how long the scheduler had it before; a second try has not waited. Without a header there is nothing."""
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    plain, traced = (request(name, params=finished_at(p)) for name in ("plain", "traced"))
+    traced.trace_headers = {"traceparent": parent, "tracestate": "x" * 10_000}
+    for asked in (plain, traced):
+        d.add(asked)
+    assert load(d, plain).trace is None
+    time.sleep(0.05)
+    order = load(d, traced)
+    assert order.trace.parent == parent
+    assert 0.05 <= order.trace.waited < 5
+    d.results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", passing=True)}))
+    assert load(d, traced).trace == (parent, 0.0)
+
+
 def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
     """It goes another way to P than the question, and made a reader of one that had read, for a whole lease."""
     d = scheduler(ranks=1)

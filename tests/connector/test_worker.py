@@ -21,6 +21,7 @@ from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
@@ -30,6 +31,7 @@ from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker import lease, loading, polling, preconnect
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.results import LoadResults
+from kvhma.vllm.worker.spans import Spans
 from kvhma.vllm.worker.worker import KvhmaWorker
 from support.counted import Counted
 from support.engines.engine import free_port
@@ -214,6 +216,28 @@ def test_a_load_that_failed_is_kept_as_a_case(p, tmp_path):
     assert (case.local, case.remotes) == (flat_geometry(d.memory), (p.geometry,))
     verdict = cases.check(case)
     assert (verdict.outcome, verdict.text.split(":")[0]) == ("refused", "BlockIdError")
+
+
+def test_a_load_whose_request_is_traced_has_spans(p, d, monkeypatch):
+    """With its times in their order; one that is not traced has none, and starts no thread for it."""
+    taken = []
+    monkeypatch.setattr(Spans, "add", lambda self, times: taken.append(times))
+    d.start(plain=(p.remote("plain", [1]), [1]))
+    assert d.ended("plain") == {}
+    assert not taken
+    trace = Trace(f"00-{'a' * 32}-{'b' * 16}-01", 0.25)
+    for name, theirs, cause in (("good", 2, {}), ("bad", PAGES, {"bad": "request"})):
+        traced = load(name, p.remote(name, [theirs]), [2])._replace(trace=trace)
+        d.worker.start_loads(StepMetadata([traced]))
+        assert d.ended(name) == cause
+    until(lambda: len(taken) == 2)
+    good, bad = taken
+    order = [good.ordered_at, good.planned_at, good.post_began, good.posted_at, good.read_at, good.ended_at]
+    assert order == sorted(order)
+    assert good.trace == trace
+    assert (good.error, good.attributes["kvhma.bytes"]) == ("", PAGE)
+    assert good.attributes["gen_ai.request.id"] == "good"
+    assert (bad.error, bad.planned_at, bad.read_at) == ("BlockIdError", 0.0, 0.0)
 
 
 def test_an_engine_that_does_not_answer_fails_its_own_loads(p, silent):

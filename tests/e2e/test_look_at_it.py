@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +48,15 @@ class Pair:
     proxy: int
     http: dict[str, int]
     side: dict[str, int]
+    traces: list[bytes]
+    """What the engines have sent to their collector of traces."""
 
-    def ask(self, prompt: list[int], port: int | None = None, **more: Any) -> bytes:
+    def ask(self, prompt: list[int], port: int | None = None, traceparent: str = "", **more: Any) -> bytes:
         """Ask the proxy, or another port."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": 4, "temperature": 0, **more}
         url = f"http://127.0.0.1:{port or self.proxy}/v1/completions"
-        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"traceparent": traceparent} if traceparent else {})
+        asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
         answer: bytes = urllib.request.urlopen(asked, timeout=60).read()
         return answer
 
@@ -63,21 +70,49 @@ class Pair:
         assert b"[DONE]" in self.ask(prompt, stream=True)
 
 
+@contextmanager
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """The address of a collector of traces, and what it got."""
+    got: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append(gzip.decompress(data) if self.headers["Content-Encoding"] == "gzip" else data)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", got
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def pair(zygote: object, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     make: Models = request.getfixturevalue("model")
     served, port = with_tokenizer(make("gemma3"), folder / "model"), free_port()
     command = [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", "--port", str(port)]
-    command += ["--logs", str(folder / "logs"), str(served), *OPTIONS]
-    with subprocess.Popen(
-        command, env={**os.environ, **SEEN}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "500"}
+    with (
+        collector() as (endpoint, traces),
+        subprocess.Popen(
+            [*command, "--logs", str(folder / "logs"), str(served), *OPTIONS, "--otlp-traces-endpoint", endpoint],
+            env={**os.environ, **SEEN, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             ready = process.stdout.readline()
             assert ready.startswith("ready:"), process.stderr.read() if process.stderr else ""
-            yield Pair(str(served), port, *ports(process.pid))
+            yield Pair(str(served), port, *ports(process.pid), traces)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -130,6 +165,21 @@ def test_what_is_exported_is_what_runs(pair: Pair, tmp_path: Path, monkeypatch: 
 def metrics(port: int, start: str = "") -> str:
     lines = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode().splitlines()
     return "\n".join(line for line in lines if line.startswith(start))
+
+
+def test_a_load_is_in_the_clients_trace(pair: Pair) -> None:
+    """All six spans come with the trace's id; a request without a header has none of them."""
+    (plain, prompt) = prompts("traced", [120, 130])
+    names = [b"kvhma.load", *(b"kvhma." + name for name in (b"claim", b"plan", b"post", b"read", b"check"))]
+    pair.ask(plain)
+    time.sleep(3)
+    assert not any(names[0] in data for data in pair.traces)
+    trace = random.randbytes(16)
+    pair.ask(prompt, traceparent=f"00-{trace.hex()}-{random.randbytes(8).hex()}-01")
+    until(lambda: all(any(name in data for data in pair.traces) for name in (*names, b"llm_request")), 30)
+    (data,) = [data for data in pair.traces if names[0] in data]
+    assert data.count(trace) >= 6
+    assert all(name in data for name in names)
 
 
 def test_every_metric_that_is_named_is_there(pair: Pair) -> None:

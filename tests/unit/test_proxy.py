@@ -45,7 +45,12 @@ class Engine:
         return str(self.server.make_url("")).rstrip("/")
 
     async def models(self, request):
-        return web.json_response({"data": [{"id": "tiny"}], "auth": request.headers.get("Authorization")})
+        seen = {
+            name: request.headers[name]
+            for name in ("Authorization", "traceparent", "Cookie")
+            if name in request.headers
+        }
+        return web.json_response({"data": [{"id": "tiny"}], "seen": seen})
 
     async def health(self, request):
         return web.Response(status=self.status)
@@ -323,8 +328,9 @@ def test_bodies_that_are_none():
 def test_models_are_those_of_a_decode_engine():
     async def test():
         async with Fleet() as fleet:
-            status, text = await fleet.get("/v1/models", Authorization="Bearer x")
-            assert (status, json.loads(text)) == (200, {"data": [{"id": "tiny"}], "auth": "Bearer x"})
+            passed = {"Authorization": "Bearer x", "traceparent": "00-a-b-01"}
+            status, text = await fleet.get("/v1/models", **passed, Cookie="a=b")
+            assert (status, json.loads(text)) == (200, {"data": [{"id": "tiny"}], "seen": passed})
             await fleet.decode[0].server.close()
             status, text = await fleet.get("/v1/models")
             assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhma.geometry import Span
+from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import PrefillParams
 
@@ -33,6 +34,7 @@ class Load(NamedTuple):
         outcome: how P is told, with the question after the read, that the blocks are not needed any more; None where
             several ranks read, so that the scheduler tells it when all have.
         optional: whether the request is computed here if it fails.
+        trace: of the request; None if it is not traced.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class Load(NamedTuple):
     cached: int
     spans: tuple[Span, ...]
     outcome: Outcome | None
+    trace: Trace | None = None
     optional: bool = False
     piece: bool = False
 

@@ -18,6 +18,7 @@ from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.pending_load import LoadState, PendingLoad, is_sample
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
 from kvhma.vllm.scheduler.put_off import PutOffLoads
+from kvhma.vllm.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
@@ -83,6 +84,7 @@ class DecodeScheduler:
         """Take a new request whose prompt another engine has computed, or computes now."""
         load = self._read(request, params) if params.get(TICKET) is None else self._follow(request, params)
         if load is not None:
+            load.traceparent = traceparent_of(request)
             self.pending[request.request_id] = load
 
     def add_next_turn(self, request: Request, params: dict[str, Any]) -> None:
@@ -99,6 +101,7 @@ class DecodeScheduler:
         # D may have given it up long ago.
         load = PendingLoad(_bounded(remote), num_tokens=remote.num_tokens, ask_first=True, prefilled=request)
         self._claim(load, _bounded(remote))
+        load.traceparent = traceparent_of(request)
         self.pending[request.request_id] = load
 
     def refuse(self, request_id: str, text: str) -> None:
@@ -146,6 +149,7 @@ class DecodeScheduler:
             if found is None:
                 del self.pending[request_id]
             else:
+                found.traceparent = load.traceparent
                 self.pending[request_id] = found
         elif not is_sample(request_id):  # samples share what P keeps: each reads it as a whole, when it is there
             try:
@@ -400,6 +404,7 @@ class DecodeScheduler:
             cached=load.num_tokens - external,
             spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
             outcome=self._outcome(remote),
+            trace=load.trace(),
             optional=load.prefilled is not None,
         )
 

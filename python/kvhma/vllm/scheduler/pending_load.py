@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvhma.vllm.scheduler.following import FollowedLoad
+from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.params import PrefillParams, random_id
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class PendingLoad:
         asked_since: when vLLM first asked how much is loaded for it; None before.
         reader: random number by which P knows this reader of its blocks.
         claimed: whether P is told, again and again, that the request needs its blocks.
+        traceparent: of its request, if that is traced.
         first_tokens: of the ranks that have loaded, see `WorkerReport`.
         prefilled: the request, if this engine prefills it and computes whatever it cannot read of the turn before; None
             if it decodes it, so that the engine's ``kv_load_failure_policy`` decides about a load that fails.
@@ -71,7 +73,14 @@ class PendingLoad:
     asked_since: float | None = None
     reader: int = field(default_factory=random_id)
     claimed: bool = False
+    traceparent: str | None = None
     first_tokens: dict[int, int] = field(default_factory=dict)
     prefilled: Request | None = None
     lost: bool = False
     followed: FollowedLoad | None = None
+
+    def trace(self) -> Trace | None:
+        """Return what the workers have to know of its trace, when a try has been counted and is ordered."""
+        if self.traceparent is None:
+            return None
+        return Trace(self.traceparent, 0.0 if self.tries > 1 else time.monotonic() - self.since)

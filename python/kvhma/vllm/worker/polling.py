@@ -21,10 +21,12 @@ from kvhma.nixl import TransferHandle
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import MAX_CLAIMS
 from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults, failure_of
+from kvhma.vllm.worker.spans import LoadTimes, Spans
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -144,6 +146,7 @@ class LoadPoller:
         self._results = results
         self._timeout = timeout
         self._rank = str(rank)
+        self._spans = Spans(rank, results.stats)
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(geometry.groups)]
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
         self._active: list[ActiveLoad] = []
@@ -201,6 +204,7 @@ class LoadPoller:
             else:
                 self._active += added
             self._active = self.advance(self._active)
+        self._spans.close(self._timeout)
 
     def _next(self) -> list[ActiveLoad] | None:
         """Pause until the next poll and return what was handed over meanwhile; None: there will be no more."""
@@ -297,6 +301,8 @@ class LoadPoller:
         else:
             self._results.succeed(active.load.request_id, first_tokens)
         active.reported = True
+        if active.load.trace is not None:
+            self._spans.add(_times(active, active.load.trace, ended_at, self._rank))
         if active.error is None and active.transfer is not None:  # the engine goes on meanwhile
             self._measure(active, active.transfer, ended_at)
 
@@ -342,6 +348,32 @@ class LoadPoller:
             for name, numbers in by_group.items():
                 for label, of_group in zip(self._group_labels, numbers, strict=True):
                     stats.count(name, of_group, label=label)
+
+
+def _times(active: ActiveLoad, trace: Trace, ended_at: float, rank: str) -> LoadTimes:
+    """Return when a load did what, for its spans."""
+    load, transfer = active.load, active.transfer
+    attributes: dict[str, str | int] = {
+        "gen_ai.request.id": load.request_id,
+        "kvhma.prefill_engine": load.remote.engine_id,
+        "kvhma.rank": rank,
+        "kvhma.handshakes": active.handshakes,
+        "kvhma.tokens_loaded": load.num_tokens - load.cached,
+        "kvhma.tokens_cached": load.cached,
+    }
+    if transfer is not None:
+        attributes |= {"kvhma.bytes": transfer.bytes, "kvhma.descriptors": transfer.descriptors}
+    return LoadTimes(
+        trace,
+        active.ordered_at,
+        active.planned_at,
+        active.posted_at - active.post_seconds,
+        active.posted_at,
+        (active.read_at or 0.0) if active.posted_at else 0.0,
+        ended_at,
+        "" if active.error is None else type(active.error).__name__,
+        attributes,
+    )
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
