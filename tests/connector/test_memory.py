@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Region
-from kvhma.vllm.memory import DeviceMemory, Storages
+from kvhma.tensors.storages import Storages
+from kvhma.vllm.memory import DeviceMemory
 
 BYTES = 64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import agent as agent_module
+from kvhma.tensors.storages import Storages
 from kvhma.vllm import KvhmaConnector, accelerator, connector, memory, staging
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.metadata import Load, StepMetadata
@@ -415,7 +416,7 @@ def test_tensors_of_inference_mode_are_zeroed_outside_of_it(device):
     found = []
 
     def launch():
-        pieces = memory.Storages({"a": cache}).pieces(rows)
+        pieces = Storages({"a": cache}).pieces(rows)
         made = accelerator.Accelerator(DEVICE)
         found.append(made.launch(lambda: torch._foreach_zero_(pieces), None))
 

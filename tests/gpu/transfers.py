@@ -27,7 +27,7 @@ from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, Peer
 from kvhma.oracle import Request, check_memory, fill_source, fill_stale
-from kvhma.vllm.memory import Storages
+from kvhma.tensors.storages import Storages
 from support.generate import Case, generate
 from support.recipe import draw
 

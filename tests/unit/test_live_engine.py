@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import struct
@@ -20,6 +21,8 @@ import pytest
 from kvhma import Geometry
 from kvhma.cli import doctor, doctor_host
 from kvhma.cli.doctor_peer import null_rows
+from kvhma.models import models
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.nixl import encode_handshake, key_hash
 from kvhma.oracle import cases
 from kvhma.vllm.identity import encode_extra
@@ -212,17 +215,31 @@ def test_options_of_a_peer_need_one() -> None:
 # --- a read ----------------------------------------------------------------------------------------------------------
 
 
-def test_null_blocks_lie_where_the_geometry_says() -> None:
-    """Each row is a page of block 0, within its region and within no other block."""
-    geometry = tiny_hybrid(10)
-    assert geometry.null_block == 0
-    found = null_rows(geometry).tolist()
-    expected = {}
+def bytes_of(geometry: Geometry, null: bool) -> set[int]:
+    """The addresses of the items of the null block, or of all others, by the definition of docs/geometry.md."""
+    found = set()
     for layer in geometry.layers:
-        base = geometry.regions[layer.region].base + layer.offset
-        expected.setdefault(base, [base, layer.page.nbytes, 0])
-        assert layer.page.nbytes <= layer.block_stride
-    assert found == list(expected.values())
+        base, ratio = geometry.regions[layer.region].base + layer.offset, geometry.groups[layer.group].ratio
+        kernel_stride = layer.kernel_stride or layer.block_stride // ratio
+        for block, kernel, part in itertools.product(range(layer.num_blocks), range(ratio), layer.page.parts):
+            if (block == geometry.null_block) == null:
+                page = base + block * layer.block_stride + kernel * kernel_stride + part.offset
+                for index in itertools.product(*(range(axis.length or 0) for axis in part.axes)):
+                    item = page + sum(place * axis.stride for place, axis in zip(index, part.axes, strict=True))
+                    found.update(range(item, item + part.item_bytes))
+    return found
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
+def test_nothing_but_null_blocks_is_read(order: str) -> None:
+    """Where heads lie outside of blocks, other requests' blocks are between those of the null block."""
+    known = models()["gemma-3-4b"]
+    tiny = replace(known, layers=known.layers[:6], kv_heads=2, head_dim=8, query_heads=None)
+    geometry = layout(tiny, LayoutOptions(num_blocks=3, order=order, base=1 << 30))
+    read = {byte for address, length, _ in null_rows(geometry).tolist() for byte in range(address, address + length)}
+    assert read
+    assert read <= bytes_of(geometry, null=True)
+    assert not read & bytes_of(geometry, null=False)
     assert len(null_rows(replace(geometry, null_block=None))) == 0
 
 
@@ -260,7 +277,7 @@ def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             listener.close()
     state, found = rows(done)["read"]
     assert (done.code, state) == (0, "ok"), found
-    assert found.startswith(f"{len(null_rows(geometry))} pages of the null block, ")
+    assert found.startswith(f"{len(null_rows(geometry))} runs of the null block, ")
     assert all((held == 7).all() for held in memory)
     assert taken == []
 

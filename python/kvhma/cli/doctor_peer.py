@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what the connector needs may not be installed
 _QUESTIONS = 9
 _READS = 20
 _MAX_ROWS, _MAX_ROW_BYTES = 64, 1 << 20
-"""What is read at a time at most: pages, and bytes of each."""
+"""What is read at a time at most: runs, and bytes of each."""
 
 _UP = (
     "start it; or its side_channel_host (VLLM_NIXL_SIDE_CHANNEL_HOST) is no address that this host reaches, or a "
@@ -167,27 +167,41 @@ def _read(worker: LiveWorker, numeric: Address, access: Access) -> Row:
     return Row(
         name,
         "ok",
-        f"{plural(len(rows), 'page')} of the null block, {size(nbytes)}, in {duration(best)} (the best of {_READS}), "
+        f"{plural(len(rows), 'run')} of the null block, {size(nbytes)}, in {duration(best)} (the best of {_READS}), "
         f"{size(nbytes / best)}/s; connected in {duration(connected)}",
     )
 
 
 def null_rows(geometry: Geometry) -> NDArray[np.uint64]:
-    """Return address, length and device of each layer's page in the null block, each place once.
+    """Return address, length and device of a run of each part in each layer's null block, each place once.
 
-    ::
+    Other blocks may lie between the items of a page, so only bytes that touch each other are a run::
 
-        region.base + offset        | page | ... | page | ...      block_stride from one block to the next
-                                    ^ block 0    ^ null block, if that is 1
+        region.base + offset + null_block * block_stride
+        |..... part ............................|
+        | item item item item | other block | item item ...
+        |<------- run ------->|
     """
     found = dict[int, tuple[int, int, int]]()
     if geometry.null_block is not None:
         for layer in geometry.layers:
             region = geometry.regions[layer.region]
-            address = region.base + layer.offset + geometry.null_block * layer.block_stride
-            if region.memory == geometry.regions[0].memory:
-                found.setdefault(address, (address, min(layer.page.nbytes, _MAX_ROW_BYTES), region.device))
+            start = region.base + layer.offset + geometry.null_block * layer.block_stride
+            for part in layer.page.parts:
+                length = min(_run(part), _MAX_ROW_BYTES)
+                if length and region.memory == geometry.regions[0].memory:
+                    found.setdefault(start + part.offset, (start + part.offset, length, region.device))
     return np.array(list(found.values())[:_MAX_ROWS], dtype=np.uint64).reshape(-1, 3)
+
+
+def _run(part: Part) -> int:
+    """Return how many bytes from a part's first item on are all of its items."""
+    run = part.item_bytes
+    for axis in sorted(part.axes, key=lambda axis: axis.stride):
+        if axis.stride != run:
+            break
+        run *= axis.length or 0
+    return run
 
 
 def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: str | None, timeout: float) -> None:

@@ -6,6 +6,7 @@ missing.
 """
 
 from kvhma.nixl.agent import Agent
+from kvhma.nixl.blocking import load
 from kvhma.nixl.handshake import (
     MAX_HANDSHAKE_BYTES,
     WARM_UP,
@@ -32,4 +33,5 @@ __all__ = [
     "decode_handshake",
     "encode_handshake",
     "key_hash",
+    "load",
 ]

@@ -108,6 +108,15 @@ class Agent:
         with self._session.setup:
             self._memory.register(self._session.open(), geometry.regions)
 
+    def covers(self, region: Region) -> bool:
+        """Return whether all of a region is registered.
+
+        Raises:
+            RequestError: only a part of it is.
+        """
+        with self._session.setup:
+            return self._memory.covers(region)
+
     def register_scratch(self, region: Region) -> None:
         """Register memory of a device, which nothing else uses, for :meth:`connect` to read a few bytes into.
 

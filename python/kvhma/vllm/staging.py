@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Layer, Page, Region, Span
 from kvhma.geometry import Memory as MemoryKind
+from kvhma.tensors.storages import Storages
 from kvhma.vllm.accelerator import Accelerator, device_of
-from kvhma.vllm.memory import Storages, zero_host
+from kvhma.vllm.memory import zero_host
 from kvhma.vllm.slots import SlotRanges, Slots
 
 _ALIGN = 64
