@@ -23,7 +23,7 @@ class Settings:
     Attributes:
         kv_lease_duration: seconds a prefill engine keeps a request's blocks after its reader last renewed.
         handshake_timeout: seconds to wait for each answer of another engine.
-        load_retries: how often a load that failed for a reason that may pass is tried again before the engine's
+        load_retries: how often a load that failed with a transient error is tried again before the engine's
             ``kv_load_failure_policy`` decides.
         prefill_engines: addresses of engines to shake hands with before their first request comes, as ``host:port`` of
             their side channels.
