@@ -13,11 +13,11 @@ from kvhma import KvhmaError, Span
 from kvhma.geometry import Geometry, Group
 from kvhma.oracle import cases
 from kvhma.oracle.cases import Case
+from kvhma.oracle.shrink import spans_of
 from support.generate import generate
 from support.pairs import HERE, THERE, latent, rank
 from support.recipe import draw
 from support.save import as_case, is_sound
-from support.shrink import spans_of
 
 CHUNKS = 4
 PER_CHUNK = 4000

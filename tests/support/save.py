@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.oracle import cases
+from kvhma.oracle.shrink import failure, shrink, spans_of
 from support.generate import Case
 from support.reference import Item, entry_tokens, first_needed_token
-from support.shrink import failure, shrink, spans_of
 from support.where import Place, places, stands_for
 
 SAVE_CASE = "KVHMA_SAVE_CASE"

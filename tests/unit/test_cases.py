@@ -18,13 +18,13 @@ from kvhma import Group, RequestError, Span
 from kvhma.cli.app import app
 from kvhma.oracle import cases
 from kvhma.oracle.cases import Case, Expected
+from kvhma.oracle.shrink import failure, shrink, spans_of
 from support.generate import generate
 from support.mutate import plain
 from support.pairs import HERE, THERE, latent, rank, state
 from support.recipe import Recipe, draw
 from support.reference import Transfer
 from support.save import SAVE_CASE, as_case, saved
-from support.shrink import failure, shrink, spans_of
 
 SEEDS = range(120)
 

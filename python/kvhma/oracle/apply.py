@@ -15,7 +15,7 @@ def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
     """Zero what the zero list names."""
     rows = _rows(rows, "zero")
     flat, _ = side.locate(rows, "zero")
-    memory[_bytes(flat, rows[:, 1].astype(np.int64))] = 0
+    memory[bytes_of(flat, rows[:, 1].astype(np.int64))] = 0
 
 
 def reads_by_source(transfer: Transfer, sources: int) -> list[list[Read]]:
@@ -50,7 +50,7 @@ def apply_read(
     size = local[:, 1].astype(np.int64)
     if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
         raise OracleError(f"{where}: not sorted by local address", code="order")
-    memory[_bytes(to, size)] = source[_bytes(start, size)]
+    memory[bytes_of(to, size)] = source[bytes_of(start, size)]
     joined = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
     joined &= (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
     return (to, size), int(np.count_nonzero(joined))
@@ -78,7 +78,7 @@ def _rows(rows: NDArray[np.uint64], what: str) -> NDArray[np.uint64]:
     return rows
 
 
-def _bytes(start: Ints, size: Ints) -> Ints:
+def bytes_of(start: Ints, size: Ints) -> Ints:
     """Return the offsets of all bytes of some ranges, one range after the other."""
     ends = np.cumsum(size)
     total = int(ends[-1]) if ends.size else 0

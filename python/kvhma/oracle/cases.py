@@ -15,6 +15,19 @@ from typing import Any, Literal, TypeAlias, cast
 from kvhma._kvhma import Transfer
 from kvhma.errors import KvhmaError, OracleError, RequestError
 from kvhma.geometry import Geometry, Span
+from kvhma.oracle.forms import (
+    Spans,
+    fields_of,
+    geometry_of,
+    integer,
+    items_of,
+    kind_of,
+    parse,
+    plain,
+    rank_spans_of,
+    span_forms,
+    spans_of,
+)
 from kvhma.oracle.labels import by_source, parts_of, row_bytes
 from kvhma.oracle.simulate import Oracle, Report
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
@@ -33,7 +46,6 @@ _MAX_LABELS = 1 << 26
 """What is simulated: bytes of the request's blocks, bytes of all regions, and items of the global cache. Together
 they keep a check below 2 GiB."""
 
-Spans: TypeAlias = "tuple[Span, ...]"
 Outcome: TypeAlias = Literal["right", "wrong", "refused"]
 
 
@@ -77,7 +89,7 @@ class Case:
     def __post_init__(self) -> None:
         """Turn ids into lists of int: arrays neither compare nor serialise."""
         for name in ("local_spans", "remote_spans"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     def to_json(self, *, indent: int | None = None) -> bytes:
         """Return the UTF-8 JSON form."""
@@ -86,8 +98,8 @@ class Case:
             "local": json.loads(self.local.to_json()),
             "remote": [json.loads(other.to_json()) for other in self.remotes],
             "num_tokens": self.num_tokens,
-            "local_spans": _span_forms(self.local_spans),
-            "remote_spans": _span_forms(self.remote_spans),
+            "local_spans": span_forms(self.local_spans),
+            "remote_spans": span_forms(self.remote_spans),
             "descriptor_bytes": self.descriptor_bytes,
         }
         if self.expect is not None:
@@ -103,18 +115,20 @@ class Case:
             RequestError: whatever is wrong with it; the text says where.
         """
         required = ("kvhma_case", "local", "remote", "num_tokens", "local_spans", "remote_spans")
-        form = _object(_parse(data), "case", required, ("descriptor_bytes", "expect"))
-        if (version := _int(form["kvhma_case"], "kvhma_case")) != CASE_VERSION:
+        if len(data) > MAX_FILE_BYTES:
+            raise RequestError(f"more than {MAX_FILE_BYTES} bytes")
+        form = fields_of(parse(data), "case", required, ("descriptor_bytes", "expect"))
+        if (version := integer(form["kvhma_case"], "kvhma_case")) != CASE_VERSION:
             raise RequestError(f"kvhma_case is {version}, this build reads {CASE_VERSION}")
-        descriptor_bytes = _int(form.get("descriptor_bytes", DEFAULT_DESCRIPTOR_BYTES), "descriptor_bytes")
+        descriptor_bytes = integer(form.get("descriptor_bytes", DEFAULT_DESCRIPTOR_BYTES), "descriptor_bytes")
         if not 0 <= descriptor_bytes <= 1 << 62:
             raise RequestError(f"descriptor_bytes is {descriptor_bytes}, has to be 0 to 2**62")
         return cls(
-            local=_geometry(form["local"], "local"),
-            remotes=tuple(_geometry(value, place) for place, value in _items(form["remote"], "remote")),
-            num_tokens=_int(form["num_tokens"], "num_tokens"),
-            local_spans=_spans(form["local_spans"], "local_spans"),
-            remote_spans=_remote_spans(form["remote_spans"]),
+            local=geometry_of(form["local"], "local"),
+            remotes=tuple(geometry_of(value, place) for place, value in items_of(form["remote"], "remote")),
+            num_tokens=integer(form["num_tokens"], "num_tokens"),
+            local_spans=spans_of(form["local_spans"], "local_spans"),
+            remote_spans=rank_spans_of(form["remote_spans"], "remote_spans"),
             descriptor_bytes=descriptor_bytes,
             expect=_expected(form["expect"]) if "expect" in form else None,
         )
@@ -170,7 +184,7 @@ def check(case: Case) -> Verdict:
     Raises:
         RequestError: the case cannot be simulated: it is too large, or its ranks are not of one global cache.
     """
-    _refuse_large(case)
+    refuse_large(case)
     try:
         transfer = plan(case.local, case.remotes, descriptor_bytes=case.descriptor_bytes).transfer(
             case.num_tokens, case.local_spans, case.remote_spans
@@ -230,7 +244,7 @@ def _difference(name: str, wanted: Sequence[tuple[int, ...]], found: Sequence[tu
     return f"{text}, but with {list(more[0])}" if more else text
 
 
-def _refuse_large(case: Case) -> None:
+def refuse_large(case: Case) -> None:
     """Refuse what would take too much memory, in exact arithmetic: every number here may be hostile."""
     try:
         sources = by_source(case.remote_spans, len(case.remotes))
@@ -272,88 +286,15 @@ def _labels(sides: Sequence[tuple[Geometry, Sequence[Span]]]) -> int:
     return sum(size * (1 if is_state else tokens) for (_, _, is_state), size in rows.items())
 
 
-# --- Reading --------------------------------------------------------------------------------------------
-
-
-def _parse(data: bytes | str) -> object:
-    if len(data) > MAX_FILE_BYTES:
-        raise RequestError(f"more than {MAX_FILE_BYTES} bytes")
-    try:
-        return json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"not JSON: {error}") from error
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    form = dict(pairs)
-    if len(form) != len(pairs):
-        raise ValueError("a field is there twice")
-    return form
-
-
-def _object(value: object, place: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{place} is {_what(value)}, not an object")
-    for name in required:
-        if name not in value:
-            raise RequestError(f"{place}: field {name!r} is missing")
-    for name in value:
-        if name not in required and name not in optional:
-            raise RequestError(f"{place}: unknown field {name[:80]!r}")
-    return value
-
-
-def _items(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a list, each with its place."""
-    if not isinstance(value, list):
-        raise RequestError(f"{place} is {_what(value)}, not a list")
-    for index, entry in enumerate(value):
-        yield f"{place}[{index}]", entry
-
-
-def _int(value: object, place: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{place} is {_what(value)}, not an integer")
-    return value
-
-
-def _what(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a float"}
-    return names.get(type(value), "null")
-
-
-def _geometry(value: object, place: str) -> Geometry:
-    if not isinstance(value, dict):
-        raise RequestError(f"{place} is {_what(value)}, not an object")
-    try:
-        return Geometry.from_json(json.dumps(value))
-    except (KvhmaError, RecursionError) as error:
-        raise RequestError(f"{place}: {error}") from error
-
-
-def _spans(value: object, place: str) -> Spans:
-    return tuple(_span(entry, at) for at, entry in _items(value, place))
-
-
-def _span(value: object, place: str) -> Span:
-    form = _object(value, place, ("first", "ids"))
-    ids = [_int(entry, at) for at, entry in _items(form["ids"], f"{place}.ids")]
-    return Span(_int(form["first"], f"{place}.first"), ids)
-
-
-def _remote_spans(value: object) -> Spans | tuple[Spans, ...]:
-    place = "remote_spans"
-    if any(isinstance(entry, list) for _, entry in _items(value, place)):
-        return tuple(_spans(entry, at) for at, entry in _items(value, place))
-    return _spans(value, place)
+# --- Reading -------------------------------------------------------------------------------------------
 
 
 def _expected(value: object) -> Expected:
-    form = _object(value, "expect", (), ("error", "runs", "zero"))
+    form = fields_of(value, "expect", (), ("error", "runs", "zero"))
     if not form or ("error" in form and len(form) > 1):
         raise RequestError("expect has either 'error', or 'runs', 'zero' or both")
     if "error" in form and not isinstance(form["error"], str):
-        raise RequestError(f"expect.error is {_what(form['error'])}, not a string")
+        raise RequestError(f"expect.error is {kind_of(form['error'])}, not a string")
     return Expected(
         error=form.get("error"),
         runs=cast("tuple[tuple[int, int, int, int], ...] | None", _rows(form, "runs", 4)),
@@ -365,25 +306,9 @@ def _rows(form: dict[str, Any], name: str, width: int) -> tuple[tuple[int, ...],
     if name not in form:
         return None
     rows = []
-    for place, entry in _items(form[name], f"expect.{name}"):
-        row = tuple(_int(number, at) for at, number in _items(entry, place))
+    for place, entry in items_of(form[name], f"expect.{name}"):
+        row = tuple(integer(number, at) for at, number in items_of(entry, place))
         if len(row) != width:
             raise RequestError(f"{place} has {len(row)} numbers, expected {width}")
         rows.append(row)
     return tuple(rows)
-
-
-def _plain(spans: Sequence[Any]) -> tuple[Any, ...]:
-    """Return spans, or those of each source, with ids as lists of int."""
-    return tuple(
-        Span(int(entry.first), [int(block) for block in entry.ids]) if isinstance(entry, Span) else _plain(entry)
-        for entry in spans
-    )
-
-
-def _span_forms(spans: Sequence[Any]) -> list[object]:
-    """Return spans, or those of each source, as JSON has them."""
-    return [
-        {"first": entry.first, "ids": list(entry.ids)} if isinstance(entry, Span) else _span_forms(entry)
-        for entry in spans
-    ]

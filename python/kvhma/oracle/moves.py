@@ -37,7 +37,7 @@ from kvhma.oracle.labels import (
 )
 from kvhma.oracle.settled import settled
 
-__all__ = ["Copy", "Moves", "byte_moves"]
+__all__ = ["Copy", "Moves", "byte_moves", "keyed", "read_masks", "source_kernels"]
 
 
 class Copy(NamedTuple):
@@ -122,16 +122,16 @@ def byte_moves(
     catalog = Catalog((local, *remotes))
     side, sources = Side(local, catalog), [Side(remote, catalog) for remote in remotes]
     held = _held(sources, by_source(remote_spans, len(remotes)), catalog)
-    kernels = _kernels(remotes, catalog)
+    kernels = source_kernels(remotes, catalog)
     check_spans(local, local_spans)
     must: list[_Bytes] = []
     may: list[_Bytes] = []
     zero = []
     for group, template, span in zip(local.groups, side.templates, local_spans, strict=True):
         blocks = used_blocks(group, span, num_tokens)
-        flat, key = _keyed(template, blocks, catalog)
+        flat, key = keyed(template, blocks, catalog)
         at, found = held.first(key)
-        needed, allowed = _read(group, template, blocks, num_tokens, kernels[template.entry])
+        needed, allowed = read_masks(group, template, blocks, num_tokens, kernels[template.entry])
         if np.any(needed & ~found & (kernels[template.entry] > 0)):
             raise ValueError("no source holds a byte that is needed")
         for rows, mask in ((must, found & needed), (may, found & allowed)):
@@ -146,7 +146,7 @@ def byte_moves(
     )
 
 
-def _read(
+def read_masks(
     group: Group, template: Template, blocks: Blocks, num_tokens: int, kernels: Ints
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return which bytes of some blocks are read by the next step, and which may come along.
@@ -165,7 +165,7 @@ def _read(
     return needed, ~needed & (token < end)
 
 
-def _kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
+def source_kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
     """Return P's tokens of a kernel block for each part, 0 where P does not have it."""
     found = np.zeros(len(catalog.entries), np.int64)
     for remote in remotes:
@@ -175,7 +175,7 @@ def _kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
     return found
 
 
-def _keyed(template: Template, blocks: Blocks, catalog: Catalog) -> tuple[Ints, Ints]:
+def keyed(template: Template, blocks: Blocks, catalog: Catalog) -> tuple[Ints, Ints]:
     """Return flat offsets and keys ``(blocks, bytes of a block)``; a key is part, token and byte in one number."""
     flat = blocks.ids[:, None] * template.stride + template.offset
     token = blocks.token[:, None] + template.token
@@ -188,7 +188,7 @@ def _held(sources: Sequence[Side], spans: Sequence[Sequence[Span]], catalog: Cat
     for index, side in enumerate(sources):
         check_spans(side.geometry, spans[index])
         for group, template, span in zip(side.geometry.groups, side.templates, spans[index], strict=True):
-            flat, key = (array.ravel() for array in _keyed(template, blocks_of(group, span), catalog))
+            flat, key = (array.ravel() for array in keyed(template, blocks_of(group, span), catalog))
             region = np.searchsorted(side.starts[1:], flat, side="right")
             found.append((key, np.full(key.size, index, np.int64), region, flat))
     columns = [np.concatenate(column) for column in zip(*found, strict=True)]

@@ -6,7 +6,7 @@ Every pass tries large cuts before small ones and only ever takes something away
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -40,7 +40,9 @@ def failure(case: Case) -> str | None:
     return " ".join(filter(None, (verdict.outcome, verdict.code, verdict.field)))
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000) -> Case:
+def shrink(
+    case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000, leave_out: Collection[str] = ()
+) -> Case:
     """Return the smallest case found that still fails.
 
     Sources, layers, groups, parts and block ids are dropped, tokens and pools cut, ids numbered anew. The same
@@ -51,15 +53,17 @@ def shrink(case: Case, fails: Callable[[Case], bool], *, max_tries: int = 4000) 
         fails: says whether a smaller one still does, e.g. ``lambda c: failure(c) == sort``. Cases that make it
             raise a KvhmaError do not count as failing.
         max_tries: calls of `fails` after which the best case so far is returned.
+        leave_out: names of `PASSES` that are not made.
     """
     tries = max_tries
     sides = [(case.local, case.local_spans)]
     sides += [(remote, spans_of(case, index)) for index, remote in enumerate(case.remotes)]
     case = _with_sides(case, sides)
+    passes = [candidates for name, candidates in PASSES.items() if name not in leave_out]
     improved = True
     while improved:
         improved = False
-        for candidates in _PASSES:
+        for candidates in passes:
             again = True
             while again:
                 again = False
@@ -268,15 +272,16 @@ def _one(case: Case, at: int, change: Callable[[Geometry], Geometry]) -> Case:
     return _with_side(case, at, (change(geometry), spans))
 
 
-_PASSES: tuple[Callable[[Case], Iterator[_Make]], ...] = (
-    _exact,
-    _fewer_sources,
-    _fewer_layers,
-    _fewer_layers_on_one_side,
-    _fewer_groups,
-    _fewer_parts,
-    _fewer_tokens,
-    _fewer_ids,
-    _lower_ids,
-    _smaller_pools,
-)
+PASSES: dict[str, Callable[[Case], Iterator[_Make]]] = {
+    "exact": _exact,
+    "sources": _fewer_sources,
+    "layers": _fewer_layers,
+    "layers of one side": _fewer_layers_on_one_side,
+    "groups": _fewer_groups,
+    "parts": _fewer_parts,
+    "tokens": _fewer_tokens,
+    "blocks": _fewer_ids,
+    "ids": _lower_ids,
+    "pools": _smaller_pools,
+}
+"""What is tried, in this order."""
