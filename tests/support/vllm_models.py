@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib
 import json
 import shutil
@@ -55,8 +56,16 @@ class Allocated:
     groups: list[Any]
 
 
-def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0) -> Allocated:
-    """Make vLLM's model of a configuration for one rank, and let its allocator group the layers."""
+def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0, **arguments: Any) -> Allocated:
+    """Make vLLM's model of a configuration for one rank, and let its allocator group the layers.
+
+    Args:
+        form: the model's ``config.json``.
+        tp_size: ranks of the engine.
+        order: of the cache.
+        tp_rank: which of them.
+        arguments: more of vLLM's ``EngineArgs``.
+    """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -68,7 +77,7 @@ def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: 
 
     _prepare()
     _register(form["architectures"][0])
-    config = _config(form)
+    config = _config(form, arguments)
     config.parallel_config.tensor_parallel_size = tp_size
     group = parallel_state._TP
     with (
@@ -85,16 +94,16 @@ def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: 
         return Allocated(config, specs, get_kv_cache_groups(config, dict(specs)))
 
 
-def _config(form: dict[str, Any]) -> Any:
+def _config(form: dict[str, Any], more: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    # Some models read the directory again when they are made.
-    folder = Path(tempfile.mkdtemp(dir=_folder()))
-    (folder / "config.json").write_text(json.dumps(form))
-    arguments = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, max_model_len=2048
-    )
-    return arguments.create_engine_config()
+    # Some models read the directory again when they are made. Engines of one model have one name for it.
+    text = json.dumps(form)
+    folder = Path(_folder(), hashlib.sha256(text.encode()).hexdigest()[:16])
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(text)
+    arguments: dict[str, Any] = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048}
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, **(arguments | more)).create_engine_config()
 
 
 @cache

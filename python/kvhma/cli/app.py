@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from kvhma._kvhma import __version__
+from kvhma.cli.audit import audit
 from kvhma.cli.bench import bench
 from kvhma.cli.check import check
 from kvhma.cli.completion import install
@@ -71,6 +72,6 @@ def _refuse(text: str) -> NoReturn:
     raise SystemExit(2) from None
 
 
-for command in (plan, explain, map_, sweep, models_, diff, check, export, bench, doctor, demo, serve_pair):
+for command in (plan, explain, map_, sweep, models_, diff, check, audit, export, bench, doctor, demo, serve_pair):
     app.add_command(command)
 install()

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judging what a connector did, byte by byte: no plan is asked what is right.
+
+Every byte of both engines gets a label that says what it holds. The steps of a trace are done to D's labels, and each
+byte that D's next step reads must then hold the label that stands for it:
+
+    P   region 0 at 16   layer 0, kv, token 4, byte 0     --- a row of the trace -->    D   region 0 at 48
+    D   region 0 at 48   stands for layer 0, kv, token 4, byte 0: right; for anything else: wrong
+
+docs/audit.md says what the words mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+
+from kvhma.errors import KvhmaError, RequestError
+from kvhma.geometry import Geometry, Span
+from kvhma.oracle.cases import Case, refuse_large
+from kvhma.oracle.labels import Blocks, Ints, blocks_of, by_source, first_needed, used_blocks
+from kvhma.oracle.moves import read_masks
+from kvhma.oracle.traced_memory import JUNK, KEYS, MAX_MOVED, RACED, ZERO, RankTrace, TracedMemory
+from kvhma.oracle.traces import Step, Trace
+from kvhma.planning import plan
+
+__all__ = ["Cause", "Judged", "Planned", "RankTrace", "audit", "judge", "ranks_of"]
+
+Outcome: TypeAlias = Literal["right", "wrong", "refused"]
+
+_MOST = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Bytes that are not right for one reason.
+
+    Attributes:
+        what: ``wrong``, ``missing`` or ``extra``.
+        layer: layer that the bytes belong to, None for bytes outside of all regions.
+        part: part of the layer's page.
+        tokens: the first one and the last one; None for state.
+        found: what they hold, in words.
+        bytes: how many.
+    """
+
+    what: str
+    layer: str | None
+    part: str | None
+    tokens: tuple[int, int] | None
+    found: str
+    bytes: int
+
+    def __str__(self) -> str:
+        place = f"{self.layer}/{self.part}" if self.layer else "no region"
+        first, last = self.tokens or (None, None)
+        tokens = "" if first is None else f" token {first}" if first == last else f" tokens {first} to {last}"
+        return f"{self.what}: {self.bytes:,} bytes of {place}{tokens}: {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What kvhma's own plan takes for the same, or why it refuses."""
+
+    descriptors: int = 0
+    bytes: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What was found on one rank of D for one request. All but `outcome` and the texts are numbers.
+
+    Attributes:
+        outcome: ``wrong`` if any of the first three is not 0; ``refused``; ``right``.
+        wrong: bytes that D's next step reads and that hold something else.
+        missing: those that hold zeros, or what D held before; or that D has no block for.
+        extra: bytes of other blocks, or outside of all regions, that were written.
+        unheld: of those that are not right, bytes that the blocks of no P rank hold.
+        stale: bytes of the request's blocks that nobody reads and that are neither zero nor P's.
+        idle: bytes that were written and are no layer's, or the null block's.
+        needed: bytes that D's next step reads, those it had before excepted.
+        bytes: bytes that were transferred.
+        descriptors: rows of the transfers.
+        joined: with how many rows the same could have been done if neighbours were joined.
+        planned: kvhma's own plan.
+        causes: which bytes are not right and why, the most first.
+        refusal: why nothing came of it.
+    """
+
+    outcome: Outcome
+    wrong: int = 0
+    missing: int = 0
+    extra: int = 0
+    unheld: int = 0
+    stale: int = 0
+    idle: int = 0
+    needed: int = 0
+    bytes: int = 0
+    descriptors: int = 0
+    joined: int = 0
+    planned: Planned | None = None
+    causes: tuple[Cause, ...] = ()
+    refusal: str = ""
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """What is not as it should be, without numbers."""
+        return tuple(name for name in ("wrong", "missing", "extra", "unheld") if getattr(self, name))
+
+
+def ranks_of(trace: Trace) -> Iterator[RankTrace]:
+    """Yield each request on each rank of D."""
+    for request in trace.requests:
+        local = by_source(request.local_spans, len(trace.local))
+        cached = by_source(request.cached_spans, len(trace.local)) if request.cached_spans else [()] * len(local)
+        for rank, geometry in enumerate(trace.local):
+            case = Case(
+                geometry, trace.remote, request.num_tokens, tuple(local[rank]), request.remote_spans, descriptor_bytes=0
+            )
+            steps = tuple(request.steps.get(rank, ()))
+            yield RankTrace(
+                request.name, rank, case, request.remote_tokens, tuple(cached[rank]), steps,
+                request.refusals.get(rank, ""), trace.one_pool,
+            )  # fmt: skip
+
+
+def audit(trace: Trace) -> list[tuple[RankTrace, Judged]]:
+    """Judge all requests of a trace on all ranks of D.
+
+    Raises:
+        RequestError: a request cannot be simulated: it is too large, or the ranks are not of one global cache.
+    """
+    return [(rank, judge(rank)) for rank in ranks_of(trace)]
+
+
+def judge(traced: RankTrace, *, with_plan: bool = True) -> Judged:
+    """Judge one request on one rank of D.
+
+    Args:
+        traced: what was done.
+        with_plan: whether kvhma's own plan is counted as well.
+
+    Raises:
+        RequestError: as for :func:`audit`.
+    """
+    if traced.refusal:
+        return Judged("refused", refusal=traced.refusal)
+    case = traced.case
+    filled = zip(case.local_spans, traced.cached, strict=True) if traced.cached else ()
+    both = tuple(Span(span.first, [*_ids(span), *_ids(before)]) for span, before in filled)
+    refuse_large(replace(case, local_spans=both or case.local_spans))
+    try:
+        memory = TracedMemory(traced)
+        memory.run()
+        found = _Findings(memory).judged()
+    except ValueError as error:
+        raise RequestError(f"cannot be simulated: {error}") from error
+    rows, joined, total = _counts(traced.steps)
+    return replace(found, descriptors=rows, joined=joined, bytes=total, planned=_planned(case) if with_plan else None)
+
+
+def _planned(case: Case) -> Planned:
+    try:
+        moved = plan(case.local, case.remotes, descriptor_bytes=case.descriptor_bytes).transfer(
+            case.num_tokens, case.local_spans, case.remote_spans
+        )
+    except KvhmaError as error:
+        return Planned(refusal=f"{type(error).__name__}: {error}")
+    return Planned(moved.descriptors, moved.bytes)
+
+
+def _counts(steps: Sequence[Step]) -> tuple[int, int, int]:
+    """Count the rows of the transfers, those that are left if neighbours on both sides are joined, and bytes."""
+    rows = joined = total = 0
+    for step in steps:
+        if step.doing != "transfer" or not len(step.rows):
+            continue
+        ordered = step.rows[np.argsort(step.rows[:, 1], kind="stable")]
+        start, to, size = ordered.T
+        goes_on = (start[:-1] + size[:-1] == start[1:]) & (to[:-1] + size[:-1] == to[1:])
+        rows += len(ordered)
+        joined += len(ordered) - int(np.count_nonzero(goes_on))
+        total += int(size.sum())
+    return rows, joined, total
+
+
+def _ids(span: Span) -> list[int]:
+    return cast("list[int]", span.ids)
+
+
+class _Findings:
+    """Looks at every byte of D after the steps.
+
+    Args:
+        memory: the labels.
+    """
+
+    def __init__(self, memory: TracedMemory) -> None:
+        """Say of each byte whether a block of the request holds it."""
+        self.memory, self.traced, self.side = memory, memory.traced, memory.side
+        self.groups = self.side.geometry.groups
+        self.own = np.zeros(self.side.size, bool)
+        self.causes: dict[tuple[str, int, str], tuple[int, int, int]] = {}
+        self.sums: Counter[str] = Counter()
+
+    def judged(self) -> Judged:
+        """Return everything but what the steps themselves count."""
+        cached = self.traced.cached or (Span(0, []),) * len(self.groups)
+        for index, (span, before) in enumerate(zip(self.traced.case.local_spans, cached, strict=True)):
+            self._look(index, span, fill=True)
+            self._look(index, before, fill=False)
+            self._look_for_blocks(index, (span, before))
+        self._look_elsewhere()
+        ordered = sorted(self._causes(), key=lambda cause: (-cause.bytes, str(cause)))
+        outcome: Outcome = "wrong" if any(self.sums[name] for name in ("wrong", "missing", "extra")) else "right"
+        sums = self.sums
+        return Judged(
+            outcome, sums["wrong"], sums["missing"], sums["extra"], sums["unheld"], sums["stale"], sums["idle"],
+            sums["needed"], causes=tuple(ordered[:_MOST]),
+        )  # fmt: skip
+
+    def _look(self, index: int, span: Span, *, fill: bool) -> None:
+        """Compare the bytes of some blocks with what they stand for."""
+        group, template = self.groups[index], self.side.templates[index]
+        tokens, kernels = self.traced.case.num_tokens, self.memory.kernels[template.entry]
+        if fill:
+            self.own[self.memory.labels(template, blocks_of(group, span), 0)[0]] = True
+        elif group.kind == "ssm":
+            return
+        blocks = used_blocks(group, span, tokens)
+        flat, want = self.memory.labels(template, blocks, tokens)
+        needed, _ = read_masks(group, template, blocks, tokens, kernels)
+        needed &= kernels > 0
+        after, before = self.memory.after[flat], self.memory.before[flat]
+        bad = needed & (after != want)
+        lacks = bad & ((after == ZERO) | (after == before))
+        token = np.broadcast_to(blocks.token[:, None] + template.token, flat.shape)
+        entry = np.broadcast_to(template.entry, flat.shape)
+        for name, mask in (("missing", lacks), ("wrong", bad & ~lacks)):
+            self._add(name, entry[mask], token[mask], after[mask], want[mask])
+        self._count_unheld(want[bad])
+        if fill:
+            self.sums["needed"] += int(np.count_nonzero(needed))
+            self.sums["stale"] += int(np.count_nonzero(~needed & (after != want) & (after != ZERO) & (kernels > 0)))
+
+    def _look_for_blocks(self, index: int, spans: Sequence[Span]) -> None:
+        """Count what is needed of tokens, or of a state, that D has no block for."""
+        group, template = self.groups[index], self.side.templates[index]
+        tokens, kernels = self.traced.case.num_tokens, self.memory.kernels[template.entry]
+        if group.kind == "opaque":
+            return  # nothing says which of its blocks are read
+        turn = group.block_size * group.cp_size
+        first, last = (0, 1) if group.kind == "ssm" else (first_needed(group, tokens) // turn, -(-tokens // turn))
+        if not self.traced.cached:
+            first = max(first, spans[0].first)
+        if (last - first) * max(1, template.offset.size) > MAX_MOVED:
+            raise ValueError(f"num_tokens is {tokens}, {last - first} blocks of group {index}")
+        has = {entry for span in spans for entry in range(span.first, span.first + len(_ids(span)))}
+        if group.kind == "ssm" and not self.traced.cached:
+            return
+        if group.kind == "ssm":
+            has = {0} if _ids(spans[0]) else set()
+        lacking = [blocks_of(group, Span(entry, [0])).token for entry in range(first, last) if entry not in has]
+        if not lacking:
+            return
+        token = np.concatenate(lacking)
+        blocks = Blocks(np.zeros(token.size, np.int64), token)
+        needed, _ = read_masks(group, template, blocks, tokens, kernels)
+        needed &= kernels > 0
+        want = self.memory.labels(template, blocks, tokens)[1][needed]
+        entries = np.broadcast_to(template.entry, needed.shape)[needed]
+        at = (token[:, None] + template.token)[needed]
+        self._add("missing", entries, at, np.full(at.size, _NO_BLOCK), want)
+        self.sums["needed"] += int(at.size)
+        self._count_unheld(want)
+
+    def _count_unheld(self, want: Ints) -> None:
+        """Count labels that the blocks of no P rank hold."""
+        if want.size:
+            held = [np.isin(want, self.memory.source_labels(index)) for index in range(len(self.memory.sources))]
+            self.sums["unheld"] += int(np.count_nonzero(~np.logical_or.reduce(held)))
+
+    def _look_elsewhere(self) -> None:
+        """Count what was written outside of the request's blocks."""
+        changed = (self.memory.after != self.memory.before) & ~self.own
+        local, pool = self.side.geometry, self.traced.one_pool
+        ids = {int(block) for span in self.traced.case.local_spans for block in span.ids}
+        free = np.zeros(self.side.size, bool)
+        entry = np.full(self.side.size, -1, np.int64)
+        if changed.any():
+            for index, template in enumerate(self.side.templates):
+                blocks = np.arange(_blocks(local, index), dtype=np.int64)
+                flat = blocks[:, None] * template.stride + template.offset
+                idle = np.isin(blocks, list(ids)) if pool else np.zeros(blocks.size, bool)
+                idle |= blocks == (-1 if local.null_block is None else local.null_block)
+                entry[flat] = template.entry
+                free[flat[idle]] = True
+        bad = changed & (entry >= 0) & ~free
+        self.sums["idle"] += int(np.count_nonzero(changed & ~bad))
+        where = np.flatnonzero(bad)
+        self._add("extra", entry[where], np.full(where.size, -1), self.memory.after[where], None)
+        if self.memory.outside:
+            self.sums["extra"] += self.memory.outside
+            self.causes["extra", -1, "written outside of D's regions"] = (self.memory.outside, -1, -1)
+
+    def _add(self, what: str, entry: Ints, token: Ints, found: Ints, want: Ints | None) -> None:
+        """Take note of bytes that are not right, by part and by what they hold. `want` is None where they are extra."""
+        self.sums[what] += int(entry.size)
+        for at in np.unique(entry).tolist():
+            of = entry == at
+            kinds = self._kinds(found[of], None if want is None else want[of], at)
+            for kind in np.unique(kinds).tolist():
+                tokens = token[of][kinds == kind]
+                text = self._say(kind)
+                count, low, high = self.causes.get((what, at, text), (0, int(tokens[0]), int(tokens[0])))
+                low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
+                self.causes[what, at, text] = (count + tokens.size, low, high)
+
+    def _kinds(self, found: Ints, want: Ints | None, entry: int) -> Ints:
+        """Sort labels: content of which part, of the same token or of another one, zeros, junk, D's own."""
+        kinds = np.where(found >= KEYS, (found - KEYS) >> 44, 0)
+        if want is not None:
+            row = int(self.memory.catalog.row_bytes[entry])
+            tokens = [(np.maximum(label - KEYS, 0) & (int(KEYS) - 1)) // row for label in (found, want)]
+            near = np.where(tokens[0] == tokens[1], _SAME_TOKEN, _OTHER_TOKEN)
+            kinds = np.where(kinds == entry, near, kinds)
+        for kind, mask in (
+            (ZEROS, found == ZERO),
+            (_STALE, (found < ZERO) & (found > JUNK)),
+            (_OF_P, (found <= JUNK) & (found > RACED)),
+            (_TWICE, found == RACED),
+            (_NOWHERE, found == _NO_BLOCK),
+        ):
+            kinds = np.where(mask, kind, kinds)
+        return cast("Ints", kinds)
+
+    def _say(self, kind: int) -> str:
+        if kind in _WORDS:
+            return _WORDS[kind]
+        entry = self.memory.catalog.entries[kind]
+        return f"they hold {entry.layer}/{entry.part}"
+
+    def _causes(self) -> Iterator[Cause]:
+        for (what, entry, found), (count, low, high) in self.causes.items():
+            known = self.memory.catalog.entries[entry] if entry >= 0 else None
+            tokens = None if known is None or known.state or low < 0 else (low, high)
+            layer, part = (known.layer, known.part) if known else (None, None)
+            yield Cause(what, layer, part, tokens, found, count)
+
+
+_NO_BLOCK = np.int64(-(1 << 61))
+ZEROS, _STALE, _OF_P, _TWICE, _NOWHERE, _SAME_TOKEN, _OTHER_TOKEN = range(-7, 0)
+_WORDS = {
+    ZEROS: "they are zero",
+    _STALE: "they hold what D held before",
+    _OF_P: "they hold bytes of P that are no token of the request",
+    _TWICE: "two transfers write them, each something else",
+    _NOWHERE: "D has no block for them",
+    _SAME_TOKEN: "they hold other items of the same token or state",
+    _OTHER_TOKEN: "they hold other tokens, or a state after other tokens",
+}
+
+
+def _blocks(geometry: Geometry, group: int) -> int:
+    return min((layer.num_blocks for layer in geometry.layers if layer.group == group), default=0)

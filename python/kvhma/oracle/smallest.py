@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest request that shows what a trace shows: made smaller by structure, with the steps that are left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvhma.geometry import Geometry
+from kvhma.oracle.audit import judge
+from kvhma.oracle.cases import Case, Expected
+from kvhma.oracle.labels import by_source
+from kvhma.oracle.moves import byte_moves
+from kvhma.oracle.shrink import shrink
+from kvhma.oracle.traced_memory import Mask, RankTrace
+from kvhma.oracle.traces import Rows, Step, Trace, TracedRequest
+
+__all__ = ["answered", "smallest", "trace_of"]
+
+_STEPS_NAME_THEM = frozenset(("exact", "sources", "ids"))
+"""What cannot be changed: steps have numbers of sources and addresses of blocks."""
+_CACHED_NAMES_THEM = frozenset(("groups", "pools"))
+
+
+def smallest(traced: RankTrace, *, max_tries: int = 400) -> RankTrace:
+    """Return the smallest request found in which as much is wrong, missing or extra as in this one, by name.
+
+    Args:
+        traced: a request of which something is not right; any other is returned as it is.
+        max_tries: how many are judged.
+    """
+    signature = judge(traced, with_plan=False).signature
+    if not signature:
+        return traced
+
+    def is_same(case: Case) -> bool:
+        # A step that a smaller geometry cannot do is left out; what it wrote is then missing, which is another failure.
+        return judge(_with_case(traced, case), with_plan=False).signature == signature
+
+    kept = _STEPS_NAME_THEM | (_CACHED_NAMES_THEM if traced.cached else frozenset())
+    case = shrink(traced.case, is_same, max_tries=max_tries, leave_out=kept)
+    return _without_idle_rows(_with_case(traced, case), max_tries)
+
+
+def answered(case: Case) -> Case:
+    """Return a case with what has to be read, byte by byte; without that if no source holds what is needed."""
+    try:
+        moves = byte_moves(case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
+    except ValueError:
+        return case
+    runs = tuple((copy.source, copy.local, copy.remote, copy.length) for copy in moves.copies)
+    return replace(case, expect=Expected(runs=runs))
+
+
+def trace_of(traced: RankTrace, connector: str = "") -> Trace:
+    """Return a trace with this request on this rank only."""
+    case = traced.case
+    request = TracedRequest(
+        traced.name, case.num_tokens, traced.remote_tokens, case.local_spans, case.remote_spans, traced.cached,
+        {0: list(traced.steps)}, {0: traced.refusal} if traced.refusal else {},
+    )  # fmt: skip
+    return Trace((case.local,), case.remotes, (request,), connector, traced.one_pool)
+
+
+def _with_case(traced: RankTrace, case: Case) -> RankTrace:
+    """Return the same steps between smaller engines, without the rows that lie in what was taken away."""
+    before, steps = traced.case, []
+    for step in traced.steps:
+        lost = _lost(step.rows[:, -2], step.rows[:, -1], before.local, case.local)
+        if step.doing != "zero":
+            sides = (before.local, case.local)
+            if step.doing == "transfer":
+                sides = (before.remotes[step.source], case.remotes[step.source])
+            lost |= _lost(step.rows[:, 0], step.rows[:, -1], *sides)
+        if not lost.all():
+            steps.append(replace(step, rows=step.rows[~lost]))
+    return replace(traced, case=case, steps=tuple(steps))
+
+
+def _lost(addresses: Rows, sizes: Rows, before: Geometry, now: Geometry) -> Mask:
+    return _inside(before, addresses, sizes) & ~_inside(now, addresses, sizes)
+
+
+def _inside(geometry: Geometry, addresses: Rows, sizes: Rows) -> Mask:
+    """Return which ranges lie in one region."""
+    inside = np.zeros(len(addresses), bool)
+    for region in geometry.regions:
+        base, room = np.uint64(region.base), np.uint64(region.bytes)
+        offset = addresses - base
+        inside |= (addresses >= base) & (offset <= room) & (sizes <= room - np.minimum(offset, room))
+    return inside
+
+
+def _without_idle_rows(traced: RankTrace, tries: int) -> RankTrace:
+    """Join rows, then leave out those without which it comes to the same: halves, quarters, .., single ones."""
+    counts = _counts(traced)
+    steps = [replace(step, rows=_joined(step)) for step in traced.steps]
+    for index, step in enumerate(steps):
+        size = len(step.rows) // 2 or 1
+        while size and len(steps[index].rows):
+            for start in range(0, len(steps[index].rows), size):
+                fewer = [*steps]
+                rows = np.delete(steps[index].rows, slice(start, start + size), axis=0)
+                fewer[index] = replace(step, rows=rows)
+                tries -= 1
+                if tries > 0 and _counts(replace(traced, steps=tuple(fewer))) == counts:
+                    steps = fewer
+                    break
+            else:
+                size //= 2
+    return replace(traced, steps=tuple(step for step in steps if len(step.rows)))
+
+
+def _counts(traced: RankTrace) -> tuple[int, int, int, int]:
+    found = judge(traced, with_plan=False)
+    return found.wrong, found.missing, found.extra, found.unheld
+
+
+def _joined(step: Step) -> Rows:
+    """Return the rows of a step with neighbours on both sides as one."""
+    rows = step.rows[np.argsort(step.rows[:, -2], kind="stable")]
+    if not len(rows):
+        return rows
+    places, sizes = rows[:, :-1], rows[:, -1:]
+    first = np.ones(len(rows), bool)
+    first[1:] = np.any(places[:-1] + sizes[:-1] != places[1:], axis=1)
+    starts = np.flatnonzero(first)
+    return np.column_stack((places[starts], np.add.reduceat(rows[:, -1], starts)))
+
+
+def sources_of(traced: RankTrace) -> list[tuple[int, Rows]]:
+    """Return what was transferred from each P rank: its number, and its rows."""
+    found = []
+    for index in range(len(by_source(traced.case.remote_spans, len(traced.case.remotes)))):
+        rows = [step.rows for step in traced.steps if step.doing == "transfer" and step.source == index]
+        if rows:
+            found.append((index, np.concatenate(rows)))
+    return found

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a forward pass: vLLM's scheduler, block pool, caches and connector, and nothing that computes.
+
+Model classes are vLLM's own, without weights; one process has all ranks. What a rank is, vLLM asks of its
+tensor-parallel group, which says another rank in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
+
+from audit.nixl import RecordingAgent
+from kvhma.geometry import Geometry
+from kvhma.vllm.engine_config import rank_info_of, writer_of
+from kvhma.vllm.geometry import geometry_of
+from support.vllm_grouping import get_kv_cache_config_from_groups
+from support.vllm_models import allocate
+
+_SAMPLED = 7
+"""The token that every step samples."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an engine is made of.
+
+    Attributes:
+        model: its ``config.json``, as JSON.
+        tp_size: ranks.
+        block_size: tokens of a block, 0 for the platform's choice.
+        num_blocks: blocks of the pool.
+        order: of the cache.
+        caching: whether prefixes are cached.
+        batch: tokens of a step.
+    """
+
+    model: str
+    tp_size: int = 1
+    block_size: int = 0
+    num_blocks: int = 32
+    order: str = "LBHNC"
+    caching: bool = True
+    batch: int = 2048
+
+
+@cache
+def _made(shape: Shape, rank: int, role: str) -> tuple[Any, Any]:
+    """Return vLLM's configuration of a rank, and its cache configuration."""
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role=role, engine_id=role, kv_buffer_device="cpu")
+    arguments: dict[str, Any] = {"block_size": shape.block_size} if shape.block_size else {}
+    found = allocate(
+        msgspec.json.decode(shape.model),
+        shape.tp_size,
+        shape.order,
+        rank,
+        enable_prefix_caching=shape.caching,
+        kv_transfer_config=transfer,
+        max_num_batched_tokens=shape.batch,
+        max_num_seqs=4,
+        **arguments,
+    )
+    config = found.config
+    config.parallel_config.rank = rank
+    config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = shape.num_blocks
+    return config, get_kv_cache_config_from_groups(config, found.groups, 1 << 40)
+
+
+@contextmanager
+def _as_rank(config: Any, rank: int) -> Iterator[None]:
+    group = parallel_state._TP
+    with (
+        mock.patch.object(group, "world_size", config.parallel_config.tensor_parallel_size),
+        mock.patch.object(group, "rank_in_group", rank),
+        set_current_vllm_config(config),
+    ):
+        yield
+
+
+class Rank:
+    """A worker: real caches, vLLM's own half of the connector, and a recording agent.
+
+    Args:
+        shape: of the engine.
+        rank: which of its ranks.
+        role: ``kv_role``.
+    """
+
+    def __init__(self, shape: Shape, rank: int, role: str) -> None:
+        """Allocate the caches as vLLM's worker does, and register them."""
+        self.config, caches = _made(shape, rank, role)
+        self.caches = deepcopy(caches)
+        layers = self.config.compilation_config.static_forward_context
+        groups = [
+            [_AttentionGroup(layers[name].get_attn_backend(), _spec(group, name)) for name in group.layer_names]
+            for group in self.caches.kv_cache_groups
+        ]
+        order = self.config.cache_config.get_resolved_kv_cache_layout()
+        kernels = prepare_kernel_block_sizes(self.caches, groups)
+        self.views = allocate_kv_cache(self.caches, torch.device("cpu"), order, kernels)
+        self.geometry: Geometry = geometry_of(
+            self.caches, self.views, rank_info_of(self.config), writer=writer_of(self.config)
+        )
+        with _as_rank(self.config, rank), mock.patch.object(base_worker.os, "sched_setaffinity", lambda *_: None):
+            self.worker = NixlPullConnectorWorker(self.config, self.config.kv_transfer_config.engine_id, self.caches)
+            self.worker.register_kv_caches(self.views)
+        agent = self.worker.nixl_wrapper
+        assert isinstance(agent, RecordingAgent)
+        self.agent = agent
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return the bytes of each region of the geometry."""
+        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self.views.values()}
+        found = []
+        for region in self.geometry.regions:
+            base, storage = next((b, s) for b, s in storages.items() if b <= region.base < b + s.nbytes())
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            found.append(whole[region.base - base : region.base - base + region.bytes])
+        return found
+
+
+@dataclass(frozen=True)
+class _AttentionGroup:
+    """What vLLM looks at when it chooses kernel blocks."""
+
+    backend: Any
+    kv_cache_spec: Any
+
+
+def _spec(group: Any, name: str) -> Any:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+class Engine:
+    """vLLM's scheduler with its half of the connector, and all ranks.
+
+    Args:
+        shape: what it is made of.
+        role: ``kv_role``.
+    """
+
+    def __init__(self, shape: Shape, role: str) -> None:
+        """Make the scheduler and every rank."""
+        self.shape = shape
+        self.ranks = [Rank(shape, rank, role) for rank in range(shape.tp_size)]
+        config = self.ranks[0].config
+        config.cache_config.num_gpu_blocks = shape.num_blocks
+        self.caches = generate_scheduler_kv_cache_config([deepcopy(self.ranks[0].caches)])
+        block_size, hash_size = resolve_kv_cache_block_sizes(self.caches, config)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
+        self.scheduler = Scheduler(
+            config, self.caches, StructuredOutputManager(config), block_size=block_size, hash_block_size=hash_size
+        )
+        self.connector: Any = self.scheduler.connector
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Request:
+        """Give it a request."""
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def settle(self, output: Any, received: set[str] = frozenset(), failed: set[str] = frozenset()) -> list[Any]:  # type: ignore[assignment]
+        """Say that a step has been computed; return what it answers."""
+        names = list(output.num_scheduled_tokens)
+        known = self.scheduler.requests
+        sampled = [[_SAMPLED] if known[name].num_computed_tokens >= known[name].num_tokens else [] for name in names]
+        told = KVConnectorOutput(finished_recving=set(received) or None, failed_recving=set(failed) or None)
+        done = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=told,
+        )
+        return [one for found in self.scheduler.update_from_output(output, done).values() for one in found.outputs]
+
+    def run(self, name: str) -> Any:
+        """Compute until a request has ended; return its last answer."""
+        for _ in range(1000):
+            for answer in self.settle(self.scheduler.schedule()):
+                if answer.request_id == name and answer.finish_reason is not None:
+                    return answer
+        raise AssertionError(f"{name} does not end")
+
+    def tables(self, name: str) -> list[list[int]]:
+        """Return the block table of a request, by group."""
+        return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
+
+    def hellos(self) -> dict[tuple[int, int], bytes]:
+        """Return what the connector's scheduler answers to a handshake, by pipeline stage and rank."""
+        encoder = msgspec.msgpack.Encoder()
+        return {(0, at): encoder.encode(rank.worker.xfer_handshake_metadata) for at, rank in enumerate(self.ranks)}
+
+
+class _Socket:
+    """Answers handshakes in this process, as the listener of P's scheduler does."""
+
+    def __init__(self, hellos: dict[tuple[int, int], bytes]) -> None:
+        self._hellos, self._asked = hellos, (0, 0)
+
+    def setsockopt(self, *_: Any) -> None:
+        pass
+
+    def send(self, message: bytes) -> None:
+        _, stage, rank = msgspec.msgpack.decode(message)
+        self._asked = (stage, rank)
+
+    def recv_multipart(self) -> tuple[bytes, bytes]:
+        return self._hellos[self._asked], msgspec.msgpack.encode(time.perf_counter())
+
+
+@contextmanager
+def answering(engine: Engine) -> Iterator[None]:
+    """Let workers shake hands with the ranks of an engine."""
+
+    @contextmanager
+    def asked(*_: Any) -> Iterator[_Socket]:
+        yield _Socket(engine.hellos())
+
+    with mock.patch.object(base_worker, "zmq_ctx", asked):
+        yield
+
+
+def load(rank: Rank, metadata: NixlConnectorMetadata) -> None:
+    """Let a worker load what a step orders.
+
+    Raises:
+        Exception: what the worker has logged as the reason of a failure.
+    """
+    worker = rank.worker
+    errors: list[BaseException] = []
+    logged = worker._log_failure
+
+    def watch(*arguments: Any, error: BaseException | None = None, **more: Any) -> None:
+        errors.append(error or RuntimeError(f"{arguments} {more}"))
+        logged(*arguments, error=error, **more)
+
+    with mock.patch.object(worker, "_log_failure", watch):
+        worker.start_load_kv(deepcopy(metadata))
+        ends = time.monotonic() + 20
+        while not errors and time.monotonic() < ends:
+            worker.start_load_kv(NixlConnectorMetadata())
+            found = worker.get_transfer_results()
+            if not errors and found.finished_recving:
+                return
+            time.sleep(0.002)
+    worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
+    raise errors[0] if errors else TimeoutError("the load does not end")

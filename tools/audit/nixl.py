@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the place of a NIXL agent: keeps what is asked, and refuses what NIXL refuses. No byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.uint64]
+
+LOCAL = "NIXL_INIT_AGENT"
+
+
+class NixlRefusal(Exception):
+    """What NIXL would have refused, under NIXL's own name for it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared list: whose memory, and uint64 ``(n, 3)`` rows of address, length and device."""
+
+    agent: str
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A transfer that was posted.
+
+    Attributes:
+        operation: ``READ`` or ``WRITE``.
+        agent: the other side.
+        local: rows on this side.
+        remote: rows on the other side, as many.
+    """
+
+    operation: str
+    agent: str
+    local: Rows
+    remote: Rows
+
+
+class RecordingAgent:
+    """What vLLM's connector uses of ``nixl_agent``.
+
+    Args:
+        name: of the agent.
+        config: not looked at.
+    """
+
+    made: dict[str, RecordingAgent] = {}  # noqa: RUF012 - agents know each other by name, as processes do
+    """Every agent of this process."""
+
+    def __init__(self, name: str, config: Any = None) -> None:
+        """Be known to the others."""
+        self.name = name
+        self.registered: list[tuple[int, int]] = []
+        self.posted: list[Posted] = []
+        self.made[name] = self
+
+    def get_reg_descs(self, rows: Any, mem_type: str) -> Any:
+        """See nixl_agent."""
+        return rows
+
+    def register_memory(self, rows: Any, backends: Any = None) -> None:
+        """See nixl_agent."""
+        self.registered += [(int(row[0]), int(row[0]) + int(row[1])) for row in rows]
+
+    def get_agent_metadata(self) -> bytes:
+        """See nixl_agent."""
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        """See nixl_agent."""
+        return metadata.decode()
+
+    def get_xfer_descs(self, rows: Any, mem_type: str) -> Rows:
+        """See nixl_agent."""
+        return np.asarray(rows, np.uint64).reshape(-1, 3)
+
+    def prep_xfer_dlist(self, agent: str, rows: Rows) -> Prepared:
+        """See nixl_agent. Memory that was not registered is refused."""
+        owner = self if agent == LOCAL else self.made[agent]
+        ends = rows[:, 0] + rows[:, 1]
+        inside = np.zeros(len(rows), bool)
+        for low, high in owner.registered:
+            inside |= (rows[:, 0] >= np.uint64(low)) & (ends <= np.uint64(high))
+        if not inside.all():
+            row = rows[np.flatnonzero(~inside)[0]].tolist()
+            raise NixlRefusal(f"nixlNotFoundError: row {row} is not in registered memory")
+        return Prepared(owner.name, rows)
+
+    def make_prepped_xfer(
+        self, operation: str, local: Prepared, local_ids: Any, remote: Prepared, remote_ids: Any, notif_msg: bytes = b""
+    ) -> Posted:
+        """See nixl_agent. Lists of other lengths, and rows of other lengths, are refused."""
+        sides = [side.rows[np.asarray(ids, np.int64)] for side, ids in ((local, local_ids), (remote, remote_ids))]
+        if len(sides[0]) != len(sides[1]):
+            raise NixlRefusal(f"nixlInvalidParamError: {len(sides[0])} local rows, {len(sides[1])} remote rows")
+        differ = np.flatnonzero(sides[0][:, 1] != sides[1][:, 1])
+        if differ.size:
+            lengths = [int(side[differ[0], 1]) for side in sides]
+            raise NixlRefusal(
+                f"nixlInvalidParamError: row {differ[0]} has {lengths[0]} local and {lengths[1]} remote bytes"
+            )
+        return Posted(operation, remote.agent, *sides)
+
+    def transfer(self, handle: Posted) -> str:
+        """See nixl_agent."""
+        self.posted.append(handle)
+        return "PROC"
+
+    def check_xfer_state(self, handle: Posted) -> str:
+        """See nixl_agent."""
+        return "DONE"
+
+    def get_xfer_telemetry(self, handle: Posted) -> Any:
+        """See nixl_agent."""
+        return SimpleNamespace(xferDuration=1, postDuration=1, totalBytes=1, descCount=len(handle.local))
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        """See nixl_agent."""
+        return {}
+
+    def send_notif(self, agent: str, notif_msg: bytes = b"", **_: Any) -> None:
+        """See nixl_agent."""
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        """See nixl_agent."""
+
+    def release_dlist_handle(self, handle: Any) -> None:
+        """See nixl_agent."""
+
+    def remove_remote_agent(self, agent: str) -> None:
+        """See nixl_agent."""
+
+    def deregister_memory(self, rows: Any) -> None:
+        """See nixl_agent."""
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Let vLLM's workers that are made meanwhile have recording agents."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    RecordingAgent.made.clear()
+    with (
+        mock.patch.object(base_worker, "NixlWrapper", RecordingAgent),
+        mock.patch.object(base_worker, "nixl_agent_config", None),
+    ):
+        yield

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request from P to D through vLLM's connector, as a trace."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from audit.engine import Engine, Rank, Shape, answering, load
+from audit.nixl import recorded
+from kvhma.geometry import Span
+from kvhma.oracle.traces import Step, Trace, TracedRequest
+from kvhma.vllm.formats import transferred_groups
+
+PLANES = 4
+"""Bytes of the number by which a byte of D is followed through what D does itself."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and the engines it goes through.
+
+    Attributes:
+        prefill: P.
+        decode: D.
+        prompt: tokens of the prompt.
+        hit: tokens of it that D has computed for another request before.
+    """
+
+    prefill: Shape
+    decode: Shape
+    prompt: int
+    hit: int = 0
+
+
+@dataclass
+class _Handed:
+    """What is known of a request on its way.
+
+    Attributes:
+        params: what P's scheduler gave to D.
+        remote_tables: P's blocks by group, when it had ended.
+        remote_tokens: tokens that P has computed.
+    """
+
+    params: dict[str, Any]
+    remote_tables: list[list[int]]
+    remote_tokens: int
+
+
+def record(asked: Asked) -> Trace:
+    """Hand one request over, and return what was asked of NIXL.
+
+    What vLLM or NIXL refuses is in the trace, as refused by the rank that did.
+    """
+    with recorded():
+        prefill, decode = Engine(asked.prefill, "kv_producer"), Engine(asked.decode, "kv_consumer")
+        rng = random.Random(asked.prompt)
+        prompt = [rng.randrange(100, 500) for _ in range(asked.prompt)]
+        if asked.hit:
+            decode.add("before", prompt[: asked.hit], 1)
+            decode.run("before")
+        handed = _prefill(prefill, prompt)
+        with answering(prefill):
+            request = _decode(decode, prefill, prompt, handed)
+    local, remote = (tuple(rank.geometry for rank in engine.ranks) for engine in (decode, prefill))
+    return Trace(local, remote, (request,), "vllm NixlConnector, pull", one_pool=True)
+
+
+def _prefill(engine: Engine, prompt: list[int]) -> _Handed:
+    found: list[list[list[int]]] = []
+    ended = engine.connector.request_finished_all_groups
+
+    def watch(request: Any, blocks: Any) -> Any:
+        found.append([list(ids) for ids in blocks])
+        return ended(request, blocks)
+
+    engine.connector.request_finished_all_groups = watch
+    request = engine.add("p", prompt, 1, {"do_remote_decode": True})
+    answer = engine.run("p")
+    assert answer.kv_transfer_params, answer
+    return _Handed(answer.kv_transfer_params, found[0], request.num_computed_tokens)
+
+
+def _decode(engine: Engine, prefill: Engine, prompt: list[int], handed: _Handed) -> TracedRequest:
+    """Load the request on all ranks of D, and schedule its next step."""
+    hits: list[list[bool]] = []
+    allocated = engine.connector.update_state_after_alloc
+
+    def watch(request: Any, blocks: Any, external: int) -> None:
+        if external:
+            hits[:] = [[block.block_hash is not None and not block.is_null for block in ids] for ids in blocks.blocks]
+        allocated(request, blocks, external)
+
+    engine.connector.update_state_after_alloc = watch
+    request = engine.add("d", prompt, 8, deepcopy(handed.params))
+    output = engine.scheduler.schedule()
+    metadata = output.kv_connector_metadata
+    assert "d" in metadata.reqs_to_recv, "D loads nothing"
+    steps: dict[int, list[Step]] = {}
+    refusals: dict[int, str] = {}
+    for index, rank in enumerate(engine.ranks):
+        try:
+            steps[index] = _load(rank, prefill, metadata)
+        except Exception as error:
+            refusals[index] = _said(error)
+    local_tables = engine.tables("d")
+    tokens = request.num_computed_tokens
+    if not refusals:
+        engine.settle(output, received={"d"})
+        engine.scheduler.schedule()
+        local_tables, tokens = engine.tables("d"), _resumed(engine, request)
+    local, cached = _local_spans(engine, local_tables, tokens, hits)
+    remote = _spans(prefill, handed.remote_tables, handed.remote_tokens)
+    return TracedRequest("d", tokens, handed.remote_tokens, local, remote, cached, steps, refusals)
+
+
+def _resumed(engine: Engine, request: Any) -> int:
+    """Return the tokens that D had before the step that was just scheduled."""
+    return int(request.num_computed_tokens) - 1
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:600]
+
+
+def _load(rank: Rank, prefill: Engine, metadata: Any) -> list[Step]:
+    """Let a rank load, and return what it asked of NIXL and what it did to its memory afterwards."""
+    memory = rank.memory()
+    for region in memory:
+        region.fill_(0xA5)
+    load(rank, metadata)
+    posted = list(rank.agent.posted)
+    changed = any(bool((region != 0xA5).any()) for region in memory)
+    steps = _transfers(posted, prefill)
+    return steps + _afterwards(rank, metadata) if changed else steps
+
+
+def _transfers(posted: list[Any], prefill: Engine) -> list[Step]:
+    sources = {rank.agent.name: at for at, rank in enumerate(prefill.ranks)}
+    return [
+        Step(
+            "transfer",
+            sources[one.agent],
+            np.column_stack((one.remote[:, 0], one.local[:, 0], one.local[:, 1])).astype(np.uint64),
+        )
+        for one in posted
+    ]
+
+
+def _afterwards(rank: Rank, metadata: Any) -> list[Step]:
+    """Return what a rank does to its own memory when all has arrived.
+
+    Its memory is filled with the number of each byte, one byte of the numbers after the other, and looked at after
+    each time. What is zero then was zeroed, what has another number was moved.
+    """
+    memory = rank.memory()
+    starts = np.cumsum([1, *(region.numel() for region in memory)])
+    numbers = np.arange(1, starts[-1], dtype=np.int64)
+    found = np.zeros(numbers.size, np.int64)
+    for plane in range(PLANES):
+        wanted = ((numbers >> (8 * plane)) & 0xFF).astype(np.uint8)
+        for region, start in zip(memory, starts, strict=False):
+            region.copy_(torch.from_numpy(wanted[start - 1 : start - 1 + region.numel()]))
+        load(rank, metadata)
+        now = np.concatenate([region.numpy() for region in memory])
+        found |= now.astype(np.int64) << (8 * plane)
+    assert numbers.size < 1 << (8 * PLANES)
+    moved = (found != numbers) & (found != 0)
+    zeroed = found == 0
+    addresses = np.concatenate(
+        [region.base + np.arange(region.bytes, dtype=np.uint64) for region in rank.geometry.regions]
+    ).astype(np.uint64)
+    steps = []
+    if moved.any():
+        rows = np.column_stack((addresses[found[moved] - 1], addresses[moved], np.ones(int(moved.sum()), np.uint64)))
+        steps.append(Step("rearrange", 0, _runs(rows)))
+    if zeroed.any():
+        rows = np.column_stack((addresses[zeroed], np.ones(int(zeroed.sum()), np.uint64)))
+        steps.append(Step("zero", 0, _runs(rows)))
+    return steps
+
+
+def _runs(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Join rows whose addresses go on in the next row."""
+    first = np.ones(len(rows), bool)
+    first[1:] = np.any(rows[:-1, :-1] + rows[:-1, -1:] != rows[1:, :-1], axis=1)
+    starts = np.flatnonzero(first)
+    return np.column_stack((rows[starts, :-1], np.add.reduceat(rows[:, -1], starts)))
+
+
+# --- Blocks ---------------------------------------------------------------------------------------------
+
+
+def _spans(engine: Engine, tables: list[list[int]], tokens: int) -> tuple[Span, ...]:
+    """Return the blocks of a request that hold its first tokens, without null blocks in front."""
+    return tuple(_span(engine, index, group, tables[index], tokens) for index, group in _groups(engine))
+
+
+def _groups(engine: Engine) -> list[tuple[int, Any]]:
+    return [(index, engine.caches.kv_cache_groups[index]) for index in transferred_groups(engine.caches)]
+
+
+def _span(engine: Engine, index: int, group: Any, table: list[int], tokens: int) -> Span:
+    spec = group.kv_cache_spec
+    if isinstance(spec, MambaSpec):
+        return Span(0, [table[_state_entry(spec, tokens)]])
+    used = table[: -(-tokens // spec.block_size)]
+    first = next((at for at, block in enumerate(used) if block), len(used))
+    return Span(first, used[first:])
+
+
+def _state_entry(spec: Any, tokens: int) -> int:
+    """Return where in the block table the state after some tokens is: vLLM moves on with the tokens in one mode."""
+    return (tokens - 1) // spec.block_size if spec.mamba_cache_mode != "none" else 0
+
+
+def _local_spans(
+    engine: Engine, tables: list[list[int]], tokens: int, hits: list[list[bool]]
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return D's blocks to fill, and those it began with."""
+    local, cached = [], []
+    for index, group in _groups(engine):
+        span = _span(engine, index, group, tables[index], tokens)
+        held = hits[index] if hits else []
+        count = sum(held[span.first :]) if not isinstance(group.kv_cache_spec, MambaSpec) else 0
+        ids = list(span.ids)
+        cached.append(Span(span.first, ids[:count]))
+        local.append(Span(span.first + count, ids[count:]))
+    return tuple(local), tuple(cached)
