@@ -25,6 +25,11 @@ from typing import Any, ClassVar
 from unittest import mock
 
 _SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+_GPU = {
+    False: "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
+    True: "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend",
+}
+"""Attention and MLA on any GPU: what reads and writes there lays out the cache otherwise than a CPU's kernels do."""
 _PICTURES = ("", ".io", ".ops", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 _WITH_VALUES = {"Gemma3nForCausalLM"}
 """Models that look at values while they are made."""
@@ -56,7 +61,9 @@ class Allocated:
     groups: list[Any]
 
 
-def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0, **arguments: Any) -> Allocated:
+def allocate(
+    form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0, *, gpu: bool = False, **arguments: Any
+) -> Allocated:
     """Make vLLM's model of a configuration for one rank, and let its allocator group the layers.
 
     Args:
@@ -64,6 +71,7 @@ def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: 
         tp_size: ranks of the engine.
         order: of the cache.
         tp_rank: which of them.
+        gpu: whether attention is that of a GPU.
         arguments: more of vLLM's ``EngineArgs``.
     """
     import torch
@@ -83,7 +91,7 @@ def allocate(form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: 
     with (
         mock.patch.object(group, "world_size", tp_size),
         mock.patch.object(group, "rank_in_group", tp_rank),
-        _sparse(),
+        _backends(gpu),
         set_current_vllm_config(config),
     ):
         with torch.device("cpu" if form["architectures"][0] in _WITH_VALUES else "meta"):
@@ -161,7 +169,7 @@ def _register(architecture: str) -> None:
 
 
 @contextlib.contextmanager
-def _sparse() -> Iterator[None]:
+def _backends(gpu: bool) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
@@ -170,6 +178,8 @@ def _sparse() -> Iterator[None]:
     def chosen(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         if attn_selector_config.use_sparse:
             return _SPARSE
+        if gpu:
+            return _GPU[bool(attn_selector_config.use_mla)]
         return str(own(selected_backend, attn_selector_config, num_heads=num_heads))
 
     with mock.patch.object(kind, "get_attn_backend_cls", staticmethod(chosen)):

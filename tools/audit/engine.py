@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -41,6 +41,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
 from audit.nixl import RecordingAgent
 from kvhma.geometry import Geometry
 from kvhma.vllm.engine_config import rank_info_of, writer_of
+from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
 from support.vllm_grouping import get_kv_cache_config_from_groups
 from support.vllm_models import allocate
@@ -82,6 +83,7 @@ def _made(shape: Shape, rank: int, role: str) -> tuple[Any, Any]:
         shape.tp_size,
         shape.order,
         rank,
+        gpu=True,
         enable_prefix_caching=shape.caching,
         kv_transfer_config=transfer,
         max_num_batched_tokens=shape.batch,
@@ -126,15 +128,16 @@ class Rank:
         order = self.config.cache_config.get_resolved_kv_cache_layout()
         kernels = prepare_kernel_block_sizes(self.caches, groups)
         self.views = allocate_kv_cache(self.caches, torch.device("cpu"), order, kernels)
-        self.geometry: Geometry = geometry_of(
-            self.caches, self.views, rank_info_of(self.config), writer=writer_of(self.config)
-        )
-        with _as_rank(self.config, rank), mock.patch.object(base_worker.os, "sched_setaffinity", lambda *_: None):
+        self.geometry: Geometry = geometry_of(self.caches, self.views, rank_info_of(self.config), writer=self._writer)
+        with _as_rank(self.config, rank), mock.patch.object(base_worker.os, "sched_setaffinity"):
             self.worker = NixlPullConnectorWorker(self.config, self.config.kv_transfer_config.engine_id, self.caches)
             self.worker.register_kv_caches(self.views)
         agent = self.worker.nixl_wrapper
         assert isinstance(agent, RecordingAgent)
         self.agent = agent
+
+    def _writer(self, name: str) -> Writer:
+        return replace(writer_of(self.config)(name), platform="cuda", capability="9.0", cpu_kernel=None)
 
     def memory(self) -> list[torch.Tensor]:
         """Return the bytes of each region of the geometry."""
@@ -216,6 +219,11 @@ class Engine:
     def tables(self, name: str) -> list[list[int]]:
         """Return the block table of a request, by group."""
         return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
+
+    def close(self) -> None:
+        """Let the threads of its workers end."""
+        for rank in self.ranks:
+            rank.worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
 
     def hellos(self) -> dict[tuple[int, int], bytes]:
         """Return what the connector's scheduler answers to a handshake, by pipeline stage and rank."""

@@ -18,7 +18,7 @@ Rows = NDArray[np.uint64]
 LOCAL = "NIXL_INIT_AGENT"
 
 
-class NixlRefusal(Exception):
+class NixlError(Exception):
     """What NIXL would have refused, under NIXL's own name for it."""
 
 
@@ -94,7 +94,7 @@ class RecordingAgent:
             inside |= (rows[:, 0] >= np.uint64(low)) & (ends <= np.uint64(high))
         if not inside.all():
             row = rows[np.flatnonzero(~inside)[0]].tolist()
-            raise NixlRefusal(f"nixlNotFoundError: row {row} is not in registered memory")
+            raise NixlError(f"nixlNotFoundError: row {row} is not in registered memory")
         return Prepared(owner.name, rows)
 
     def make_prepped_xfer(
@@ -103,11 +103,11 @@ class RecordingAgent:
         """See nixl_agent. Lists of other lengths, and rows of other lengths, are refused."""
         sides = [side.rows[np.asarray(ids, np.int64)] for side, ids in ((local, local_ids), (remote, remote_ids))]
         if len(sides[0]) != len(sides[1]):
-            raise NixlRefusal(f"nixlInvalidParamError: {len(sides[0])} local rows, {len(sides[1])} remote rows")
+            raise NixlError(f"nixlInvalidParamError: {len(sides[0])} local rows, {len(sides[1])} remote rows")
         differ = np.flatnonzero(sides[0][:, 1] != sides[1][:, 1])
         if differ.size:
             lengths = [int(side[differ[0], 1]) for side in sides]
-            raise NixlRefusal(
+            raise NixlError(
                 f"nixlInvalidParamError: row {differ[0]} has {lengths[0]} local and {lengths[1]} remote bytes"
             )
         return Posted(operation, remote.agent, *sides)

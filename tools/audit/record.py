@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
+import traceback
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,8 @@ def record(asked: Asked) -> Trace:
         handed = _prefill(prefill, prompt)
         with answering(prefill):
             request = _decode(decode, prefill, prompt, handed)
+        prefill.close()
+        decode.close()
     local, remote = (tuple(rank.geometry for rank in engine.ranks) for engine in (decode, prefill))
     return Trace(local, remote, (request,), "vllm NixlConnector, pull", one_pool=True)
 
@@ -128,7 +132,10 @@ def _resumed(engine: Engine, request: Any) -> int:
 
 
 def _said(error: BaseException) -> str:
+    """Return an error in one line; where it was raised if it says nothing more."""
     text = " ".join(str(error).split())
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"in {frames[-1].name} of {Path(frames[-1].filename).name}"
     return f"{type(error).__name__}: {text}"[:600]
 
 

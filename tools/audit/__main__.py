@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audit vLLM's NixlConnector over the grid, and write the table of verdicts.
+
+PYTHONPATH=python:tests:tools python -m audit --results docs/audit-results.md
+PYTHONPATH=python:tests:tools python -m audit --only gemma4/ --trace .reports/audit
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+# The connector refuses any other order of the convolution's state.
+os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
+
+from audit.grid import Row, grid
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the rows that are asked for."""
+    parser = argparse.ArgumentParser(prog="audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--trace", type=Path, help="folder for the trace of each row")
+    parser.add_argument("--results", type=Path, help="file for the table")
+    given = parser.parse_args(arguments)
+    rows = [row for row in grid() if given.only in row.name]
+    if given.list:
+        print("\n".join(row.name for row in rows))
+        return 0
+    return run(rows, given.trace, given.results)
+
+
+def run(rows: Sequence[Row], folder: Path | None, results: Path | None) -> int:
+    """Record and judge some rows; write their traces and the table."""
+    # What vLLM imports is imported once the environment is as it has to be.
+    from audit.verdicts import judged, table
+
+    warnings.simplefilter("ignore")
+    found = []
+    for number, row in enumerate(rows, 1):
+        verdict = judged(row, folder)
+        found.append(verdict)
+        print(f"{number}/{len(rows)} {verdict.outcome:<12} {row.name} {verdict.text}", file=sys.stderr, flush=True)
+    if results is not None:
+        results.write_text(table(found), encoding="utf-8")
+    return 0 if found else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

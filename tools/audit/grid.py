@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is audited: each row is a request between two engines, and has a name by which it is run again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from support.engines.tiny import MODELS
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_2": "NemotronHForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+"""Models of `support.engines.tiny`: small ones of families that differ in what a cache holds."""
+
+WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
+RANKS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
+"""Tensor-parallel sizes of P and D."""
+MOST_RANKS = {"qwen3_next": 2}
+"""Of models that cannot be shared out over more."""
+BLOCKS = ((16, 16), (16, 32), (32, 16))
+LENGTHS = (300, 303, 320)
+"""Of a window of 64 tokens and blocks of 16: begins inside of a block; at a block, and the last token's one block
+earlier; and ends with one."""
+HITS = (0, 128)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request, by what differs.
+
+    Attributes:
+        model: name of the model.
+        ranks: of P and D.
+        blocks: tokens of a block of P and D; 0 where a state decides it.
+        hit: tokens that D has in its prefix cache.
+        prompt: tokens of the prompt.
+    """
+
+    model: str
+    ranks: tuple[int, int]
+    blocks: tuple[int, int]
+    hit: int
+    prompt: int
+
+    @property
+    def name(self) -> str:
+        """Name of the row, e.g. ``gemma3/tp1-2/block16-32/hit0/303``."""
+        blocks = "block{}-{}".format(*self.blocks) if any(self.blocks) else "block"
+        return f"{self.model}/tp{self.ranks[0]}-{self.ranks[1]}/{blocks}/hit{self.hit}/{self.prompt}"
+
+    @property
+    def form(self) -> str:
+        """The model's ``config.json``."""
+        return form_of(self.model)
+
+
+def form_of(model: str) -> str:
+    """Return the ``config.json`` of a model."""
+    more: dict[str, Any] = {"architectures": [ARCHITECTURES[model]], "torch_dtype": "bfloat16"}
+    return json.dumps(MODELS[model] | more)
+
+
+def grid() -> Iterator[Row]:
+    """Yield all rows."""
+    for model in ARCHITECTURES:
+        blocks: tuple[tuple[int, int], ...] = ((0, 0),) if model in WITH_STATE else BLOCKS
+        for ranks, sizes, prompt in itertools.product(RANKS, blocks, LENGTHS):
+            if max(ranks) > MOST_RANKS.get(model, 4):
+                continue
+            # A state is in the prefix cache at the ends of blocks only, of which a prompt like these has few.
+            for hit in (0,) if model in WITH_STATE else HITS:
+                yield Row(model, ranks, sizes, hit, prompt)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict on a row, and the table of all of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import vllm
+
+import kvhma
+from audit.engine import Shape
+from audit.grid import Row
+from audit.record import Asked, record
+from kvhma.oracle import traces
+from kvhma.oracle.audit import Judged, judge, ranks_of
+
+HEAD = """\
+# What was audited: vLLM {vllm}
+
+Written by `make audit`; [Audit](audit.md) says how, what the words mean, and how to object. Connector: `NixlConnector`
+(pull) of vLLM {vllm}. Judged by kvhma {kvhma}. Each row is run again by its name:
+
+```sh
+make audit ROW={example}
+```
+
+The name has the model, the tensor-parallel sizes of P and D, the tokens of a block of P and of D (where a state decides
+them, nothing), the tokens that D has in its prefix cache, and those of the prompt.
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a row.
+
+    Attributes:
+        row: the row.
+        outcome: ``right``, ``wrong``, ``refused``, or ``no engine`` if vLLM makes no engine like that.
+        text: why, in one line.
+        ranks: what was found on each rank of D; empty if it was not judged.
+    """
+
+    row: Row
+    outcome: str
+    text: str = ""
+    ranks: tuple[Judged, ...] = ()
+
+
+def judged(row: Row, folder: Path | None = None) -> Verdict:
+    """Record a row and judge it.
+
+    Args:
+        row: the row.
+        folder: where its trace is written; None for nowhere.
+    """
+    p, d = (
+        Shape(row.form, tp_size=ranks, block_size=block, num_blocks=24 + 7 * -(-row.prompt // (block or 128)))
+        for ranks, block in zip(row.ranks, row.blocks, strict=True)
+    )
+    try:
+        trace = record(Asked(p, d, row.prompt, row.hit))
+    except Exception as error:
+        return Verdict(row, "no engine", _line(f"{type(error).__name__}: {error}"))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        traces.save(trace, folder / f"{row.name.replace('/', '_')}.jsonl")
+    found = tuple(judge(traced) for traced in ranks_of(trace))
+    outcomes = {one.outcome for one in found}
+    for outcome in ("wrong", "refused"):
+        if outcome in outcomes:
+            first = next(one for one in found if one.outcome == outcome)
+            return Verdict(row, outcome, _line(first.refusal or str(first.causes[0])), found)
+    return Verdict(row, "right", "", found)
+
+
+def _line(text: str) -> str:
+    # Addresses and hashes differ from run to run.
+    text = re.sub(r"0x[0-9a-f]{6,}|\b[0-9a-f]{32,}\b|\b\d{12,}\b", "..", " ".join(text.split()))
+    return text if len(text) <= 220 else f"{text[:217]}..."
+
+
+def table(found: Sequence[Verdict]) -> str:
+    """Return the page."""
+    example = next((one.row.name for one in found if one.outcome == "wrong"), found[0].row.name)
+    lines = [HEAD.format(vllm=vllm.__version__.split("+")[0], kvhma=kvhma.__version__, example=example)]
+    lines += ["## By model and ranks", "", *_summary(found), "", "## What is not right", "", *_causes(found), ""]
+    lines += ["## All rows", "", "| row | verdict | descriptors | kvhma's | bytes | kvhma's |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    for one in found:
+        lines.append(f"| `{one.row.name}` | {one.outcome} | {' | '.join(_numbers(one))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(found: Sequence[Verdict]) -> list[str]:
+    outcomes: dict[str, dict[tuple[int, int], Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    ranks = list(dict.fromkeys(one.row.ranks for one in found))
+    for one in found:
+        outcomes[one.row.model][one.row.ranks][one.outcome] += 1
+    lines = [f"| model | {' | '.join(f'TP {p} to {d}' for p, d in ranks)} |", "|---|" + "---|" * len(ranks)]
+    for model, by_ranks in outcomes.items():
+        cells = [", ".join(f"{count} {what}" for what, count in by_ranks[pair].items()) for pair in ranks]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return lines
+
+
+def _causes(found: Sequence[Verdict]) -> list[str]:
+    """Return a row for each reason, numbers of layers and bytes aside, with one name."""
+    reasons: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
+    for one in found:
+        if one.outcome != "right":
+            reasons[one.outcome, one.row.model, _general(one.text)].append(one)
+    lines = ["| verdict | model | rows | for example | what |", "|---|---|---:|---|---|"]
+    for (outcome, model, _), those in reasons.items():
+        text = those[0].text.replace("|", "\\|")
+        lines.append(f"| {outcome} | {model} | {len(those)} | `{those[0].row.name}` | {text} |")
+    return lines
+
+
+def _general(text: str) -> str:
+    return re.sub(r"\d[\d,]*", "n", text)
+
+
+def _numbers(one: Verdict) -> tuple[str, ...]:
+    """Return what all ranks of D together post, and what kvhma's plans do for the same."""
+    if not one.ranks or any(rank.outcome == "refused" for rank in one.ranks):
+        return ("", "", "", "")
+    planned = [rank.planned for rank in one.ranks if rank.planned is not None and not rank.planned.refusal]
+    own = ("refuses", "") if len(planned) < len(one.ranks) else (
+        f"{sum(plan.descriptors for plan in planned):,}", f"{sum(plan.bytes for plan in planned):,}"
+    )  # fmt: skip
+    posted = f"{sum(rank.descriptors for rank in one.ranks):,}", f"{sum(rank.bytes for rank in one.ranks):,}"
+    return posted[0], own[0], posted[1], own[1]
