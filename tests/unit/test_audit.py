@@ -315,6 +315,20 @@ def test_the_example_of_the_documentation() -> None:
     assert (found.outcome, found.descriptors, found.bytes) == ("right", 1, 6)
 
 
+def test_the_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((Path(__file__).parents[2] / "conformance" / "trace.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    steps = [Step("rearrange", 0, rows_of((HERE, HERE, 1))), Step("zero", 0, rows_of((HERE, 1)))]
+    whole = trace_of(traced(small(), [*trace().requests[0].steps[0], *steps], refusal="no"), "it")
+    assert len(list(whole.to_lines())) == 6
+    for line in whole.to_lines():
+        validator.validate(json.loads(line))
+    for line in ('{"zero": "r", "rank": 0, "rows": [[1]]}', '{"request": "r"}', "[]", '{"kvhma_trace": 2}'):
+        assert not validator.is_valid(json.loads(line))
+
+
 HEAD, REQUEST, *STEPS = trace().to_lines()
 WRONG_LINES: list[tuple[list[str], str]] = [
     ([], "not a trace: the file is empty"),

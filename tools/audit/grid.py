@@ -24,9 +24,10 @@ ARCHITECTURES = {
 """Models of `support.engines.tiny`: small ones of families that differ in what a cache holds."""
 
 WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
+WITH_WINDOW = ("gemma3", "gemma4", "gpt_oss")
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
 """Tensor-parallel sizes of P and D."""
-MOST_RANKS = {"qwen3_next": 2}
+MOST_RANKS = {"qwen3_next": 2, "gpt_oss": 2}
 """Of models that cannot be shared out over more."""
 BLOCKS = ((16, 16), (16, 32), (32, 16))
 LENGTHS = (300, 303, 320)
@@ -58,6 +59,13 @@ class Row:
         """Name of the row, e.g. ``gemma3/tp1-2/block16-32/hit0/303``."""
         blocks = "block{}-{}".format(*self.blocks) if any(self.blocks) else "block"
         return f"{self.model}/tp{self.ranks[0]}-{self.ranks[1]}/{blocks}/hit{self.hit}/{self.prompt}"
+
+    def pool(self, block: int) -> int:
+        """Return how many blocks a pool needs, so that what is simulated stays small."""
+        if not block:
+            return 24
+        groups = 7 if self.model in WITH_WINDOW else 1
+        return 16 + 2 * -(-self.prompt // block) + groups * -(-self.prompt // block)
 
     @property
     def form(self) -> str:

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorder under vLLM's own connector: what it records is what that does, right or wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# With its parts, since torch warns while they are imported, which is no error here.
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+from audit.grid import Row, grid
+from audit.verdicts import Verdict, judged, table
+
+from kvhma.oracle import traces
+from kvhma.oracle.audit import audit
+from kvhma.oracle.smallest import smallest
+from kvhma.versions import VLLM_DEFAULT
+
+# What vLLM imports on its way warns.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("order_of_states")]
+
+
+@pytest.fixture
+def order_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that vLLM's connector takes."""
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+
+
+def verdict(name: str, folder: Path | None = None) -> Verdict:
+    (row,) = (row for row in grid() if row.name == name)
+    return judged(row, folder)
+
+
+def test_names_are_of_one_row_each() -> None:
+    names = [row.name for row in grid()]
+    assert len(names) == len(set(names)) > 500
+
+
+@pytest.mark.parametrize("name", ["llama/tp1-2/block16-16/hit128/303", "deepseek_v2/tp2-1/block16-16/hit0/300"])
+def test_what_is_right(name: str, tmp_path: Path) -> None:
+    found = verdict(name, tmp_path)
+    assert (found.outcome, found.text) == ("right", "")
+    (path,) = tmp_path.iterdir()
+    trace = traces.load(path)
+    judgements = [judgement for _, judgement in audit(trace)]
+    assert [one.outcome for one in judgements] == ["right"] * len(trace.local)
+    for one in judgements:
+        assert one.bytes >= one.needed > 0
+        assert one.planned is not None
+        assert 0 < one.planned.descriptors <= one.descriptors
+
+
+def test_a_block_of_d_for_two_of_p_is_put_in_order_on_the_device() -> None:
+    found = verdict("llama/tp1-1/block16-32/hit0/303")
+    assert found.outcome == "right"
+    assert found.ranks[0].needed
+
+
+KNOWN = {
+    "vllm#55208: groups of Mamba2 that every rank holds": (
+        "nemotron_h/tp1-2/block/hit0/300",
+        ("wrong",),
+        "mixer/",
+    ),
+    "a window whose last token begins a block earlier": (
+        "gemma3/tp1-1/block16-16/hit0/303",
+        ("missing",),
+        "token 239: D has no block for them",
+    ),
+    "gemma-4 with one global head": ("gemma4/tp1-2/block16-16/hit0/300", ("missing",), "layers.2.self_attn.attn/kv"),
+}
+
+
+@pytest.mark.skipif(not VLLM_DEFAULT.startswith("0.32"), reason="of that version")
+@pytest.mark.parametrize("what", KNOWN)
+def test_what_is_known_to_be_wrong(what: str, tmp_path: Path) -> None:
+    """Facts about vLLM 0.32: once they are not true any more, the table is to be made anew."""
+    name, signature, text = KNOWN[what]
+    found = verdict(name, tmp_path)
+    assert found.outcome == "wrong"
+    assert text in found.text
+    assert any(set(signature) <= set(one.signature) for one in found.ranks)
+    (path,) = tmp_path.iterdir()
+    traced, judgement = next(pair for pair in audit(traces.load(path)) if pair[1].outcome == "wrong")
+    small = smallest(traced, max_tries=60)
+    assert len(small.case.local.layers) <= len(traced.case.local.layers)
+    assert judgement.causes
+
+
+def test_a_refusal_is_recorded() -> None:
+    found = verdict("llama/tp1-1/block32-16/hit0/300")
+    assert found.outcome == "refused"
+    assert "block size" in found.text
+    page = table([found, Verdict(Row("llama", (1, 1), (16, 16), 0, 300), "right")])
+    assert "| refused | llama | 1 | `llama/tp1-1/block32-16/hit0/300` |" in page
+    assert "| llama | 1 refused, 1 right |" in page
