@@ -109,6 +109,7 @@ def folder(tmp_path):
     (tmp_path / "Nemotron-3-Nano").mkdir()
     (tmp_path / "Nemotron-3-Nano" / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
     (tmp_path / "case.json").write_text(form("docs/cases.md"))
+    (tmp_path / "trace.jsonl").write_text(next(b.text for b in blocks("docs/audit.md") if b.language == "text"))
     (tmp_path / "assets").mkdir()
     return tmp_path
 

@@ -27,7 +27,7 @@ WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
 WITH_WINDOW = ("gemma3", "gemma4", "gpt_oss")
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
 """Tensor-parallel sizes of P and D."""
-MOST_RANKS = {"qwen3_next": 2, "gpt_oss": 2}
+MOST_RANKS = {"qwen3_next": 2, "gpt_oss": 2, "nemotron_h_2": 2}
 """Of models that cannot be shared out over more."""
 BLOCKS = ((16, 16), (16, 32), (32, 16))
 LENGTHS = (300, 303, 320)

@@ -83,11 +83,12 @@ class RecordingAgent:
 
     def get_xfer_descs(self, rows: Any, mem_type: str) -> Rows:
         """See nixl_agent."""
-        return np.asarray(rows, np.uint64).reshape(-1, 3)
+        return np.asarray(rows, np.uint64)
 
-    def prep_xfer_dlist(self, agent: str, rows: Rows) -> Prepared:
+    def prep_xfer_dlist(self, agent: str, xfer_list: Any, mem_type: str = "", **_: Any) -> Prepared:
         """See nixl_agent. Memory that was not registered is refused."""
         owner = self if agent == LOCAL else self.made[agent]
+        rows = _written_out(np.asarray(xfer_list, np.uint64))
         ends = rows[:, 0] + rows[:, 1]
         inside = np.zeros(len(rows), bool)
         for low, high in owner.registered:
@@ -102,7 +103,7 @@ class RecordingAgent:
     ) -> Posted:
         """See nixl_agent. Lists of other lengths, and rows of other lengths, are refused."""
         sides = [side.rows[np.asarray(ids, np.int64)] for side, ids in ((local, local_ids), (remote, remote_ids))]
-        if len(sides[0]) != len(sides[1]):
+        if len(sides[0]) != len(sides[1]) or not len(sides[0]):
             raise NixlError(f"nixlInvalidParamError: {len(sides[0])} local rows, {len(sides[1])} remote rows")
         differ = np.flatnonzero(sides[0][:, 1] != sides[1][:, 1])
         if differ.size:
@@ -116,6 +117,10 @@ class RecordingAgent:
         """See nixl_agent."""
         self.posted.append(handle)
         return "PROC"
+
+    def check_remote_metadata(self, *_: Any, **__: Any) -> bool:
+        """See nixl_agent."""
+        return True
 
     def check_xfer_state(self, handle: Posted) -> str:
         """See nixl_agent."""
@@ -143,6 +148,17 @@ class RecordingAgent:
 
     def deregister_memory(self, rows: Any) -> None:
         """See nixl_agent."""
+
+
+def _written_out(rows: Rows) -> Rows:
+    """Return rows of address, length and device; since vLLM 0.33 they come with a stride and how many there are."""
+    if rows.ndim != 2 or rows.shape[1] != 5:
+        return rows.reshape(-1, 3)
+    counts = rows[:, 4].astype(np.int64)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    whole = np.repeat(rows[:, :3], counts, axis=0)
+    whole[:, 0] += within.astype(np.uint64) * np.repeat(rows[:, 3], counts)
+    return whole
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from audit.record import Asked, record
 from kvhma.oracle import traces
 from kvhma.oracle.audit import Judged, judge, ranks_of
 
+OUTCOMES = ("right", "wrong", "refused", "no engine")
+
 HEAD = """\
 # What was audited: vLLM {vllm}
 
@@ -29,7 +31,8 @@ make audit ROW={example}
 ```
 
 The name has the model, the tensor-parallel sizes of P and D, the tokens of a block of P and of D (where a state decides
-them, nothing), the tokens that D has in its prefix cache, and those of the prompt.
+them, nothing), the tokens that D has in its prefix cache, and those of the prompt. Descriptors are those that the
+connector asks NIXL for, all ranks of D together, and how many are left if neighbours on both sides are joined.
 """
 
 
@@ -88,8 +91,8 @@ def table(found: Sequence[Verdict]) -> str:
     example = next((one.row.name for one in found if one.outcome == "wrong"), found[0].row.name)
     lines = [HEAD.format(vllm=vllm.__version__.split("+")[0], kvhma=kvhma.__version__, example=example)]
     lines += ["## By model and ranks", "", *_summary(found), "", "## What is not right", "", *_causes(found), ""]
-    lines += ["## All rows", "", "| row | verdict | descriptors | kvhma's | bytes | kvhma's |"]
-    lines.append("|---|---|---:|---:|---:|---:|")
+    lines += ["## All rows", "", "| row | verdict | descriptors | joined | kvhma's | bytes | kvhma's |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
     for one in found:
         lines.append(f"| `{one.row.name}` | {one.outcome} | {' | '.join(_numbers(one))} |")
     return "\n".join(lines) + "\n"
@@ -102,7 +105,9 @@ def _summary(found: Sequence[Verdict]) -> list[str]:
         outcomes[one.row.model][one.row.ranks][one.outcome] += 1
     lines = [f"| model | {' | '.join(f'TP {p} to {d}' for p, d in ranks)} |", "|---|" + "---|" * len(ranks)]
     for model, by_ranks in outcomes.items():
-        cells = [", ".join(f"{count} {what}" for what, count in by_ranks[pair].items()) for pair in ranks]
+        cells = [
+            ", ".join(f"{by_ranks[pair][what]} {what}" for what in OUTCOMES if by_ranks[pair][what]) for pair in ranks
+        ]
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return lines
 
@@ -127,10 +132,12 @@ def _general(text: str) -> str:
 def _numbers(one: Verdict) -> tuple[str, ...]:
     """Return what all ranks of D together post, and what kvhma's plans do for the same."""
     if not one.ranks or any(rank.outcome == "refused" for rank in one.ranks):
-        return ("", "", "", "")
+        return ("", "", "", "", "")
     planned = [rank.planned for rank in one.ranks if rank.planned is not None and not rank.planned.refusal]
     own = ("refuses", "") if len(planned) < len(one.ranks) else (
         f"{sum(plan.descriptors for plan in planned):,}", f"{sum(plan.bytes for plan in planned):,}"
     )  # fmt: skip
-    posted = f"{sum(rank.descriptors for rank in one.ranks):,}", f"{sum(rank.bytes for rank in one.ranks):,}"
-    return posted[0], own[0], posted[1], own[1]
+    rows, joined, total = (
+        sum(getattr(rank, name) for rank in one.ranks) for name in ("descriptors", "joined", "bytes")
+    )
+    return f"{rows:,}", f"{joined:,}", own[0], f"{total:,}", own[1]
