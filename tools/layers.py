@@ -41,7 +41,7 @@ PICTURES = {
     """,
     "rust/core/src": """
         lib
-        report
+        report | content
         request
         pairing | form | lowlevel
         bytes
@@ -51,7 +51,8 @@ PICTURES = {
     """,
     "rust/py/src": """
         lib
-        functions | plan | digest
+        functions | content | digest
+        plan
         results | geometry
         values
         convert

@@ -22,6 +22,8 @@ __all__ = [
     "Transfer",
     "__version__",
     "clip_blocks",
+    "content_keys",
+    "content_sums",
     "descriptor_ids",
     "digest_prefixes",
     "digest_tokens",
@@ -399,6 +401,40 @@ def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
         BlockIdError: an id is negative or its kernel ids do not fit int32.
         AddressOverflowError: there are more than 2**31 - 1 kernel ids.
     """
+
+def content_sums(
+    of: _AnyGeometry | Plan,
+    num_tokens: int,
+    spans: Sequence[Span],
+    seed: int,
+    *,
+    first_tokens: U64s | None = None,
+    cp_tp_size: int = 1,
+    memory: Sequence[NDArray[np.uint8]] | None = None,
+) -> list[tuple[str, int, int, int, list[int], tuple[int, int, list[int]] | None, list[int]]]:
+    """Sum what a request's blocks hold, the same whatever the layout is; `kvhma.digests` says how.
+
+    Args:
+        of: geometry of a rank, or the plan it reads with.
+        num_tokens: tokens that the blocks hold.
+        spans: blocks of each group.
+        seed: that the keys of coordinates are made from.
+        first_tokens: for each group the first token that counts; None for all that are needed.
+        cp_tp_size: neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
+        memory: the bytes of each region; None to read them where the regions are, which have to be host memory.
+
+    Returns:
+        For each kind of layers: kind, window or chunk, first token that is needed, first that counts, sums, place and
+        places of heads that may repeat with their sums, extents of the heads.
+
+    Raises:
+        GeometryError: a shard is no equal share, or the regions are not host memory.
+        RequestError: spans or numbers do not fit.
+        BlockIdError: a block id is none of a group's.
+    """
+
+def content_keys(seed: int, axis: str, count: int) -> list[int]:
+    """Return the keys of the first indices of an axis, with which sums of repeated heads are multiplied."""
 
 def digest_prefixes(tokens: list[int], counts: list[int]) -> list[bytes]:
     """Return `digest_tokens` without a header for each of some counts of a list's first ids, in one pass over them.

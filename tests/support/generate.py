@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd
 
@@ -23,6 +23,10 @@ Cut = tuple[int, int]
 """Tokens of a kernel block, and kernel blocks in a logical block."""
 
 
+Engines = tuple[list[Geometry], list[tuple[Geometry, Sequence[Span]]]]
+"""All ranks of D, and all of P with the spans of each."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One D rank, the P ranks it reads from, and a request.
@@ -36,6 +40,8 @@ class Case:
         local_spans: D's blocks by D's groups.
         remote_spans: P's blocks by P's groups, for all sources; or a list of such for each source.
         features: what the case has, for counting.
+        engines: returns all ranks of D, and all ranks of P, each with its spans. Those that share the tokens of a group
+            are neighbours.
     """
 
     seed: int
@@ -46,6 +52,7 @@ class Case:
     local_spans: tuple[Span, ...]
     remote_spans: tuple[Span, ...] | tuple[tuple[Span, ...], ...]
     features: frozenset[str]
+    engines: Callable[[], Engines] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"generate({self.seed}, {self.recipe})"
@@ -81,7 +88,7 @@ def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Cas
     rank = rng.randrange(local.tp)
     stage = rng.randrange(local.pp)
     geometry = Rank(local, place, rank, rng.randrange(local.cp), stage, _stages(local)[stage]).geometry()
-    sources = [(r, c, s) for r in range(remote.tp) for c in range(remote.cp) for s in range(remote.pp)]
+    sources = _ranks_of(remote)
     if recipe.equal_rank or (recipe.tp == "equal" and remote.overlap == local.overlap and rng.random() < 0.5):
         sources = [source for source in sources if source[0] == rank]
     rng.shuffle(sources)
@@ -94,7 +101,25 @@ def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Cas
     features = _features(local, place, local_spans, geometry, remotes, tokens) | extras
     nested = own or rng.random() < 0.1
     remote_spans = spans if nested else spans[0]
-    return Case(seed, recipe, geometry, remotes, tokens, local_spans, remote_spans, frozenset(features))
+
+    def all_ranks() -> Engines:
+        decode = [numbered(local, Rank(local, place, *at, _stages(local)[at[2]])) for at in _ranks_of(local)]
+        prefill = [
+            (numbered(remote, Rank(engines[s][0], engines[s][1], r, c, s, _stages(remote)[s])), engines[s][2])
+            for r, c, s in _ranks_of(remote)
+        ]
+        return decode, prefill
+
+    def numbered(shape: Shape, rank: Rank) -> Geometry:
+        # As vLLM does: context-parallel ranks are neighbouring tensor-parallel ones.
+        number = rank.tp_rank * shape.cp + rank.cp_rank
+        return replace(rank.geometry(), tp_rank=number, tp_size=shape.tp * shape.cp)
+
+    return Case(seed, recipe, geometry, remotes, tokens, local_spans, remote_spans, frozenset(features), all_ranks)
+
+
+def _ranks_of(shape: Shape) -> list[tuple[int, int, int]]:
+    return [(r, c, s) for r in range(shape.tp) for c in range(shape.cp) for s in range(shape.pp)]
 
 
 def _spans(entries: Sequence[tuple[int, int]], place: Placement) -> tuple[Span, ...]:

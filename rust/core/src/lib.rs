@@ -5,7 +5,7 @@
 //! contiguous copies, sorted by local address, and the local ranges to zero. [`lowlevel`] has functions that need no plan.
 //!
 //! ```text
-//! lowlevel   report        explain, losses
+//! lowlevel   report        explain, losses; content: sums that do not depend on the layout
 //!       |      |
 //!       |   request        spans of one request -> transfer, ids
 //!       |      |
@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod bytes;
+mod content;
 mod digest;
 mod error;
 mod finding;
@@ -33,6 +34,7 @@ mod report;
 mod request;
 
 pub use bytes::rows::{Descriptor, View};
+pub use content::{ContentMemory, ContentRequest, ContentSums, RepeatedSums, index_keys};
 pub use digest::TokenDigest;
 pub use error::{Class, Error, Result, Value, Wrong};
 pub use finding::{Finding, Place, Severity};

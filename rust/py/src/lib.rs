@@ -4,6 +4,7 @@
 // Extracted arguments are owned: PyO3 hands them over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+mod content;
 mod convert;
 mod digest;
 mod error;
@@ -19,6 +20,8 @@ use pyo3::prelude::*;
 /// read through borrowed items.
 #[pymodule(gil_used = true)]
 mod _kvhma {
+    #[pymodule_export]
+    use super::content::{content_keys, content_sums};
     #[pymodule_export]
     use super::digest::{digest_prefixes, digest_tokens};
     #[pymodule_export]

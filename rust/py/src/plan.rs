@@ -22,7 +22,7 @@ type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 /// What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct Plan {
-    core: kvhma_core::Plan,
+    pub(crate) core: kvhma_core::Plan,
     /// What it was made of.
     sides: Sides,
     options: kvhma_core::PlanOptions,

@@ -16,7 +16,7 @@ pub struct Span {
 /// Positions stay below this, so that sums of them fit.
 const MAX_POSITION: u64 = 1 << 62;
 /// More tokens than any sequence has; positions stay far below 2^63.
-const MAX_TOKENS: u64 = 1 << 40;
+pub(crate) const MAX_TOKENS: u64 = 1 << 40;
 
 /// A span whose ids are known to be blocks of the group.
 #[derive(Debug, Clone)]
@@ -68,7 +68,7 @@ impl RequestSpans {
 }
 
 /// Checks the spans of all groups of one side.
-fn check_spans(side: &'static str, geometry: &Geometry, spans: &[Span]) -> Result<Vec<CheckedSpan>> {
+pub(crate) fn check_spans(side: &'static str, geometry: &Geometry, spans: &[Span]) -> Result<Vec<CheckedSpan>> {
     if spans.len() != geometry.groups.len() {
         let what = if side == "local" { "local spans" } else { "remote spans" };
         return Err(Error::count(what, spans.len(), geometry.groups.len()));

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The sum over one part of a page.
+use crate::content::keys::{HEADS, Keys};
+use crate::content::request::ContentMemory;
+use crate::geometry::types::{Axis, Part};
+
+/// One dimension of a part in memory: bytes from one index to the next, and what each index counts for.
+#[derive(Debug, Clone)]
+struct Dim {
+    stride: u64,
+    weights: Vec<u64>,
+}
+
+/// How the bytes of a part count. An item is cut into units of 1, 2 or 4 bytes.
+#[derive(Debug)]
+pub(crate) struct PartSum {
+    /// Key of the part, times what this rank's copy counts for.
+    pub(crate) key: u64,
+    /// Axes but the tokens and the row's, of which those that may repeat count for one.
+    outer: Vec<Dim>,
+    /// Bytes from one token to the next; None if tokens do not cut the part.
+    tokens: Option<u64>,
+    row: Row,
+}
+
+/// The axis of a row: that of the largest extent, whatever its stride, so that both sides mean the same bytes by a word.
+#[derive(Debug)]
+enum Row {
+    /// Dense, and of whole words.
+    Words(Vec<u32>),
+    /// A unit of each item, at an offset in the item, and the bytes of the unit.
+    Units { unit: usize, of_item: Vec<(u64, Dim)> },
+}
+
+impl PartSum {
+    /// Prepares a part, whose copy counts for `weight`.
+    pub(crate) fn new(keys: Keys, layer: &str, part: &Part, weight: u64) -> Self {
+        let inner = row_axis(part);
+        let is_outer = |axis: &&Axis| !axis.is_tokens() && inner.is_none_or(|inner| inner.name != axis.name);
+        let outer = part.axes.iter().filter(is_outer).map(|axis| {
+            let keys = keys.axis(&axis.name);
+            let weights = if axis.may_repeat { vec![1] } else { keys.keys(axis.start, held(axis)) };
+            Dim { stride: axis.stride, weights }
+        });
+        let of_row = inner.map_or((part.item_bytes, 0, 1), |axis| (axis.stride, axis.start, held(axis)));
+        Self {
+            key: keys.part(layer, &part.name).wrapping_mul(weight),
+            outer: outer.collect(),
+            tokens: part.tokens().map(|axis| axis.stride),
+            row: Row::new(keys, part.item_bytes, of_row),
+        }
+    }
+
+    /// Whether tokens cut it.
+    pub(crate) fn has_tokens(&self) -> bool {
+        self.tokens.is_some()
+    }
+
+    /// What it counts for if every byte of one token is 1: the same for equal shares of the same items only.
+    pub(crate) fn coverage(&self) -> u64 {
+        let total = |weights: &[u64]| weights.iter().fold(0u64, |sum, weight| sum.wrapping_add(*weight));
+        let row = match &self.row {
+            Row::Words(keys) => {
+                total(&keys.iter().copied().map(u64::from).collect::<Vec<_>>()).wrapping_mul(0x0101_0101)
+            }
+            Row::Units { unit, of_item } => {
+                let ones = 0x0101_0101 >> (8 * (4 - unit));
+                of_item.iter().fold(0u64, |sum, (_, dim)| sum.wrapping_add(total(&dim.weights).wrapping_mul(ones)))
+            }
+        };
+        self.outer.iter().fold(self.key.wrapping_mul(row), |product, dim| product.wrapping_mul(total(&dim.weights)))
+    }
+
+    /// The sum over some tokens that follow each other in a page, or over the whole part if it has none.
+    ///
+    /// `at` is where the part begins in a region, with its first token there; `tokens` are the keys of the tokens.
+    pub(crate) fn sum(&self, memory: &dyn ContentMemory, region: usize, at: u64, tokens: &[u64]) -> u64 {
+        let mut dims: Vec<(u64, &[u64])> = self.outer.iter().map(|dim| (dim.stride, dim.weights.as_slice())).collect();
+        let whole = match self.tokens {
+            Some(stride) => {
+                dims.push((stride, tokens));
+                1
+            }
+            None => tokens.first().copied().unwrap_or(0),
+        };
+        let found = match &self.row {
+            Row::Words(keys) => {
+                dims.sort_by_key(|dim| std::cmp::Reverse(dim.0));
+                walk(&dims, at, &|at| words(memory.bytes(region, at, 4 * keys.len() as u64), keys))
+            }
+            Row::Units { unit, of_item } => of_item.iter().fold(0u64, |sum, (offset, dim)| {
+                let mut dims = dims.clone();
+                dims.push((dim.stride, &dim.weights));
+                dims.sort_by_key(|dim| std::cmp::Reverse(dim.0));
+                sum.wrapping_add(sum_units(memory, region, at + offset, *unit, &dims))
+            }),
+        };
+        found.wrapping_mul(self.key).wrapping_mul(whole)
+    }
+}
+
+impl Row {
+    /// The row of a part: bytes of an item, and of the row's axis stride, first index and indices.
+    fn new(keys: Keys, item_bytes: u64, (stride, start, count): (u64, u64, u64)) -> Self {
+        let (first, length) = (start * item_bytes, count * item_bytes);
+        let is_dense = stride == item_bytes || count == 1;
+        let words = keys.words();
+        if is_dense && first % 4 == 0 && length % 4 == 0 {
+            return Self::Words((first / 4..(first + length) / 4).map(|index| words.word(index)).collect());
+        }
+        let unit = [4, 2].into_iter().find(|unit| item_bytes % unit == 0).unwrap_or(1);
+        // byte of the row   0 1 2 3 | 4 5 6 7 | ...     a unit counts as the word would of which it is a part
+        let weight = |byte: u64| u64::from(words.word(byte / 4)) << (8 * (byte % 4));
+        let units = |offset: u64| {
+            let weights = (0..count).map(|index| weight(first + index * item_bytes + offset)).collect();
+            (offset, Dim { stride, weights })
+        };
+        if is_dense {
+            let weights = (0..length / unit).map(|index| weight(first + index * unit)).collect();
+            return Self::Units { unit: unit as usize, of_item: vec![(0, Dim { stride: unit, weights })] };
+        }
+        Self::Units { unit: unit as usize, of_item: (0..item_bytes).step_by(unit as usize).map(units).collect() }
+    }
+}
+
+/// Indices that count: not those that are written before they are read.
+fn held(axis: &Axis) -> u64 {
+    axis.length - axis.spare
+}
+
+/// The axis of the row; None if the part has only tokens and heads.
+fn row_axis(part: &Part) -> Option<&Axis> {
+    let axes = part.sharded_axes().filter(|axis| axis.name != HEADS);
+    axes.max_by_key(|axis| (axis.extent - axis.spare, axis.name.as_str()))
+}
+
+/// The sum over all indices of some dimensions, outermost first, of what is at each place.
+fn walk(dims: &[(u64, &[u64])], at: u64, leaf: &dyn Fn(u64) -> u64) -> u64 {
+    let Some(((stride, weights), rest)) = dims.split_first() else { return leaf(at) };
+    let places = (0u64..).map(|index| at + index * stride);
+    weights
+        .iter()
+        .zip(places)
+        .fold(0u64, |sum, (weight, at)| sum.wrapping_add(weight.wrapping_mul(walk(rest, at, leaf))))
+}
+
+/// The sum over units; the last dimension is read at once if it is dense.
+fn sum_units(memory: &dyn ContentMemory, region: usize, at: u64, unit: usize, dims: &[(u64, &[u64])]) -> u64 {
+    match dims.split_last() {
+        Some((&(stride, weights), rest)) if stride == unit as u64 => {
+            let length = (unit * weights.len()) as u64;
+            walk(rest, at, &|at| dot(memory.bytes(region, at, length), unit, weights))
+        }
+        _ => walk(dims, at, &|at| value(memory.bytes(region, at, unit as u64))),
+    }
+}
+
+fn words(bytes: &[u8], keys: &[u32]) -> u64 {
+    let words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+    words.zip(keys).fold(0u64, |sum, (word, key)| sum.wrapping_add(u64::from(word).wrapping_mul(u64::from(*key))))
+}
+
+fn dot(bytes: &[u8], unit: usize, weights: &[u64]) -> u64 {
+    let add = |sum: u64, value: u64, weight: u64| sum.wrapping_add(value.wrapping_mul(weight));
+    let pairs = bytes.chunks_exact(unit).zip(weights);
+    match unit {
+        1 => bytes.iter().zip(weights).fold(0, |sum, (byte, weight)| add(sum, u64::from(*byte), *weight)),
+        2 => pairs.fold(0, |sum, (item, weight)| add(sum, u64::from(u16::from_le_bytes([item[0], item[1]])), *weight)),
+        _ => pairs.fold(0, |sum, (item, weight)| add(sum, value(item), *weight)),
+    }
+}
+
+/// A unit as a number, little-endian.
+fn value(unit: &[u8]) -> u64 {
+    unit.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Bytes(Vec<u8>);
+
+    impl ContentMemory for Bytes {
+        fn bytes(&self, _region: usize, offset: u64, length: u64) -> &[u8] {
+            &self.0[offset as usize..(offset + length) as usize]
+        }
+    }
+
+    /// An axis, and the indices of a shard.
+    type Shard = (&'static str, u64, u64, u64);
+
+    /// A part whose axes lie in memory in an order, the first one outermost, with padding behind its rows.
+    fn part(order: &[Shard], item_bytes: u64, pad: u64) -> Part {
+        let mut stride = item_bytes;
+        let mut axes = Vec::new();
+        for (place, &(name, extent, start, length)) in order.iter().rev().enumerate() {
+            axes.push(Axis { name: name.into(), extent, stride, start, length, may_repeat: false, spare: 0 });
+            stride = stride * length + if place == 0 { pad } else { 0 };
+        }
+        Part { name: "kv".into(), dtype: "u8".into(), item_bytes, offset: 0, axes }
+    }
+
+    /// The definition, byte by byte.
+    fn defined(part: &Part, memory: &Bytes, keys: Keys, tokens: &[u64]) -> u64 {
+        let row = row_axis(part).map_or("", |axis| axis.name.as_str());
+        let mut places = vec![(0u64, 1u64, 0u64)];
+        for axis in &part.axes {
+            let step = |&(at, key, index): &(u64, u64, u64)| {
+                (0..axis.length)
+                    .map(move |local| {
+                        let global = axis.start + local;
+                        let (at, index) = (at + local * axis.stride, if axis.name == row { global } else { index });
+                        let of_axis = keys.axis(&axis.name).key(global);
+                        let factor = if axis.name == row {
+                            1
+                        } else if axis.is_tokens() {
+                            tokens[local as usize]
+                        } else {
+                            of_axis
+                        };
+                        (at, key.wrapping_mul(factor), index)
+                    })
+                    .collect::<Vec<_>>()
+            };
+            places = places.iter().flat_map(step).collect();
+        }
+        let mut sum = 0u64;
+        for (at, key, index) in places {
+            for byte in 0..part.item_bytes {
+                let of_row = index * part.item_bytes + byte;
+                let value = u64::from(memory.0[(at + byte) as usize]) << (8 * (of_row % 4));
+                let word = u64::from(keys.words().word(of_row / 4));
+                sum = sum.wrapping_add(value.wrapping_mul(word).wrapping_mul(key));
+            }
+        }
+        sum.wrapping_mul(keys.part("layer", "kv"))
+    }
+
+    #[test]
+    fn every_way_through_memory_is_the_definition() {
+        let keys = Keys::new(11);
+        let memory = Bytes((0..20_000u64).map(|at| (at * at % 251) as u8).collect());
+        let tokens = keys.axis("tokens").keys(5, 3);
+        let shards: [Shard; 3] = [("heads", 6, 2, 3), ("tokens", 3, 0, 3), ("content", 17, 4, 8)];
+        for order in [[0, 1, 2], [1, 0, 2], [0, 2, 1], [2, 1, 0], [1, 2, 0], [2, 0, 1]] {
+            let order = order.map(|index: usize| shards[index]);
+            for item_bytes in [1, 2, 3, 4, 6, 8] {
+                for pad in [0, item_bytes] {
+                    let part = part(&order, item_bytes, pad);
+                    let found = PartSum::new(keys, "layer", &part, 1).sum(&memory, 0, 0, &tokens);
+                    assert_eq!(found, defined(&part, &memory, keys, &tokens), "{order:?} {item_bytes} {pad}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shards_add_up_and_cover_what_the_whole_does() {
+        let keys = Keys::new(3);
+        let memory = Bytes((0..8000u64).map(|at| (at * 7 % 253) as u8).collect());
+        let whole = part(&[("content", 9, 0, 9), ("heads", 4, 0, 4)], 2, 0);
+        let sums: Vec<(u64, u64)> = (0..3)
+            .map(|index| {
+                let one = part(&[("content", 9, 3 * index, 3), ("heads", 4, 0, 4)], 2, 0);
+                let sum = PartSum::new(keys, "layer", &one, 1);
+                (sum.sum(&memory, 0, index * 24, &[5]), sum.coverage())
+            })
+            .collect();
+        let of_whole = PartSum::new(keys, "layer", &whole, 1);
+        let total =
+            sums.iter().fold((0u64, 0u64), |(sum, cover), one| (sum.wrapping_add(one.0), cover.wrapping_add(one.1)));
+        assert_eq!(total, (of_whole.sum(&memory, 0, 0, &[5]), of_whole.coverage()));
+    }
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The sums of a request over all layers of a rank.
+use std::collections::{BTreeMap, HashSet};
+
+use crate::content::keys::{HEADS, Keys};
+use crate::content::part::PartSum;
+use crate::content::pieces::{Counted, pieces_of};
+use crate::content::shares::Ranks;
+use crate::error::{Error, Result};
+use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Part};
+use crate::pairing::plan::Plan;
+use crate::request::span::{MAX_TOKENS, Span, check_spans};
+
+/// Where the bytes of regions are read.
+pub trait ContentMemory: Sync {
+    /// Bytes of a region; they lie within it.
+    fn bytes(&self, region: usize, offset: u64, length: u64) -> &[u8];
+}
+
+/// What is summed.
+#[derive(Debug)]
+pub struct ContentRequest<'a> {
+    /// Tokens that the blocks hold.
+    pub num_tokens: u64,
+    /// For each group the blocks.
+    pub spans: &'a [Span],
+    /// For each group the first token that counts; none for all that are needed.
+    pub first_tokens: Option<&'a [u64]>,
+    /// Number that the keys of coordinates come from.
+    pub seed: u64,
+    /// How many neighbouring tensor-parallel ranks share the tokens of context-parallel groups.
+    pub cp_tp_size: u64,
+}
+
+/// Sums over layers of one kind of group. The first is over coordinates alone: equal if both sides count the same items.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContentSums {
+    /// Kind of the group; `full` for layers of latent attention too, which may share a group with others.
+    pub kind: &'static str,
+    /// Window or chunk; 0 for neither.
+    pub limit: u64,
+    /// First token that is needed.
+    pub first_token: u64,
+    /// First token that counts here, in all groups; of states the request's end if one is missing, else 0.
+    pub from_token: u64,
+    /// Of coordinates, then of each range of tokens.
+    pub sums: Vec<u64>,
+    /// Of parts whose heads this rank cannot number.
+    pub repeated: Option<RepeatedSums>,
+    /// Extents of the heads, over all ranks.
+    pub heads: Vec<u64>,
+}
+
+/// Sums of parts of which neighbouring ranks may hold the same head; as if its key were 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RepeatedSums {
+    /// This rank's place.
+    pub place: u64,
+    /// Of how many.
+    pub places: u64,
+    /// As those of [`ContentSums`].
+    pub sums: Vec<u64>,
+}
+
+/// Layers that are summed together: those of equal kind, however engines group them.
+type Class = (&'static str, u64);
+
+fn class_of(group: &Group) -> Class {
+    match group.kind {
+        Kind::Sliding { window } => ("sliding", window),
+        Kind::Chunked { chunk } => ("chunked", chunk),
+        Kind::Full | Kind::Mla => ("full", 0),
+        Kind::Ssm { .. } | Kind::Opaque => (group.kind.word(), 0),
+    }
+}
+
+impl Geometry {
+    /// Sums over what a request's blocks hold. The sums of all ranks of an engine are to be added.
+    pub fn content_sums(&self, request: &ContentRequest, memory: &dyn ContentMemory) -> Result<Vec<ContentSums>> {
+        sums(self, request, memory, |_| true)
+    }
+}
+
+impl Plan {
+    /// The same for the local rank, as it and its sources mean each axis together, over layers that a source has.
+    pub fn content_sums(&self, request: &ContentRequest, memory: &dyn ContentMemory) -> Result<Vec<ContentSums>> {
+        let layers = self.sources.iter().flat_map(|source| &source.geometry.layers);
+        let names: HashSet<&str> = layers.map(|layer| layer.name.as_str()).collect();
+        sums(&self.local, request, memory, |layer| names.contains(layer.name.as_str()))
+    }
+}
+
+fn sums(
+    geometry: &Geometry,
+    request: &ContentRequest,
+    memory: &dyn ContentMemory,
+    is_wanted: impl Fn(&Layer) -> bool,
+) -> Result<Vec<ContentSums>> {
+    let num_tokens = request.num_tokens;
+    if num_tokens == 0 || num_tokens > MAX_TOKENS {
+        return Err(Error::value("", "num_tokens", num_tokens, format!("has to be 1 to {MAX_TOKENS}")));
+    }
+    let firsts = request.first_tokens.map_or_else(|| vec![0; geometry.groups.len()], <[u64]>::to_vec);
+    if firsts.len() != geometry.groups.len() {
+        return Err(Error::count("first tokens", firsts.len(), geometry.groups.len()));
+    }
+    let spans = check_spans("local", geometry, request.spans)?;
+    let keys = Keys::new(request.seed);
+    let mut classes: BTreeMap<Class, ContentSums> = BTreeMap::new();
+    for (index, group) in geometry.groups.iter().enumerate() {
+        if group.kind == Kind::Opaque {
+            continue; // what its blocks are to a request, only its owner knows
+        }
+        let counted = Counted::new(group, num_tokens, firsts[index]);
+        let sums = classes.entry(class_of(group)).or_insert_with(|| ContentSums::empty(group, counted));
+        let has_no_state = !group.kind.is_attention() && spans[index].ids.is_empty();
+        let from = if group.kind.is_attention() { counted.from } else { num_tokens * u64::from(has_no_state) };
+        sums.from_token = sums.from_token.max(from);
+        let pieces = pieces_of(geometry, index, &spans[index], counted, keys);
+        let ranks = Ranks::of_group(group, (geometry.tp_rank, geometry.tp_size), request.cp_tp_size);
+        for layer in geometry.layers.iter().filter(|layer| layer.group == index && is_wanted(layer)) {
+            for part in &geometry.page(layer).parts {
+                let sum = PartSum::new(keys, &layer.name, part, weight(ranks, layer, part)?);
+                let to = sums.of_part(layer, part)?;
+                // Context-parallel ranks hold the same items of other tokens.
+                to[0] = to[0].wrapping_add(if group.cp_rank == 0 { sum.coverage() } else { 0 });
+                for piece in if sum.has_tokens() { &pieces.tokens } else { &pieces.whole } {
+                    let token = part.tokens().map_or(0, |axis| axis.stride * piece.first);
+                    let page = u64::from(piece.block.0) * layer.block_stride + piece.kernel * layer.kernel_stride;
+                    let at = layer.offset + page + part.offset + token;
+                    let found = sum.sum(memory, layer.region, at, &piece.keys);
+                    to[piece.range + 1] = to[piece.range + 1].wrapping_add(found);
+                }
+            }
+        }
+    }
+    Ok(classes.into_values().collect())
+}
+
+/// What a rank's copy counts for. Of heads that ranks may repeat one copy is taken, so that it counts for one.
+fn weight(ranks: Ranks, layer: &Layer, part: &Part) -> Result<u64> {
+    if part.axes.iter().any(|axis| axis.may_repeat) { Ok(1) } else { ranks.weight(layer, part) }
+}
+
+impl ContentSums {
+    fn empty(group: &Group, counted: Counted) -> Self {
+        let (kind, limit) = class_of(group);
+        let sums = vec![0; counted.ranges(group.kind) + 1];
+        let first_token = if group.kind.is_attention() { counted.low } else { 0 };
+        Self { kind, limit, first_token, from_token: 0, sums, repeated: None, heads: Vec::new() }
+    }
+
+    /// The sums that a part is added to.
+    fn of_part(&mut self, layer: &Layer, part: &Part) -> Result<&mut [u64]> {
+        if let Some(heads) = part.axis(HEADS).filter(|axis| !axis.may_repeat && !self.heads.contains(&axis.extent)) {
+            self.heads.push(heads.extent);
+        }
+        let Some(axis) = part.axes.iter().find(|axis| axis.may_repeat) else { return Ok(&mut self.sums) };
+        let count = self.sums.len();
+        let empty = || RepeatedSums { place: axis.start, places: axis.extent, sums: vec![0; count] };
+        let repeated = self.repeated.get_or_insert_with(empty);
+        if axis.name != HEADS || (repeated.place, repeated.places) != (axis.start, axis.extent) {
+            return Err(not_alone(layer, part, axis));
+        }
+        Ok(&mut repeated.sums)
+    }
+}
+
+fn not_alone(layer: &Layer, part: &Part, axis: &Axis) -> Error {
+    let place = format!("layer {:?} part {:?}", layer.name, part.name);
+    let found = format!("{} {} of {}", axis.name, axis.start, axis.extent);
+    let expected = "expected the same place on the axis \"heads\" in all layers of its kind".into();
+    Error::geometry(&place, "axis that may repeat", found, expected)
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Sums over what blocks hold, in arrays or where the regions are.
+use kvhma_core::{ContentMemory, ContentRequest, ContentSums, Error, Geometry, Memory};
+use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+use crate::convert::{read_spans, read_u64, read_u64s, type_name};
+use crate::error::{OrRaise, raise, type_error};
+use crate::geometry::read_geometry;
+use crate::plan::Plan;
+
+/// What `kvhma.digests.LayerSums` is made of.
+type SumsArguments = (&'static str, u64, u64, u64, Vec<u64>, Option<(u64, u64, Vec<u64>)>, Vec<u64>);
+
+/// Regions as slices.
+struct Arrays<'a>(Vec<&'a [u8]>);
+
+impl ContentMemory for Arrays<'_> {
+    fn bytes(&self, region: usize, offset: u64, length: u64) -> &[u8] {
+        &self.0[region][offset as usize..(offset + length) as usize]
+    }
+}
+
+/// Regions where the geometry says that they are.
+struct Mapped(Vec<u64>);
+
+impl ContentMemory for Mapped {
+    #[allow(unsafe_code, reason = "the bytes of a region that the caller says are memory of this process")]
+    fn bytes(&self, region: usize, offset: u64, length: u64) -> &[u8] {
+        // SAFETY: the geometry's check has proved that a block's bytes lie in their region. Who calls without arrays
+        // vouches that the regions are mapped, and that nobody writes to the request's blocks meanwhile.
+        unsafe { std::slice::from_raw_parts((self.0[region] + offset) as *const u8, length as usize) }
+    }
+}
+
+/// Sum what a request's blocks hold, the same whatever the layout is; `kvhma.digests` says how.
+#[pyfunction]
+#[pyo3(signature = (of, num_tokens, spans, seed, *, first_tokens = None, cp_tp_size = 1, memory = None))]
+#[allow(clippy::too_many_arguments, reason = "Python's keywords, of which kvhma.digests has a class")]
+pub(crate) fn content_sums(
+    py: Python<'_>,
+    of: &Bound<'_, PyAny>,
+    num_tokens: &Bound<'_, PyAny>,
+    spans: &Bound<'_, PyAny>,
+    seed: &Bound<'_, PyAny>,
+    first_tokens: Option<&Bound<'_, PyAny>>,
+    cp_tp_size: u64,
+    memory: Option<Vec<PyReadonlyArray1<'_, u8>>>,
+) -> PyResult<Vec<SumsArguments>> {
+    let (num_tokens, seed) = (read_u64("num_tokens", num_tokens)?, read_u64("seed", seed)?);
+    let spans = read_spans("spans", spans)?;
+    let first_tokens = first_tokens.map(|firsts| read_u64s("first_tokens", firsts)).transpose()?;
+    let request = ContentRequest { num_tokens, spans: &spans, first_tokens: first_tokens.as_deref(), seed, cp_tp_size };
+    let plan = of.cast::<Plan>().ok();
+    let checked = if plan.is_none() { Some(read_geometry("of", of)?) } else { None };
+    let plan = plan.map(|plan| &plan.get().core);
+    let geometry = checked.as_ref().map(|checked| &*checked.get().geometry);
+    let Some(regions) = plan.map(kvhma_core::Plan::local).or(geometry) else {
+        return Err(type_error(py, "of", &type_name(of), "is not a Geometry or a Plan"));
+    };
+    let arrays = memory.as_ref().map(|arrays| slices(py, regions, arrays)).transpose()?;
+    let mapped = Mapped(regions.regions().iter().map(|region| region.base).collect());
+    if arrays.is_none() && regions.regions().iter().any(|region| region.memory != Memory::Dram) {
+        let expected = "DRAM, or memory given as arrays".to_owned();
+        return Err(raise(py, &Error::geometry("regions", "memory", "VRAM".into(), expected)));
+    }
+    let found = py.detach(|| {
+        let memory: &dyn ContentMemory = arrays.as_ref().map_or(&mapped, |arrays| arrays);
+        match (plan, geometry) {
+            (Some(plan), _) => plan.content_sums(&request, memory),
+            (None, Some(geometry)) => geometry.content_sums(&request, memory),
+            (None, None) => Ok(Vec::new()),
+        }
+    });
+    Ok(found.or_raise(py)?.into_iter().map(arguments).collect())
+}
+
+/// Return the keys of the first indices of an axis, with which sums of repeated heads are multiplied.
+#[pyfunction]
+pub(crate) fn content_keys(seed: u64, axis: &str, count: u64) -> Vec<u64> {
+    kvhma_core::index_keys(seed, axis, count)
+}
+
+/// The regions' bytes, as many as the geometry says.
+fn slices<'a>(py: Python<'_>, of: &Geometry, arrays: &'a [PyReadonlyArray1<'_, u8>]) -> PyResult<Arrays<'a>> {
+    let regions = of.regions();
+    if arrays.len() != regions.len() {
+        let reason = format!("has {} arrays, expected {}", arrays.len(), regions.len());
+        return Err(type_error(py, "memory", "", &reason));
+    }
+    let slices = arrays.iter().zip(regions).map(|(array, region)| match array.as_slice() {
+        Ok(slice) if slice.len() as u64 == region.bytes => Ok(slice),
+        _ => {
+            let reason = format!("has an array of {}, expected {} bytes, C-contiguous", array.len(), region.bytes);
+            Err(type_error(py, "memory", "", &reason))
+        }
+    });
+    Ok(Arrays(slices.collect::<PyResult<_>>()?))
+}
+
+fn arguments(sums: ContentSums) -> SumsArguments {
+    let ContentSums { kind, limit, first_token, from_token, sums, repeated, heads } = sums;
+    let repeated = repeated.map(|repeated| (repeated.place, repeated.places, repeated.sums));
+    (kind, limit, first_token, from_token, sums, repeated, heads)
+}
