@@ -257,7 +257,7 @@ def _numbered(layers: Layers, theirs: LayerSums, ours: LayerSums, seed: int) -> 
 
 def _incomparable(field_name: str, local: str, remote: str) -> UnsupportedPairError:
     text = f"content_digests: {field_name}: D sums {local}, P {remote}; the two cannot be compared"
-    return UnsupportedPairError(text, code="digest-items", field="content_digests", local=local, remote=remote)
+    return UnsupportedPairError(text, field="content_digests", local=local, remote=remote)
 
 
 def _names(layers: Iterable[Layers]) -> str:

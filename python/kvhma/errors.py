@@ -129,6 +129,12 @@ class LeaseUnknownError(LeaseEndedError):
     code = "lease-unknown"
 
 
+class DigestError(TransferError):
+    """What D has after a load is not what P holds, or P does not say what it holds."""
+
+    code = "digest"
+
+
 class HandshakeError(KvhmaError, ValueError):
     """A handshake message is not one, is of another version, or is too large."""
 

@@ -135,15 +135,23 @@ def test_a_proved_answer():
     engine, reader, stranger = ProofKey(), ProofKey(), ProofKey()
     shared = engine.shared(reader.public)
     assert shared == reader.shared(engine.public) != stranger.shared(engine.public)
-    said = DIGEST, [write_claim(CLAIM)], [LeaseState.HELD]
-    proof = prove(shared, *said)
+    said = DIGEST, [write_claim(CLAIM)]
+    proof = prove(shared, *said, Leases([LeaseState.HELD]))
     assert len(proof) == 16
-    assert is_proved(proof, shared, *said)
-    assert not is_proved(proof, stranger.shared(reader.public), *said)
-    assert not is_proved(proof, shared, bytes(16), *said[1:])
+    answer = Leases([LeaseState.HELD], proof)
+    assert is_proved(shared, *said, answer)
+    assert not is_proved(stranger.shared(reader.public), *said, answer)
+    assert not is_proved(shared, bytes(16), said[1], answer)
     other = LeaseClaim(CLAIM.key, CLAIM.reader + 1, DIGEST)
-    assert not is_proved(proof, shared, DIGEST, [write_claim(other)], said[2])
-    assert not is_proved(proof, shared, *said[:2], [LeaseState.ENDED])
+    assert not is_proved(shared, DIGEST, [write_claim(other)], answer)
+    assert not is_proved(shared, *said, Leases([LeaseState.ENDED], proof))
+    assert not is_proved(shared, *said, Leases([LeaseState.HELD]))
+    # What the blocks hold is proved with it.
+    assert not is_proved(shared, *said, Leases([LeaseState.HELD], proof, [b"sums"]))
+    summed = prove(shared, *said, Leases([LeaseState.HELD], None, [b"sums"]))
+    assert is_proved(shared, *said, Leases([LeaseState.HELD], summed, [b"sums"]))
+    assert not is_proved(shared, *said, Leases([LeaseState.HELD], summed, [b"Sums"]))
+    assert not is_proved(shared, *said, Leases([LeaseState.HELD], summed))
     with pytest.raises(HandshakeError, match="none of X25519"):
         engine.shared(bytes(32))
 

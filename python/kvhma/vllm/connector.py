@@ -53,6 +53,7 @@ from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.digests import check_digests
 from kvhma.vllm.worker.worker import KvhmaWorker
 
 if TYPE_CHECKING:
@@ -179,11 +180,13 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
         Raises:
             GeometryError: a cache that is not known; the text names the layer and what was found.
+            SettingsError: digests are to be made of caches that are not in host memory.
         """
         config = self._vllm_config
         self._caches = kv_caches
         place = rank_info_of(config)
         geometry, self._memory = self._describe(kv_caches, place)
+        check_digests(self._settings, geometry, place.cp_tp_size)
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
         agent = self._agent(f"kvhma-{self._engine_id[:64]}-{parallel.rank}", public_key)
@@ -203,6 +206,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             self._memory.device,
             rank=parallel.rank,
             may_wait=parallel.data_parallel_size * parallel.pipeline_parallel_size == 1,
+            cp_tp_size=place.cp_tp_size,
         )
         self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
@@ -302,7 +306,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = metadata if isinstance(metadata, StepMetadata) else StepMetadata()
         received, report = self._worker.collect(idle=metadata.idle)
         report.step = metadata.step
-        self._report = report or None
+        self._report = None if report.is_empty else report
         failed = {request_id for request_id, failure in report.failures.items() if not failure.optional}
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 

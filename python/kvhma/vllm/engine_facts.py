@@ -51,9 +51,14 @@ class EngineFacts:
     dcp_size: int = 1
 
     @property
+    def workers(self) -> int:
+        """How many workers the engine has."""
+        return self.tp_size * self.pp_size * self.pcp_size
+
+    @property
     def worker_releases(self) -> bool:
         """Whether one worker alone loads a request, so that it tells P itself when the blocks are not needed."""
-        return self.tp_size * self.pp_size * self.pcp_size == 1
+        return self.workers == 1
 
     @property
     def ranks_of_stage(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,10 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvhma.digests import ContentDigest
+from kvhma.errors import KvhmaError
 from kvhma.geometry import Span
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import PrefillParams
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 
 
 class Load(NamedTuple):
@@ -31,6 +34,7 @@ class Load(NamedTuple):
         spans: D's blocks to fill, for each group.
         piece: whether it is one of several, which are read while P computes the prompt: nothing is asked of P then, and
             vLLM hears nothing of it.
+        held: of a last piece, D's blocks to fill with those of earlier pieces; empty without.
         outcome: how P is told, with the question after the read, that the blocks are not needed any more; None where
             several ranks read, so that the scheduler tells it when all have.
         optional: whether the request is computed here if it fails.
@@ -47,6 +51,54 @@ class Load(NamedTuple):
     trace: Trace | None = None
     optional: bool = False
     piece: bool = False
+    held: tuple[Span, ...] = ()
+
+
+class DigestOrder(NamedTuple):
+    """A finished request whose blocks are to be summed, for who reads them.
+
+    Attributes:
+        key: names it to its readers.
+        seed: of the digest.
+        num_tokens: tokens that the blocks hold.
+        spans: the blocks of each group.
+    """
+
+    key: LeaseKey
+    seed: int
+    num_tokens: int
+    spans: tuple[Span, ...]
+
+
+def join_ranks(one: tuple[ContentDigest, int], other: tuple[ContentDigest, int]) -> tuple[ContentDigest, int]:
+    """Add the digests of some ranks and of some others; raises nothing, since it runs in vLLM's own thread.
+
+    Those that cannot be added are not of one request: then ranks stay missing, and who waits for them gives up.
+    """
+    with contextlib.suppress(KvhmaError):
+        return one[0] + other[0], one[1] + other[1]
+    return one
+
+
+class LoadDigest(NamedTuple):
+    """What a load has, and what P says that it holds.
+
+    Attributes:
+        seed: of both.
+        prefill: the sum of P's ranks.
+        decode: the sum of `ranks` ranks of D.
+        ranks: how many of them have said.
+    """
+
+    seed: int
+    prefill: ContentDigest
+    decode: ContentDigest
+    ranks: int = 1
+
+    def joined(self, other: LoadDigest) -> LoadDigest:
+        """Add what other ranks have."""
+        decode, ranks = join_ranks((self.decode, self.ranks), (other.decode, other.ranks))
+        return self._replace(decode=decode, ranks=ranks)
 
 
 @dataclass
@@ -62,6 +114,8 @@ class StepMetadata(KVConnectorMetadata):
             span for each group.
         idle: whether nothing is computed in this step.
         step: number of the step, for the workers to send back with its results; None if nobody asks.
+        digests: finished requests whose blocks are to be summed.
+        verdicts: loads whose digest every rank has reported, and why each of them fails; None for those that do not.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -71,6 +125,8 @@ class StepMetadata(KVConnectorMetadata):
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
     step: int | None = None
+    digests: list[DigestOrder] = field(default_factory=list)
+    verdicts: dict[str, Failure | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +135,7 @@ class Failure:
 
     Attributes:
         cause: one of ``refused``, ``handshake``, ``unsupported``, ``request``, ``transfer``, ``peer_lost``,
-            ``expired``, ``internal``.
+            ``expired``, ``digest``, ``internal``.
         text: one line.
         passing: whether it may pass, so that the load is tried again.
         optional: whether the load is; vLLM hears nothing of its failure.
@@ -102,6 +158,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
         pieces: how many ranks have read the piece of a request that they were ordered to.
         lost_pieces: requests of which a rank could not read its piece, and why.
         step: number of the step whose results come with the report; None if it has none.
+        digests: of loads that are done but for the scheduler's word on what they hold.
+        prefill_digests: of finished requests, the sum of so many ranks.
     """
 
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -110,14 +168,20 @@ class WorkerReport(KVConnectorWorkerMetadata):
     lost_pieces: dict[str, str] = field(default_factory=dict)
     step: int | None = None
 
-    def __bool__(self) -> bool:
-        """Whether it says anything."""
-        return bool(self.failures or self.first_tokens or self.pieces) or self.step is not None
+    digests: dict[str, LoadDigest] = field(default_factory=dict)
+    prefill_digests: dict[LeaseKey, tuple[ContentDigest, int]] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        said = self.failures or self.first_tokens or self.pieces or self.digests or self.prefill_digests
+        return not said and self.step is None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two workers: of two failures the lasting one counts, of two first tokens the later."""
         failures, first_tokens = dict(self.failures), dict(self.first_tokens)
         pieces, lost_pieces, step = dict(self.pieces), dict(self.lost_pieces), self.step
+        digests, prefill_digests = dict(self.digests), dict(self.prefill_digests)
         if isinstance(other, WorkerReport):
             for request_id, ranks in other.pieces.items():
                 pieces[request_id] = pieces.get(request_id, 0) + ranks
@@ -129,7 +193,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
                     failures[request_id] = failure
             for request_id, tokens in other.first_tokens.items():
                 first_tokens[request_id] = later(first_tokens.get(request_id, {}), tokens)
-        return WorkerReport(failures, first_tokens, pieces, lost_pieces, step)
+            for request_id, digest in other.digests.items():
+                digests[request_id] = digests[request_id].joined(digest) if request_id in digests else digest
+            for key, sums in other.prefill_digests.items():
+                prefill_digests[key] = join_ranks(prefill_digests[key], sums) if key in prefill_digests else sums
+        return WorkerReport(failures, first_tokens, pieces, lost_pieces, step, digests, prefill_digests)
 
 
 def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:

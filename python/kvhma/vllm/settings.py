@@ -59,6 +59,8 @@ class Settings:
         host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
             ``kv_buffer_device`` is ``cpu`` and the caches are not.
         case_folder: folder that loads which failed are written to as case files; None for none.
+        content_digests: share of the requests whose blocks a prefill engine sums, see :mod:`kvhma.digests`, from 0
+            (``off``) to 1 (``all``); a decode engine compares what it has loaded with the sums, unless it is 0 there.
         staging_blocks: blocks that host memory has room for, for what others read and as many for what is loaded; None
             for a quarter of the engine's, and at least those of the longest request.
     """
@@ -92,6 +94,7 @@ class Settings:
     host_staged: bool | None = None
     case_folder: str | None = None
     staging_blocks: int | None = None
+    content_digests: float = 0.0
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector that change nothing here, each with why; they are reported in the log."""
 
@@ -114,6 +117,10 @@ class Settings:
             given["prefill_engines"] = _addresses(given["prefill_engines"])
         if given.get("allowed_prefill_engines") is not None:
             given["allowed_prefill_engines"] = _allowed(given["allowed_prefill_engines"])
+        if isinstance(share := given.get("content_digests"), str):
+            if share not in _SHARES:
+                raise _wrong("content_digests", share, "off, all or a number 0..1")
+            given["content_digests"] = _SHARES[share]
         for name, (kind, low, high) in _RANGES.items():
             if (value := given.get(name)) is not None:
                 given[name] = _number(name, value, kind, low, high)
@@ -157,10 +164,13 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "num_threads": (int, 0, 256),
     "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
     "staging_blocks": (int, 1, 1 << 31),
+    "content_digests": (float, 0, 1),
     "switch_interval_us": (int, 10, 1_000_000),
     "side_channel_port": (int, 1, 65535),
 }
 
+
+_SHARES = {"off": 0.0, "all": 1.0}
 
 _TYPES: dict[str, type[str] | type[bool]] = {
     "secret_file": str,

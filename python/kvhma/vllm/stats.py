@@ -95,6 +95,11 @@ METRICS = {
     "rank_descriptors": Metric("Descriptors that a rank's loads were planned with.", label="rank"),
     "rank_seconds": Metric("Time of a rank's transfers: the slowest one decides when a request goes on.", label="rank"),
     "failed_loads": Metric("Loads that failed.", label="cause"),
+    "content_digests": Metric("Loads whose content was compared with what P holds.", label="result"),
+    "digest_tokens": Metric("Tokens of loads that were compared, summed over the kinds of layers."),
+    "digest_seconds": Metric(
+        "Time to sum what the blocks of a request hold, in seconds.", [2**k * 1e-5 for k in range(18)]
+    ),
     "computed_prompts": Metric(
         "Prompts with parameters of a prefill engine that were computed here all the same.", label="reason"
     ),

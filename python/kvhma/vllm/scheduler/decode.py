@@ -13,6 +13,7 @@ from kvhma.planning import live_spans
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
 from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.digests import DecodeDigests
 from kvhma.vllm.scheduler.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.pending_load import LoadState, PendingLoad, is_sample
@@ -67,6 +68,7 @@ class DecodeScheduler:
         )
         self._following = FollowedLoads(context)
         self.pending: dict[str, PendingLoad] = {}
+        self._digests = DecodeDigests(context)
         self.unfilled: dict[str, dict[int, int]] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
@@ -194,7 +196,7 @@ class DecodeScheduler:
         self, request_id: str, load: PendingLoad, followed: FollowedLoad, params: dict[str, Any]
     ) -> None:
         """Order the last piece: from here on it is a load like others."""
-        remote = _bounded(
+        remote = self._taken(
             PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=followed.num_prompt_tokens)
         )
         if self._context.geometry is None:
@@ -238,7 +240,7 @@ class DecodeScheduler:
         """Claim what P holds for a request; None if all of it is computed here."""
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
-        remote = _bounded(remote)
+        remote = self._taken(remote)
         load = PendingLoad(
             remote,
             num_tokens=min(remote.num_tokens, most),
@@ -260,6 +262,11 @@ class DecodeScheduler:
         else:
             self._unclaimed[request.request_id] = load
         return load
+
+    def _taken(self, remote: PrefillParams) -> PrefillParams:
+        """Return parameters as they count here: with a lease within bounds, and a digest only if it is compared."""
+        seed = remote.content_seed if self._context.settings.content_digests else None
+        return _bounded(remote)._replace(content_seed=seed)
 
     def _claim(self, load: PendingLoad, remote: PrefillParams) -> None:
         every = max(_MIN_RENEWAL_SECONDS, remote.lease / _RENEWALS)
@@ -365,6 +372,7 @@ class DecodeScheduler:
             return
         load.state = LoadState.LOADING
         load.first_tokens = {}
+        self._digests.forget(request_id)
         if load.refusal:
             self._refuse(request_id, load, load.refusal)
             return
@@ -408,6 +416,11 @@ class DecodeScheduler:
             optional=load.prefilled is not None,
         )
 
+    def _worker_releases(self, remote: PrefillParams | None) -> bool:
+        """Whether the worker that has read a load tells P so; not before its digest was compared."""
+        has_digest = remote is not None and remote.content_seed is not None
+        return self._context.engine.worker_releases and not has_digest
+
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended."""
         report = output.kv_connector_worker_meta
@@ -433,6 +446,8 @@ class DecodeScheduler:
                 load.lost = load.prefilled is not None
                 if not failure.passing:
                     load.refusal = load.refusal or failure.text
+        if self._context.settings.content_digests:
+            self._metadata.verdicts |= self._digests.verdicts(report)
 
     def _loaded_for_prefill(self, request_id: str, load: PendingLoad, request: Request, *, failed: bool) -> None:
         """Take note that the last turn was read; or make vLLM compute the prompt, whatever its policy.
@@ -448,7 +463,7 @@ class DecodeScheduler:
                 self._context.manager.free(request)
                 request.num_computed_tokens = 0
                 self.put_off.note_failed(request_id)
-        self._end(request_id, read=True, released=not failed and self._context.engine.worker_releases)
+        self._end(request_id, read=True, released=not failed and self._worker_releases(load.remote))
 
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute
@@ -462,7 +477,7 @@ class DecodeScheduler:
             load.asked_since = None
         else:
             # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
-            released = not failed and self._context.engine.worker_releases
+            released = not failed and self._worker_releases(load.remote)
             self._end(request_id, read=not failed or recompute or load.aborted, released=released)
 
     def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
@@ -482,6 +497,7 @@ class DecodeScheduler:
         """
         load = self.pending.pop(request_id)
         self._unfollow(request_id, load, "given_up")
+        self._digests.forget(request_id)
         self._unclaimed.pop(request_id, None)
         if load.claimed or not released:
             self._release(load, read=read)
@@ -494,7 +510,7 @@ class DecodeScheduler:
 
     def _outcome(self, remote: PrefillParams) -> Outcome | None:
         """Return what a worker tells P itself when it has read; None if others read too."""
-        return self._read_outcome(remote) if self._context.engine.worker_releases else None
+        return self._read_outcome(remote) if self._worker_releases(remote) else None
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         return Outcome.READ_SHARED if self._shared.get(remote.lease_key, False) else Outcome.READ

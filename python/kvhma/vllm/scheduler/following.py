@@ -128,7 +128,8 @@ class FollowedLoad:
         )
         if not same:
             self.done = 0
-        return self.order._replace(remote=remote, spans=tuple(rest(geometry, self.order.spans, self.done)))
+        spans = tuple(rest(geometry, self.order.spans, self.done))
+        return self.order._replace(remote=remote, spans=spans, held=self.order.spans)
 
 
 class FollowedLoads:
@@ -153,7 +154,10 @@ class FollowedLoads:
         Raises:
             RequestError: too many are followed.
         """
-        return FollowedLoad(self._conversations.follow(ticket, request.num_prompt_tokens), request.num_prompt_tokens)
+        tokens = request.num_prompt_tokens
+        # Through host memory a piece would have to stay there until the digest of all of it is made.
+        in_pieces = not self._context.engine.host_staged
+        return FollowedLoad(self._conversations.follow(ticket, tokens), tokens, in_pieces=in_pieces)
 
     def look(self, request: Request, followed: FollowedLoad) -> int | None:
         """Return how many tokens P will hand over, if P has said so and there is room for them; else None.

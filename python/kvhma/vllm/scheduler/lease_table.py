@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.vllm.wire.messages import LeaseState, Outcome
+from kvhma.vllm.wire.messages import MAX_CONTENTS_BYTES, LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
 MAX_READERS = 64
@@ -112,6 +112,7 @@ class _Held:
         read: whether a reader has read it, or does not need it any more.
         late_readers_until: until when it is kept for readers that have not claimed it yet, once it has been read.
         overdue_since: when a step first found that its lease was not renewed in time; None if it was.
+        content: digest of what the blocks hold; None until the workers have summed it, if they do.
     """
 
     digest: bytes
@@ -124,6 +125,7 @@ class _Held:
     read: bool = False
     late_readers_until: float = 0.0
     overdue_since: float | None = None
+    content: bytes | None = None
 
     def check_over(self, now: float) -> bool:
         """Return whether it is not to be kept any more, and take note if its lease is overdue."""
@@ -318,6 +320,25 @@ class LeaseTable:
             held.expires = max(held.expires, now + self._lease)
             self._release(held, claim, outcome, now)
         return state
+
+    def note_content(self, key: LeaseKey, content: bytes) -> None:
+        """Take note of the digest of what a request's blocks hold."""
+        with self._lock:
+            if (held := self._held.get(key)) is not None:
+                held.content = content
+
+    def contents(self, claims: Sequence[LeaseClaim]) -> list[bytes | None]:
+        """Return the digest of each claim; None where it is not there yet, or no room in an answer."""
+        found: list[bytes | None] = []
+        room = MAX_CONTENTS_BYTES
+        with self._lock:
+            for claim in claims:
+                held = self._held.get(claim.key)
+                content = held.content if held is not None and self._is_of(held, claim) else None
+                fits = content is not None and len(content) <= room
+                found.append(content if fits else None)
+                room -= len(content) if content is not None and fits else 0
+        return found
 
     def release(self, claims: Sequence[LeaseClaim], outcome: Outcome) -> None:
         """Take readers off requests; those that are not held are passed over.

@@ -16,6 +16,7 @@ from kvhma.planning import live_spans
 from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.digests import PrefillDigests
 from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, LeaseEnd
 from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
@@ -52,6 +53,7 @@ class PrefillScheduler:
 
     Attributes:
         settling: requests that others follow while they are computed.
+        digests: of what the blocks hold, for requests that are summed.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -59,6 +61,7 @@ class PrefillScheduler:
         self._context = context
         self.settling = SettlingRequests(context)
         self._incarnation_id = random_id()
+        self.digests = PrefillDigests(context)
         self._listener: Listener | None = None
         self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._shortened: set[str] = set()
@@ -121,6 +124,7 @@ class PrefillScheduler:
         """Tell the workers which requests are not kept any more, and what to copy to host memory."""
         metadata.step = self.settling.step(output)
         leases = self._context.leases
+        metadata.digests = self.digests.take_orders()
         if ended := leases.drain_ended():
             metadata.sent = self._note_ended(ended)
         if refused := leases.take_digests_refused():
@@ -168,6 +172,8 @@ class PrefillScheduler:
     def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         self._to_stage.pop(request.request_id, None)
         remote, geometry = self._describe(request, tables), self._context.geometry
+        if remote is not None:
+            remote = self.digests.choose(remote)
         self._shortened.discard(request.request_id)
         _, slots = self._staged.pop(request.request_id, (0, None))
         if remote is None or geometry is None:

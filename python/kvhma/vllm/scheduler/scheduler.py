@@ -115,10 +115,12 @@ class KvhmaScheduler:
         return metadata
 
     def results(self, output: KVConnectorOutput) -> None:
-        """Take note of the loads that have ended, and of the step whose results these are."""
+        """Take note of the loads that have ended, of the step whose results these are, and of what was summed."""
         report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport) and report.step is not None:
-            self.prefill.settling.settled(report.step)
+        if isinstance(report, WorkerReport):
+            self.prefill.digests.results(report)
+            if report.step is not None:
+                self.prefill.settling.settled(report.step)
         if self.answers is not None:
             done = (output.finished_recving or set()) - (output.failed_recving or set())
             pending = self.decode.pending  # forgets them below

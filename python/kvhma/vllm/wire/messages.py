@@ -33,6 +33,10 @@ MAX_HELLO_BYTES = MAX_HANDSHAKE_BYTES + 4096
 MAX_CLAIMS = 480
 """Claims in one message: they fit one question whatever the names of their requests are."""
 
+MAX_CONTENT_BYTES = 256 << 10
+MAX_CONTENTS_BYTES = 512 << 10
+"""Of a digest of what blocks hold, and of those in one answer; the others come with the next one."""
+
 MAX_TEXT = 4096
 """Characters of a text."""
 
@@ -54,6 +58,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Content = Annotated[bytes, msgspec.Meta(max_length=MAX_CONTENT_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -86,6 +91,8 @@ class Renew(msgspec.Struct, tag="renew", frozen=True, omit_defaults=True):
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
     reader_key: Key | None = None
     nonce: Nonce = bytes(NONCE_BYTES)
+    contents: bool = False
+    """And what are the digests of what the blocks hold?"""
 
 
 class Outcome(enum.Enum):
@@ -193,6 +200,8 @@ class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
 
     states: Annotated[list[LeaseState], msgspec.Meta(max_length=MAX_CLAIMS)]
     proof: Digest | None = None
+    contents: Annotated[list[Content | None], msgspec.Meta(max_length=MAX_CLAIMS)] | None = None
+    """Of each claim its digest of :mod:`kvhma.digests`, if that was asked for; None where it is not there yet."""
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):

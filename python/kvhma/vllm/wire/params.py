@@ -124,6 +124,7 @@ class PrefillParams(NamedTuple):
         digest: of everything but the address and the ranks, 16 bytes, where it was read from parameters. P remembers
             it, and holds the blocks for nobody who claims them with another one. With a secret it is a signature: only
             an engine could have written the parameters.
+        content_seed: seed of the digests of what the blocks hold, see :mod:`kvhma.digests`; None if P makes none.
         prefixes: of an answer, parts that may be read where the next prompt goes on otherwise; fewest tokens first.
         epoch: of the request's ticket when it was finished; 0 without one.
     """
@@ -141,6 +142,7 @@ class PrefillParams(NamedTuple):
     digest: bytes = b""
     prefixes: tuple[Prefix, ...] = ()
     epoch: int = 0
+    content_seed: int | None = None
 
     @property
     def incarnation(self) -> Incarnation:
@@ -159,6 +161,8 @@ class PrefillParams(NamedTuple):
             fields.append(self.prefixes)
         if self.epoch:
             fields.append({"epoch": self.epoch})
+        if self.content_seed is not None:
+            fields.append(["content", self.content_seed])
         return json.dumps(fields).encode()
 
     def to_params(
@@ -200,6 +204,8 @@ class PrefillParams(NamedTuple):
             params["kvhma"]["prefixes"] = [list(prefix) for prefix in self.prefixes]
         if self.epoch:
             params["kvhma"]["epoch"] = self.epoch
+        if self.content_seed is not None:
+            params["kvhma"]["content"] = f"{self.content_seed:016x}"
         return params, digest
 
     @classmethod
@@ -239,6 +245,8 @@ class PrefillParams(NamedTuple):
             remote = remote._replace(prefixes=_prefixes(own, tokens))
         if "epoch" in own:
             remote = remote._replace(epoch=_integer(own, "kvhma.epoch", 1, _MAX_TOKENS))
+        if "content" in own:
+            remote = remote._replace(content_seed=_random_id(own, "kvhma.content"))
         rows = _span_rows(own)
         digest = bytes.fromhex(_hex_digest(own, "kvhma.digest"))
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from kvhma.errors import HandshakeError
-from kvhma.vllm.wire.messages import LeaseState, WireClaim
+from kvhma.vllm.wire.messages import Leases, WireClaim
 
 _HELLO = b"kvhma-hello-3"
 _LEASES = b"kvhma-leases-3"
@@ -110,14 +110,13 @@ class Proving:
     shared: bytes = field(repr=False)
 
 
-def prove(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], states: Sequence[LeaseState]) -> bytes:
+def prove(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], answer: Leases) -> bytes:
     """Return the proof, 16 bytes, that who shares this key gave this answer to this question."""
-    said = msgspec.msgpack.encode((nonce, claims, states))
+    contents = () if answer.contents is None else (answer.contents,)
+    said = msgspec.msgpack.encode((nonce, claims, answer.states, *contents))
     return hashlib.blake2b(said, digest_size=_PROOF_BYTES, key=shared).digest()
 
 
-def is_proved(
-    proof: bytes, shared: bytes, nonce: bytes, claims: Sequence[WireClaim], states: Sequence[LeaseState]
-) -> bool:
-    """Return whether a proof is :func:`prove`'s."""
-    return hmac.compare_digest(proof, prove(shared, nonce, claims, states))
+def is_proved(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], answer: Leases) -> bool:
+    """Return whether the proof of an answer is :func:`prove`'s."""
+    return hmac.compare_digest(answer.proof or b"", prove(shared, nonce, claims, answer))

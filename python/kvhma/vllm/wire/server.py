@@ -60,6 +60,9 @@ class LeaseService(Protocol):
     def finish(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
         """Return the state of each, and release those that are held."""
 
+    def contents(self, claims: list[LeaseClaim]) -> list[bytes | None]:
+        """Return the digest of what the blocks of each hold; None where there is none yet."""
+
 
 class TicketService(Protocol):
     """What a listener asks about tickets, from its own thread."""
@@ -206,10 +209,14 @@ class Listener:
                 return Done()
 
     def _state(self, question: Renew | Finish, states: list[LeaseState]) -> Leases:
+        contents = None
+        if isinstance(question, Renew) and question.contents:
+            contents = self._leases.contents([read_claim(claim) for claim in question.claims])
+        answer = Leases(states, contents=contents)
         if question.reader_key is None:
-            return Leases(states)
+            return answer
         shared = self._proof_key.shared(question.reader_key)
-        return Leases(states, prove(shared, question.nonce, question.claims, states))
+        return Leases(states, prove(shared, question.nonce, question.claims, answer), contents)
 
 
 def _bind(address: Address) -> socket.socket:

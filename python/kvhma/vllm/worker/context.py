@@ -29,6 +29,7 @@ class WorkerContext:
         rank: of this worker among all of its engine: stage by stage its tensor-parallel ranks.
         may_wait: whether a step may wait for loads without keeping other engines or stages from theirs.
         proof_key: for questions whose answers are to be proved.
+        cp_tp_size: how many neighbouring tensor-parallel ranks share the tokens of a cache.
     """
 
     settings: Settings
@@ -41,3 +42,4 @@ class WorkerContext:
     rank: int = 0
     may_wait: bool = True
     proof_key: ProofKey = field(default_factory=ProofKey)
+    cp_tp_size: int = 1

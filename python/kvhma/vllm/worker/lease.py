@@ -47,6 +47,8 @@ class LeaseQuestion:
         timeout: float,
         proving: Proving | None,
         outcomes: Sequence[Outcome] = (),
+        *,
+        contents: bool = False,
     ) -> None:
         """Ask.
 
@@ -54,15 +56,16 @@ class LeaseQuestion:
             clients: of P's scheduler.
             claims: what was read, and by whom; at most `MAX_CLAIMS`.
             outcomes: of each claim, to release those that P held; none to release nothing.
+            contents: whether P is asked for the digests of what the blocks hold, too; nothing is released then.
             timeout: seconds to wait for the answer, and as long for a new connection.
             proving: how the answer has to be proved to be of the engine that was read; None if it need not be.
         """
         self._clients = clients
         self._claims = claims
         self._proving = proving
-        self._question = _question([write_claim(claim) for claim in claims], outcomes, proving)
+        self._question = _question([write_claim(claim) for claim in claims], outcomes, proving, contents=contents)
         self._timeout = timeout
-        self._answer: list[LeaseState] | None = None
+        self._answer: Leases | None = None
         self._error: LeaseUnknownError | None = None
         self._client: Client | None = None
         self._future: Future[Leases] | None = None
@@ -111,7 +114,7 @@ class LeaseQuestion:
         """
         if self._error is not None:
             raise self._error.with_traceback(None)
-        state = LeaseState.ENDED if self._answer is None else self._answer[index]
+        state = LeaseState.ENDED if self._answer is None else self._answer.states[index]
         if state is LeaseState.HELD:
             return
         name = one_line(self._claims[index].key.request_id)
@@ -119,6 +122,11 @@ class LeaseQuestion:
             raise RequestError(f"P handed out other parameters for {name!r} than these: they were changed on the way")
         why = "it has too many readers" if state is LeaseState.FULL else "its lease has ended, or others have read it"
         raise LeaseEndedError(f"P does not hold {name!r} for this reader: {why}")
+
+    def content(self, index: int) -> bytes | None:
+        """Return P's digest of what the claim at `index` reads; None if P has none yet."""
+        contents = None if self._answer is None else self._answer.contents
+        return None if contents is None or len(contents) != len(self._claims) else contents[index]
 
     def _ask_over(self, client: Client) -> None:
         try:
@@ -169,17 +177,21 @@ class LeaseQuestion:
         question, proving = self._question, self._proving
         if len(answer.states) != len(self._claims):
             self._fail(HandshakeError(f"{len(self._claims)} claims, {len(answer.states)} answers"))
-        elif proving is not None and not is_proved(
-            answer.proof or b"", proving.shared, question.nonce, question.claims, answer.states
-        ):
+        elif proving is not None and not is_proved(proving.shared, question.nonce, question.claims, answer):
             self._fail(HandshakeError("the answer is not of the engine that was read"))
         else:
-            self._answer = answer.states
+            self._answer = answer
 
     def _fail(self, error: BaseException) -> None:
         self._error = LeaseUnknownError(f"P has not confirmed that the blocks were held while they were read: {error}")
 
 
-def _question(claims: list[WireClaim], outcomes: Sequence[Outcome], proving: Proving | None) -> Renew | Finish:
-    proved = () if proving is None else (proving.reader_key, secrets.token_bytes(NONCE_BYTES))
-    return Finish(claims, list(outcomes), *proved) if outcomes else Renew(claims, *proved)
+def _question(
+    claims: list[WireClaim], outcomes: Sequence[Outcome], proving: Proving | None, *, contents: bool
+) -> Renew | Finish:
+    key, nonce = (
+        (None, bytes(NONCE_BYTES)) if proving is None else (proving.reader_key, secrets.token_bytes(NONCE_BYTES))
+    )
+    if outcomes:
+        return Finish(claims, list(outcomes), key, nonce)
+    return Renew(claims, key, nonce, contents)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvhma._kvhma import Transfer
+from kvhma.digests import ContentDigest
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
 from kvhma.vllm.memory import Memory
@@ -23,6 +24,7 @@ from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import MAX_CLAIMS
+from kvhma.vllm.worker.digests import LoadSums, sums_of
 from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults, failure_of
@@ -61,6 +63,7 @@ class ActiveLoad:
         post_seconds: how long posting took.
         read_at: when the last read had ended; None until then.
         question: to P, whether it held the blocks, and the place of this load in it; None before it is asked.
+        sums: of what was read, if P makes digests; None before the reads have ended.
         error: the first one; the load fails once its reads have ended.
         reported: whether its result is known.
     """
@@ -80,13 +83,20 @@ class ActiveLoad:
     post_seconds: float = 0.0
     read_at: float | None = None
     question: tuple[LeaseQuestion, int] | None = None
+    sums: LoadSums | None = None
     error: BaseException | None = None
     reported: bool = False
 
     @property
     def wants_answer(self) -> bool:
         """Whether P has to be asked about it now."""
-        return self.read_at is not None and self.question is None and self.error is None and not self.load.piece
+        may_ask = not self.load.piece and (self.sums is None or self.sums.may_ask)
+        return self.read_at is not None and self.question is None and self.error is None and may_ask
+
+    @property
+    def has_digest(self) -> bool:
+        """Whether P sums what it holds."""
+        return self.load.remote.content_seed is not None
 
     def is_zeroed(self) -> bool:
         """Whether nothing is launched any more that writes to its blocks: only then they are read into, or given up."""
@@ -129,6 +139,8 @@ class LoadPoller:
         results: LoadResults,
         timeout: float,
         rank: int = 0,
+        *,
+        cp_tp_size: int = 1,
     ) -> None:
         """Start the thread.
 
@@ -139,6 +151,7 @@ class LoadPoller:
             results: where loads are reported.
             timeout: how many seconds it is waited for an answer of a prefill engine.
             rank: of this worker, by which its transfers are counted.
+            cp_tp_size: how many neighbouring tensor-parallel ranks share the tokens of a cache.
         """
         self._geometry = geometry
         self._memory = memory
@@ -147,6 +160,7 @@ class LoadPoller:
         self._timeout = timeout
         self._rank = str(rank)
         self._spans = Spans(rank, results.stats)
+        self._cp_tp_size = cp_tp_size
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(geometry.groups)]
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
         self._active: list[ActiveLoad] = []
@@ -234,14 +248,35 @@ class LoadPoller:
         if active.read_at is None and all(handle.finished for handle in active.handles) and active.is_zeroed():
             active.read_at = time.monotonic()
             self._results.note_read()
+            if active.has_digest and active.error is None:
+                with errors_end(active):
+                    self._sum(active)
+
+    def _sum(self, active: ActiveLoad) -> None:
+        """Begin to sum what a load has read."""
+        load, engine = active.load, active.engine
+        if engine is None or active.transfer is None or active.places is None:
+            return
+        sums = sums_of(engine.plan, active.transfer, load, active.places, self._geometry, self._cp_tp_size)
+
+        def timed() -> ContentDigest:
+            started = time.monotonic()
+            digest = sums()
+            self._results.stats.record(digest_seconds=time.monotonic() - started)
+            return digest
+
+        active.sums = LoadSums(load, load.remote.content_seed or 0, timed, self._timeout)
 
     def _ask(self, loads: Sequence[ActiveLoad], *, more_to_come: bool) -> None:
-        """Ask P about loads that were read: one question to an engine at a time, about all that are ready by then."""
-        ready: dict[PrefillEngine, list[ActiveLoad]] = {}
+        """Ask P about loads that were read: one question to an engine at a time, about all that are ready by then.
+
+        Those with digests apart: P's blocks are not released before these were compared.
+        """
+        ready: dict[tuple[PrefillEngine, bool], list[ActiveLoad]] = {}
         for active in loads:
             if active.engine is not None and active.wants_answer:
-                ready.setdefault(active.engine, []).append(active)
-        for engine, of_engine in ready.items():
+                ready.setdefault((active.engine, active.has_digest), []).append(active)
+        for (engine, _), of_engine in ready.items():
             asked = self._questions.get(engine)
             waited = time.monotonic() - min(active.read_at or 0.0 for active in of_engine)
             if (asked is None or not asked.open) and (not more_to_come or waited > _ASK_SECONDS):
@@ -252,7 +287,8 @@ class LoadPoller:
         claims = [active.load.remote.claim(active.load.reader) for active in loads]
         # All of them or none: it depends on how many ranks this engine has.
         outcomes = [active.load.outcome for active in loads if active.load.outcome is not None]
-        question = LeaseQuestion(engine.clients, claims, self._timeout, engine.proving, outcomes)
+        contents = loads[0].has_digest
+        question = LeaseQuestion(engine.clients, claims, self._timeout, engine.proving, outcomes, contents=contents)
         self._questions[engine] = question
         for index, active in enumerate(loads):
             active.question = question, index
@@ -269,9 +305,18 @@ class LoadPoller:
                 if not question.poll():
                     return False
                 question.check(index)
+                if active.sums is not None and not self._has_sums(active, active.sums, question.content(index)):
+                    return False
         if not active.reported:
             self._report(active)
         return True
+
+    def _has_sums(self, active: ActiveLoad, sums: LoadSums, content: bytes | None) -> bool:
+        """Return whether both sums of a load are there; if P has none yet, it is asked again."""
+        if not sums.take(content):
+            active.question = None
+            return False
+        return sums.result() is not None
 
     def _report(self, active: ActiveLoad) -> None:
         """Let go of what a load held, and report it."""
@@ -290,14 +335,21 @@ class LoadPoller:
                 self._memory.copy_in(active.places, spans, active.after)
                 first_tokens = first_filled_tokens(self._geometry, spans, active.transfer.first_tokens)
         with errors_end(active):
+            if active.sums is not None:
+                active.sums.close()
             places, active.places = active.places, None
             if places is not None:
                 self._memory.release(places)
         ended_at = time.monotonic()
+        digest = None
+        if active.sums is not None and active.error is None:
+            digest = active.sums.result()
         if active.load.piece:
             self._results.end_piece(active.load.request_id, active.error)
         elif active.error is not None:
             self._results.fail(active.load.request_id, failure_of(active.error))
+        elif digest is not None:
+            self._results.ask_verdict(active.load.request_id, first_tokens, digest)
         else:
             self._results.succeed(active.load.request_id, first_tokens)
         active.reported = True

@@ -7,10 +7,12 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvhma.digests import ContentDigest
 from kvhma.errors import (
+    DigestError,
     HandshakeError,
     HandshakeTimeoutError,
     KvhmaError,
@@ -22,9 +24,10 @@ from kvhma.errors import (
 )
 from kvhma.text import one_line
 from kvhma.vllm.case_folder import CaseFolder
-from kvhma.vllm.metadata import Failure, Load, WorkerReport
+from kvhma.vllm.metadata import Failure, Load, LoadDigest, WorkerReport
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.params import LeaseKey
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -64,6 +67,10 @@ class LoadResults:
         self._all_reported = threading.Condition(self._lock)
         self._unreported: dict[str, _Unreported] = {}
         """By request, in the order in which they were ordered."""
+        self._unjudged: dict[str, dict[int, int]] = {}
+        """First tokens of loads whose digests the scheduler compares."""
+        self._verdicts: dict[str, Failure | None] = {}
+        """What it has said of loads that have not come that far here."""
         self._reads = 0
         self._ended: set[str] = set()
         self._pieces: set[str] = set()
@@ -78,6 +85,7 @@ class LoadResults:
                 if load.piece:
                     self._pieces.add(load.request_id)
                 else:
+                    self._verdicts.pop(load.request_id, None)
                     self._unreported[load.request_id] = _Unreported(load, now)
             for request_id in refusals:
                 self._unreported[request_id] = _Unreported(None, now)
@@ -90,8 +98,41 @@ class LoadResults:
     def succeed(self, request_id: str, first_tokens: dict[int, int]) -> None:
         """Report a load that is right; `first_tokens` as in :class:`kvhma.vllm.metadata.WorkerReport`."""
         with self._lock:
-            if self._end(request_id) and first_tokens:
-                self._report.first_tokens[request_id] = first_tokens
+            self._succeed(request_id, first_tokens)
+
+    def _succeed(self, request_id: str, first_tokens: dict[int, int]) -> None:
+        if self._end(request_id) and first_tokens:
+            self._report.first_tokens[request_id] = first_tokens
+
+    def ask_verdict(self, request_id: str, first_tokens: dict[int, int], digest: LoadDigest) -> None:
+        """Report what a load has read; the scheduler says whether it is right when all ranks have."""
+        with self._lock:
+            if request_id not in self._unreported:
+                return
+            self._report.digests[request_id] = digest
+            self._unjudged[request_id] = first_tokens
+            self._all_reported.notify()  # nothing is waited for in this step
+            verdicts = {request_id: self._verdicts.pop(request_id)} if request_id in self._verdicts else {}
+        self.judge(verdicts)
+
+    def judge(self, verdicts: Mapping[str, Failure | None]) -> None:
+        """Report loads of which the scheduler knows whether they are right."""
+        for request_id, failure in verdicts.items():
+            with self._lock:
+                first_tokens = self._unjudged.get(request_id)
+                if first_tokens is None:
+                    if request_id in self._unreported:
+                        self._verdicts[request_id] = failure
+                    continue
+            if failure is not None:
+                self.fail(request_id, failure)
+            else:
+                self.succeed(request_id, first_tokens)
+
+    def note_prefill_digest(self, key: LeaseKey, digest: ContentDigest) -> None:
+        """Report the digest of a finished request's blocks."""
+        with self._lock:
+            self._report.prefill_digests[key] = digest, 1
 
     def fail(self, request_id: str, failure: Failure) -> None:
         """Report a load that failed."""
@@ -120,21 +161,26 @@ class LoadResults:
 
     def _end(self, request_id: str) -> bool:
         """Return whether this is the first result of a load that is expected."""
+        self._unjudged.pop(request_id, None)
         if self._unreported.pop(request_id, None) is None:
             return False
         self._ended.add(request_id)
-        if not self._unreported:
+        if not self._is_waited_for():
             self._all_reported.notify()
         return True
+
+    def _is_waited_for(self) -> bool:
+        """Whether a load may end without another step; the lock is held."""
+        return len(self._unreported) > len(self._unjudged)
 
     def wait(self) -> None:
         """Wait until every load is reported, but no longer than one more load is read every 2 ms, and at most 10 ms."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         with self._lock:
             reads_before = None
-            while self._unreported and self._reads != reads_before and time.monotonic() < deadline:
+            while self._is_waited_for() and self._reads != reads_before and time.monotonic() < deadline:
                 reads_before = self._reads
-                self._all_reported.wait_for(lambda: not self._unreported, _NEXT_READ_SECONDS)
+                self._all_reported.wait_for(lambda: not self._is_waited_for(), _NEXT_READ_SECONDS)
 
     def take(self) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended since the last call, and the report for the scheduler."""
@@ -179,6 +225,7 @@ class LoadResults:
 
 
 _CAUSES: tuple[tuple[type[KvhmaError], str, bool], ...] = (
+    (DigestError, "digest", True),
     (LeaseUnknownError, "expired", True),
     (LeaseEndedError, "expired", False),
     (PeerLostError, "peer_lost", True),

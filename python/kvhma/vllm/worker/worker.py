@@ -20,6 +20,7 @@ from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
 from kvhma.vllm.standstill import StandstillWatch
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.digests import PrefillSums
 from kvhma.vllm.worker.idle_engines import IdleEngineWatch
 from kvhma.vllm.worker.loading import Loader
 from kvhma.vllm.worker.notifications import NotificationDrain
@@ -43,7 +44,10 @@ class KvhmaWorker:
         self._device = context.device
         self._may_wait = context.may_wait
         timeout = settings.handshake_timeout
-        self._poller = LoadPoller(geometry, memory, self._engines, self._results, timeout, context.rank)
+        self._poller = LoadPoller(
+            geometry, memory, self._engines, self._results, timeout, context.rank, cp_tp_size=context.cp_tp_size
+        )
+        self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
         self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
@@ -67,6 +71,8 @@ class KvhmaWorker:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step. An idle one reads a short load itself, where :meth:`collect` would wait for it."""
         self._new_loads = bool(metadata.loads)
+        self._prefill_sums.start(metadata.digests)
+        self._results.judge(metadata.verdicts)
         if not (metadata.loads or metadata.refusals or metadata.given_up):  # most steps
             return
         self._results.expect(metadata.loads, [*metadata.refusals, *metadata.given_up])
@@ -112,6 +118,7 @@ class KvhmaWorker:
         self._preconnector.close(self._stop_seconds)
         self._notifications.close(self._stop_seconds)
         self._idle_engines.close(self._stop_seconds)
+        self._prefill_sums.close(self._stop_seconds)
         self._loader.join(self._stop_seconds)
         self._poller.join(self._stop_seconds)
         self._engines.close()

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of what blocks hold: P's worker sums what the scheduler names, D's what a load has read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+from kvhma._kvhma import Plan, Transfer
+from kvhma.digests import ContentDigest, Counting, content_digest
+from kvhma.errors import DigestError, SettingsError
+from kvhma.geometry import Geometry, Span
+from kvhma.vllm.metadata import DigestOrder, Load, LoadDigest
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.threads import in_thread
+from kvhma.vllm.worker.results import LoadResults
+
+logger = logging.getLogger("vllm.kvhma")
+
+_ASK_AGAIN_SECONDS = 0.01
+"""Pause before P is asked again that had no digest yet: it has one a step or two after the request's last one."""
+
+
+def check_digests(settings: Settings, geometry: Geometry, cp_tp_size: int) -> None:
+    """Check that the caches can be summed, if the settings ask for it.
+
+    Raises:
+        SettingsError: they are not in host memory.
+        GeometryError: a layer's shard is not the equal share of its rank.
+    """
+    if not settings.content_digests:
+        return
+    memories = {region.memory for region in geometry.regions}
+    if memories != {"DRAM"}:
+        raise SettingsError(
+            f"kv_connector_extra_config: content_digests is {settings.content_digests}, expected off: the caches are "
+            f"in {' and '.join(sorted(memories))}, and digests are made of host memory (DRAM) only; see host_staged"
+        )
+    nothing = [Span(0, []) for _ in geometry.groups]
+    content_digest(geometry, 1, nothing, 0, Counting(cp_tp_size=cp_tp_size))
+
+
+class PrefillSums:
+    """P's part: sums blocks of finished requests, each in a thread of its own, which the engine does not wait for."""
+
+    def __init__(self, geometry: Geometry, results: LoadResults, cp_tp_size: int) -> None:
+        """Start with nothing to sum."""
+        self._geometry = geometry
+        self._results = results
+        self._counting = Counting(cp_tp_size=cp_tp_size)
+        self._running: list[Future[None]] = []
+
+    def start(self, orders: Sequence[DigestOrder]) -> None:
+        """Sum the blocks of some requests."""
+        if orders:
+            self._running = [future for future in self._running if not future.done()]
+            self._running.append(in_thread("kvhma-digests", lambda: self._sum(orders)))
+
+    def close(self, timeout: float) -> None:
+        """Wait until nothing is read from the caches any more."""
+        wait(self._running, timeout)
+
+    def _sum(self, orders: Sequence[DigestOrder]) -> None:
+        for order in orders:
+            try:
+                started = time.monotonic()
+                digest = content_digest(self._geometry, order.num_tokens, list(order.spans), order.seed, self._counting)
+                self._results.note_prefill_digest(order.key, digest)
+                self._results.stats.record(digest_seconds=time.monotonic() - started)
+            except BaseException:  # a panic in Rust is no Exception; D finds that there is no digest
+                logger.exception("kvhma: the blocks of %s cannot be summed", order.key.request_id)
+
+
+class LoadSums:
+    """D's part: what one load has read, summed in a thread of its own, and what P says that it holds."""
+
+    def __init__(self, load: Load, seed: int, sums: Callable[[], ContentDigest], timeout: float) -> None:
+        """Begin to sum what a load has read.
+
+        Args:
+            load: its reads have ended.
+            seed: of the digest.
+            sums: sums it.
+            timeout: seconds after which P should have said what it holds.
+        """
+        self._load = load
+        self._seed = seed
+        self._future: Future[ContentDigest] = in_thread("kvhma-digests", sums)
+        self._prefill: ContentDigest | None = None
+        self._deadline = time.monotonic() + timeout
+        self._ask_at = 0.0
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether P may be asked now."""
+        return time.monotonic() >= self._ask_at
+
+    def take(self, content: bytes | None) -> bool:
+        """Take what P says it holds; return whether it has said so, else it is to be asked again.
+
+        Raises:
+            DigestError: it has not said in time.
+            RequestError: it says what is no digest.
+        """
+        if self._prefill is None and content is not None:
+            self._prefill = ContentDigest.from_bytes(content)
+        if self._prefill is not None:
+            return True
+        if time.monotonic() > self._deadline:
+            name = self._load.remote.lease_key.request_id
+            raise DigestError(f"P has announced a digest of {name!r} and does not have it; does its log say why?")
+        self._ask_at = time.monotonic() + _ASK_AGAIN_SECONDS
+        return False
+
+    def close(self) -> None:
+        """Wait until nothing is read any more; what was read is of no use."""
+        wait([self._future])
+
+    def result(self) -> LoadDigest | None:
+        """Return both sums; None while they are not there.
+
+        Raises:
+            KvhmaError: what was read cannot be summed.
+        """
+        if self._prefill is None or not self._future.done():
+            return None
+        return LoadDigest(self._seed, self._prefill, self._future.result())
+
+
+def sums_of(
+    plan: Plan, transfer: Transfer, load: Load, places: Sequence[Span], geometry: Geometry, cp_tp_size: int
+) -> Callable[[], ContentDigest]:
+    """Return what sums a load's blocks: of each group the tokens that were moved, by earlier pieces too."""
+    first_tokens = list(transfer.first_tokens)
+    for index, (held, span) in enumerate(zip(load.held, load.spans, strict=bool(load.held))):
+        if len(held.ids) > len(span.ids):
+            first_tokens[index] = held.first * geometry.groups[index].block_size
+    counting = Counting(tuple(first_tokens), cp_tp_size)
+    seed = load.remote.content_seed or 0
+    return lambda: content_digest(plan, load.num_tokens, list(load.held or places), seed, counting)

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests through the connector: schedulers, workers with real memory and NIXL, leases; no engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("torch")
+
+from kvhma.digests import ContentDigest
+from kvhma.errors import GeometryError, SettingsError
+from kvhma.geometry import Geometry, Group, Region
+from kvhma.nixl import Agent, key_hash
+from kvhma.oracle import fill_source
+from kvhma.vllm.engine_facts import EngineFacts
+from kvhma.vllm.memory import DeviceMemory
+from kvhma.vllm.metadata import Failure, LoadDigest, WorkerHello, WorkerReport
+from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
+from kvhma.vllm.wire.proofs import new_agent_key
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.digests import check_digests
+from kvhma.vllm.worker.results import LoadResults
+from kvhma.vllm.worker.worker import KvhmaWorker
+from support.engines.engine import free_port
+from support.identity import EXTRA, IDENTITY
+from support.pairs import heads, latent, rank, state
+
+TOKENS = 40
+NAMES = itertools.count()
+STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+GROUPS = [Group("full", 4), Group("sliding", 4, window=9), Group("mla", 4), Group("ssm", 1)]
+
+
+def geometry(base: int, index: int, size: int) -> Geometry:
+    layers = [("a", 0, heads(4, size, index)), ("b", 1, heads(4, size, index)), ("c", 2, latent(4, 6))]
+    return rank(base, GROUPS, [*layers, ("d", 3, state(4, size, index))], blocks=64, tp=(index, size))
+
+
+class Rank:
+    """A worker and its memory."""
+
+    def __init__(self, settings: Settings, index: int, size: int) -> None:
+        sketch = geometry(4096, index, size)
+        end = sketch.regions[-1].base + sketch.regions[-1].bytes
+        self.buffer = np.zeros(end, np.uint8)
+        self.geometry = geometry(self.buffer.ctypes.data, index, size)
+        self.memory = [self._of(region) for region in self.geometry.regions]
+        self.private, public = new_agent_key()
+        self.agent = Agent(f"digests{next(NAMES)}-{key_hash(public)}", public_key=public)
+        self.agent.register(self.geometry)
+        self.hello = WorkerHello(self.agent.handshake_payload(self.geometry, EXTRA), self.private)
+        check_digests(settings, self.geometry, 1)
+        context = WorkerContext(settings, Secrets(), "d", IDENTITY, self.geometry, self.agent, rank=index)
+        self.worker = KvhmaWorker(context, DeviceMemory(self.geometry, {}))
+        self.worker.be_ready()
+
+    def _of(self, region: Region) -> np.ndarray:
+        start = region.base - self.buffer.ctypes.data
+        return self.buffer[start : start + region.bytes]
+
+
+class Engine:
+    """A scheduler and its workers, which one step after the other is played to, as vLLM does."""
+
+    def __init__(self, ranks: int, **settings: Any) -> None:
+        read = Settings.read({"handshake_timeout": 2, **settings})
+        self.ranks = [Rank(read, index, ranks) for index in range(ranks)]
+        facts = EngineFacts(
+            engine_id=f"engine{next(NAMES)}",
+            address=Address("127.0.0.1", free_port()),
+            tp_size=ranks,
+            pp_size=1,
+            has_state=True,
+            has_windows=True,
+            backoff=1,
+            recompute=True,
+            host_staged=False,
+            transfer_groups=(0, 1, 2, 3),
+        )
+        self.scheduler = KvhmaScheduler(read, Secrets(), facts)
+        self.scheduler.serve({(0, index): one.hello for index, one in enumerate(self.ranks)})
+        self.ended: dict[str, bool] = {}
+        self.failures: dict[str, Failure] = {}
+        self.digests: list[dict[str, LoadDigest]] = []
+        self._counts: dict[str, int] = {}
+        self._failed: set[str] = set()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for one in self.ranks:
+            one.worker.close()
+
+    def step(self) -> None:
+        """One step: the workers get their orders, and the scheduler what all of them report."""
+        metadata = self.scheduler.step(STEP)
+        total: WorkerReport | None = None
+        done = set()
+        for one in self.ranks:
+            one.worker.start_loads(metadata)
+            received, report = one.worker.collect(idle=True)
+            self.failures |= report.failures
+            self._failed |= report.failures.keys()
+            total = report if total is None else total.aggregate(report)
+            for name in received:
+                self._counts[name] = self._counts.get(name, 0) + 1
+                if self._counts[name] == len(self.ranks):
+                    del self._counts[name]
+                    done.add(name)
+        assert total is not None
+        self.digests.append(total.digests)
+        self.ended |= {name: name not in self._failed for name in done}
+        output = SimpleNamespace(
+            finished_recving=done,
+            failed_recving=done & self._failed,
+            finished_sending=set(),
+            kv_connector_worker_meta=None if total.is_empty else total,
+        )
+        self._failed -= done
+        self.scheduler.results(output)
+
+    def steps(self, condition: Any, *others: Engine) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            self.step()
+            for other in others:
+                other.step()
+
+    def stats(self) -> dict[str, Any]:
+        total = TransferStats()
+        for part in [self.scheduler, *(one.worker for one in self.ranks)]:
+            total.aggregate(part.take_stats() or TransferStats())
+        return total.data
+
+
+def tables(start: int) -> list[list[int]]:
+    counts = [10, 10, 10, 1]
+    return [list(range(start + 10 * at, start + 10 * at + count)) for at, count in enumerate(counts)]
+
+
+def request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> SimpleNamespace:
+    ids = list(range(TOKENS + 1))
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=params,
+        prompt_token_ids=list(ids),
+        prompt_embeds=None,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        all_token_ids=ids,
+        _all_token_ids=ids,
+        num_prompt_tokens=TOKENS + 1,
+        num_computed_tokens=tokens,
+        num_preemptions=0,
+        max_tokens=16,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        get_skip_reading_prefix_cache=lambda: False,
+    )
+
+
+def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
+    """Let P's ranks hold a prompt, and have its scheduler hand it over."""
+    asked = request(name, {"do_remote_decode": True})
+    p.scheduler.add(asked)
+    held, params = p.scheduler.finish(asked, tables(1))
+    assert held
+    remote = PrefillParams.from_params(params, Secrets(), num_prompt_tokens=TOKENS + 1)
+    for one in p.ranks:
+        fill_source(one.memory, one.geometry, remote.spans)
+    return json.loads(json.dumps(params))
+
+
+def decode(d: Engine, params: dict[str, Any], name: str = "r") -> None:
+    """Begin to load it."""
+    asked = request(name, params)
+    d.scheduler.add(asked)
+    allocate(d, asked)
+
+
+def allocate(d: Engine, asked: SimpleNamespace) -> None:
+    external, _ = d.scheduler.matched_tokens(asked, 0)
+    assert external == TOKENS
+    groups = [[SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in one] for one in tables(11)]
+    d.scheduler.allocated(asked, SimpleNamespace(blocks=tuple(groups)), external)
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(ranks: int, **settings: Any) -> Engine:
+        made.append(Engine(ranks, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_loads_are_compared_whatever_the_ranks(engines: Any, theirs: int, ours: int) -> None:
+    p, d = engines(theirs, content_digests="all"), engines(ours, content_digests="all")
+    decode(d, prefill(p))
+    d.steps(lambda: "r" in d.ended, p)
+    assert d.ended == {"r": True}
+    counted = d.stats()
+    assert counted["content_digests"] == {"match": 1}
+    assert counted["digest_tokens"] == TOKENS + 8
+    assert len(counted["digest_seconds"]) == ours
+    # Only now does P let go: what was loaded has been compared.
+    p.steps(lambda: len(p.scheduler.context.leases) == 0, d)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("region", "block", "said"),
+    [
+        (0, 3, "full layers, tokens 0..39"),
+        (1, 20, "sliding 9 layers, tokens 32..39"),
+        (2, 24, "full layers, tokens 0..39"),
+        (3, 31, "ssm layers"),
+    ],
+)
+def test_a_spoiled_block_of_each_kind_fails_the_load(
+    engines: Any, theirs: int, ours: int, region: int, block: int, said: str
+) -> None:
+    p, d = engines(theirs, content_digests="all"), engines(ours, content_digests="all", load_retries=0)
+    params = prefill(p)
+    p.steps(lambda: all(held.content for held in p.scheduler.context.leases._held.values()))
+    spoil(p.ranks[0], region, block)
+    decode(d, params)
+    d.steps(lambda: "r" in d.ended, p)
+    assert d.ended == {"r": False}
+    failure = d.failures["r"]
+    assert (failure.cause, failure.passing) == ("digest", True)
+    assert failure.text == f"what was loaded is not what P holds: {said}"
+    counted = d.stats()
+    assert counted["content_digests"] == {"mismatch": 1}
+    assert counted["failed_loads"] == {"digest": ours}
+
+
+def spoil(of: Rank, region: int, block: int) -> None:
+    """Flip a bit of the last byte of a block."""
+    layer = of.geometry.layers[region]
+    of.memory[region][(block + 1) * layer.block_stride - 1] ^= 1
+
+
+def test_a_load_that_differed_is_read_again(engines: Any) -> None:
+    p, d = engines(2, content_digests="all"), engines(2, content_digests="all")
+    params = prefill(p)
+    p.steps(lambda: all(held.content for held in p.scheduler.context.leases._held.values()))
+    spoil(p.ranks[0], 0, 3)
+    decode(d, params)
+    d.steps(lambda: "r" in d.ended, p)
+    assert d.ended.pop("r") is False
+    spoil(p.ranks[0], 0, 3)  # and it is right again
+    asked = request("r", params)
+    while d.scheduler.matched_tokens(asked, 0)[0] is None:
+        d.step()
+    allocate(d, asked)
+    d.steps(lambda: "r" in d.ended, p)
+    assert d.ended == {"r": True}
+    assert d.stats()["content_digests"] == {"mismatch": 1, "match": 1}
+
+
+@pytest.mark.parametrize(("of_p", "of_d"), [("off", "all"), ("all", "off"), (0, 0)])
+def test_nothing_is_compared_where_one_side_does_not_want_it(engines: Any, of_p: Any, of_d: Any) -> None:
+    p, d = engines(2, content_digests=of_p), engines(1, content_digests=of_d)
+    params = prefill(p)
+    assert ("content" in params["kvhma"]) is (of_p == "all")
+    decode(d, params)
+    d.steps(lambda: "r" in d.ended, p)
+    assert d.ended == {"r": True}
+    assert not {"content_digests", "digest_tokens"} & d.stats().keys()
+    p.steps(lambda: len(p.scheduler.context.leases) == 0, d)
+
+
+def test_a_share_of_the_requests(engines: Any) -> None:
+    p = engines(1, content_digests=0.25)
+    chosen = sum("content" in prefill(p, f"{number}")["kvhma"] for number in range(200))
+    assert 20 < chosen < 90
+
+
+def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
+    p = engines(1, content_digests="all")
+    d = engines(1, content_digests="all", handshake_timeout=0.3, load_retries=0)
+    decode(d, prefill(p))
+    d.steps(lambda: "r" in d.ended)  # P takes no step
+    assert d.failures["r"].cause == "digest"
+    assert "has announced a digest of 'at p' and does not have it" in d.failures["r"].text
+
+
+def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
+    p, d = engines(1, content_digests="all"), engines(2, content_digests="all", load_retries=0)
+    decode(d, prefill(p))
+    metadata = d.scheduler.step(STEP)
+    d.ranks[0].worker.start_loads(metadata)
+    lost = WorkerReport({"r": Failure("transfer", "lost", passing=True)})
+    d.scheduler.results(SimpleNamespace(finished_recving=None, failed_recving=None, kv_connector_worker_meta=lost))
+    metadata = d.scheduler.step(STEP)
+    assert metadata.verdicts == {"r": None}
+    d.ranks[0].worker.start_loads(metadata)
+    deadline = time.monotonic() + 10
+    while "r" not in d.ranks[0].worker.collect(idle=True)[0]:
+        assert time.monotonic() < deadline
+        p.step()
+
+
+def test_a_verdict_may_come_first_or_last() -> None:
+    digest = LoadDigest(1, ContentDigest(4, {}), ContentDigest(4, {}))
+    load = SimpleNamespace(request_id="r", optional=False, remote=SimpleNamespace(lease=30.0))
+    for early in (True, False):
+        for verdict in (None, Failure("digest", "other bytes", passing=True)):
+            results = LoadResults()
+            results.expect([load])
+            if early:
+                results.judge({"r": verdict})
+            results.ask_verdict("r", {0: 3}, digest)
+            if not early:
+                assert results.take()[0] == set()
+                results.judge({"r": verdict, "unknown": None})
+            ended, report = results.take()
+            assert ended == {"r"}
+            assert report.failures == ({} if verdict is None else {"r": verdict})
+            assert results.unreported() == 0
+
+
+def test_reports_of_ranks_are_joined() -> None:
+    def report(value: int) -> WorkerReport:
+        sums = ContentDigest(4, {})
+        return WorkerReport(
+            digests={"r": LoadDigest(1, sums, sums)}, prefill_digests={LeaseKey("k", value % 2): (sums, 1)}
+        )
+
+    joined = report(0).aggregate(report(1)).aggregate(report(2))
+    assert joined.digests["r"].ranks == 3
+    assert {key.generation: ranks for key, (_, ranks) in joined.prefill_digests.items()} == {0: 2, 1: 1}
+    other = WorkerReport(digests={"r": LoadDigest(1, ContentDigest(5, {}), ContentDigest(5, {}))})
+    assert joined.aggregate(other).digests["r"].ranks == 3, "what cannot be added is left out"
+
+
+def test_the_settings() -> None:
+    shares = {"off": 0.0, "all": 1.0, 0.01: 0.01, 1: 1.0}
+    assert {given: Settings.read({"content_digests": given}).content_digests for given in shares} == shares
+    for wrong in ("some", 1.5, -0.1, True, [1]):
+        with pytest.raises(SettingsError, match="content_digests is"):
+            Settings.read({"content_digests": wrong})
+
+
+def test_caches_that_cannot_be_summed_are_refused_at_start() -> None:
+    one = geometry(1 << 30, 0, 1)
+    device = Geometry(
+        tuple(Region(region.base, region.bytes, "VRAM") for region in one.regions), one.groups, one.layers
+    )
+    check_digests(Settings(), device, 1)
+    with pytest.raises(SettingsError, match=r"content_digests is 1.0, expected off.*VRAM.*host memory.*host_staged"):
+        check_digests(Settings(content_digests=1.0), device, 1)
+    uneven = Geometry(one.regions, one.groups, one.layers, 1, 3)
+    check_digests(Settings(), uneven, 1)
+    sharded = geometry(1 << 30, 0, 2)
+    with pytest.raises(GeometryError, match="equal share"):
+        check_digests(Settings(content_digests=0.5), Geometry(sharded.regions, sharded.groups, sharded.layers, 0, 3), 1)
