@@ -25,7 +25,7 @@ PICTURES = {
         vllm | torch | oracle
         nixl | tensors | models
         __init__
-        planning | lowlevel | pieces
+        planning | lowlevel | pieces | digests
         geometry
         _kvhma
         types | errors | versions | text

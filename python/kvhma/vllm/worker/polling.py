@@ -24,6 +24,7 @@ from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import MAX_CLAIMS
+from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.digests import LoadSums, sums_of
 from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
@@ -131,37 +132,26 @@ def errors_end(*loads: ActiveLoad) -> Iterator[None]:
 class LoadPoller:
     """Drives active loads to their end, in a thread of its own; who starts them may do the first polls itself."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        memory: Memory,
-        engines: PrefillEngines,
-        results: LoadResults,
-        timeout: float,
-        rank: int = 0,
-        *,
-        cp_tp_size: int = 1,
-    ) -> None:
+    def __init__(self, context: WorkerContext, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
         """Start the thread.
 
         Args:
-            geometry: of the caches.
+            context: of the worker.
             memory: that reads write to.
             engines: that are read from.
             results: where loads are reported.
-            timeout: how many seconds it is waited for an answer of a prefill engine.
-            rank: of this worker, by which its transfers are counted.
-            cp_tp_size: how many neighbouring tensor-parallel ranks share the tokens of a cache.
         """
-        self._geometry = geometry
+        self._geometry = context.geometry
         self._memory = memory
         self._engines = engines
         self._results = results
-        self._timeout = timeout
-        self._rank = str(rank)
-        self._spans = Spans(rank, results.stats)
-        self._cp_tp_size = cp_tp_size
-        self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(geometry.groups)]
+        self._timeout = context.settings.handshake_timeout
+        """Seconds to wait for an answer of a prefill engine."""
+        self._rank = str(context.rank)
+        """By which transfers are counted."""
+        self._spans = Spans(context.rank, results.stats)
+        self._cp_tp_size = context.cp_tp_size
+        self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(self._geometry.groups)]
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
         self._active: list[ActiveLoad] = []
         self._finishing = False

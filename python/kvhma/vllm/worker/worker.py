@@ -43,10 +43,7 @@ class KvhmaWorker:
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
         self._may_wait = context.may_wait
-        timeout = settings.handshake_timeout
-        self._poller = LoadPoller(
-            geometry, memory, self._engines, self._results, timeout, context.rank, cp_tp_size=context.cp_tp_size
-        )
+        self._poller = LoadPoller(context, memory, self._engines, self._results)
         self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
         self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
         self._preconnector = Preconnector(context, self._engines, stats)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The sum over one part of a page.
 use crate::content::keys::{HEADS, Keys};
-use crate::content::request::ContentMemory;
+use crate::content::memory::ContentMemory;
 use crate::geometry::types::{Axis, Part};
 
 /// One dimension of a part in memory: bytes from one index to the next, and what each index counts for.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use crate::content::keys::{HEADS, Keys};
+use crate::content::memory::ContentMemory;
 use crate::content::part::PartSum;
 use crate::content::pieces::{Counted, pieces_of};
 use crate::content::shares::Ranks;
@@ -10,12 +11,6 @@ use crate::error::{Error, Result};
 use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Part};
 use crate::pairing::plan::Plan;
 use crate::request::span::{MAX_TOKENS, Span, check_spans};
-
-/// Where the bytes of regions are read.
-pub trait ContentMemory: Sync {
-    /// Bytes of a region; they lie within it.
-    fn bytes(&self, region: usize, offset: u64, length: u64) -> &[u8];
-}
 
 /// What is summed.
 #[derive(Debug)]
