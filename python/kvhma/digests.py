@@ -201,7 +201,7 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
     """Compare what P's ranks hold with what D's ranks have.
 
     A range of tokens counts if D has moved all of it: not the one in which D's own prefix hit ends, nor the last one
-    if D has taken fewer tokens.
+    if D has taken fewer tokens, nor any if it has so few that its ranges are other ones.
 
     Args:
         prefill: the sum of P's ranks.
@@ -218,14 +218,19 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
         raise _incomparable("layers", _names(decode.layers), _names(prefill.layers))
     found, compared = [], 0
     step = range_tokens(prefill.num_tokens)
+    same_ranges = step == range_tokens(decode.num_tokens)
     for layers, ours in decode.layers.items():
         theirs = _numbered(layers, prefill.layers[layers], ours, seed)
         if theirs[0] != ours.sums[0]:
             raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "others, or in another number of ranks")
         first = prefill.layers[layers].first_token
+        if first != ours.first_token or len(theirs) < len(ours.sums):
+            raise _incomparable(f"{Difference(layers, 0, 0)}", f"from token {ours.first_token}", f"from {first}")
         if layers[0] not in _BY_TOKEN:
             if decode.num_tokens == prefill.num_tokens and not ours.from_token and theirs != ours.sums:
                 found.append(Difference(layers, 0, 0))
+            continue
+        if not same_ranges:
             continue
         for index, (one, other) in enumerate(zip(theirs[1:], ours.sums[1:], strict=False)):
             low = max(first, (first // step + index) * step)

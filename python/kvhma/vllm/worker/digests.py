@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 
 from kvhma._kvhma import Plan, Transfer
 from kvhma.digests import ContentDigest, Counting, content_digest
-from kvhma.errors import DigestError, SettingsError
+from kvhma.errors import DigestError, RequestError, SettingsError
 from kvhma.geometry import Geometry, Span
 from kvhma.vllm.metadata import DigestOrder, Load, LoadDigest
 from kvhma.vllm.settings import Settings
@@ -102,10 +102,14 @@ class LoadSums:
 
         Raises:
             DigestError: it has not said in time.
-            RequestError: it says what is no digest.
+            RequestError: it says what is no digest, or none of these tokens.
         """
         if self._prefill is None and content is not None:
-            self._prefill = ContentDigest.from_bytes(content)
+            digest = ContentDigest.from_bytes(content)
+            if digest.num_tokens != self._load.remote.num_tokens:
+                expected = f"P's digest is of {digest.num_tokens} tokens, expected {self._load.remote.num_tokens}"
+                raise RequestError(expected)
+            self._prefill = digest
         if self._prefill is not None:
             return True
         if time.monotonic() > self._deadline:
