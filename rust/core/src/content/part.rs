@@ -160,14 +160,20 @@ fn words(bytes: &[u8], keys: &[u32]) -> u64 {
     words.zip(keys).fold(0u64, |sum, (word, key)| sum.wrapping_add(u64::from(word).wrapping_mul(u64::from(*key))))
 }
 
+/// Weights in two halves, whose products with a unit fit 64 bits: so a processor does several at a time.
 fn dot(bytes: &[u8], unit: usize, weights: &[u64]) -> u64 {
-    let add = |sum: u64, value: u64, weight: u64| sum.wrapping_add(value.wrapping_mul(weight));
+    let add = |(low, high): (u64, u64), value: u64, weight: u64| {
+        let (low_half, high_half) = (weight & 0xffff_ffff, weight >> 32);
+        (low.wrapping_add(value.wrapping_mul(low_half)), high.wrapping_add(value.wrapping_mul(high_half)))
+    };
     let pairs = bytes.chunks_exact(unit).zip(weights);
-    match unit {
-        1 => bytes.iter().zip(weights).fold(0, |sum, (byte, weight)| add(sum, u64::from(*byte), *weight)),
-        2 => pairs.fold(0, |sum, (item, weight)| add(sum, u64::from(u16::from_le_bytes([item[0], item[1]])), *weight)),
-        _ => pairs.fold(0, |sum, (item, weight)| add(sum, value(item), *weight)),
-    }
+    let (low, high) = match unit {
+        1 => pairs.fold((0, 0), |sums, (item, weight)| add(sums, u64::from(item[0]), *weight)),
+        2 => pairs
+            .fold((0, 0), |sums, (item, weight)| add(sums, u64::from(u16::from_le_bytes([item[0], item[1]])), *weight)),
+        _ => pairs.fold((0, 0), |sums, (item, weight)| add(sums, value(item), *weight)),
+    };
+    low.wrapping_add(high << 32)
 }
 
 /// A unit as a number, little-endian.
