@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,10 +25,12 @@ from kvhma.oracle import fill_source
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Failure, LoadDigest, WorkerHello, WorkerReport
+from kvhma.vllm.scheduler import lease_table
+from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker.context import WorkerContext
@@ -302,6 +305,46 @@ def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
     d.steps(lambda: "r" in d.ended)  # P takes no step
     assert d.failures["r"].cause == "digest"
     assert "has announced a digest of 'at p' and does not have it" in d.failures["r"].text
+
+
+@pytest.mark.parametrize(
+    ("content", "cause", "said"),
+    [
+        (b"garbage", "request", "digest: 7 bytes are none"),
+        (bytes(range(256)) * 9, "request", "digest: 2304 bytes are none"),
+        (ContentDigest(TOKENS - 1, {}).to_bytes(), "request", "P's digest is of 39 tokens, expected 40"),
+        (
+            ContentDigest(TOKENS, {}).to_bytes(),
+            "unsupported",
+            "content_digests: layers: D sums full layers, .* nothing",
+        ),
+    ],
+)
+def test_whatever_p_says_ends_one_load(engines: Any, content: bytes, cause: str, said: str) -> None:
+    p, d = engines(1, content_digests="all"), engines(1, content_digests="all")
+    params = prefill(p)
+    (key,) = p.scheduler.context.leases._held
+    p.scheduler.context.leases.note_content(key, content)
+    decode(d, params)
+    d.steps(lambda: "r" in d.ended)
+    assert (d.ended, d.failures["r"].cause) == ({"r": False}, cause)
+    assert re.search(said, d.failures["r"].text)
+    decode(d, prefill(p, "another"), "next")
+    d.steps(lambda: "next" in d.ended, p)
+    assert d.ended["next"]
+
+
+def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = LeaseTable(30.0)
+    claims = [LeaseClaim(LeaseKey(f"{number}", number), 1, b"d" * 16) for number in range(3)]
+    for claim in claims:
+        leases.add(claim.key, claim.digest, [1])
+        leases.note_content(claim.key, bytes(10))
+    other = claims[0]._replace(digest=b"e" * 16)
+    monkeypatch.setattr(lease_table, "MAX_CONTENTS_BYTES", 25)
+    assert leases.contents([*claims, other]) == [bytes(10), bytes(10), None, None]
+    assert leases.contents(claims[2:]) == [bytes(10)]
+    leases.note_content(LeaseKey("gone", 1), b"")  # its lease has ended meanwhile
 
 
 def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:

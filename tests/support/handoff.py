@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -40,13 +41,18 @@ def arguments(name: str, **more: Any) -> dict[str, Any]:
 
 
 def kvhma(name: str, *, policy: str = "fail", extra: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Arguments of an engine for a tiny model, with the connector."""
+    """Arguments of an engine for a tiny model, with the connector.
+
+    With `KVHMA_E2E_DIGESTS=all` in the environment every load of every test is compared.
+    """
+    digests = os.environ.get("KVHMA_E2E_DIGESTS")
+    extra = ({"content_digests": digests} if digests else {}) | (extra or {})
     config = {
         "kv_connector": "KvhmaConnector",
         "kv_connector_module_path": "kvhma.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE} | (extra or {}),
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE} | extra,
     }
     return arguments(name, kv_transfer_config=config, **more)
 
