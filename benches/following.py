@@ -18,7 +18,8 @@ import secrets
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -37,6 +38,9 @@ CACHED = 3600
 
 WIDE: dict[str, Any] = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_format": "dummy"}
 """Caches of 32 MiB a layer, so that the cable counts."""
+
+QUIET_SECONDS = 1.3
+"""A worker of vLLM spins for a second after its last step."""
 
 FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
 COLUMNS = (FOLLOWED, AT_ONCE, AFTER, THEIRS)
@@ -118,6 +122,20 @@ class Turn:
     last_bytes: float
     all_bytes: float
     descriptors: float
+
+
+@contextlib.contextmanager
+def only(pair: Pair, pairs: Iterable[Pair]) -> Iterator[None]:
+    """Stop the engines of all others: those that spin while they wait would take the cores."""
+    kept = {id(engine) for engine in (pair.p, pair.d)}
+    others = {id(engine): engine for one in pairs for engine in (one.p, one.d) if id(engine) not in kept}
+    for engine in others.values():
+        engine.pause()
+    try:
+        yield
+    finally:
+        for engine in others.values():
+            engine.go_on()
 
 
 class Pair:
@@ -210,15 +228,19 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> None:
     for number in range(rounds):
         for how in (*COLUMNS[number % 4 :], *COLUMNS[: number % 4]):
             (prompt,) = prompts((what, rate, number, how), [TOKENS])
-            if what != "cold":
-                pairs[how].p.generate(prompt[:CACHED], max_tokens=1, timeout=300).result(300)
-            found[how].append(pairs[how].turn(prompt))
+            with only(pairs[how], pairs.values()):
+                if what != "cold":
+                    pairs[how].p.generate(prompt[:CACHED], max_tokens=1, timeout=300).result(300)
+                time.sleep(QUIET_SECONDS)
+                found[how].append(pairs[how].turn(prompt))
     medians = {
         how: Turn(*(statistics.median(values) for values in zip(*(vars(turn).values() for turn in turns), strict=True)))
         for how, turns in found.items()
     }
     ours = medians[FOLLOWED]
-    wire = ours.last_bytes / RATES[rate]
+    # What is left to read when P ends: the last piece, or what the cable could not carry before.
+    computing = ours.first_token - ours.after
+    wire = max(ours.last_bytes / RATES[rate], ours.all_bytes / RATES[rate] - computing)
     for title, of in (("first token", "first_token"), ("after P's end", "after")):
         cells = [f"{getattr(medians[how], of) * 1e3:,.0f} ms" for how in COLUMNS]
         formula = f"{wire * 1e3:,.0f} ms" if of == "after" else ""
@@ -237,7 +259,8 @@ HEAD = """\
 
 Made by `benches/following.py` (`make bench-following`): prompts of {tokens:,} tokens that P computes {chunk} at a time, medians of {rounds} rounds,
 {machine}. P and D are network namespaces with a cable of limited rate. Engines of a tiny model with caches of 32 MiB a layer share {cores} cores: P computes while D
-copies, so what is gained here is less than on machines of their own. "Formula" is what D has left to read when P ends, over the rate.
+copies, so what is gained here is less than on machines of their own. "Formula" is the time for what is left to read when P ends: the last piece, or all that the cable
+could not carry while P computed.
 """
 
 

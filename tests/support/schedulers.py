@@ -98,7 +98,7 @@ def output(received=(), failed=(), failures=None):
 
 
 def until(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
