@@ -206,6 +206,11 @@ bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for ea
 	PYTHONPATH=python $(E2E)/bin/python benches/torch_transfer.py > benches/RESULTS_TORCH.md
 	cat benches/RESULTS_TORCH.md
 
+.PHONY: bench-digests
+bench-digests: build ## digests of what blocks hold, a copy and XXH3 (with the package xxhash), in benches/RESULTS_DIGESTS.md
+	PYTHONPATH=python $(BIN)/python benches/digests.py > benches/RESULTS_DIGESTS.md
+	cat benches/RESULTS_DIGESTS.md
+
 # With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
 GPU_PYTHON = $(E2E)/bin/python
 .PHONY: gpu

@@ -111,6 +111,7 @@ def main() -> None:
         xxh3 = importlib.import_module("xxhash").xxh3_64_intdigest
     except ImportError:
         xxh3 = None
+    print("# Results of digests\n\nMade by `benches/digests.py`; ratios, since the machine is shared and noisy.\n")
     print(f"{MIB} MiB of blocks in scattered order, one thread, medians of {TURNS} turns; {machine()}.\n")
     print("| what | in memory | digest, µs/MiB | copy, µs/MiB | XXH3, µs/MiB | digest / copy | digest / XXH3 |")
     print("|---|---|---:|---:|---:|---:|---:|")

@@ -144,14 +144,18 @@ fn walk(dims: &[(u64, &[u64])], at: u64, leaf: &dyn Fn(u64) -> u64) -> u64 {
         .fold(0u64, |sum, (weight, at)| sum.wrapping_add(weight.wrapping_mul(walk(rest, at, leaf))))
 }
 
-/// The sum over units; the last dimension is read at once if it is dense.
+/// The sum over units; the last dimension is read at once if it is dense, and the one before it with it if that is too.
 fn sum_units(memory: &dyn ContentMemory, region: usize, at: u64, unit: usize, dims: &[(u64, &[u64])]) -> u64 {
-    match dims.split_last() {
-        Some((&(stride, weights), rest)) if stride == unit as u64 => {
-            let length = (unit * weights.len()) as u64;
-            walk(rest, at, &|at| dot(memory.bytes(region, at, length), unit, weights))
-        }
-        _ => walk(dims, at, &|at| value(memory.bytes(region, at, unit as u64))),
+    let Some((&(stride, weights), rest)) = dims.split_last().filter(|(last, _)| last.0 == unit as u64) else {
+        return walk(dims, at, &|at| value(memory.bytes(region, at, unit as u64)));
+    };
+    let row = stride as usize * weights.len();
+    match rest.split_last() {
+        Some((&(stride, rows), rest)) if stride == row as u64 => walk(rest, at, &|at| {
+            let rows_of = memory.bytes(region, at, (row * rows.len()) as u64).chunks_exact(row).zip(rows);
+            rows_of.fold(0u64, |sum, (items, key)| sum.wrapping_add(key.wrapping_mul(dot(items, unit, weights))))
+        }),
+        _ => walk(rest, at, &|at| dot(memory.bytes(region, at, row as u64), unit, weights)),
     }
 }
 
