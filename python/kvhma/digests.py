@@ -219,44 +219,44 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
     found, compared = [], 0
     step = range_tokens(prefill.num_tokens)
     same_ranges = step == range_tokens(decode.num_tokens)
-    for layers, ours in decode.layers.items():
-        theirs = _numbered(layers, prefill.layers[layers], ours, seed)
-        if theirs[0] != ours.sums[0]:
+    for layers, local in decode.layers.items():
+        remote = _numbered(layers, prefill.layers[layers], local, seed)
+        if remote[0] != local.sums[0]:
             raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "others, or in another number of ranks")
         first = prefill.layers[layers].first_token
-        if first != ours.first_token or len(theirs) < len(ours.sums):
-            raise _incomparable(f"{Difference(layers, 0, 0)}", f"from token {ours.first_token}", f"from {first}")
+        if first != local.first_token or len(remote) < len(local.sums):
+            raise _incomparable(f"{Difference(layers, 0, 0)}", f"from token {local.first_token}", f"from {first}")
         if layers[0] not in _BY_TOKEN:
-            if decode.num_tokens == prefill.num_tokens and not ours.from_token and theirs != ours.sums:
+            if decode.num_tokens == prefill.num_tokens and not local.from_token and remote != local.sums:
                 found.append(Difference(layers, 0, 0))
             continue
         if not same_ranges:
             continue
-        for index, (one, other) in enumerate(zip(theirs[1:], ours.sums[1:], strict=False)):
+        for index, (one, other) in enumerate(zip(remote[1:], local.sums[1:], strict=False)):
             low = max(first, (first // step + index) * step)
             end = min(prefill.num_tokens, (first // step + index + 1) * step)
-            if ours.from_token <= low and end <= decode.num_tokens:
+            if local.from_token <= low and end <= decode.num_tokens:
                 compared += end - low
                 if one != other:
                     found.append(Difference(layers, low, end))
     return found, compared
 
 
-def _numbered(layers: Layers, theirs: LayerSums, ours: LayerSums, seed: int) -> tuple[int, ...]:
+def _numbered(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) -> tuple[int, ...]:
     """Return P's sums with its repeated heads under the numbers that D has for them."""
-    if ours.repeated:
-        raise _incomparable(f"{Difference(layers, 0, 0)}", f"{ours.places} places of heads", "another number")
-    if not theirs.repeated:
-        return theirs.sums
-    if len(ours.heads) != 1:
-        raise _incomparable(f"{Difference(layers, 0, 0)}", f"heads of extents {sorted(ours.heads)}", "repeated heads")
-    (count,) = ours.heads
-    places = [index * theirs.places // count for index in range(count)]
-    if theirs.places % count or any(place not in theirs.repeated for place in places):
-        raise _incomparable(f"{Difference(layers, 0, 0)}", f"{count} heads", f"{theirs.places} places")
-    total = theirs.sums
+    if local.repeated:
+        raise _incomparable(f"{Difference(layers, 0, 0)}", f"{local.places} places of heads", "another number")
+    if not remote.repeated:
+        return remote.sums
+    if len(local.heads) != 1:
+        raise _incomparable(f"{Difference(layers, 0, 0)}", f"heads of extents {sorted(local.heads)}", "repeated heads")
+    (count,) = local.heads
+    places = [index * remote.places // count for index in range(count)]
+    if remote.places % count or any(place not in remote.repeated for place in places):
+        raise _incomparable(f"{Difference(layers, 0, 0)}", f"{count} heads", f"{remote.places} places")
+    total = remote.sums
     for key, place in zip(content_keys(seed, "heads", count), places, strict=True):
-        total = _added(total, [key * one & _WRAP for one in theirs.repeated[place]])
+        total = _added(total, [key * one & _WRAP for one in remote.repeated[place]])
     return total
 
 

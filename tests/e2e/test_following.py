@@ -85,7 +85,7 @@ def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path:
             all_free(engine)
 
 
-@pytest.mark.parametrize("name", ["llama", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     settings = {
@@ -119,7 +119,7 @@ def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, mo
         assert pair.pieces() > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 def test_hits_on_either_side(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     cached = {"enable_prefix_caching": True}
     settings = {
@@ -139,14 +139,14 @@ def test_hits_on_either_side(name: str, zygote: Zygote, model: Models, tmp_path:
         same(name, pair.both(base).result(), expected["base"], "P's hit")
         before = d.loaded_tokens()
         same(name, pair.both(base + more).result(), expected["longer"], "a hit of both")
-        if name == "llama":
-            assert d.loaded_tokens() - before < len(more) + 32
+        if name == "gemma3":
+            assert d.loaded_tokens() - before < len(base)
         same(name, pair.both(base + other).result(), expected["again"], "a hit of D")
         for engine in (p, d):
             all_free(engine)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma3"])
 def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {"p": kvhma(name, **STEP), "d": kvhma(name, extra=SMALL), "plain": arguments(name, **STEP)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):

@@ -20,12 +20,12 @@ pub(crate) struct PartSum {
     outer: Vec<Dim>,
     /// Bytes from one token to the next; None if tokens do not cut the part.
     tokens: Option<u64>,
-    row: Row,
+    row: Innermost,
 }
 
 /// The axis of a row: that of the largest extent, whatever its stride, so that both sides mean the same bytes by a word.
 #[derive(Debug)]
-enum Row {
+enum Innermost {
     /// Dense, and of whole words.
     Words(Vec<u32>),
     /// A unit of each item, at an offset in the item, and the bytes of the unit.
@@ -47,7 +47,7 @@ impl PartSum {
             key: keys.part(layer, &part.name).wrapping_mul(weight),
             outer: outer.collect(),
             tokens: part.tokens().map(|axis| axis.stride),
-            row: Row::new(keys, part.item_bytes, of_row),
+            row: Innermost::new(keys, part.item_bytes, of_row),
         }
     }
 
@@ -60,10 +60,10 @@ impl PartSum {
     pub(crate) fn coverage(&self) -> u64 {
         let total = |weights: &[u64]| weights.iter().fold(0u64, |sum, weight| sum.wrapping_add(*weight));
         let row = match &self.row {
-            Row::Words(keys) => {
+            Innermost::Words(keys) => {
                 total(&keys.iter().copied().map(u64::from).collect::<Vec<_>>()).wrapping_mul(0x0101_0101)
             }
-            Row::Units { unit, of_item } => {
+            Innermost::Units { unit, of_item } => {
                 let ones = 0x0101_0101 >> (8 * (4 - unit));
                 of_item.iter().fold(0u64, |sum, (_, dim)| sum.wrapping_add(total(&dim.weights).wrapping_mul(ones)))
             }
@@ -84,11 +84,11 @@ impl PartSum {
             None => tokens.first().copied().unwrap_or(0),
         };
         let found = match &self.row {
-            Row::Words(keys) => {
+            Innermost::Words(keys) => {
                 dims.sort_by_key(|dim| std::cmp::Reverse(dim.0));
                 walk(&dims, at, &|at| words(memory.bytes(region, at, 4 * keys.len() as u64), keys))
             }
-            Row::Units { unit, of_item } => of_item.iter().fold(0u64, |sum, (offset, dim)| {
+            Innermost::Units { unit, of_item } => of_item.iter().fold(0u64, |sum, (offset, dim)| {
                 let mut dims = dims.clone();
                 dims.push((dim.stride, &dim.weights));
                 dims.sort_by_key(|dim| std::cmp::Reverse(dim.0));
@@ -99,7 +99,7 @@ impl PartSum {
     }
 }
 
-impl Row {
+impl Innermost {
     /// The row of a part: bytes of an item, and of the row's axis stride, first index and indices.
     fn new(keys: Keys, item_bytes: u64, (stride, start, count): (u64, u64, u64)) -> Self {
         let (first, length) = (start * item_bytes, count * item_bytes);
