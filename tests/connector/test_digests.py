@@ -365,7 +365,7 @@ def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
 
 def test_a_verdict_may_come_first_or_last() -> None:
     digest = LoadDigest(1, ContentDigest(4, {}), ContentDigest(4, {}))
-    load = SimpleNamespace(request_id="r", optional=False, remote=SimpleNamespace(lease=30.0))
+    load = SimpleNamespace(request_id="r", optional=False, piece=0, remote=SimpleNamespace(lease=30.0))
     for early in (True, False):
         for verdict in (None, Failure("digest", "other bytes", passing=True)):
             results = LoadResults()

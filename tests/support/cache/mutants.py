@@ -142,7 +142,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
 def one_hit(patch: pytest.MonkeyPatch) -> None:
     load, right = DecodeScheduler._make_load, decode_module.live_spans
 
-    def wrong(self: DecodeScheduler, request_id: str, pending: Any, blocks: Any, external: int) -> Load:
+    def wrong(self: DecodeScheduler, request_id: str, pending: Any, remote: Any, blocks: Any, external: int) -> Load:
         cached = pending.num_tokens - external
 
         def spans(geometry: Any, num_tokens: Any, tables: Any, _: Any) -> list[Span]:
@@ -150,7 +150,7 @@ def one_hit(patch: pytest.MonkeyPatch) -> None:
             return right(geometry, num_tokens, tables, hits)
 
         with mock.patch.object(decode_module, "live_spans", spans):
-            return load(self, request_id, pending, blocks, external)
+            return load(self, request_id, pending, remote, blocks, external)
 
     patch.setattr(DecodeScheduler, "_make_load", wrong)
 
