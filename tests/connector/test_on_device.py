@@ -42,7 +42,7 @@ from kvhma.vllm.slots import SlotRanges
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker.polling import ActiveLoad
+from kvhma.vllm.worker.active_load import ActiveLoad
 from support.cache.engine import vllm_config_of
 from support.counted import Counted
 from support.engines.engine import free_port

@@ -29,6 +29,7 @@ from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker import lease, loading, polling, preconnect
+from kvhma.vllm.worker.active_load import ReadPart
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.results import LoadResults
 from kvhma.vllm.worker.spans import Spans
@@ -656,7 +657,7 @@ def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_r
     def second_fails(*args, **more):
         calls.append(args)
         handle = read(*args, **more)
-        d.worker._loader._starting.handles.append(handle)
+        d.worker._loader._starting.parts.append(ReadPart(0, args[1], args[2], handle))
         raise Panic("after the post")
 
     monkeypatch.setattr(d.worker._loader._agent, "read", second_fails)

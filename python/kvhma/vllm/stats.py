@@ -75,6 +75,8 @@ METRICS = {
     "answers": Metric("Answers that were kept for a next turn, by what became of them.", label="end"),
     "loads_in_flight": Metric("Loads that have not ended.", gauge=True),
     "oldest_load_seconds": Metric("Time since the oldest load that has not ended was ordered.", gauge=True),
+    "resumed_loads": Metric("Times that a load went on after parts of it were lost with a connection to P."),
+    "reread_bytes": Metric("Bytes of these parts, which were read again."),
     "slow_loads": Metric("Loads that took longer than their lease; P kept the blocks all the same, if it answered."),
     "stood_still": Metric("Times that a process was found to have stood still, or its machine."),
     "thread_restarts": Metric("Threads of the connector that began again after an error.", label="thread"),

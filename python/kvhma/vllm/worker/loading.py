@@ -13,12 +13,13 @@ from functools import partial
 import torch
 
 from kvhma.errors import KvhmaError, PeerLostError, RequestError
-from kvhma.nixl import Agent
+from kvhma.nixl import Agent, TransferHandle
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
-from kvhma.vllm.worker.polling import ActiveLoad, LoadPoller, errors_end
-from kvhma.vllm.worker.prefill_engines import PrefillEngines
+from kvhma.vllm.worker.active_load import ActiveLoad, ReadPart, errors_end, parts_of
+from kvhma.vllm.worker.polling import LoadPoller
+from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults
 
 _MAX_HANDSHAKES = 3
@@ -42,15 +43,21 @@ class Loader:
     """
 
     def __init__(
-        self, agent: Agent, memory: Memory, engines: PrefillEngines, poller: LoadPoller, results: LoadResults
+        self,
+        agent: Agent,
+        memory: Memory,
+        engines: PrefillEngines,
+        poller: LoadPoller,
+        results: LoadResults,
+        queued: queue.SimpleQueue[ActiveLoad | None],
     ) -> None:
-        """Start the thread."""
+        """Start the thread; `queued` are the loads that it takes, which may be the poller's too."""
         self._agent = agent
         self._memory = memory
         self._engines = engines
         self._poller = poller
         self._counters = results.stats
-        self._queue: queue.SimpleQueue[ActiveLoad | None] = queue.SimpleQueue()
+        self._queue = queued
         self._closed = threading.Event()
         self._batch: deque[ActiveLoad] = deque()
         """Loads that are started next."""
@@ -148,7 +155,7 @@ class Loader:
             active = self._starting = self._batch.popleft()
             with errors_end(active):
                 self._plan(active)
-            if active.transfer is not None or active.error is not None:
+            if active.is_planned or active.error is not None:
                 self._zeroing.append(active)
             elif active.engine is not None:
                 self._without_room.append(active)
@@ -173,9 +180,9 @@ class Loader:
     def _plan(self, active: ActiveLoad) -> None:
         """Plan a load and begin to zero what it does not cover; or queue it again after a handshake.
 
-        Without room for it, it is left without a transfer.
+        Without room for it, it is left without a transfer. One that was planned and has lost a part keeps its plan.
         """
-        if active.error is not None or active.transfer is not None:
+        if active.error is not None or active.is_planned:
             return
         load = active.load
         if active.engine is None:
@@ -186,33 +193,41 @@ class Loader:
             active.places = self._memory.take(load.spans)
         if active.places is None:
             return
-        active.transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
+        transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
+        if active.transfer is not None:
+            active.check_same(transfer)
+            return
+        active.transfer, active.parts = transfer, parts_of(transfer)
         active.planned_at = time.monotonic()
         active.zeroing = self._memory.zero(active.transfer.zero, active.after)
         active.waits_for_device = not active.is_zeroed()
 
     def _post(self, active: ActiveLoad) -> None:
-        """Post the reads of a load that was planned."""
+        """Post what a load that was planned has not read yet."""
         if active.transfer is None or active.engine is None or active.error is not None:
             return
         started = time.monotonic()
         if not self._memory.device.is_host:
             self._counters.record(zero_seconds=started - active.planned_at)
             self._counters.count("waiting_posts", active.waits_for_device)
-        for read in active.transfer.reads:
-            peer = active.engine.peers[read.source]
-            if peer is None:
-                raise RequestError(f"source {read.source} is not connected")
-            handle = self._agent.read(
-                peer,
-                read.local,
-                read.remote,
-                local_memory=self._memory.kind,
-                remote_memory=peer.geometry.regions[0].memory,
-            )
-            active.handles.append(handle)
+        for part in active.parts:
+            if part.handle is None and active.error is None:
+                with active.losing(part):
+                    part.handle = self._read(active.engine, part)
         active.posted_at = time.monotonic()
         active.post_seconds = active.posted_at - started
+
+    def _read(self, engine: PrefillEngine, part: ReadPart) -> TransferHandle:
+        peer = engine.peers[part.source]
+        if peer is None:
+            raise RequestError(f"source {part.source} is not connected")
+        return self._agent.read(
+            peer,
+            part.local,
+            part.remote,
+            local_memory=self._memory.kind,
+            remote_memory=peer.geometry.regions[0].memory,
+        )
 
     def _after_handshake(self, active: ActiveLoad, error: KvhmaError | None) -> None:
         active.handshakes += 1

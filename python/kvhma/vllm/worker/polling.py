@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import select
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
-
-import torch
 
 from kvhma._kvhma import Transfer
 from kvhma.digests import ContentDigest
 from kvhma.geometry import Geometry, Span
-from kvhma.nixl import TransferHandle
 from kvhma.vllm.memory import Memory
-from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import MAX_CLAIMS
+from kvhma.vllm.worker.active_load import ActiveLoad, errors_end
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.digests import LoadSums, sums_of
 from kvhma.vllm.worker.lease import LeaseQuestion
@@ -44,95 +38,17 @@ _ASK_SECONDS = 2e-3
 """How long a load that was read waits for others of its step, to be asked for together with them."""
 
 
-@dataclass(eq=False)
-class ActiveLoad:
-    """A load from its order to its report. It belongs to one thread: who starts it, then the poller, which reports it.
-
-    Attributes:
-        load: what the scheduler ordered.
-        ordered_at: when it did.
-        after: what the device has to have done before anything is written to its blocks; None if nothing.
-        zeroing: the same, and what was begun to be zeroed since; None if the device has done it.
-        handshakes: how many it has waited for.
-        engine: where the load reads, acquired for it; None before, and once it was released.
-        transfer: what it reads and zeroes; None before it is planned.
-        planned_at: when it was, and zeroing was begun.
-        waits_for_device: whether the device had not zeroed by then.
-        places: where it is read into, for each group; None before they are taken.
-        handles: of the reads that were posted.
-        posted_at: when the last one was.
-        post_seconds: how long posting took.
-        read_at: when the last read had ended; None until then.
-        question: to P, whether it held the blocks, and the place of this load in it; None before it is asked.
-        sums: of what was read, if P makes digests; None before the reads have ended.
-        error: the first one; the load fails once its reads have ended.
-        reported: whether its result is known.
-    """
-
-    load: Load
-    ordered_at: float
-    after: torch.Event | None = None
-    zeroing: torch.Event | None = None
-    handshakes: int = 0
-    engine: PrefillEngine | None = None
-    transfer: Transfer | None = None
-    places: Sequence[Span] | None = None
-    planned_at: float = 0.0
-    waits_for_device: bool = False
-    handles: list[TransferHandle] = field(default_factory=list)
-    posted_at: float = 0.0
-    post_seconds: float = 0.0
-    read_at: float | None = None
-    question: tuple[LeaseQuestion, int] | None = None
-    sums: LoadSums | None = None
-    error: BaseException | None = None
-    reported: bool = False
-
-    @property
-    def wants_answer(self) -> bool:
-        """Whether P has to be asked about it now."""
-        may_ask = not self.load.piece and (self.sums is None or self.sums.may_ask)
-        return self.read_at is not None and self.question is None and self.error is None and may_ask
-
-    @property
-    def has_digest(self) -> bool:
-        """Whether P sums what it holds."""
-        return self.load.remote.content_seed is not None
-
-    def is_zeroed(self) -> bool:
-        """Whether nothing is launched any more that writes to its blocks: only then they are read into, or given up."""
-        if self.zeroing is not None:
-            with errors_end(self):  # after an error of the device nothing runs there any more
-                if not self.zeroing.query():
-                    return False
-            self.zeroing = None
-        return True
-
-    def fail(self, error: BaseException | None) -> None:
-        """Take note of an error; the first one counts."""
-        if self.error is None:
-            self.error = error
-
-
-@contextlib.contextmanager
-def errors_end(*loads: ActiveLoad) -> Iterator[None]:
-    """Whatever is raised within, a panic of Rust included, is the error of these loads and ends nothing else.
-
-    But where the engine's thread starts a load, what a signal has raised in it ends the engine.
-    """
-    try:
-        yield
-    except BaseException as error:
-        for active in loads:
-            active.fail(error)
-        if isinstance(error, SystemExit | KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
-
-
 class LoadPoller:
     """Drives active loads to their end, in a thread of its own; who starts them may do the first polls itself."""
 
-    def __init__(self, context: WorkerContext, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        memory: Memory,
+        engines: PrefillEngines,
+        results: LoadResults,
+        queued: queue.SimpleQueue[ActiveLoad | None],
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -140,11 +56,13 @@ class LoadPoller:
             memory: that reads write to.
             engines: that are read from.
             results: where loads are reported.
+            queued: the loader's, for loads of which a part was lost.
         """
         self._geometry = context.geometry
         self._memory = memory
         self._engines = engines
         self._results = results
+        self._queued = queued
         self._timeout = context.settings.handshake_timeout
         """Seconds to wait for an answer of a prefill engine."""
         self._rank = str(context.rank)
@@ -182,7 +100,7 @@ class LoadPoller:
         for active in loads:
             self._poll_reads(active)
         self._ask(loads, more_to_come=more_to_come)
-        return [active for active in loads if not self._end(active)]
+        return [active for active in loads if not self._end(active) and not self._resume(active)]
 
     def stay_with(self, loads: list[ActiveLoad], has_time: Callable[[], bool]) -> list[ActiveLoad]:
         """Poll loads, and wait a little for answers if only answers are missing; return those that have not ended.
@@ -231,16 +149,35 @@ class LoadPoller:
         answers.poll(_ANSWER_MILLISECONDS)
 
     def _poll_reads(self, active: ActiveLoad) -> None:
-        for handle in active.handles:
-            if not handle.finished:
-                with errors_end(active):
-                    handle.poll()
-        if active.read_at is None and all(handle.finished for handle in active.handles) and active.is_zeroed():
+        active.poll()
+        if active.read_at is None and active.has_read and not active.may_resume and active.is_zeroed():
             active.read_at = time.monotonic()
             self._results.note_read()
             if active.has_digest and active.error is None:
                 with errors_end(active):
                     self._sum(active)
+
+    def _resume(self, active: ActiveLoad) -> bool:
+        """Have lost parts of a load read again, once the engine is connected again; return whether there are some."""
+        if not active.may_resume:
+            return False
+        engine, active.engine = active.engine, None
+        active.resumes += 1
+        with errors_end(active):
+            if engine is not None:
+                self._engines.release(engine)
+        lost = [part for part in active.parts if part.handle is None]
+        self._results.stats.count("resumed_loads")
+        self._results.stats.count("reread_bytes", sum(int(part.local[:, 1].sum()) for part in lost))
+        logger.warning(
+            "kvhma: %d of %d parts of %s were lost and are read again: %s",
+            len(lost),
+            len(active.parts),
+            active.load.request_id,
+            active.lost,
+        )
+        self._queued.put(active)
+        return True
 
     def _sum(self, active: ActiveLoad) -> None:
         """Begin to sum what a load has read."""
@@ -356,7 +293,8 @@ class LoadPoller:
             for group, span in zip(self._geometry.groups, load.spans, strict=True)
             if group.kind in ("sliding", "chunked")
         ]
-        posted = [handle.telemetry.descriptors for handle in active.handles if handle.telemetry is not None]
+        handles = [part.handle for part in active.parts if part.handle is not None]
+        posted = [handle.telemetry.descriptors for handle in handles if handle.telemetry is not None]
         series: dict[str, float] = {
             "load_seconds": ended_at - active.ordered_at,
             "post_seconds": active.post_seconds,

@@ -3,6 +3,7 @@
 
     engine's thread                kvhma-load                     kvhma-poll
     start_loads --- ActiveLoad --> Loader --- [ActiveLoad] -----> LoadPoller
+                                     ^------- lost parts -------------'
     collect <----------------------- LoadResults <--------------------'
 
 The engine's thread queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads, and
@@ -12,6 +13,8 @@ load, since it would only wait for the others.
 
 from __future__ import annotations
 
+import queue
+
 import torch
 
 from kvhma.errors import TransferError
@@ -19,6 +22,7 @@ from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
 from kvhma.vllm.standstill import StandstillWatch
 from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.worker.active_load import ActiveLoad
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.digests import PrefillSums
 from kvhma.vllm.worker.idle_engines import IdleEngineWatch
@@ -43,9 +47,10 @@ class KvhmaWorker:
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
         self._may_wait = context.may_wait
-        self._poller = LoadPoller(context, memory, self._engines, self._results)
+        queued: queue.SimpleQueue[ActiveLoad | None] = queue.SimpleQueue()
+        self._poller = LoadPoller(context, memory, self._engines, self._results, queued)
         self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
-        self._loader = Loader(agent, memory, self._engines, self._poller, self._results)
+        self._loader = Loader(agent, memory, self._engines, self._poller, self._results, queued)
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)

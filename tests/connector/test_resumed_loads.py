@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that lose their connection to P: what was read stays, what was lost is read again, and only once P is back."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("torch")
+
+from connector.test_worker import PAGE, PAGES, Decode, Prefill, load, until
+from kvhma import plan
+from kvhma.errors import PeerLostError, TransferError
+from kvhma.geometry import Span
+from kvhma.nixl import Agent
+from kvhma.vllm.metadata import StepMetadata
+from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.worker import active_load
+from kvhma.vllm.worker.active_load import parts_of
+from support.engines.engine import free_port
+
+BLOCKS = [9, 3, 30, 12, 21, 6]
+"""Of P, and of D in this order: no two of them are neighbours, so that each is a row."""
+
+
+@pytest.fixture
+def p():
+    made = Prefill(Address("127.0.0.1", free_port()))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def d(monkeypatch):
+    monkeypatch.setattr(active_load, "PART_BYTES", PAGE)
+    made = Decode(max_descriptors=PAGES)
+    yield made
+    made.worker.close()
+
+
+class LostRead:
+    """A read whose connection is lost while it is in flight: nothing arrives, or only its first half."""
+
+    finished = False
+
+    def __init__(self, handle, error: TransferError, written: np.ndarray) -> None:
+        self.handle = handle
+        self.error = error
+        self.written = written
+
+    def poll(self):
+        while self.handle.poll() == "running":
+            pass
+        self.written[:] = 0xEE
+        self.finished = True
+        if isinstance(self.error, PeerLostError):
+            self.handle.peer.gone = str(self.error)
+        raise self.error
+
+
+class Reads:
+    """Every read that D posts after its warm-up; those that are named by their number are lost."""
+
+    def __init__(self, monkeypatch, d: Decode) -> None:
+        self.rows: list[tuple[int, int]] = []
+        self.lost: dict[int, TransferError] = {}
+        read = Agent.read
+
+        def wrapped(agent, peer, local, remote, *args, **more):
+            handle = read(agent, peer, local, remote, *args, **more)
+            start = int(local[0][0]) - d.memory.ctypes.data
+            if not 0 <= start < PAGES * PAGE:
+                return handle
+            number = len(self.rows)
+            self.rows.append((start // PAGE, int(local[:, 1].sum())))
+            if number not in self.lost:
+                return handle
+            return LostRead(handle, self.lost[number], d.memory[start : start + int(local[:, 1].sum())])
+
+        monkeypatch.setattr(Agent, "read", wrapped)
+
+
+@pytest.fixture
+def reads(monkeypatch, d):
+    return Reads(monkeypatch, d)
+
+
+def total(d: Decode) -> dict:
+    found = TransferStats()
+    until(lambda: found.aggregate(d.worker.take_stats() or TransferStats()).data.get("load_seconds"))
+    return found.data
+
+
+@pytest.mark.parametrize(
+    ("lost", "handshakes"),
+    [({2: PeerLostError("gone"), 4: PeerLostError("gone")}, 2), ({0: TransferError("NIXL reports ERR")}, 1)],
+)
+def test_only_what_was_lost_is_read_again(p, d, reads, lost, handshakes):
+    reads.lost = lost
+    d.start(a=(p.remote("a", BLOCKS), BLOCKS))
+    assert d.ended("a") == {}
+    assert np.array_equal(d.pages(BLOCKS), p.memory.reshape(PAGES, PAGE)[BLOCKS])
+    first, again = reads.rows[: len(BLOCKS)], reads.rows[len(BLOCKS) :]
+    assert sorted(first) == sorted((block, PAGE) for block in BLOCKS)
+    assert again == [first[number] for number in lost]
+    data = total(d)
+    assert (data["resumed_loads"], data["reread_bytes"]) == (1, len(lost) * PAGE)
+    assert data["handshakes"] == handshakes
+
+
+def test_a_connection_that_is_lost_each_time_ends_the_load(p, d, reads):
+    reads.lost = dict.fromkeys(range(99), PeerLostError("gone again"))
+    d.start(a=(p.remote("a", BLOCKS), BLOCKS))
+    assert d.ended("a") == {"a": "peer_lost"}
+    assert len(reads.rows) <= 3 * len(BLOCKS)
+    reads.lost = {}
+    d.start(b=(p.remote("b", BLOCKS), BLOCKS))
+    assert d.ended("b") == {}
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_p_that_does_not_come_back_or_is_another_one(p, d, reads, is_back):
+    """Its blocks are gone: nothing of the new one is read, and the error says what began it."""
+    d.start(before=(p.remote("before", [1]), [1]))
+    assert d.ended("before") == {}
+    reads.lost = {len(reads.rows) + 1: PeerLostError("cut off")}
+    remote = p.remote("a", BLOCKS)
+    p.listener.close()
+    if is_back:
+        p.instance += 1
+        p.listen()
+    d.worker.start_loads(StepMetadata([load("a", remote, BLOCKS)]))
+    received, failures = set(), {}
+    while not received:
+        received, report = d.worker.collect(idle=True)
+        failures |= report.failures
+    assert failures["a"].cause == "peer_lost"
+    assert "cut off; and connecting again: " in failures["a"].text
+    assert len(reads.rows) == 1 + len(BLOCKS)
+
+
+def test_caches_that_lie_elsewhere_after_the_new_handshake(p, d, reads, monkeypatch):
+    """What was read came from elsewhere than the rest would."""
+    reads.lost = {1: PeerLostError("cut off")}
+    answers = iter((parts_of, lambda transfer: parts_of(transfer)[::-1]))
+    monkeypatch.setattr("kvhma.vllm.worker.loading.parts_of", next(answers))
+    monkeypatch.setattr(active_load, "parts_of", next(answers))
+    d.start(a=(p.remote("a", BLOCKS), BLOCKS))
+    assert d.ended("a") == {"a": "peer_lost"}
+    assert len(reads.rows) == len(BLOCKS)
+
+
+def test_a_piece_is_not_read_again(p, d, reads):
+    """What it held is read with the last piece."""
+    reads.lost = {1: PeerLostError("cut off")}
+    piece = load("a", p.remote("a", BLOCKS), BLOCKS)._replace(piece=1)
+    d.worker.start_loads(StepMetadata([piece]))
+    lost: dict[str, str] = {}
+
+    def is_lost() -> bool:
+        lost.update(d.worker.collect(idle=True)[1].lost_pieces)
+        return bool(lost)
+
+    until(is_lost)
+    assert "cut off" in lost["a"]
+    assert len(reads.rows) == len(BLOCKS)
+
+
+@pytest.mark.parametrize("part_bytes", [1, PAGE, 2 * PAGE, 5 * PAGE, 1 << 40])
+def test_parts_are_all_of_a_transfer_in_order(p, monkeypatch, part_bytes):
+    monkeypatch.setattr(active_load, "PART_BYTES", part_bytes)
+    transfer = plan(p.geometry, [p.geometry], max_descriptors=PAGES).transfer(
+        len(BLOCKS), [Span(0, BLOCKS)], [Span(0, BLOCKS[::-1])]
+    )
+    parts = parts_of(transfer)
+    for side in ("local", "remote"):
+        whole = np.concatenate([getattr(read, side) for read in transfer.reads])
+        assert np.array_equal(np.concatenate([getattr(part, side) for part in parts]), whole)
+    sizes = [int(part.local[:, 1].sum()) for part in parts]
+    assert all(size < part_bytes + PAGE for size in sizes)
+    assert all(one + two > part_bytes for one, two in itertools.pairwise(sizes))
