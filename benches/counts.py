@@ -23,15 +23,18 @@ from kvhma.models import Model, models
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.grouping import Members, group_layers, layer_specs
 from kvhma.models.vllm_layout import LayoutOptions, layout
+from kvhma.permute import permuted_reads
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
-Reason: TypeAlias = Literal["", "heads", "absent", "strided", "unexplained"]
+Reason: TypeAlias = Literal["", "heads", "absent", "last", "strided", "unexplained"]
 
 PROMPTS = (128, 1_000, 5_000, 32_000)
 POOLS: tuple[Pool, ...] = ("fresh", "used")
 FEW = 20
 NEVER_CUT = 2**62
 """As `descriptor_bytes`: a last block is always moved whole."""
+ALWAYS = 2**62
+"""As `permute_bytes`: every block of P that can be is read as it lies."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ class Row:
     whole: Count
     exact: Count
     ids: Count
+    permuted: Count
 
     def has_more(self, ours: Count | None = None) -> bool:
         return self.vllm is not None and (ours or self.kvhma).descriptors > self.vllm.descriptors
@@ -170,15 +174,29 @@ class Row:
         """Why `Plan.ids` has more descriptors, if it has."""
         return self._reason(self.ids)
 
+    @property
+    def reason_of_permuted(self) -> Reason:
+        """Why there are more even if blocks of P are read as they lie, if there are."""
+        if not self.has_more(self.permuted) or self._is_absent(self.permuted):
+            return "absent" if self.has_more(self.permuted) else ""
+        block = self.pairing.d.options.get("block_size", 1)
+        whole = row(self.pairing, self.model, self.tokens // block * block, self.pool)
+        return (
+            "unexplained" if whole.tokens == self.tokens or whole.reason_of_permuted not in ("", "absent") else "last"
+        )
+
+    def _is_absent(self, ours: Count) -> bool:
+        assert self.vllm is not None
+        return self.pool == "fresh" and ours.descriptors - self.vllm.descriptors <= padded_slots(models()[self.model])
+
     def _reason(self, ours: Count) -> Reason:
         if not self.has_more(ours):
             return ""
-        assert self.vllm is not None
         one = models()[self.model]
         d, p = (kernel_block_size(side.ranks(one, 2, 1 << 20)[0]) for side in (self.pairing.d, self.pairing.p))
         if d != p and self.pairing.d.options.get("order") != "LBNHC" and one.kv_heads > self.pairing.d.tp:
             return "heads"
-        if self.pool == "fresh" and ours.descriptors - self.vllm.descriptors <= padded_slots(one):
+        if self._is_absent(ours):
             return "absent"
         return "strided" if d != p and ours is self.ids else "unexplained"
 
@@ -202,6 +220,7 @@ def kvhma_count(
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES,
     *,
     ids: bool = False,
+    permute_bytes: int = 0,
 ) -> Count:
     locals_, remotes = sides
     descriptors = total = 0
@@ -209,8 +228,12 @@ def kvhma_count(
     for local in locals_:
         plan = kvhma.plan(local, remotes, descriptor_bytes=descriptor_bytes)
         mine = kvhma.live_spans(local, tokens, tables[0])
-        moved = plan.ids(tokens, mine, theirs) if ids else plan.transfer(tokens, mine, theirs)
-        descriptors += moved.descriptors
+        if ids:
+            moved = plan.ids(tokens, mine, theirs)
+            descriptors += moved.descriptors
+        else:
+            moved = plan.transfer(tokens, mine, theirs)
+            descriptors += sum(len(read.local) for read in permuted_reads(moved, local, remotes, permute_bytes))
         total += moved.bytes
     return Count(descriptors, total)
 
@@ -232,7 +255,9 @@ def row(pairing: Pairing, name: str, tokens: int, pool: Pool) -> Row:
     except UnsupportedPairError:
         vllm = None
     ours = [kvhma_count(sides, tokens, tables, limit) for limit in (DEFAULT_DESCRIPTOR_BYTES, NEVER_CUT, 0)]
-    return Row(pairing, name, tokens, pool, vllm, *ours, kvhma_count(sides, tokens, tables, ids=True))
+    ids = kvhma_count(sides, tokens, tables, ids=True)
+    permuted = kvhma_count(sides, tokens, tables, permute_bytes=ALWAYS)
+    return Row(pairing, name, tokens, pool, vllm, *ours, ids, permuted)
 
 
 def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence[int] = PROMPTS) -> Iterator[Row]:
@@ -246,8 +271,11 @@ def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence
 REASONS = {
     "heads": "P's blocks are shorter and heads lie outside of tokens in a page, so in D's longer block the tokens of "
     "each head have a place of their own: one copy for each head of each of P's blocks. vLLM reads a block of P as it is "
-    "and lets D's device move the tokens afterwards, in every block of the request; kvhma only reads. With tokens "
-    "outside of heads, or where D's kernel addresses blocks of P's size, no row is of this kind.",
+    "and lets D's device move the tokens afterwards, in every block of the request; so does kvhma, in whole blocks, if "
+    "the setting `permute_bytes` says so (below). With tokens outside of heads, or where D's kernel addresses blocks of "
+    "P's size, no row is of this kind.",
+    "last": "Only whole blocks of D are read as they lie. In its last one, of 64 tokens, the tokens of each head that there "
+    "are have places of their own. Of the prompt's tokens up to that block no row has more.",
     "absent": "In a fresh pool the blocks of all groups follow each other, and vLLM sends all groups from all shared "
     "tensors. Where a group has no layer in a tensor, kvhma leaves its blocks out, and two runs remain where vLLM has "
     "one: at most one more for each empty place. The bytes between are no layer's; they are whatever was there before.",
@@ -275,6 +303,10 @@ def report(found: Sequence[Row]) -> None:
     in_short(found, "kvhma")
     print("No row has more bytes.\n" if not any(more_bytes(one) for one in found) else "Some rows have more bytes.\n")
     reasons([one for one in found if one.reason], "reason")
+    print("## In short: `Plan.transfer`, and whole blocks of P as they lie\n")
+    print("`kvhma.permute`: what was read is permuted in D's memory. Bytes are those of `Plan.transfer`.\n")
+    in_short(found, "permuted")
+    reasons([one for one in found if one.reason_of_permuted], "reason_of_permuted")
     print("## In short: `Plan.ids`\n")
     in_short(found, "ids")
     shown = {one.reason for one in found}
@@ -332,7 +364,7 @@ def reasons(found: Sequence[Row], of: str) -> None:
             continue
         for one in mine:
             assert one.vllm is not None
-            ours = one.kvhma if of == "reason" else one.ids
+            ours = {"reason": one.kvhma, "reason_of_ids": one.ids, "reason_of_permuted": one.permuted}[of]
             print(
                 f"* {one.pairing.name}, {one.model}, {one.tokens:,} tokens, {one.pool}: {one.vllm.descriptors:,} → "
                 f"{ours.descriptors:,}, {one.vllm.bytes - ours.bytes:,} bytes fewer"

@@ -25,7 +25,7 @@ PICTURES = {
         vllm | torch | oracle
         nixl | tensors | models
         __init__
-        planning | lowlevel | pieces | digests
+        planning | lowlevel | pieces | digests | permute
         geometry
         _kvhma
         types | errors | versions | text

@@ -32,6 +32,7 @@ __all__ = [
     "fa_descriptors",
     "fa_views",
     "first_entries",
+    "permuted_rows",
     "ssm_descriptors",
     "ssm_views",
     "validate",
@@ -400,6 +401,30 @@ def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
     Raises:
         BlockIdError: an id is negative or its kernel ids do not fit int32.
         AddressOverflowError: there are more than 2**31 - 1 kernel ids.
+    """
+
+def permuted_rows(
+    local: NDArray[np.uint64],
+    remote: NDArray[np.uint64],
+    local_bounds: U64s,
+    remote_bounds: U64s,
+    permute_bytes: int,
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Read rows as they lie in the source where that takes fewer of them, to be permuted where they arrive.
+
+    Args:
+        local: shape (n, 3), of one source, sorted by address; as `Read.local`.
+        remote: shape (n, 3), as `Read.remote`.
+        local_bounds: sorted addresses at which registered memory begins or ends: no row goes on over one.
+        remote_bounds: the same of the source.
+        permute_bytes: bytes that may be permuted to save a row.
+
+    Returns:
+        Local and remote rows, each of shape (m, 3), and ranges to permute, of shape (k, 5): address, device, blocks,
+        heads, bytes of a head in a block. There ``blocks x heads`` arrive, where ``heads x blocks`` belong.
+
+    Raises:
+        RequestError: arrays of another type or shape, or of unequal length.
     """
 
 def content_sums(

@@ -12,6 +12,7 @@ except ImportError as error:
     raise ImportError("kvhma.tensors and kvhma.torch need torch: pip install 'kvhma[torch]'") from error
 
 from kvhma.tensors.geometry import LayerTensors, RankOptions, TensorPart, geometry_from_tensors
+from kvhma.tensors.permuting import permute
 from kvhma.tensors.zeroing import clear
 
-__all__ = ["LayerTensors", "RankOptions", "TensorPart", "clear", "geometry_from_tensors"]
+__all__ = ["LayerTensors", "RankOptions", "TensorPart", "clear", "geometry_from_tensors", "permute"]

@@ -49,7 +49,7 @@ class Storages:
             while at < end:
                 rest = self.from_address(at)
                 if not len(rest):
-                    raise GeometryError(f"bytes {at:#x}..{end:#x} to be zeroed are in no storage of the caches")
+                    raise GeometryError(f"bytes {at:#x}..{end:#x} are in no storage of the caches")
                 found.append(rest[: end - at])
                 at += len(found[-1])
         return found

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Region, Span
 from kvhma.geometry import Memory as MemoryKind
+from kvhma.tensors.permuting import launch_permute
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.accelerator import Accelerator, device_of
 from kvhma.vllm.cache_device import CacheDevice
@@ -46,6 +47,13 @@ class Memory(Protocol):
 
         Raises:
             GeometryError: a range that is not in the caches. Nothing was zeroed.
+        """
+
+    def permute(self, permutes: NDArray[np.uint64]) -> None:
+        """Put ranges of what was read into order: :attr:`kvhma.permute.PermutedRead.permutes`. Done when it returns.
+
+        Raises:
+            GeometryError: a range that is not in the memory.
         """
 
     def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
@@ -95,6 +103,13 @@ class DeviceMemory:
             return after  # what is read may not be written over either
         pieces = self._storages.pieces(rows)
         return self.device.launch(lambda: _zero_all(pieces), after)
+
+    def permute(self, permutes: NDArray[np.uint64]) -> None:
+        """See :class:`Memory`. Nothing else is launched that writes there: blocks are zeroed before they are read."""
+        if isinstance(self.device, Accelerator):
+            self.device.launch(lambda: launch_permute(permutes, self._storages), None).synchronize()
+        else:
+            launch_permute(permutes, self._storages)
 
     def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
         """Blocks are read into themselves."""

@@ -44,6 +44,7 @@ class Settings:
             an hour, and only if it does not answer any more.
         descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
         max_descriptors: descriptors that a request of one rank may have, see :func:`kvhma.plan`.
+        permute_bytes: bytes of blocks of P that are permuted here to save a descriptor, see :mod:`kvhma.permute`.
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
         progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause.
@@ -82,6 +83,7 @@ class Settings:
     engine_ttl: float | None = None
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
     max_descriptors: int = DEFAULT_MAX_DESCRIPTORS
+    permute_bytes: int = 0
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
     progress_delay_us: int = PROGRESS_DELAY_US
@@ -161,6 +163,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "engine_ttl": (float, -1, 1 << 31),
     "descriptor_bytes": (int, 0, 1 << 40),
     "max_descriptors": (int, 1, 1 << 40),
+    "permute_bytes": (int, 0, 1 << 40),
     "num_threads": (int, 0, 256),
     "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
     "staging_blocks": (int, 1, 1 << 31),

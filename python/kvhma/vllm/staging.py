@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Layer, Page, Region, Span
 from kvhma.geometry import Memory as MemoryKind
+from kvhma.tensors.permuting import launch_permute
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.accelerator import Accelerator, device_of
 from kvhma.vllm.memory import zero_host
@@ -55,7 +56,7 @@ class StagingPool:
         region = Region(self._bytes.data_ptr(), self._bytes.nbytes)
         self.geometry = replace(geometry, regions=(region,), layers=layers)
         storages = Storages(caches)
-        pool = Storages({"pool": self._bytes})
+        pool = self._pool = Storages({"pool": self._bytes})
         self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in geometry.groups]
         for of_cache, of_pool in zip(geometry.layers, layers, strict=True):
             on_host = _parts(pool, self.geometry, of_pool)
@@ -75,6 +76,10 @@ class StagingPool:
         """See :class:`kvhma.vllm.memory.Memory`. Nothing but reads is written to slots, so it comes after nothing."""
         zero_host(rows)
         return None
+
+    def permute(self, permutes: NDArray[np.uint64]) -> None:
+        """See :class:`kvhma.vllm.memory.Memory`."""
+        launch_permute(permutes, self._pool)
 
     def copy_in(self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None) -> None:
         """Copy slots to the device, on the connector's stream."""

@@ -49,6 +49,7 @@ METRICS = {
     "tokens_clipped": Metric(
         "Tokens of loads that lie before every window or chunk of a group, summed over such groups."
     ),
+    "permuted_bytes": Metric("Bytes put into order after they were read as they lay in P's blocks."),
     "zeroed_bytes": Metric("Bytes zeroed behind the tokens of loads."),
     "zero_seconds": Metric(
         "Time until a device has zeroed what a load does not cover and has done the steps before, in seconds.",

@@ -97,13 +97,18 @@ pub(crate) fn read_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<
     items(what, value)?.iter().map(|item| read_ids(what, item)).collect()
 }
 
-/// `(address, length)` of the rows of a uint64 array of shape `(n, 3)`.
-pub(crate) fn read_descriptors(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
+/// Rows of a uint64 array of shape `(n, 3)`.
+pub(crate) fn read_rows(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Descriptor>> {
     let array = value.extract::<PyReadonlyArray2<'_, u64>>();
     let Some(rows) = array.as_ref().ok().map(|array| array.as_array()).filter(|rows| rows.ncols() == 3) else {
         return Err(type_error(value.py(), what, "", "expected a uint64 array of shape (n, 3)"));
     };
-    Ok(rows.rows().into_iter().map(|row| (row[0], row[1])).collect())
+    Ok(rows.rows().into_iter().map(|row| [row[0], row[1], row[2]]).collect())
+}
+
+/// `(address, length)` of such rows.
+pub(crate) fn read_descriptors(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
+    Ok(read_rows(what, value)?.into_iter().map(|row| (row[0], row[1])).collect())
 }
 
 /// Numbers of 64 bits without sign: a list or a uint64 or int64 array.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 use kvhma_core::View;
-use kvhma_core::lowlevel::{ids, views};
+use kvhma_core::lowlevel::{ids, permute, views};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
 use pyo3::Borrowed;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::convert::{column, items, read_groups, read_ids, read_item, read_u64, read_u64s, rows};
+use crate::convert::{column, items, read_groups, read_ids, read_item, read_rows, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, type_error};
 use crate::geometry::read_geometry;
 use crate::results::Finding;
@@ -193,4 +193,26 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
     };
     let list: Vec<View> = array.rows().into_iter().map(|row| [row[0], row[1], row[2], row[3], row[4]]).collect();
     expand(py, list)
+}
+
+/// Rows to read, local and remote, and ranges to permute once they have arrived.
+type PermutedRows<'py> = (Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>);
+
+/// Read rows as they lie in the source where that takes fewer of them, to be permuted where they arrive.
+#[pyfunction]
+#[pyo3(signature = (local, remote, local_bounds, remote_bounds, permute_bytes))]
+pub(crate) fn permuted_rows<'py>(
+    py: Python<'py>,
+    local: &Bound<'_, PyAny>,
+    remote: &Bound<'_, PyAny>,
+    local_bounds: &Bound<'_, PyAny>,
+    remote_bounds: &Bound<'_, PyAny>,
+    permute_bytes: &Bound<'_, PyAny>,
+) -> PyResult<PermutedRows<'py>> {
+    let (local, remote) = (read_rows("local", local)?, read_rows("remote", remote)?);
+    let bounds = (read_u64s("local_bounds", local_bounds)?, read_u64s("remote_bounds", remote_bounds)?);
+    let permute_bytes = read_u64("permute_bytes", permute_bytes)?;
+    let found =
+        py.detach(|| permute::permuted_rows(&local, &remote, (&bounds.0, &bounds.1), permute_bytes)).or_raise(py)?;
+    Ok((rows(py, found.local)?, rows(py, found.remote)?, rows(py, found.permutes)?))
 }

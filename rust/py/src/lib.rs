@@ -27,7 +27,7 @@ mod _kvhma {
     #[pymodule_export]
     use super::functions::{
         clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,
-        ssm_descriptors, ssm_views, validate, window_blocks,
+        permuted_rows, ssm_descriptors, ssm_views, validate, window_blocks,
     };
     #[pymodule_export]
     use super::geometry::CheckedGeometry;

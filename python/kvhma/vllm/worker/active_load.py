@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvhma._kvhma import Transfer
+from kvhma._kvhma import Read, Transfer
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, TransferError
 from kvhma.geometry import Span
 from kvhma.nixl import TransferHandle
+from kvhma.permute import PermutedRead
 from kvhma.vllm.metadata import Load
 from kvhma.vllm.worker.digests import LoadSums
 from kvhma.vllm.worker.lease import LeaseQuestion
@@ -50,15 +51,13 @@ class ReadPart:
         return self.source == other.source and all(np.array_equal(one, two) for one, two in pairs)
 
 
-def parts_of(transfer: Transfer) -> list[ReadPart]:
+def parts_of(reads: Iterable[Read | PermutedRead]) -> list[ReadPart]:
     """Cut what a load reads into parts of :data:`PART_BYTES`; one row is never cut."""
     parts = []
-    for read in transfer.reads:
-        cuts: NDArray[np.intp] = np.empty(0, np.intp)
-        if read.bytes > PART_BYTES:
-            #   bytes before each row   0 .... 40 .... 70 .... 130 MiB     rows of a part begin within the same 64 MiB
-            before = np.cumsum(read.local[:, 1]) - read.local[:, 1]
-            cuts = np.flatnonzero(np.diff(before // np.uint64(PART_BYTES))) + 1
+    for read in reads:
+        #   bytes before each row   0 .... 40 .... 70 .... 130 MiB     rows of a part begin within the same 64 MiB
+        before = np.cumsum(read.local[:, 1]) - read.local[:, 1]
+        cuts = np.flatnonzero(np.diff(before // np.uint64(PART_BYTES))) + 1
         parts += [
             ReadPart(read.source, local, remote)
             for local, remote in zip(np.split(read.local, cuts), np.split(read.remote, cuts), strict=True)
@@ -83,6 +82,7 @@ class ActiveLoad:
         planned_at: when it was, and zeroing was begun.
         waits_for_device: whether the device had not zeroed by then.
         places: where it is read into, for each group; None before they are taken.
+        permutes: what has to be put into order once it was read.
         parts: what it reads, in the order in which it is posted; none before it is planned.
         posted_at: when the last one was.
         post_seconds: how long posting took.
@@ -105,6 +105,7 @@ class ActiveLoad:
     places: Sequence[Span] | None = None
     planned_at: float = 0.0
     waits_for_device: bool = False
+    permutes: NDArray[np.uint64] | None = None
     parts: list[ReadPart] = field(default_factory=list)
     posted_at: float = 0.0
     post_seconds: float = 0.0
@@ -163,13 +164,12 @@ class ActiveLoad:
                 if self.load.piece or self.resumes == _MAX_RESUMES:
                     raise
 
-    def check_same(self, transfer: Transfer) -> None:
+    def check_same(self, parts: Sequence[ReadPart]) -> None:
         """Check that after a new handshake it would be read in the same parts, so that those that ended still count.
 
         Raises:
             PeerLostError: P's memory is another.
         """
-        parts = parts_of(transfer)
         if len(parts) != len(self.parts) or not all(map(ReadPart.is_same, parts, self.parts)):
             raise PeerLostError(f"{self.lost}; P's caches lie elsewhere since")
 

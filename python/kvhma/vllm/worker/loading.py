@@ -10,14 +10,19 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvhma._kvhma import Read, Transfer
 from kvhma.errors import KvhmaError, PeerLostError, RequestError
-from kvhma.nixl import Agent, TransferHandle
+from kvhma.nixl import TransferHandle
+from kvhma.permute import PermutedRead, permuted_reads
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.worker.active_load import ActiveLoad, ReadPart, errors_end, parts_of
+from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.polling import LoadPoller
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults
@@ -44,7 +49,7 @@ class Loader:
 
     def __init__(
         self,
-        agent: Agent,
+        context: WorkerContext,
         memory: Memory,
         engines: PrefillEngines,
         poller: LoadPoller,
@@ -52,7 +57,9 @@ class Loader:
         queued: queue.SimpleQueue[ActiveLoad | None],
     ) -> None:
         """Start the thread; `queued` are the loads that it takes, which may be the poller's too."""
-        self._agent = agent
+        self._agent = context.agent
+        self._geometry = context.geometry
+        self._permute_bytes = context.settings.permute_bytes
         self._memory = memory
         self._engines = engines
         self._poller = poller
@@ -194,13 +201,25 @@ class Loader:
         if active.places is None:
             return
         transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
+        reads, permutes = self._reads(active.engine, transfer)
         if active.transfer is not None:
-            active.check_same(transfer)
+            active.check_same(parts_of(reads))
             return
-        active.transfer, active.parts = transfer, parts_of(transfer)
+        active.transfer, active.parts, active.permutes = transfer, parts_of(reads), permutes
         active.planned_at = time.monotonic()
         active.zeroing = self._memory.zero(active.transfer.zero, active.after)
         active.waits_for_device = not active.is_zeroed()
+
+    def _reads(
+        self, engine: PrefillEngine, transfer: Transfer
+    ) -> tuple[Sequence[Read | PermutedRead], NDArray[np.uint64] | None]:
+        """Return what is read, and what has to be put into order afterwards; None if nothing ever has."""
+        if not self._permute_bytes:
+            return transfer.reads, None
+        remote = [None if peer is None else peer.geometry for peer in engine.peers]
+        reads = permuted_reads(transfer, self._geometry, remote, self._permute_bytes)
+        permutes = [read.permutes for read in reads]
+        return reads, np.concatenate(permutes) if permutes else None
 
     def _post(self, active: ActiveLoad) -> None:
         """Post what a load that was planned has not read yet."""

@@ -151,6 +151,9 @@ class LoadPoller:
     def _poll_reads(self, active: ActiveLoad) -> None:
         active.poll()
         if active.read_at is None and active.has_read and not active.may_resume and active.is_zeroed():
+            with errors_end(active):
+                if active.error is None and active.permutes is not None and len(active.permutes):
+                    self._memory.permute(active.permutes)
             active.read_at = time.monotonic()
             self._results.note_read()
             if active.has_digest and active.error is None:
@@ -293,6 +296,7 @@ class LoadPoller:
             for group, span in zip(self._geometry.groups, load.spans, strict=True)
             if group.kind in ("sliding", "chunked")
         ]
+        permuted = 0 if active.permutes is None else int(active.permutes[:, 2:].prod(axis=1).sum())
         handles = [part.handle for part in active.parts if part.handle is not None]
         posted = [handle.telemetry.descriptors for handle in handles if handle.telemetry is not None]
         series: dict[str, float] = {
@@ -300,17 +304,22 @@ class LoadPoller:
             "post_seconds": active.post_seconds,
             "transfer_seconds": transfer_seconds,
             "bytes": transfer.bytes,
-            "selected_descriptors": transfer.descriptors,
+            "selected_descriptors": sum(len(part.local) for part in active.parts),
             "posted_descriptors": sum(posted),
         }
         sums: dict[str, float] = {
             "zeroed_bytes": int(transfer.zero[:, 1].sum()),
+            "permuted_bytes": permuted,
             "tokens_loaded": load.num_tokens - load.cached,
             "tokens_cached": load.cached,
             "tokens_clipped": sum(clipped),
         }
         if load.piece:  # what is told of a whole load is told of its last piece
-            series, sums = {}, {"pieces": 1, "piece_bytes": transfer.bytes, "zeroed_bytes": sums["zeroed_bytes"]}
+            series, sums = (
+                {},
+                {"pieces": 1, "piece_bytes": transfer.bytes}
+                | {name: sums[name] for name in ("zeroed_bytes", "permuted_bytes")},
+            )
         by_rank: dict[str, float] = {
             "rank_bytes": transfer.bytes,
             "rank_descriptors": transfer.descriptors,

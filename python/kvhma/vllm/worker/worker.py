@@ -50,7 +50,7 @@ class KvhmaWorker:
         queued: queue.SimpleQueue[ActiveLoad | None] = queue.SimpleQueue()
         self._poller = LoadPoller(context, memory, self._engines, self._results, queued)
         self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
-        self._loader = Loader(agent, memory, self._engines, self._poller, self._results, queued)
+        self._loader = Loader(context, memory, self._engines, self._poller, self._results, queued)
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
