@@ -43,7 +43,7 @@ class Prefill:
         self.computed[name] = 0
         return asked
 
-    def build(self, preempted=(), hits=None, **tokens):
+    def build(self, preempted=(), hits=None, sync_loads=False, **tokens):
         """Build a step that computes so many tokens of requests; return its number."""
         before = {name.replace("_", " "): count for name, count in tokens.items()}
         for name in preempted:
@@ -54,6 +54,7 @@ class Prefill:
             num_scheduled_tokens=before,
             total_num_scheduled_tokens=sum(before.values()),
             preempted_req_ids=set(preempted),
+            has_sync_kv_loads=sync_loads,
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=list(before), num_computed_tokens=[self.computed[name] for name in before]

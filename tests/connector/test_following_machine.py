@@ -63,6 +63,7 @@ class Machine:
                 num_scheduled_tokens=names,
                 total_num_scheduled_tokens=tokens,
                 preempted_req_ids={"at p"} if preempted else set(),
+                has_sync_kv_loads=False,
                 scheduled_new_reqs=[],
                 scheduled_cached_reqs=SimpleNamespace(
                     req_ids=list(names), num_computed_tokens=[self.computed] * len(names)

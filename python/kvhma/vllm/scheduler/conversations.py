@@ -99,8 +99,10 @@ class Conversation:
         """Take an answer.
 
         Raises:
-            RequestError: it contradicts itself, or an earlier one.
+            RequestError: it contradicts itself, or an earlier one; or P has forgotten the ticket.
         """
+        if self.version and not news.version:
+            raise RequestError(f"{self.ticket.address} does not know the ticket any more: it has begun anew")
         if news.version <= self.version:
             return
         source = Incarnation(
@@ -109,8 +111,9 @@ class Conversation:
         if self.source is not None and (self.source, self.total, self.prompt) != (source, news.total, news.prompt):
             raise RequestError(f"the ticket is another request's now: of {news.total} tokens, before of {self.total}")
         with self.lock:
-            self.version, self.source, self.groups = news.version, source, news.groups
+            self.version, self.groups = news.version, news.groups
             self.total, self.prompt = news.total, news.prompt
+            self.source = source  # last: without the lock, who sees it sees the others too
             self.error = one_line(news.ended) if news.ended else ""
             if news.params:
                 self.params = _params(news.params)

@@ -61,8 +61,8 @@ class SettlingRequests:
         self._followed: dict[str, _Followed] = {}
         self._step: int | None = None
         """Number of the last step; None before the first ticket: nobody asks then."""
-        self._settled = 0
-        """Number of the last step whose results are back."""
+        self._settled = -1
+        """Number of the last step whose results are back; -1 before the first one's are."""
 
     def add(self, request: Request, source: Incarnation, total: int) -> None:
         """Take a new request, if it has a ticket; `total` tokens of it will be handed over."""
@@ -83,7 +83,7 @@ class SettlingRequests:
             return
         self._followed[request.request_id] = _Followed(ticket, total)
         if self._step is None:
-            self._step = self._settled = 0
+            self._step = 0  # the steps up to now have no number, and the last ones may not be over
 
     def step(self, output: SchedulerOutput) -> int | None:
         """Take note of what a step computes; return its number, None if nobody asks for it.
@@ -95,20 +95,29 @@ class SettlingRequests:
         self._step += 1
         for request_id in output.preempted_req_ids or ():
             if (followed := self._followed.get(request_id)) is not None:
-                followed.steps.clear()
-                followed.begun, followed.tokens = False, 0
-                self.tickets.restart(followed.ticket)
+                self._restart(followed)
         if self._followed:
             for request_id, computed in _computed_before(output).items():
                 if (followed := self._followed.get(request_id)) is not None:
                     self._schedule(request_id, followed, computed, output)
         return self._step
 
+    def _restart(self, followed: _Followed) -> None:
+        """Take note that what was computed of a request may be overwritten from now on."""
+        followed.steps.clear()
+        followed.begun, followed.tokens = False, 0
+        self.tickets.restart(followed.ticket)
+
     def _schedule(self, request_id: str, followed: _Followed, computed: int, output: SchedulerOutput) -> None:
         assert self._step is not None  # noqa: S101
+        known = followed.steps[-1][1] if followed.steps else followed.tokens
+        if computed < min(known, followed.total):
+            self._restart(followed)  # blocks that another connector should have filled are computed after all
         if not followed.begun and computed:
-            # A hit of the prefix cache, which an earlier step may still be computing.
-            followed.steps.append((self._step - 1, self._settled_hit(request_id, computed, output)))
+            # A hit of the prefix cache, which an earlier step may still be computing; or this one, if another connector
+            # fills blocks within it.
+            filled = self._step if output.has_sync_kv_loads else self._step - 1
+            followed.steps.append((filled, self._settled_hit(request_id, computed, output)))
         followed.begun = True
         followed.steps.append((self._step, computed + output.num_scheduled_tokens[request_id]))
         self._tell(request_id, followed)

@@ -163,10 +163,15 @@ class TicketTable:
         return going
 
     def ask(self, question: Follow) -> Progress | None:
-        """Return how far a request is; None if there is nothing that was not seen, or it is not known yet."""
+        """Return how far a request is; None if there is nothing that was not seen, or it is not known yet.
+
+        One that was seen and is not known any more, here or before a restart, has version 0.
+        """
         with self._lock:
             found = self._tickets.get(question.ticket)
-            if found is None or found.version <= question.seen:
+            if found is None:
+                return Progress(0) if question.seen else None
+            if found.version <= question.seen:
                 return None
             return found.progress(question)
 

@@ -219,10 +219,10 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
-    """How far the request of a ticket is. Only the version is set of a ticket that is not known yet.
+    """How far the request of a ticket is. Only the version is set of a ticket that is not known yet, or not any more.
 
     Attributes:
-        version: grows with each change; 0 as long as the ticket is not known.
+        version: grows with each change; 0 while the ticket is not known.
         engine_id: which engine computes it.
         incarnation_id: likewise.
         ranks: tensor-parallel ranks and pipeline stages of that engine.

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Followed requests that somebody, or bad luck, works against: what is read too early, and answers that never come."""
+
+import dataclasses
+import time
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from connector.test_following import (  # noqa: F401
+    N,
+    Prefill,
+    d,
+    entries,
+    followed,
+    nothing_comes,
+    p,
+    piece_of,
+    read,
+    waits,
+)
+from kvhma.vllm.metadata import WorkerHello
+from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
+from support.schedulers import STEP, request, tables, until
+
+
+def test_a_hit_of_the_first_ticket_waits_for_steps_that_had_no_number(p, d):  # noqa: F811
+    """A step that was built before the first ticket may still run, and fill what is a hit of the next one."""
+    assert p.build() is None, "nobody asks for its results"
+    p.add()
+    followed(d, p)
+    number = p.build(at_p=16, hits={"at p": 96})
+    nothing_comes(d)
+    p.results(number)
+    assert piece_of(d).num_tokens == 112
+
+
+def test_a_hit_of_another_connector_waits_for_the_step_that_loads_it(p, d):  # noqa: F811
+    """Under MultiConnector another one may fill blocks within the step, which vLLM counts as computed before it."""
+    p.add()
+    followed(d, p)
+    p.results(p.build())
+    number = p.build(at_p=16, hits={"at p": 96}, sync_loads=True)
+    nothing_comes(d)
+    p.results(number)
+    assert piece_of(d).num_tokens == 112
+
+
+def test_what_another_connector_could_not_load_is_read_again(p, d):  # noqa: F811
+    """VLLM takes back what it counted as computed, and computes it into the same blocks without a preemption."""
+    at_p = p.add()
+    followed(d, p)
+    p.results(p.build())
+    p.results(p.build(at_p=16, hits={"at p": 96}, sync_loads=True))
+    assert entries(piece_of(d))[0] == range(7)
+    read(d)
+    p.computed["at p"] = 32  # the third block was invalid
+    p.results(p.build(at_p=128))
+    load = piece_of(d)
+    assert entries(load)[0] == range(10)
+    read(d)
+    p.finish(at_p)
+    assert not piece_of(d).piece
+
+
+def test_accepted_drafts_are_no_way_back(p, d):  # noqa: F811
+    """Decoding with drafts takes tokens back, but none of the prompt: nothing is read twice."""
+    at_p = p.add()
+    followed(d, p)
+    p.results(p.build(at_p=160))
+    piece_of(d)
+    read(d)
+    p.results(p.build(at_p=5))
+    p.computed["at p"] = 162
+    p.results(p.build(at_p=5))
+    p.finish(at_p)
+    load = piece_of(d)
+    assert (load.piece, entries(load)[0]) == (False, range(10, 10))
+
+
+def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
+    """A P that was restarted at the same address knows none of its tickets: D hears that, and does not ask for ever."""
+    p.add()
+    followed(d, p)
+    p.results(p.build(at_p=32))
+    piece_of(d)
+    read(d)
+    old = p.scheduler
+    hellos = old.prefill._hellos
+    old.close()
+    facts = dataclasses.replace(old.context.engine)
+    again = KvhmaScheduler(old.context.settings, old.context.secrets, facts)
+    try:
+        again.serve({rank: WorkerHello(*hello) for rank, hello in hellos.items()})
+        refusals = {}
+
+        def ended():
+            refusals.update(d.step(STEP).refusals)
+            return refusals
+
+        until(ended)
+        assert "does not know the ticket any more" in refusals["r"]
+    finally:
+        again.close()
+
+
+def test_a_ticket_that_was_never_known_is_waited_for(p, d):  # noqa: F811
+    asked = request("r", N, params=p.params_of_d())
+    d.add(asked)
+    time.sleep(0.1)
+    assert waits(d, asked)
+    p.add()
+    until(lambda: not waits(d, asked))
+    assert tables(d)
