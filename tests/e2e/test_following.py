@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -15,13 +16,15 @@ import pytest
 
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
 from support.engines.tiny import MODELS
-from support.handoff import all_free, arguments, computed, hand_over, kvhma, loads, prefill, prompts, same
+from support.handoff import all_free, arguments, computed, failures, hand_over, kvhma, loads, prefill, prompts, same
 
 Models = Callable[[str], Path]
 STEP = {"max_num_batched_tokens": 100}
 """P's: prompts of 401 tokens and more take several."""
 
 SMALL = {"piece_tokens": 16}
+ALL = {"content_digests": "all"}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
 class Pair:
@@ -87,10 +90,9 @@ def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     settings = {
         "one": kvhma(name, extra=SMALL, **STEP),
-        "two": kvhma(name, extra=SMALL, **STEP, **two),
+        "two": kvhma(name, extra=SMALL, **STEP, **TWO_RANKS),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (one, two_ranks, plain):
@@ -274,3 +276,50 @@ def test_a_ticket_that_p_never_hears_of(zygote: Zygote, model: Models, tmp_path:
         assert computed(d, "other_prompt") == 0
         assert loads(d) >= 1
         all_free(d)
+
+
+def compared(d: Engine, result: str) -> int:
+    return int(d.sample("vllm:kvhma_content_digests_total", result=result))
+
+
+def read_pieces(d: Engine) -> int:
+    """Tokens of all pieces that D has read of requests that it follows now, but for the last one of each."""
+    followed = d.core("e2e_connector", "_kvhma_scheduler.decode._following.with_blocks")
+    return sum(int(tokens) for one in followed.values() for tokens in re.findall(r"\bbefore=(\d+),", one))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_digests_of_what_was_read_in_pieces(
+    name: str, ranks: int, zygote: Zygote, model: Models, tmp_path: Path
+) -> None:
+    """They agree; and a block that was read right, but spoilt at P before it summed, is found."""
+    extra = SMALL | ALL | {"load_retries": 0}
+    settings = {
+        "p": kvhma(name, extra=ALL, max_num_batched_tokens=32),
+        "d": kvhma(name, policy="recompute", extra=extra, **(TWO_RANKS if ranks == 2 else {})),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        pair = Pair(p, d)
+        before = compared(d, "match")
+        for prompt in prompts((name, ranks), [33, 401, 1001]):
+            expected = plain.generate(prompt, max_tokens=16).result()
+            same(name, pair.both(prompt).result(), expected, len(prompt))
+        assert pair.pieces() > 0
+        assert (compared(d, "match") - before, compared(d, "mismatch")) == (3, 0)
+        (prompt,) = prompts((name, ranks, "spoilt"), [3201])
+        expected = plain.generate(prompt, max_tokens=16).result()
+        ticket = new_ticket()
+        answers = [pair.compute(prompt, ticket, request_id="spoilt"), pair.follow(prompt, ticket)]
+        while not read_pieces(d):
+            assert not answers[0].done(), "P has computed all of it before a piece was read"
+        groups = p.rpc("e2e_groups")[0]
+        (full,) = (index for index, group in enumerate(groups) if group["kind"] == "FullAttentionSpec")
+        p.rpc("e2e_overwrite", groups[full]["layers"][0], p.core("e2e_blocks", "spoilt")[full][0], "noise")
+        same(name, answers[1].result(), expected, "computed by D")
+        assert (failures(d, "digest"), compared(d, "mismatch")) == (1, 1)
+        log = (tmp_path / "d.log").read_text()
+        assert "what was loaded is not what P holds: full layers, tokens 0..1023" in log
+        for engine in (p, d):
+            all_free(engine)

@@ -22,11 +22,12 @@ from typing import Any
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.threads import SupervisedThread, in_thread
+from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.calls import Calls
 from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import Done, Follow, Progress, Settled, Unfollow
+from kvhma.vllm.wire.messages import Done, Follow, Progress, Unfollow
 from kvhma.vllm.wire.names import resolve
-from kvhma.vllm.wire.params import Incarnation, read_ids
+from kvhma.vllm.wire.params import Address, Incarnation, read_ids
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.tickets import Ticket
 
@@ -46,10 +47,24 @@ _BLOCKS_MORE = 256
 """Blocks of all groups that are stored for each token, and beside them: a few groups may have blocks of one token."""
 
 _PAUSE_SECONDS = 0.2
-"""Between attempts to reach P."""
+_LONGEST_PAUSE_SECONDS = 3.0
+"""Between attempts to reach P: twice as long after each that fails."""
 
 _SILENCE_SECONDS = 20.0
 """How long P may not answer at all, beside the time of one answer, before the request is given up."""
+
+_ANSWER_BYTES = 1 << 16
+_BLOCK_BYTES = 24
+"""Bytes that an answer may have: so many, and for each block that is stored as a text and again in the parameters."""
+
+MAX_UNREAD_BYTES = 256 << 20
+"""Of unfinished answers, over all conversations; the largest is cut off."""
+
+_CHECK_SECONDS = 1.0
+"""How often conversations are looked at that nothing was heard from."""
+
+_BUSY_SECONDS = 0.01
+"""Processor time without a pause, after which the thread pauses as long: P decides how often it has news."""
 
 
 @dataclass(eq=False)
@@ -87,6 +102,9 @@ class Conversation:
     begun: float = field(default_factory=time.monotonic)
     answered: float = field(default_factory=time.monotonic)
     retry_at: float = 0.0
+    failures: int = 0
+    unread: int = 0
+    """Bytes of an unfinished answer."""
     client: Client | None = None
     connecting: Future[Client] | None = None
 
@@ -105,11 +123,14 @@ class Conversation:
             raise RequestError(f"{self.ticket.address} does not know the ticket any more: it has begun anew")
         if news.version <= self.version:
             return
+        if not news.engine_id.isprintable():
+            raise RequestError(f"{self.ticket.address} has no name that could be printed")
         source = Incarnation(
             self.ticket.address, news.engine_id, int.from_bytes(news.incarnation_id, "big"), *news.ranks
         )
         if self.source is not None and (self.source, self.total, self.prompt) != (source, news.total, news.prompt):
             raise RequestError(f"the ticket is another request's now: of {news.total} tokens, before of {self.total}")
+        blocks = [] if news.params or news.ended else self._read_blocks(news)
         with self.lock:
             self.version, self.groups = news.version, news.groups
             self.total, self.prompt = news.total, news.prompt
@@ -118,24 +139,37 @@ class Conversation:
             if news.params:
                 self.params = _params(news.params)
             elif not news.ended:
-                self._take_blocks(news)
+                if news.epoch != self.epoch:
+                    self.epoch, self.tokens, self.tables = news.epoch, 0, {}
+                if news.total <= self.most:
+                    self._append(blocks)
+                    self.tokens = min(news.tokens, news.total)
 
-    def _take_blocks(self, news: Progress) -> None:
-        if news.epoch != self.epoch:
-            self.epoch, self.tokens, self.tables = news.epoch, 0, {}
-        if news.total > self.most:
-            return
-        for blocks in news.blocks:
-            self._append(blocks)
-        self.tokens = min(news.tokens, news.total)
+    def _read_blocks(self, news: Progress) -> list[tuple[int, int, list[int]]]:
+        """Return group, position and ids of the blocks that an answer names; none of a longer request than D's."""
+        left = self.most_blocks if news.total <= self.most else 0
+        found = []
+        for blocks in news.blocks if left else ():
+            found.append((blocks.group, blocks.first, read_ids(blocks.ids, left)))
+            left -= len(found[-1][2])
+        return found
 
-    def _append(self, blocks: Settled) -> None:
-        table = self.tables.setdefault(blocks.group, [])
-        if blocks.first > len(table):
-            raise RequestError(f"group {blocks.group}: blocks from {blocks.first} on, known are {len(table)}")
-        del table[blocks.first :]
-        stored = sum(map(len, self.tables.values()))
-        table += read_ids(blocks.ids, _BLOCKS_PER_TOKEN * self.most + _BLOCKS_MORE - stored)
+    def _append(self, blocks: list[tuple[int, int, list[int]]]) -> None:
+        for group, first, ids in blocks:
+            table = self.tables.setdefault(group, [])
+            if first > len(table):
+                raise RequestError(f"group {group}: blocks from {first} on, known are {len(table)}")
+            others = sum(map(len, self.tables.values())) - len(table)
+            if others + first + len(ids) > self.most_blocks:
+                raise RequestError(
+                    f"of {self.most} tokens at most {self.most_blocks} blocks are stored, more are named"
+                )
+            table[first:] = ids
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks are stored of it at most."""
+        return _BLOCKS_PER_TOKEN * self.most + _BLOCKS_MORE
 
     def handed_over(self) -> dict[str, Any] | None:
         """Return P's parameters as a proxy would hand them on, with the address at which P is known here."""
@@ -167,6 +201,7 @@ class Conversations:
         self._conversations: list[Conversation] = []
         self._known: list[Conversation] = []
         """Those of them that the thread has seen."""
+        self._calls = Calls(self._wake)
         self._thread: SupervisedThread | None = None
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         """By which the thread is woken up."""
@@ -203,8 +238,8 @@ class Conversations:
             self._conversations.remove(conversation)
         # The thread may be using the client; it closes it when it finds the conversation gone.
         if unwanted and not conversation.over:
-            with contextlib.suppress(RuntimeError):  # no more threads: P finds out when its lease ends
-                in_thread("kvhma-unfollow", lambda: self._unfollow(conversation.ticket))
+            # If there are too many, P finds out when its lease ends.
+            self._calls.start(conversation.ticket.address, lambda: self._unfollow(conversation.ticket))
         self._wake()
 
     def close(self) -> None:
@@ -231,48 +266,84 @@ class Conversations:
     # --- the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        ready: set[int] = set()
+        checked = busy = 0.0
         while not self._closing:
+            began, cpu = time.monotonic(), time.thread_time()
+            if check := began - checked > _CHECK_SECONDS:
+                checked = began
             with self._lock:
                 going = [one for one in self._conversations if not one.over]
             for gone in set(self._known).difference(going):
                 _hang_up(gone)
             self._known = going
             for conversation in going:
-                try:
+                client = conversation.client
+                if check or client is None or client.fileno() in ready:
                     self._advance(conversation)
-                except (HandshakeError, RequestError) as error:
-                    self._note(conversation, error)
-            self._wait(going)
+            busy += time.thread_time() - cpu
+            if busy > _BUSY_SECONDS:
+                time.sleep(busy)
+                busy = 0.0
+            waits = time.monotonic()
+            ready = self._wait(going)
+            busy = max(0.0, busy - (time.monotonic() - waits))
         for conversation in self._known:
             _hang_up(conversation)
 
     def _advance(self, conversation: Conversation) -> None:
         """Do what can be done now."""
-        now = time.monotonic()
-        if conversation.client is None:
-            if conversation.connecting is None:
-                if now >= conversation.retry_at:
-                    address = conversation.ticket.address
-                    conversation.connecting = in_thread("kvhma-follow-connect", lambda: self._connect(address))
-                return
-            if not conversation.connecting.done():
-                return
-            connecting, conversation.connecting = conversation.connecting, None
-            conversation.client = connecting.result()
-            conversation.client.send(conversation.question())
-        if conversation.client.poll():
-            news = conversation.client.receive(Progress)
-            conversation.answered = now
-            conversation.take(news)
-            if conversation.over:
-                return
-            if not conversation.version and now - conversation.begun > self._unknown_seconds:
-                conversation.error = f"{conversation.ticket.address} does not know its ticket"
-                return
-            conversation.client.send(conversation.question())
+        try:
+            if conversation.client is None:
+                self._connect(conversation)
+            if conversation.client is not None and conversation.client.poll():
+                self._receive(conversation, conversation.client)
+        except (HandshakeError, RequestError) as error:
+            self._note(conversation, error)
+        except Exception as error:  # the others' go on
+            logger.exception("kvhma: a ticket at %s cannot be followed", conversation.ticket.address)
+            self._note(conversation, RequestError(f"an error of this engine: {type(error).__name__}"))
 
-    def _connect(self, address: Any) -> Client:
+    def _connect(self, conversation: Conversation) -> None:
+        """Connect in another thread, and ask once that is done."""
+        if conversation.connecting is None:
+            address = conversation.ticket.address
+            if time.monotonic() >= conversation.retry_at:
+                conversation.connecting = self._calls.start(address, lambda: self._dial(address))
+        elif conversation.connecting.done():
+            connecting, conversation.connecting = conversation.connecting, None
+            client = conversation.client = connecting.result()
+            client.on_received = lambda count: self._note_unread(conversation, count)
+            client.send(conversation.question())
+
+    def _receive(self, conversation: Conversation, client: Client) -> None:
+        """Take an answer, and ask again."""
+        news = client.receive(Progress)
+        now = time.monotonic()
+        conversation.answered, conversation.failures, conversation.unread = now, 0, 0
+        conversation.take(news)
+        if conversation.over:
+            return
+        if not conversation.version and now - conversation.begun > self._unknown_seconds:
+            conversation.error = f"{conversation.ticket.address} does not know its ticket"
+            return
+        client.send(conversation.question())
+
+    def _dial(self, address: Address) -> Client:
         return Client(resolve(address, self._timeout), self._timeout, self._secrets)
+
+    def _note_unread(self, conversation: Conversation, count: int) -> None:
+        """Take note that so many bytes of an answer are here; refuse more than it can have, or than there is room for.
+
+        Raises:
+            RequestError: it is too long.
+        """
+        if count > _ANSWER_BYTES + _BLOCK_BYTES * conversation.most_blocks:
+            raise RequestError(f"{conversation.ticket.address} says more of a ticket than its request can have")
+        conversation.unread = count
+        if sum(one.unread for one in self._known) > MAX_UNREAD_BYTES:
+            largest = max(self._known, key=lambda one: one.unread)
+            self._note(largest, RequestError(f"unfinished answers have more than {MAX_UNREAD_BYTES >> 20} MiB"))
 
     def _note(self, conversation: Conversation, error: Exception) -> None:
         """Try again what may pass, for a while."""
@@ -280,10 +351,11 @@ class Conversations:
         now = time.monotonic()
         if isinstance(error, RequestError) or now - conversation.answered > _SILENCE_SECONDS + self._timeout:
             conversation.error = str(error)
-        conversation.retry_at = now + _PAUSE_SECONDS
+        conversation.retry_at = now + min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(conversation.failures, 8))
+        conversation.failures += 1
 
-    def _wait(self, known: list[Conversation]) -> None:
-        """Wait until something can be done, but not for long."""
+    def _wait(self, known: list[Conversation]) -> set[int]:
+        """Wait until something can be done, but not for long; return whose connections have something to read."""
         assert self._sockets is not None  # noqa: S101
         waits = select.poll()
         waits.register(self._sockets[0], select.POLLIN)
@@ -293,13 +365,15 @@ class Conversations:
                 waits.register(conversation.client.fileno(), select.POLLIN)
             else:
                 soon = True
-        waits.poll(1 if any(one.connecting is not None for one in known) else 100 if soon else 1000)
+        ready = {found for found, _ in waits.poll(100 if soon else 1000)}
         with contextlib.suppress(BlockingIOError):
             self._sockets[0].recv(4096)
+        return ready
 
 
 def _hang_up(conversation: Conversation) -> None:
     client, conversation.client = conversation.client, None
+    conversation.unread = 0
     connecting, conversation.connecting = conversation.connecting, None
     if client is not None:
         client.close()

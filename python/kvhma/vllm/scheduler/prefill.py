@@ -104,7 +104,7 @@ class PrefillScheduler:
             counters=context.stats,
             tickets=self.settling.tickets,
         )
-        self.settling.tickets.on_news = self._listener.wake
+        self.settling.tickets.on_news = self._listener.tell
 
     def add(self, request: Request) -> None:
         """Take a new request whose decode another engine does."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvhma.vllm.wire.messages import Follow, Progress, Settled
 from kvhma.vllm.wire.params import Incarnation, write_ids
@@ -92,7 +92,7 @@ class TicketTable:
         self._tickets: dict[bytes, _Ticket] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
         """Tickets of requests that are over, the oldest first."""
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_news: Callable[[bytes], None] = lambda ticket: None
 
     def open(self, ticket: bytes, request_id: str, source: Incarnation, groups: int, total: int, prompt: str) -> bool:
         """Take a request; return whether it can be followed: not one whose ticket is used, nor one too many.
@@ -108,7 +108,7 @@ class TicketTable:
                     return False
                 self._forget_oldest()
             self._tickets[ticket] = _Ticket(request_id, source, groups, total, prompt)
-        self.on_news()
+        self.on_news(ticket)
         return True
 
     def settle(self, ticket: bytes, tokens: int, tables: Mapping[int, tuple[int, Sequence[int]]]) -> None:
@@ -123,7 +123,7 @@ class TicketTable:
                 found.epoch += 1
             found.tokens, found.tables = tokens, tables
             found.version += 1
-        self.on_news()
+        self.on_news(ticket)
 
     def restart(self, ticket: bytes) -> None:
         """Take note that what was settled may be overwritten from now on."""
@@ -132,7 +132,7 @@ class TicketTable:
             found.epoch += 1
             found.version += 1
             found.tokens, found.tables = 0, {}
-        self.on_news()
+        self.on_news(ticket)
 
     def epoch(self, ticket: bytes) -> int:
         """Return the epoch of a request that is not over."""
@@ -147,7 +147,7 @@ class TicketTable:
             found.version += 1
             found.over_at = time.monotonic()
             self._over[ticket] = None
-        self.on_news()
+        self.on_news(ticket)
 
     def is_dropped(self, ticket: bytes) -> bool:
         """Return whether the follower of a request that is not over does not need it any more."""
@@ -173,7 +173,8 @@ class TicketTable:
                 return Progress(0) if question.seen else None
             if found.version <= question.seen:
                 return None
-            return found.progress(question)
+            told = replace(found)
+        return told.progress(question)  # without the lock: the scheduler does not wait while the blocks are written
 
     def drop(self, ticket: bytes) -> None:
         """Take note that a follower does not need a request any more. Of one that is over its lease says so."""

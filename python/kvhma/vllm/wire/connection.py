@@ -17,6 +17,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvhma.errors import ConnectionEnded
 from kvhma.vllm.wire.messages import (
@@ -51,9 +52,20 @@ _ONLY_HERE = "this engine has a secret, and the question came without: set secre
 _ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here too"
 
 
-Answering = Callable[[memoryview, float], "Answer | float"]
-"""Takes the bytes of a question, and how many seconds ago it came. Returns the answer, or in how many seconds it has to
-be asked again if nothing happens before. Raises nothing."""
+class Later(NamedTuple):
+    """There is no answer yet.
+
+    Attributes:
+        about: what it waits for news of.
+        seconds: after which it is asked for again if there are none.
+    """
+
+    about: bytes
+    seconds: float
+
+
+Answering = Callable[[memoryview, float], "Answer | Later"]
+"""Takes the bytes of a question, and how many seconds ago it came. Raises nothing."""
 
 
 class Connection:
@@ -61,6 +73,7 @@ class Connection:
 
     Attributes:
         host: the peer's numeric address.
+        waits_for: what its question waits for news of; None while it has none that waits.
         events: of :mod:`selectors`, that it waits for.
         answered: questions that were.
         deadline: when it is closed if nothing comes, on the monotonic clock; while it waits for an answer, when that
@@ -71,6 +84,7 @@ class Connection:
         """Take an accepted connection; `answer` is asked for that to each question."""
         self.socket = accepted
         self.host = host
+        self.waits_for: bytes | None = None
         self.events = selectors.EVENT_READ
         self.answered = 0
         self._secrets = secrets
@@ -96,11 +110,6 @@ class Connection:
     def waits_for_peer(self) -> bool:
         """Whether the peer has begun something and not ended it: to connect, a question, or to take an answer."""
         return self._question is None and (self._advance is not Connection._receive or bool(self._received))
-
-    @property
-    def waits_for_answer(self) -> bool:
-        """Whether its question has no answer yet."""
-        return self._question is not None
 
     @property
     def unsent(self) -> int:
@@ -202,18 +211,19 @@ class Connection:
             return
         question, came = self._question
         answer = self._answer(question, time.monotonic() - came)
-        if isinstance(answer, float):
+        if isinstance(answer, Later):
+            self.waits_for = answer.about
             self.events = selectors.EVENT_READ
-            self.deadline = time.monotonic() + answer
+            self.deadline = time.monotonic() + answer.seconds
             return
-        self._question = None
+        self._question = self.waits_for = None
         self._send(answer)
 
     def _wait(self) -> None:
         """Something came while a question waits: the end of the connection, or another one."""
         if not self.socket.recv(1):
             raise ConnectionEnded
-        self._question = None
+        self._question = self.waits_for = None
         self._refuse("message", "it asks before it was answered", "one question at a time")
 
     def _pending(self) -> bool:

@@ -10,7 +10,7 @@ import resource
 import selectors
 import socket
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -74,12 +74,14 @@ class Connections:
         self._groups: dict[_Group, OrderedDict[Connection, None]] = {}
         """Connections of each group, the one that was not answered for longest first."""
         self._group_of: dict[Connection, _Group] = {}
-        self._waiting: dict[Connection, None] = {}
-        """Connections whose question waits for its answer."""
+        self._waiting: dict[bytes, dict[Connection, None]] = {}
+        """Connections whose question waits for its answer, by what it waits for news of."""
+        self._waits_for: dict[Connection, bytes] = {}
         self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._questions = _Budget(MAX_QUESTIONS_BYTES)
         self._answers = _Budget(MAX_ANSWERS_BYTES)
         self._wakeup: socket.socket
+        self._news: deque[bytes] = deque()
         self._accepting = False
         self._accept_at = self._swept = time.monotonic()
         self._spent_on_strangers = 0.0
@@ -87,9 +89,9 @@ class Connections:
         self._selector = selectors.DefaultSelector()
         self._accept_again()
 
-    def register(self, wakeup: socket.socket) -> None:
-        """Return from :meth:`serve` when a socket is readable, too."""
-        self._wakeup = wakeup
+    def register(self, wakeup: socket.socket, news: deque[bytes]) -> None:
+        """Return from :meth:`serve` when a socket is readable, too; questions that wait for the `news` are answered."""
+        self._wakeup, self._news = wakeup, news
         self._selector.register(wakeup, selectors.EVENT_READ, _WAKEUP)
 
     def close(self) -> None:
@@ -129,9 +131,14 @@ class Connections:
         """Answer what waits for news."""
         with contextlib.suppress(BlockingIOError):
             self._wakeup.recv(_DRAIN)
-        for connection in list(self._waiting):
-            if connection in self._waiting:
-                self._advance(connection, connection.answer_waiting)
+        about = set()
+        with contextlib.suppress(IndexError):
+            while True:
+                about.add(self._news.popleft())
+        for one in about:
+            for connection in list(self._waiting.get(one, ())):
+                if connection in self._waits_for:
+                    self._advance(connection, connection.answer_waiting)
 
     def _advance(self, connection: Connection, what: Callable[[], None]) -> None:
         events, answered = connection.events, connection.answered
@@ -147,10 +154,7 @@ class Connections:
             logger.exception("kvhma: a connection of the side channel failed")
             self._drop(connection, "error")
             return
-        if connection.waits_for_answer:
-            self._waiting[connection] = None
-        else:
-            self._waiting.pop(connection, None)
+        self._note_waiting(connection, connection.waits_for)
         if connection.answered != answered:
             self._leave_group(connection)
             self._enter_group(connection, answered=True)
@@ -160,6 +164,17 @@ class Connections:
             for largest in budget.note(connection, stored):
                 logger.warning("kvhma: %s is cut off, what it sends or does not take is too much", largest.host)
                 self._drop(largest, "room")
+
+    def _note_waiting(self, connection: Connection, about: bytes | None) -> None:
+        """Take note of what a connection waits for news of; None for nothing."""
+        before = self._waits_for.pop(connection, None)
+        if before is not None:
+            del self._waiting[before][connection]
+            if not self._waiting[before]:
+                del self._waiting[before]
+        if about is not None:
+            self._waits_for[connection] = about
+            self._waiting.setdefault(about, {})[connection] = None
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):
@@ -220,7 +235,7 @@ class Connections:
     def _sweep(self) -> None:
         """Close the connections whose time is up."""
         self._swept = now = time.monotonic()
-        for connection in list(self._waiting):
+        for connection in list(self._waits_for):
             if connection.deadline < now:
                 self._advance(connection, connection.answer_waiting)
         for connection in self._all():
@@ -233,7 +248,7 @@ class Connections:
     def _drop(self, connection: Connection, refused: str = "") -> None:
         if refused:
             self._counters.count("side_channel_refused", label=refused)
-        self._waiting.pop(connection, None)
+        self._note_waiting(connection, None)
         self._leave_group(connection)
         self._questions.note(connection, 0)
         self._answers.note(connection, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from kvhma.errors import HandshakeError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.connection import Later
 from kvhma.vllm.wire.connections import Connections
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -128,6 +130,8 @@ class Listener:
         self._counters = counters
         self._proof_key = ProofKey()
         self._socket = _bind(address)
+        self._news: deque[bytes] = deque()
+        """Tickets of which there are news."""
         self._wakeup, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._wakeup.setblocking(False)
@@ -142,19 +146,20 @@ class Listener:
         self._socket.close()
         self._wakeup.close()
 
-    def wake(self) -> None:
-        """Answer the questions that wait for news, if there are any. To be called from any thread."""
+    def tell(self, about: bytes) -> None:
+        """Answer the questions that wait for news of a ticket, if there are any. To be called from any thread."""
+        self._news.append(about)
         with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: it has ended
             self._waker.send(b"!")
 
     def _serve(self) -> None:
         made = Connections(self._socket, self._secrets, self._answer_bytes, self._counters)
         with contextlib.closing(made) as connections:
-            connections.register(self._wakeup)
+            connections.register(self._wakeup, self._news)
             while not self._stopping:
                 connections.serve()
 
-    def _answer_bytes(self, data: memoryview, waited: float) -> Answer | float:
+    def _answer_bytes(self, data: memoryview, waited: float) -> Answer | Later:
         try:
             return self._answer(read_question(data), waited)
         except HandshakeError as error:
@@ -164,14 +169,14 @@ class Listener:
             logger.exception("kvhma: cannot answer on the side channel")
             return Problem("an error on this side, see its log")
 
-    def _progress(self, question: Follow, waited: float) -> Progress | float:
-        """Return the news of a ticket, or for how many seconds they may be waited for."""
+    def _progress(self, question: Follow, waited: float) -> Progress | Later:
+        """Return the news of a ticket, or for how long they may be waited for."""
         found = None if self._tickets is None else self._tickets.ask(question)
         if found is None and waited < question.patience:
-            return question.patience - waited
+            return Later(question.ticket, question.patience - waited)
         return found or Progress(question.seen)
 
-    def _answer(self, question: Question, waited: float) -> Answer | float:
+    def _answer(self, question: Question, waited: float) -> Answer | Later:
         engine = self._engine
         match question:
             case AskEngineInfo():

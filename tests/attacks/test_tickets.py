@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets between engines that lie, flood, stall and go: what it costs the other side has a bound, and others go on."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from kvhma.vllm.counters import Counters
+from kvhma.vllm.scheduler import conversations
+from kvhma.vllm.scheduler.conversations import Conversation, Conversations
+from kvhma.vllm.scheduler.ticket_table import MAX_TICKETS, TicketTable
+from kvhma.vllm.wire import calls
+from kvhma.vllm.wire.calls import Calls
+from kvhma.vllm.wire.messages import Follow, Progress, Settled, frame
+from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.server import Listener, LocalEngine
+from kvhma.vllm.wire.tickets import Ticket
+from support.engines.engine import free_port
+
+NO_SECRET = Secrets(())
+TOKENS = 1000
+
+
+def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Counted(Counters):
+    def count(self, name: str, number: float = 1, *, label: str = "") -> None:
+        """Nothing of it is looked at here."""
+
+
+class NoLeases:
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+class P:
+    """A P with a table of tickets of its own, or whatever else answers questions about them."""
+
+    def __init__(self, tickets: Any = None) -> None:
+        self.tickets = TicketTable(30.0) if tickets is None else tickets
+        self.address = Address("127.0.0.1", free_port())
+        self.source = Incarnation(self.address, "p", 7, 1, 1)
+        self.listener = Listener(
+            self.address,
+            LocalEngine("p", 7, {}),
+            leases=NoLeases(),  # type: ignore[arg-type]
+            secrets=NO_SECRET,
+            counters=Counted(),
+            tickets=self.tickets,
+        )
+        if tickets is None:
+            self.tickets.on_news = self.listener.tell
+
+    def open(self, ticket: bytes) -> bool:
+        return bool(self.tickets.open(ticket, ticket.hex(), self.source, 2, TOKENS, "a" * 32))
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+class Liar:
+    """Says what it likes: each answer is the next one of a list, the last one for ever."""
+
+    def __init__(self, *answers: Progress) -> None:
+        self.answers = answers
+        self.asked = 0
+
+    def ask(self, question: Follow) -> Progress | None:
+        self.asked += 1
+        return self.answers[min(self.asked, len(self.answers)) - 1]
+
+    def drop(self, ticket: bytes) -> None:
+        """It does not care."""
+
+
+def told(version: int, **more: Any) -> Progress:
+    values = {"engine_id": "p", "groups": 2, "total": TOKENS, "prompt": "a" * 32, "epoch": 1} | more
+    return Progress(version, **values)
+
+
+@pytest.fixture
+def d() -> Iterator[Conversations]:
+    with closing(Conversations(0.5, 1.0, NO_SECRET, Counted())) as made:
+        yield made
+
+
+@pytest.fixture
+def honest(d: Conversations) -> Iterator[Callable[[], None]]:
+    """A follower of an honest P beside all that; called at the end, it must have gone on."""
+    with closing(P()) as p:
+        ticket = bytes(16)
+        p.open(ticket)
+        conversation = d.follow(Ticket(ticket, p.address), TOKENS)
+
+        def goes_on() -> None:
+            p.tickets.settle(ticket, 96, {0: (16, list(range(6)))})
+            until(lambda: conversation.tokens == 96, 5)
+            assert not conversation.error
+
+        yield goes_on
+
+
+def follow(d: Conversations, address: Address, ticket: int = 1) -> Conversation:
+    return d.follow(Ticket(ticket.to_bytes(16, "big"), address), TOKENS)
+
+
+LIES = {
+    "another engine": [told(1), told(2, engine_id="q")],
+    "another prompt": [told(1), told(2, prompt="b" * 32)],
+    "another length": [told(1), told(2, total=7)],
+    "a name that is none": [told(1, engine_id="p\nINFO all is well")],
+    "a gap": [told(1, tokens=64, blocks=[Settled(0, 3, "1")])],
+    "more blocks than the prompt has tokens": [told(1, tokens=64, blocks=[Settled(0, 0, "0-99999")])],
+    "more blocks in many groups": [told(1, tokens=64, blocks=[Settled(one, 0, "0-999") for one in range(256)])],
+    "more blocks with time": [told(n + 1, tokens=64, blocks=[Settled(n, 0, "0-999")]) for n in range(200)],
+    "ids that are none": [told(1, tokens=64, blocks=[Settled(0, 0, "7-")])],
+    "ids of more than 31 bits": [told(1, tokens=64, blocks=[Settled(0, 0, "4294967296")])],
+    "parameters that are none": [told(1, params=b"[" * 100_000)],
+    "parameters of another kind": [told(1, params=b"7")],
+    "it has forgotten the ticket": [told(3), Progress(0)],
+    "an answer that is too long": [told(1, params=b" " * (4 << 20))],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_p_that_lies_ends_one_request(lie: str, d: Conversations, honest: Callable[[], None]) -> None:
+    with closing(P(Liar(*LIES[lie]))) as p:
+        conversation = follow(d, p.address)
+        until(lambda: conversation.error)
+        assert conversation.error.isprintable()
+        assert sum(map(len, conversation.tables.values())) <= conversation.most_blocks
+        honest()
+
+
+def test_p_that_goes_backward_or_claims_more_tokens_gives_no_more_than_it_has(d: Conversations) -> None:
+    answers = [told(1, tokens=64, blocks=[Settled(0, 0, "1-4")]), told(9, tokens=16), told(5, tokens=1 << 39)]
+    with closing(P(Liar(*answers, told(10, tokens=1 << 39)))) as p:
+        conversation = follow(d, p.address)
+        until(lambda: conversation.version == 10)
+        assert (conversation.tokens, conversation.tables) == (TOKENS, {0: [1, 2, 3, 4]}), "the worker finds no blocks"
+
+
+def test_p_with_news_without_end_takes_half_of_a_core_at_most(d: Conversations, honest: Callable[[], None]) -> None:
+    class Endless(Liar):
+        def ask(self, question: Follow) -> Progress:
+            return told(question.seen + 1, epoch=question.seen, tokens=999, blocks=[Settled(0, 0, "0-999")])
+
+    with closing(P(Endless())) as p:
+        many = [follow(d, p.address, ticket) for ticket in range(1, 9)]
+        until(lambda: all(one.version > 3 for one in many))
+        assert d._thread is not None
+        clock = time.pthread_getcpuclockid(d._thread._thread.ident)
+        cpu, began = time.clock_gettime(clock), time.monotonic()
+        time.sleep(1.0)
+        assert time.clock_gettime(clock) - cpu < 0.65 * (time.monotonic() - began)
+        honest()
+
+
+def _server(say: bytes) -> tuple[Address, socket.socket]:
+    """Listen, and say the same to whoever asks; the connection stays open."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=256)
+    kept = []
+
+    def serve() -> None:
+        while True:
+            try:
+                one, _ = listening.accept()
+            except OSError:
+                return
+            kept.append(one)
+            one.recv(4096)
+            one.sendall(say)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return Address(*listening.getsockname()), listening
+
+
+def test_unfinished_answers_have_a_bound(
+    d: Conversations, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_UNREAD_BYTES", 100_000)
+    address, listening = _server(struct.pack("<I", 1 << 20) + b" " * 30_000)
+    with closing(listening):
+        many = [follow(d, address, ticket) for ticket in range(1, 11)]
+        until(lambda: sum(bool(one.error) for one in many) >= 7)
+        assert sum(one.unread for one in many) <= 100_000
+        honest()
+
+
+def test_answers_that_never_come_end(d: Conversations, honest: Callable[[], None], monkeypatch: Any) -> None:
+    monkeypatch.setattr(conversations, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(conversations, "_PATIENCE", 0.2)
+    for say in (b"", b"\0", frame(told(1))[:-1], b"GET / HTTP/1.1\r\n\r\n"):
+        address, listening = _server(say)
+        with closing(listening):
+            conversation = follow(d, address)
+            until(lambda conversation=conversation: conversation.error)
+    honest()
+
+
+def test_connections_that_close_at_once_are_tried_less_and_less(d: Conversations) -> None:
+    accepted = []
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    one, _ = listening.accept()
+                except OSError:
+                    return
+                accepted.append(time.monotonic())
+                one.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        follow(d, Address(*listening.getsockname()))
+        time.sleep(2.5)
+        assert 2 <= len(accepted) <= 6, "0.2 s, 0.4 s, 0.8 s, 1.6 s"
+
+
+def test_addresses_where_nobody_is_take_a_few_threads(d: Conversations, honest: Callable[[], None]) -> None:
+    """Requests that are followed at an address that takes no connection, and their ends."""
+    with closing(socket.socket()) as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = Address(*full.getsockname())
+        kept = [socket.socket() for _ in range(3)]
+        for one in kept:
+            one.setblocking(False)
+            one.connect_ex(address)
+        for ticket in range(1, 301):
+            conversation = follow(d, address, ticket)
+            if ticket % 3:
+                d.stop(conversation, unwanted=True)
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("kvhma-call") <= calls.MAX_AT_ADDRESS
+        honest()
+        for one in kept:
+            one.close()
+
+
+def test_strangers_leave_room_for_known_addresses() -> None:
+    gate = threading.Event()
+    done = threading.Event()
+    made = Calls(done.set)
+    known = Address("10.0.0.1", 1)
+    assert made.start(known, lambda: 7) is not None
+    assert done.wait(5)
+    until(lambda: not made._running)
+    strangers = [made.start(Address("10.1.0.1", port), gate.wait) for port in range(1, 200)]
+    assert sum(one is not None for one in strangers) == calls.MAX_STRANGERS
+    assert made.start(known, gate.wait) is not None
+    assert made.start(Address("10.2.0.1", 1), gate.wait) is None
+    gate.set()
+    until(lambda: not made._running)
+    assert made.start(Address("10.2.0.1", 1), gate.wait) is not None
+
+
+# --- at P
+
+
+def test_questions_that_wait_cost_nothing_when_others_have_news() -> None:
+    with closing(P()) as p:
+        asked = []
+        ask = p.tickets.ask
+        p.tickets.ask = lambda question: asked.append(question.ticket) or ask(question)
+        many = [socket.create_connection(p.address) for _ in range(200)]
+        for index, one in enumerate(many, 1):
+            one.sendall(frame(Follow(index.to_bytes(16, "big"), 0, 0, 0, 60.0)))
+        until(lambda: len(asked) == 200)
+        asked.clear()
+        p.open(bytes(16))
+        for tokens in range(1, 50):
+            p.tickets.settle(bytes(16), tokens, {})
+        p.open((7).to_bytes(16, "big"))
+        assert many[6].recv(4)
+        assert set(asked) == {(7).to_bytes(16, "big")}
+        for one in many:
+            one.close()
+        until(lambda: not p.listener._news)
+
+
+def test_a_million_tickets_are_a_few() -> None:
+    table = TicketTable(30.0)
+    source = Incarnation(Address("a", 1), "p", 7, 1, 1)
+    opened = [table.open(ticket.to_bytes(16, "big"), "r", source, 1, 10, "") for ticket in range(MAX_TICKETS + 1000)]
+    assert (sum(opened), len(table)) == (MAX_TICKETS, MAX_TICKETS)
+    for ticket in range(MAX_TICKETS):
+        table.finish(ticket.to_bytes(16, "big"), ended="over")
+    for ticket in range(1_000_000, 1_010_000):
+        assert table.open(ticket.to_bytes(16, "big"), "r", source, 1, 10, "")
+        table.finish(ticket.to_bytes(16, "big"), ended="over")
+    assert len(table) == MAX_TICKETS
