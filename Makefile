@@ -235,6 +235,7 @@ bench-scale: build ## 128 prefill engines and 1,024 decode ranks without bytes, 
 .PHONY: bench-scheduler
 bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thread for a request, in benches/RESULTS_SCHEDULER.md
 	PYTHONPATH=python:tests $(E2E)/bin/python benches/scheduler_time.py $(ARGS) > benches/RESULTS_SCHEDULER.md
+	PYTHONPATH=python:tests $(E2E)/bin/python benches/following_steps.py >> benches/RESULTS_SCHEDULER.md
 	cat benches/RESULTS_SCHEDULER.md
 
 .PHONY: counts

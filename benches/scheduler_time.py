@@ -102,7 +102,7 @@ class Clock:
 # --- engines -------------------------------------------------------------------------------------------------------
 
 
-def config_of(connector: str, role: str, port: int) -> VllmConfig:
+def config_of(connector: str, role: str, port: int, chunk: int | None = None) -> VllmConfig:
     longest = LENGTHS[-1] + 1000
     model = {
         "architectures": ["LlamaForCausalLM"],
@@ -124,8 +124,8 @@ def config_of(connector: str, role: str, port: int) -> VllmConfig:
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
-                max_num_batched_tokens=longest,
+                max_num_seqs=8 if chunk is None else 32,
+                max_num_batched_tokens=chunk or longest,
                 max_model_len=longest,
                 is_encoder_decoder=False,
                 enable_chunked_prefill=True,
@@ -158,9 +158,12 @@ def geometry_of(kinds: Sequence[str], blocks: int) -> kvhma.Geometry:
 class Engine:
     """A scheduler with a connector, and what a worker would say to it."""
 
-    def __init__(self, connector: str, role: str, kinds: Sequence[str], port: int) -> None:
-        config = config_of(connector, role, port)
-        blocks = 2 * len(kinds) * (LENGTHS[-1] // BLOCK + 100)
+    def __init__(
+        self, connector: str, role: str, kinds: Sequence[str], port: int, *, chunk: int | None = None, prompts: int = 2
+    ) -> None:
+        """Make one with room for so many `prompts` of the greatest length, computed a `chunk` at a time."""
+        config = config_of(connector, role, port, chunk)
+        blocks = prompts * len(kinds) * (LENGTHS[-1] // BLOCK + 100)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = False
         groups = [KVCacheGroupSpec([f"layer.{at}"], spec_of(kind)) for at, kind in enumerate(kinds)]

@@ -24,8 +24,9 @@ class Manager:
         self.tables = {}
         self.block_pool = SimpleNamespace(num_gpu_blocks=1000)
 
-    def get_block_ids(self, request_id):
-        return self.tables[request_id]
+    def get_blocks(self, request_id):
+        tables = self.tables[request_id]
+        return SimpleNamespace(blocks=tuple([SimpleNamespace(block_id=one) for one in row] for row in tables))
 
 
 class Prefill:

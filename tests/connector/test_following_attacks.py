@@ -79,6 +79,21 @@ def test_accepted_drafts_are_no_way_back(p, d):  # noqa: F811
     assert (load.piece, entries(load)[0]) == (False, range(10, 10))
 
 
+def test_drafts_of_a_step_are_there_when_the_next_one_is(d):  # noqa: F811
+    """The results of a step come before its draft model has written the caches of its own layers."""
+    p = Prefill(drafts=True)  # noqa: F811
+    try:
+        p.add()
+        followed(d, p)
+        first, second = p.build(at_p=64), p.build(at_p=64)
+        p.results(first)
+        nothing_comes(d)
+        p.results(second)
+        assert piece_of(d).num_tokens == 64
+    finally:
+        p.scheduler.close()
+
+
 def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
     """A P that was restarted at the same address knows none of its tickets: D hears that, and does not ask for ever."""
     p.add()

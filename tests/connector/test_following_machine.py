@@ -32,7 +32,10 @@ class Machine:
         self.p, self.d = scheduler(), scheduler(ranks=1, piece_tokens=SIZE * self.rng.randrange(1, 4))
         self.ticket = f"{seed:032x}"
         self.p.context.manager = SimpleNamespace(
-            block_pool=SimpleNamespace(num_gpu_blocks=1000), get_block_ids=lambda name: self.tables
+            block_pool=SimpleNamespace(num_gpu_blocks=1000),
+            get_blocks=lambda name: SimpleNamespace(
+                blocks=tuple([SimpleNamespace(block_id=one) for one in row] for row in self.tables)
+            ),
         )
         self.memory = {}  # P's: block -> what each of its tokens is, None for anything else
         self.junk = set()  # blocks that others write at any moment

@@ -28,6 +28,7 @@ def scheduler(
     lease=30.0,
     has_state=False,
     drafted_state=False,
+    drafts=False,
     has_windows=False,
     secrets=(),
     ranks=2,  # so that the scheduler tells P; a worker that is alone does that itself
@@ -43,6 +44,7 @@ def scheduler(
         pp_size=1,
         has_state=has_state,
         drafted_state=drafted_state,
+        drafts=drafts,
         has_windows=has_windows,
         backoff=backoff,
         recompute=recompute,

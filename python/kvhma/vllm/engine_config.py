@@ -243,6 +243,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         staging=staging_slots(config, caches, settings),
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
+        drafts=config.speculative_config is not None,
         max_model_len=config.model_config.max_model_len,
         keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
     )

@@ -31,6 +31,8 @@ class EngineFacts:
         keeps_answers: whether answers are kept for the next turns of their conversations, and read.
         pcp_size: prefill context-parallel ranks.
         dcp_size: ranks that share the tokens of a cache.
+        drafts: whether it decodes speculatively. A step's results may be back then before its drafts are: vLLM 0.32
+            copies what was sampled first, and the layers of a draft model write their caches meanwhile.
     """
 
     engine_id: str
@@ -49,6 +51,7 @@ class EngineFacts:
     keeps_answers: bool = False
     pcp_size: int = 1
     dcp_size: int = 1
+    drafts: bool = False
 
     @property
     def workers(self) -> int:

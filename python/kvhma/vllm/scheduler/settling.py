@@ -22,6 +22,7 @@ from kvhma.vllm.wire.params import Incarnation
 from kvhma.vllm.wire.tickets import read_ticket_id
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -38,6 +39,7 @@ class _Followed:
         steps: number of each step that is under way, and tokens that are computed after it.
         begun: whether it was scheduled since it was added or preempted.
         tokens: that are settled.
+        blocks: of them that were told, by index of the group.
     """
 
     ticket: bytes
@@ -45,6 +47,7 @@ class _Followed:
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     begun: bool = False
     tokens: int = 0
+    blocks: dict[int, list[KVCacheBlock]] = field(default_factory=dict)
 
 
 class SettlingRequests:
@@ -105,7 +108,7 @@ class SettlingRequests:
     def _restart(self, followed: _Followed) -> None:
         """Take note that what was computed of a request may be overwritten from now on."""
         followed.steps.clear()
-        followed.begun, followed.tokens = False, 0
+        followed.begun, followed.tokens, followed.blocks = False, 0, {}
         self.tickets.restart(followed.ticket)
 
     def _schedule(self, request_id: str, followed: _Followed, computed: int, output: SchedulerOutput) -> None:
@@ -134,19 +137,20 @@ class SettlingRequests:
         written: list[set[int]] = [set() for _ in groups]
         for other, before in _computed_before(output).items():
             if other != request_id:
-                tables = manager.get_block_ids(other)
+                tables = manager.get_blocks(other).blocks
                 for ids, (group, size) in zip(written, groups, strict=True):
-                    ids.update(tables[group][before // size :])
-        tables = manager.get_block_ids(request_id)
+                    ids.update(block.block_id for block in tables[group][before // size :])
+        tables = manager.get_blocks(request_id).blocks
         for ids, (group, size) in zip(written, groups, strict=True):
-            hits = tables[group][: computed // size]
-            if not ids.isdisjoint(hits):
-                computed = min(computed, size * next(index for index, one in enumerate(hits) if one in ids))
+            hits = enumerate(tables[group][: computed // size] if ids else ())
+            first = next((index for index, block in hits if block.block_id in ids), None)
+            if first is not None:
+                computed = min(computed, size * first)
         return computed
 
     def settled(self, step: int) -> None:
-        """Take note that the results of a step are back."""
-        self._settled = max(self._settled, step)
+        """Take note that the results of a step are back: it is settled, where there are drafts the one before is."""
+        self._settled = max(self._settled, step - self._context.engine.drafts)
         for request_id, followed in self._followed.items():
             self._tell(request_id, followed)
 
@@ -160,14 +164,20 @@ class SettlingRequests:
             return
         followed.tokens = tokens
         tokens = min(tokens, followed.total)
-        whole = settled_tokens(geometry, tokens)
-        tables = self._context.transfer_tables(manager.get_block_ids(request_id))
-        blocks = {}
-        for index in settling_groups(geometry):
-            size = geometry.groups[index].block_size
-            blocks[index] = size, tables[index][: tokens // size]
-        if whole:
-            self.tickets.settle(followed.ticket, whole, blocks)
+        if not (whole := settled_tokens(geometry, tokens)):
+            return
+        tables = manager.get_blocks(request_id).blocks
+        groups = {index: self._context.engine.transfer_groups[index] for index in settling_groups(geometry)}
+        if any(tables[groups[index]][: len(blocks)] != blocks for index, blocks in followed.blocks.items()):
+            self.tickets.restart(followed.ticket)  # some are others now: they were copied, and their places are free
+            followed.blocks = {}
+        news = {}
+        for index, group in groups.items():
+            size, known = geometry.groups[index].block_size, followed.blocks.setdefault(index, [])
+            more = tables[group][len(known) : tokens // size]
+            known += more
+            news[index] = size, [block.block_id for block in more]
+        self.tickets.settle(followed.ticket, whole, news)
 
     @property
     def _settles(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvhma.vllm.wire.messages import Follow, Progress, Settled
@@ -44,7 +44,7 @@ class _Ticket:
     version: int = 1
     epoch: int = 1
     tokens: int = 0
-    tables: Mapping[int, tuple[int, Sequence[int]]] = field(default_factory=dict)
+    tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     params: bytes = b""
     ended: str = ""
     over_at: float | None = None
@@ -54,7 +54,7 @@ class _Ticket:
         """Return how far it is, with the blocks that a follower has not heard of."""
         known = question.tokens if question.epoch == self.epoch else 0
         blocks = []
-        for group, (size, table) in self.tables.items():
+        for group, (size, table) in list(self.tables.items()):
             first = min(known // size, len(table))
             if first < len(table):
                 blocks.append(Settled(group, first, write_ids(table[first:])))
@@ -111,17 +111,19 @@ class TicketTable:
         self.on_news(ticket)
         return True
 
-    def settle(self, ticket: bytes, tokens: int, tables: Mapping[int, tuple[int, Sequence[int]]]) -> None:
-        """Take note that more tokens are computed; `tables` as in :class:`_Ticket`, the blocks that hold them now.
+    def settle(self, ticket: bytes, tokens: int, blocks: Mapping[int, tuple[int, list[int]]]) -> None:
+        """Take note that more tokens are computed.
 
-        Blocks that were named before and are others now have been copied elsewhere: that begins another epoch.
+        Args:
+            ticket: of the request.
+            tokens: that are settled.
+            blocks: that hold them and were not named in this epoch, by the index of their group, and tokens of each.
         """
         with self._lock:
             found = self._tickets[ticket]
-            known = found.tables.items()
-            if any(list(tables[group][1][: len(table)]) != list(table) for group, (_, table) in known):
-                found.epoch += 1
-            found.tokens, found.tables = tokens, tables
+            for group, (size, ids) in blocks.items():
+                found.tables.setdefault(group, (size, []))[1].extend(ids)
+            found.tokens = tokens
             found.version += 1
         self.on_news(ticket)
 
