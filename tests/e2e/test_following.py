@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
+from support.engines.engine import free_port
 from support.engines.tiny import MODELS
 from support.handoff import all_free, arguments, computed, failures, hand_over, kvhma, loads, prefill, prompts, same
 
@@ -254,6 +255,58 @@ def test_engines_that_die(zygote: Zygote, model: Models, tmp_path: Path) -> None
         pair.compute(prompt, ticket)
         threading.Timer(0.05, p.kill).start()
         same(name, answer.result(), expected, "P is gone")
+        all_free(d)
+
+
+def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """While D waits for it, before and after its first piece, and when it has finished: D computes what is lost."""
+    name = "gemma3"
+    extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
+    slow = {"max_num_batched_tokens": 32}
+    settings = {f"p{phase}": kvhma(name, extra=extra, **slow) for phase in range(3)}
+    settings |= {"d": kvhma(name, policy="recompute", extra=extra | SMALL), "plain": arguments(name, **STEP)}
+    with engines(zygote, model(name), tmp_path, **settings) as (*ps, d, plain):
+        (prompt,) = prompts(name, [1601])
+        expected = plain.generate(prompt, max_tokens=16).result()
+        for phase, p in enumerate(ps):
+            pair, ticket = Pair(p, d), new_ticket()
+            answer = pair.follow(prompt, ticket, timeout=300)
+            at_p = pair.compute(prompt, ticket) if phase else None
+            if phase == 0:
+                time.sleep(0.2)
+            while phase == 1 and not read_pieces(d):
+                assert at_p is not None
+                assert not at_p.done()
+            if phase == 2:
+                assert at_p is not None
+                at_p.result()
+            p.kill()
+            same(name, answer.result(), expected, f"P is gone, phase {phase}")
+            all_free(d)
+
+
+def test_p_that_begins_anew_at_the_same_address(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """It knows nothing of its tickets: D hears that, and does not wait for ever."""
+    name = "gemma3"
+    port = free_port()
+    extra = {"side_channel_port": port}
+    settings = {
+        "p": kvhma(name, extra=extra, max_num_batched_tokens=32),
+        "d": kvhma(name, policy="recompute", extra=SMALL),
+        "plain": arguments(name, **STEP),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        (prompt,) = prompts(name, [3201])
+        expected = plain.generate(prompt, max_tokens=16).result()
+        pair, ticket = Pair(p, d), new_ticket()
+        answer = pair.follow(prompt, ticket)
+        pair.compute(prompt, ticket)
+        while not read_pieces(d):
+            pass
+        p.kill()
+        p.start().ready()
+        same(name, answer.result(), expected, "P has begun anew")
+        assert pair.ended("lost") == 1
         all_free(d)
 
 
