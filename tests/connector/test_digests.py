@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 pytest.importorskip("torch")
 
-from kvhma.digests import ContentDigest
-from kvhma.errors import GeometryError, SettingsError
+from kvhma.digests import ContentDigest, LayerSums, differences
+from kvhma.errors import GeometryError, SettingsError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Region
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
@@ -382,6 +382,26 @@ def test_a_verdict_may_come_first_or_last() -> None:
             assert results.unreported() == 0
 
 
+def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
+    """Another rank has failed first, so that the scheduler had nothing to compare."""
+    results = LoadResults()
+    load = SimpleNamespace(request_id="r", piece=False, optional=False)
+    results.expect([load])  # type: ignore[list-item]
+    results.judge({"r": None})
+    results.fail("r", Failure("transfer", "lost", passing=True))
+    assert (results.take()[0], results._verdicts) == ({"r"}, {})
+
+
+def test_sums_of_ranks_that_cannot_be_added_end_the_load() -> None:
+    """Nobody waits for a rank that has said already what cannot be used."""
+    sums = {("full", 0): LayerSums(0, 0, (1, 2))}
+    mine, other = (ContentDigest(40, {("full", 0): LayerSums(first, 0, (1, 2))}) for first in (0, 8))
+    joined = LoadDigest(7, ContentDigest(40, sums), mine).joined(LoadDigest(7, ContentDigest(40, sums), other))
+    assert joined.ranks == 2
+    with pytest.raises(UnsupportedPairError, match="cannot be compared"):
+        differences(joined.prefill, joined.decode, 7)
+
+
 def test_reports_of_ranks_are_joined() -> None:
     def report(value: int) -> WorkerReport:
         sums = ContentDigest(4, {})
@@ -393,7 +413,7 @@ def test_reports_of_ranks_are_joined() -> None:
     assert joined.digests["r"].ranks == 3
     assert {key.generation: ranks for key, (_, ranks) in joined.prefill_digests.items()} == {0: 2, 1: 1}
     other = WorkerReport(digests={"r": LoadDigest(1, ContentDigest(5, {}), ContentDigest(5, {}))})
-    assert joined.aggregate(other).digests["r"].ranks == 3, "what cannot be added is left out"
+    assert joined.aggregate(other).digests["r"].ranks == 4, "nobody waits for a rank whose sum cannot be added"
 
 
 def test_the_settings() -> None:

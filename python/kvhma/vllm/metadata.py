@@ -96,9 +96,12 @@ class LoadDigest(NamedTuple):
     ranks: int = 1
 
     def joined(self, other: LoadDigest) -> LoadDigest:
-        """Add what other ranks have."""
-        decode, ranks = join_ranks((self.decode, self.ranks), (other.decode, other.ranks))
-        return self._replace(decode=decode, ranks=ranks)
+        """Add what other ranks have. Sums that cannot be added are of nothing, so that no load is right by them."""
+        try:
+            decode = self.decode + other.decode
+        except KvhmaError:
+            decode = ContentDigest(self.decode.num_tokens, {})
+        return self._replace(decode=decode, ranks=self.ranks + other.ranks)
 
 
 @dataclass

@@ -162,6 +162,7 @@ class LoadResults:
     def _end(self, request_id: str) -> bool:
         """Return whether this is the first result of a load that is expected."""
         self._unjudged.pop(request_id, None)
+        self._verdicts.pop(request_id, None)
         if self._unreported.pop(request_id, None) is None:
             return False
         self._ended.add(request_id)
