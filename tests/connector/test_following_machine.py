@@ -2,7 +2,8 @@
 """Tickets as a state machine: steps, preemptions, reads, lost connections and ends in any order, with what blocks hold.
 
 P writes a block when a step runs, and over it as soon as a rule lets it; D reads each block at some moment between the
-order and the report. However it goes, what D takes for loaded is what P has computed.
+order and the report. Beside P's connector another one may fill the first blocks within a step, or fail to, so that P
+computes them after all. However it goes, what D takes for loaded is what P has computed.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ class Machine:
         self.junk = set()  # blocks that others write at any moment
         self.tables = self.new_tables()
         self.computed = 0
-        self.flying = []  # steps that were built: number, first token, token behind the last one
+        # Steps that were built: number, first token, token behind the last one, blocks, token from which on it is junk
+        self.flying = []
         self.held = {}  # D's blocks
         self.reading = None  # an order, and which of its blocks were read
         self.over = None
@@ -60,13 +62,18 @@ class Machine:
 
     def build(self, preempted=False):
         tokens = 0 if preempted else min(self.rng.choice([16, 24, 40, 64]), N - self.computed)
+        first, junk = self.computed, N
+        filled = tokens and not self.computed and self.rng.random() < 0.3
+        if filled:  # by another connector
+            self.computed = self.rng.choice([16, 32, 64])
+            junk = self.rng.choice([N, N, 16 * self.rng.randrange(self.computed // 16)])
         names = {"at p": tokens} if tokens else {}
         number = self.p.step(
             SimpleNamespace(
                 num_scheduled_tokens=names,
                 total_num_scheduled_tokens=tokens,
                 preempted_req_ids={"at p"} if preempted else set(),
-                has_sync_kv_loads=False,
+                has_sync_kv_loads=bool(filled),
                 scheduled_new_reqs=[],
                 scheduled_cached_reqs=SimpleNamespace(
                     req_ids=list(names), num_computed_tokens=[self.computed] * len(names)
@@ -81,14 +88,17 @@ class Machine:
             else:  # others have had its blocks, and it gets the same ones again
                 self.memory |= {block: [-1] * SIZE for block in mine}
             self.computed = 0
-            self.flying = [(one, 0, 0, []) for one, *_ in self.flying]  # they write into blocks that are others' now
-        self.flying.append((number, self.computed, self.computed + tokens, self.tables[0]))
+            self.flying = [(one, 0, 0, [], N) for one, *_ in self.flying]  # they write into blocks that are others' now
         self.computed += tokens
+        self.flying.append((number, first, self.computed, self.tables[0], junk))
 
     def results(self):
-        number, first, end, table = self.flying.pop(0)
+        number, first, end, table, junk = self.flying.pop(0)
         for token in range(first, end):
-            self.memory.setdefault(table[token // SIZE], [None] * SIZE)[token % SIZE] = token
+            self.memory.setdefault(table[token // SIZE], [None] * SIZE)[token % SIZE] = token if token < junk else -1
+        if junk < end:  # vLLM takes back what it had counted, before it tells the connector of the step
+            self.computed = min(self.computed, junk)
+            self.flying = [(one, begin, stop, ids, junk) for one, begin, stop, ids, _ in self.flying]
         found = WorkerReport(step=number)
         self.p.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found))
 

@@ -23,6 +23,9 @@ Models = Callable[[str], Path]
 STEP = {"max_num_batched_tokens": 100}
 """P's: prompts of 401 tokens and more take several."""
 
+SLOW = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
+"""P's where something has to happen while it computes."""
+
 SMALL = {"piece_tokens": 16}
 ALL = {"content_digests": "all"}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
@@ -262,8 +265,7 @@ def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path:
     """While D waits for it, before and after its first piece, and when it has finished: D computes what is lost."""
     name = "gemma3"
     extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
-    slow = {"max_num_batched_tokens": 32}
-    settings = {f"p{phase}": kvhma(name, extra=extra, **slow) for phase in range(3)}
+    settings = {f"p{phase}": kvhma(name, extra=extra, **SLOW) for phase in range(3)}
     settings |= {"d": kvhma(name, policy="recompute", extra=extra | SMALL), "plain": arguments(name, **STEP)}
     with engines(zygote, model(name), tmp_path, **settings) as (*ps, d, plain):
         (prompt,) = prompts(name, [1601])
@@ -291,12 +293,12 @@ def test_p_that_begins_anew_at_the_same_address(zygote: Zygote, model: Models, t
     port = free_port()
     extra = {"side_channel_port": port}
     settings = {
-        "p": kvhma(name, extra=extra, max_num_batched_tokens=32),
+        "p": kvhma(name, extra=extra, **SLOW),
         "d": kvhma(name, policy="recompute", extra=SMALL),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        (prompt,) = prompts(name, [3201])
+        (prompt,) = prompts(name, [2401])
         expected = plain.generate(prompt, max_tokens=16).result()
         pair, ticket = Pair(p, d), new_ticket()
         answer = pair.follow(prompt, ticket)
@@ -349,7 +351,7 @@ def test_digests_of_what_was_read_in_pieces(
     """They agree; and a block that was read right, but spoilt at P before it summed, is found."""
     extra = SMALL | ALL | {"load_retries": 0}
     settings = {
-        "p": kvhma(name, extra=ALL, max_num_batched_tokens=32),
+        "p": kvhma(name, extra=ALL, **SLOW),
         "d": kvhma(name, policy="recompute", extra=extra, **(TWO_RANKS if ranks == 2 else {})),
         "plain": arguments(name, **STEP),
     }
@@ -361,7 +363,7 @@ def test_digests_of_what_was_read_in_pieces(
             same(name, pair.both(prompt).result(), expected, len(prompt))
         assert pair.pieces() > 0
         assert (compared(d, "match") - before, compared(d, "mismatch")) == (3, 0)
-        (prompt,) = prompts((name, ranks, "spoilt"), [3201])
+        (prompt,) = prompts((name, ranks, "spoilt"), [2401])
         expected = plain.generate(prompt, max_tokens=16).result()
         ticket = new_ticket()
         answers = [pair.compute(prompt, ticket, request_id="spoilt"), pair.follow(prompt, ticket)]
