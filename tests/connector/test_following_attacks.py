@@ -85,11 +85,19 @@ def test_drafts_of_a_step_are_there_when_the_next_one_is(d):  # noqa: F811
     try:
         p.add()
         followed(d, p)
-        first, second = p.build(at_p=64), p.build(at_p=64)
+        first, empty, second = p.build(at_p=64), p.build(), p.build(at_p=64)
         p.results(first)
+        nothing_comes(d)
+        p.results(empty)  # no device has to do anything for it
         nothing_comes(d)
         p.results(second)
         assert piece_of(d).num_tokens == 64
+        read(d)
+        for _ in range(3):
+            p.results(p.build())
+        nothing_comes(d)
+        p.results(p.build(at_p=16))
+        assert piece_of(d).num_tokens == 128
     finally:
         p.scheduler.close()
 

@@ -65,7 +65,9 @@ class SettlingRequests:
         self._step: int | None = None
         """Number of the last step; None before the first ticket: nobody asks then."""
         self._settled = -1
-        """Number of the last step whose results are back; -1 before the first one's are."""
+        """Number of the last step that is settled; -1 before the first one is."""
+        self._computing: deque[int] = deque()
+        """Steps under way that compute something, where there are drafts."""
 
     def add(self, request: Request, source: Incarnation, total: int) -> None:
         """Take a new request, if it has a ticket; `total` tokens of it will be handed over."""
@@ -96,6 +98,8 @@ class SettlingRequests:
         if self._step is None:
             return None
         self._step += 1
+        if self._context.engine.drafts and output.total_num_scheduled_tokens:
+            self._computing.append(self._step)
         for request_id in output.preempted_req_ids or ():
             if (followed := self._followed.get(request_id)) is not None:
                 self._restart(followed)
@@ -149,8 +153,15 @@ class SettlingRequests:
         return computed
 
     def settled(self, step: int) -> None:
-        """Take note that the results of a step are back: it is settled, where there are drafts the one before is."""
-        self._settled = max(self._settled, step - self._context.engine.drafts)
+        """Take note that the results of a step are back."""
+        if self._context.engine.drafts:
+            # Those before it are settled, if it has computed anything: a device does one after the other.
+            while self._computing and self._computing[0] < step:
+                self._computing.popleft()
+            if not self._computing or self._computing[0] > step:
+                return
+            step -= 1
+        self._settled = max(self._settled, step)
         for request_id, followed in self._followed.items():
             self._tell(request_id, followed)
 
