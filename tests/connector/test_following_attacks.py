@@ -3,12 +3,14 @@
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from connector.test_following import (  # noqa: F401
+    TICKET,
     N,
     Prefill,
     d,
@@ -22,7 +24,7 @@ from connector.test_following import (  # noqa: F401
 )
 from kvhma.vllm.metadata import WorkerHello
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from support.schedulers import STEP, request, tables, until
+from support.schedulers import STEP, output, request, tables, until
 
 
 def test_a_hit_of_the_first_ticket_waits_for_steps_that_had_no_number(p, d):  # noqa: F811
@@ -100,6 +102,25 @@ def test_drafts_of_a_step_are_there_when_the_next_one_is(d):  # noqa: F811
         assert piece_of(d).num_tokens == 128
     finally:
         p.scheduler.close()
+
+
+def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
+    """Whatever ends a followed request: the next one has as much room."""
+    d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1000))
+    for end in ("finished", "aborted", "given up"):
+        at_p, asked = p.add(ticket=TICKET), followed(d, p, name="r")
+        assert d.decode._following._taken == 21
+        if end == "given up":
+            asked.status.name = "FINISHED_ABORTED"
+            d.finish(asked, tables(d))
+            d.step(STEP)
+        elif end == "aborted":
+            at_p.status.name = "FINISHED_ABORTED"
+        p.finish(at_p)
+        until(lambda: d.step(STEP) and not d.decode._following.with_blocks)
+        assert d.decode._following._taken == 0
+        d.results(output(["r"]))
+        p.scheduler.prefill.settling.tickets._forget_oldest()
 
 
 def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811

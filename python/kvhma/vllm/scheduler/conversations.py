@@ -23,6 +23,7 @@ from kvhma.errors import HandshakeError, RequestError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.calls import Calls
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Done, Follow, Progress, Unfollow
@@ -301,7 +302,7 @@ class Conversations:
         except (HandshakeError, RequestError) as error:
             self._note(conversation, error)
         except Exception as error:  # the others' go on
-            logger.exception("kvhma: a ticket at %s cannot be followed", conversation.ticket.address)
+            peer_log.logger.exception("kvhma: a ticket at %s cannot be followed", conversation.ticket.address)
             self._note(conversation, RequestError(f"an error of this engine: {type(error).__name__}"))
 
     def _connect(self, conversation: Conversation) -> None:

@@ -379,9 +379,9 @@ class DecodeScheduler:
         try:
             if load.followed is not None:
                 remote = load.followed.provisional()
-                load.followed.order = self._make_load(request_id, load, remote, blocks, external)
+                order = self._make_load(request_id, load, remote, blocks, external)
                 load.state = LoadState.FOLLOWING
-                self._following.with_blocks[request_id] = load.followed
+                self._following.place(request_id, load.followed, order)
             else:
                 load.tries += 1
                 self._metadata.loads.append(self._make_load(request_id, load, load.remote, blocks, external))

@@ -143,6 +143,8 @@ class FollowedLoads:
             settings.handshake_timeout, settings.kv_lease_duration, context.secrets, context.stats
         )
         self.with_blocks: dict[str, FollowedLoad] = {}
+        self._taken = 0
+        """Blocks of theirs."""
 
     def close(self) -> None:
         """Ask P no more."""
@@ -198,9 +200,14 @@ class FollowedLoads:
             1 + group.speculative if group.kind == "ssm" else -(-tokens // (group.block_size * group.cp_size))
             for group in geometry.groups
         )
-        taken = sum(one.blocks for one in self.with_blocks.values())
         share = self._context.settings.max_followed_share * (manager.block_pool.num_gpu_blocks - 1)
-        return bool(taken + followed.blocks <= share)
+        return bool(self._taken + followed.blocks <= share)
+
+    def place(self, request_id: str, followed: FollowedLoad, order: Load) -> None:
+        """Take note that a request has blocks, and what is to be filled."""
+        followed.order = order
+        self.with_blocks[request_id] = followed
+        self._taken += followed.blocks
 
     def note_piece(self, request_id: str, ranks: int, lost: str) -> None:
         """Take note that more ranks have read a piece of a request."""
@@ -221,7 +228,8 @@ class FollowedLoads:
             end: ``handed_over``; ``late``, if all is read at the end; ``lost``, if P has said why there is nothing to
                 read; ``refused``; ``given_up``.
         """
-        self.with_blocks.pop(request_id, None)
+        if self.with_blocks.pop(request_id, None) is not None:
+            self._taken -= followed.blocks
         self._conversations.stop(followed.conversation, unwanted=end in ("refused", "given_up"))
         self._context.stats.count("followed", label=end)
 
