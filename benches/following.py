@@ -43,7 +43,8 @@ QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step."""
 
 FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
-COLUMNS = (FOLLOWED, AT_ONCE, AFTER, THEIRS)
+PUSHED = "NixlPushConnector"
+COLUMNS = (FOLLOWED, AT_ONCE, AFTER, THEIRS, PUSHED)
 
 
 @dataclass
@@ -146,14 +147,24 @@ class Pair:
         self.p, self.d, self.how = p, d, how
         self.address: dict[str, Any] = {}
         for prompt in prompts(("first", how), [301, 601]):
-            told = self.compute(prompt).result(300).kv_transfer_params or {}
-            self.address = {name: told.get(name) for name in ("remote_host", "remote_port")}
-            sound(self.d.generate(prompt, max_tokens=1, kv_transfer_params=told).result(300))
+            # P and D that push know by its name that they were asked the same.
+            name = secrets.token_hex(16)
+            told = self.compute(prompt, name).result(300).kv_transfer_params or {}
+            # Theirs want to be told who P is before it has answered.
+            wanted = ("remote_host", "remote_port", *(("remote_engine_id", "tp_size") if how == PUSHED else ()))
+            self.address = {name: told.get(name) for name in wanted}
+            sound(self.read(prompt, told, name).result(300))
 
-    def compute(self, prompt: Sequence[int], **more: Any) -> Future[Answer]:
-        return self.p.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=REMOTE_DECODE | more)
+    def compute(self, prompt: Sequence[int], name: str | None = None, **more: Any) -> Future[Answer]:
+        params = REMOTE_DECODE | more
+        return self.p.generate(prompt, max_tokens=1, timeout=300, request_id=name, kv_transfer_params=params)
+
+    def read(self, prompt: Sequence[int], params: dict[str, Any] | None, name: str | None = None) -> Future[Answer]:
+        return self.d.generate(prompt, max_tokens=1, timeout=300, request_id=name, kv_transfer_params=params)
 
     def counted(self) -> tuple[float, float, float]:
+        if self.how == PUSHED:
+            return 0.0, 0.0, self.p.sample("vllm:nixl_num_descriptors_sum")
         if self.how == THEIRS:
             return 0.0, 0.0, self.d.sample("vllm:nixl_num_descriptors_sum")
         last = self.d.sample("vllm:kvhma_bytes_sum")
@@ -166,15 +177,15 @@ class Pair:
     def turn(self, prompt: Sequence[int]) -> Turn:
         """Hand a prompt over."""
         before = self.counted()
-        if self.how in (FOLLOWED, AT_ONCE):
-            ticket = {"kvhma_ticket": secrets.token_hex(16)}
-            at_p = self.compute(prompt, **ticket)
-            params = {"do_remote_prefill": True, **ticket, **self.address}
-            at_d = self.d.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=params)
+        if self.how in (FOLLOWED, AT_ONCE, PUSHED):
+            name = secrets.token_hex(16)
+            ticket = {} if self.how == PUSHED else {"kvhma_ticket": name}
+            at_p = self.compute(prompt, name, **ticket)
+            at_d = self.read(prompt, {"do_remote_prefill": True, **ticket, **self.address}, name)
             computed = sound(at_p.result(300))
         else:
             computed = sound(self.compute(prompt).result(300))
-            at_d = self.d.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=computed.kv_transfer_params)
+            at_d = self.read(prompt, computed.kv_transfer_params)
         answer = sound(at_d.result(300))
         first = answer.begun + (answer.first_seconds or 0.0)
         now = self.counted()
@@ -199,21 +210,25 @@ def measure(
     same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": 4096, **WIDE}
     cached = name not in ("nemotron_h",)  # vLLM's CPU engines that keep Mamba2's states have no prefix cache for them
     p, d = hosts
-    theirs = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    theirs = {"kv_connector": THEIRS, "kv_role": "kv_both"}
+    pushed = {"kv_connector": PUSHED, "kv_role": "kv_both"}
     settings = {
         "p": kvhma(name, env=p.env, enable_prefix_caching=cached, **same),
         "d": kvhma(name, env=d.env, **same),
         "whole": kvhma(name, env=d.env, extra={"piece_tokens": 1 << 30}, **same),
         "their p": arguments(name, env=p.env, kv_transfer_config=theirs, enable_prefix_caching=cached, **same),
         "their d": arguments(name, env=d.env, kv_transfer_config=theirs, **same),
+        "pushing p": arguments(name, env=p.env, kv_transfer_config=pushed, enable_prefix_caching=cached, **same),
+        "pushing d": arguments(name, env=d.env, kv_transfer_config=pushed, **same),
     }
-    with engines(zygote, model, folder / name, **settings) as (prefill, decode, whole, their_prefill, their_decode):
+    with engines(zygote, model, folder / name, **settings) as (prefill, decode, whole, *others):
         limit(hosts, "unlimited")
         pairs = {
             FOLLOWED: Pair(prefill, decode, FOLLOWED),
             AT_ONCE: Pair(prefill, whole, AT_ONCE),
             AFTER: Pair(prefill, decode, AFTER),
-            THEIRS: Pair(their_prefill, their_decode, THEIRS),
+            THEIRS: Pair(others[0], others[1], THEIRS),
+            PUSHED: Pair(others[2], others[3], PUSHED),
         }
         for what in ("cold", "cached at P") if cached else ("cold",):
             print(f"\n### {name} ({MODELS[name]}), {TOKENS:,} tokens, {what}\n")
@@ -226,7 +241,8 @@ def measure(
 def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> None:
     found: dict[str, list[Turn]] = {how: [] for how in COLUMNS}
     for number in range(rounds):
-        for how in (*COLUMNS[number % 4 :], *COLUMNS[: number % 4]):
+        turn = number % len(COLUMNS)
+        for how in (*COLUMNS[turn:], *COLUMNS[:turn]):
             (prompt,) = prompts((what, rate, number, how), [TOKENS])
             with only(pairs[how], pairs.values()):
                 if what != "cold":
@@ -248,8 +264,8 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> None:
     share = ours.last_bytes / ours.all_bytes if ours.all_bytes else 1.0
     print(
         f"| {rate} | read last, descriptors | {ours.last_bytes / 2**20:,.1f} of {ours.all_bytes / 2**20:,.1f} MiB "
-        f"({share:.0%}), {ours.descriptors:,.0f} | {medians[AT_ONCE].descriptors:,.0f} | "
-        f"{medians[AFTER].descriptors:,.0f} | {medians[THEIRS].descriptors:,.0f} | |",
+        f"({share:.0%}), {ours.descriptors:,.0f} | "
+        f"{' | '.join(f'{medians[how].descriptors:,.0f}' for how in COLUMNS[1:])} | |",
         flush=True,
     )
 
