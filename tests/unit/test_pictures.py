@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import html
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvhma.cli.svg import COLORS, PALETTES, Drawing
+from support.browser import COLUMN, answer, needs_browser
 from support.cli_run import cli
 
 NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
@@ -52,15 +49,7 @@ def test_colors(setting: str) -> None:
             assert contrast(of["ink"], mixed) >= 4.5, (setting, index, opacity)
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-headless-shell"))), None)
-COLUMN = 688  # pixels of a page's text where the theme of the documentation is widest for a window of 1220 to 1600
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--window-size=1220,6000",
-)
+WINDOW = "--window-size=1220,6000"
 LIGHT = ("--blink-settings=preferredColorScheme=1",)
 DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 PROBE = """<pre id="answer"></pre><script>
@@ -114,9 +103,7 @@ def look(picture: str, flags: tuple[str, ...], folder: Path) -> Any:
     page = folder / "page.html"
     style = f"<style>body{{margin:0;width:{COLUMN}px}}svg{{max-width:100%;height:auto;display:block}}</style>"
     page.write_text(f"<!doctype html><meta charset=utf-8>{style}<body>{picture}{PROBE}</body>")
-    command = [str(BROWSER), *FLAGS, *flags, f"--user-data-dir={folder}/profile", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
-    return json.loads(html.unescape(done.stdout.partition('<pre id="answer">')[2].partition("</pre>")[0]))
+    return answer(page, WINDOW, *flags)
 
 
 PICTURES: dict[str, tuple[object, ...]] = {
@@ -127,7 +114,7 @@ PICTURES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium-headless-shell, or Chrome")
+@needs_browser
 @pytest.mark.parametrize(("flags", "paper"), [(LIGHT, "rgb(255, 255, 255)"), (DARK, "rgb(20, 23, 28)")])
 @pytest.mark.parametrize("name", [*PICTURES, *(path.name for path in ASSETS)])
 def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: Path) -> None:
@@ -144,7 +131,7 @@ def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: P
         assert found[what] == [], what
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium-headless-shell, or Chrome")
+@needs_browser
 def test_the_browser_finds_what_is_wrong(tmp_path: Path) -> None:
     """A probe that always says yes would prove nothing."""
     page = Drawing(1376, "", "")

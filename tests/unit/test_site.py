@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation as people see it: the built site in a real browser. Skipped where either cannot be had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.browser import COLUMN, answer, needs_browser
+
+ROOT = Path(__file__).parents[2]
+MKDOCS = shutil.which("mkdocs", path=os.pathsep.join([str(ROOT / ".venv-docs/bin"), os.environ.get("PATH", "")]))
+FRAMES = ("--disable-web-security", "--allow-file-access-from-files")  # so that a page may look into its frames
+SCROLLBAR = 15
+PROBE = """<pre id="answer"></pre><script>
+addEventListener("load", () => {
+  const cut = [], columns = [];
+  let tables = 0;
+  for (const frame of document.querySelectorAll("iframe")) {
+    const article = frame.contentDocument.querySelector("article").getBoundingClientRect();
+    columns.push(article.width);
+    for (const table of frame.contentDocument.querySelectorAll("article table")) {
+      tables += 1;
+      const right = table.getBoundingClientRect().right;
+      const beyond = Math.max(right - article.right, table.scrollWidth - table.clientWidth);
+      if (beyond > 1) cut.push([frame.src.split("/").pop(), table.innerText.slice(0, 60), beyond]);
+    }
+  }
+  document.getElementById("answer").textContent = JSON.stringify({tables, cut, columns});
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if MKDOCS is None:
+        pytest.skip("no mkdocs: make docs sets it up")
+    folder = tmp_path_factory.mktemp("site")
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run([MKDOCS, "build", "--strict", "-q", "-d", folder], cwd=ROOT, env=environment, check=True)
+    return folder
+
+
+def look(pages: list[Path], width: int, folder: Path) -> Any:
+    """What a browser sees of pages in windows of this width."""
+    frames = "".join(f'<iframe src="{page.as_uri()}" style="width:{width}px;height:900px"></iframe>' for page in pages)
+    (folder / "page.html").write_text(f"<!doctype html><meta charset=utf-8>{frames}{PROBE}")
+    return answer(folder / "page.html", *FRAMES)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1220, 800])
+def test_no_table_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
+    """In the width of the documentation's column, and on a tablet."""
+    pages = sorted(site.rglob("*.html"))
+    found = look(pages, width, tmp_path)
+    assert len(found["columns"]) == len(pages) > 50
+    if width == 1220:
+        assert COLUMN - SCROLLBAR <= sorted(found["columns"])[len(pages) // 2] <= COLUMN
+    assert found["tables"] > 250
+    assert found["cut"] == []
+
+
+@needs_browser
+def test_the_browser_finds_a_table_that_is_cut_off(site: Path, tmp_path: Path) -> None:
+    """A probe that always says yes would prove nothing."""
+    page = site / "start.html"
+    wide = "<table><tr>" + "".join(f"<td>{'x' * 20}{index}</td>" for index in range(12)) + "</tr></table></article>"
+    spoiled = site / "spoiled.html"
+    spoiled.write_text(page.read_text(encoding="utf-8").replace("</article>", wide, 1), encoding="utf-8")
+    try:
+        found = look([page, spoiled], 1220, tmp_path)
+    finally:
+        spoiled.unlink()
+    assert [name for name, _, _ in found["cut"]] == ["spoiled.html"]
