@@ -221,6 +221,12 @@ def test_links_lead_somewhere(page):
         assert re.match(r"https?:", target) or ((ROOT / page).parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+def test_a_page_says_first_who_needs_it(page):
+    _, first, _ = (ROOT / page).read_text(encoding="utf-8").split("\n\n", 2)
+    assert re.match(r"For (?:whoever|developers of) ", first), first
+
+
 def test_links_of_the_readme_lead_to_the_repository():
     """A package index shows it, where a path leads nowhere."""
     url = re.search(r'^Repository = "https://github.com/(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
