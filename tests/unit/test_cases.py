@@ -392,7 +392,7 @@ def test_aliased_layers_count_every_time() -> None:
     geometry = replace(local, layers=many, groups=local.groups[:1], regions=(replace(local.regions[0], bytes=1 << 20),))
     spans = (Span(0, [0]),)
     case = Case(geometry, (geometry,), 4, spans, spans, 0)
-    with pytest.raises(RequestError, match=f"{80 << 20} bytes in the request's blocks"):
+    with pytest.raises(RequestError, match=f"{80 << 20:,} bytes in the request's blocks"):
         cases.check(case)
 
 

@@ -40,6 +40,9 @@ CASE_VERSION = 1
 MAX_FILE_BYTES = 1 << 24
 """Longer files are not read."""
 
+TOO_LARGE = "too-large-to-simulate"
+"""Code of the RequestError that says so."""
+
 _MAX_CONTENT = 1 << 24
 _MAX_MEMORY = 1 << 25
 _MAX_LABELS = 1 << 26
@@ -182,7 +185,8 @@ def check(case: Case) -> Verdict:
     """Plan a case, and prove the transfer with the byte oracle.
 
     Raises:
-        RequestError: the case cannot be simulated: it is too large, or its ranks are not of one global cache.
+        RequestError: the case cannot be simulated: it is too large (see `kvhma.oracle.part`), or its ranks are not of
+            one global cache.
     """
     refuse_large(case)
     try:
@@ -190,7 +194,7 @@ def check(case: Case) -> Verdict:
             case.num_tokens, case.local_spans, case.remote_spans
         )
     except KvhmaError as error:
-        return _of_refusal(case.expect, error)
+        return of_refusal(case.expect, error)
     try:
         report = Oracle(case.local, case.remotes).check(case.num_tokens, case.local_spans, case.remote_spans, transfer)
     except OracleError as error:
@@ -203,7 +207,8 @@ def check(case: Case) -> Verdict:
     return Verdict("right", report=report, bytes=transfer.bytes, descriptors=transfer.descriptors)
 
 
-def _of_refusal(expect: Expected | None, error: KvhmaError) -> Verdict:
+def of_refusal(expect: Expected | None, error: KvhmaError) -> Verdict:
+    """Return what a case came to whose plan or request was refused."""
     text = f"{type(error).__name__}: {error}"
     if expect is None:
         return Verdict("refused", text, error.code, error.field)
@@ -257,7 +262,8 @@ def refuse_large(case: Case) -> None:
         ("bytes of all ranks between the first block and the last", _labels(sides), _MAX_LABELS),
     ):
         if value > limit:
-            raise RequestError(f"too large to simulate: {value} {what}, at most {limit}")
+            text = f"too large to simulate: {value:,} {what}, at most {limit:,}"
+            raise RequestError(text, code=TOO_LARGE, value=value, expected=limit)
 
 
 def _block_bytes(geometry: Geometry, spans: Sequence[Span]) -> int:

@@ -58,7 +58,7 @@ def shrink(
     tries = max_tries
     sides = [(case.local, case.local_spans)]
     sides += [(remote, spans_of(case, index)) for index, remote in enumerate(case.remotes)]
-    case = _with_sides(case, sides)
+    case = with_sides(case, sides)
     passes = [candidates for name, candidates in PASSES.items() if name not in leave_out]
     improved = True
     while improved:
@@ -82,14 +82,16 @@ def shrink(
     return _flat(case)
 
 
-def _sides(case: Case) -> _Sides:
+def sides_of(case: Case) -> _Sides:
+    """Return D's rank and every source, each with its spans."""
     return [
         (case.local, case.local_spans),
         *((remote, spans_of(case, index)) for index, remote in enumerate(case.remotes)),
     ]
 
 
-def _with_sides(case: Case, sides: Sequence[_Side]) -> Case:
+def with_sides(case: Case, sides: Sequence[_Side]) -> Case:
+    """Return the case with other ranks and spans."""
     return replace(
         case,
         local=sides[0][0],
@@ -119,54 +121,56 @@ def _runs(count: int) -> Iterator[range]:
 
 
 def _fewer_sources(case: Case) -> Iterator[_Make]:
-    sides = _sides(case)
+    sides = sides_of(case)
     for gone in _runs(len(case.remotes)):
         kept = [side for index, side in enumerate(sides[1:]) if index not in gone]
         if kept:
-            yield partial(_with_sides, case, [sides[0], *kept])
+            yield partial(with_sides, case, [sides[0], *kept])
 
 
 def _fewer_layers(case: Case) -> Iterator[_Make]:
-    names = list(dict.fromkeys(layer.name for geometry, _ in _sides(case) for layer in geometry.layers))
+    names = list(dict.fromkeys(layer.name for geometry, _ in sides_of(case) for layer in geometry.layers))
     for gone in _runs(len(names)):
         lost = {names[index] for index in gone}
-        yield partial(_each, case, partial(_without_layers, lost))
+        yield partial(each_rank, case, partial(without_layers, lost))
 
 
 def _fewer_layers_on_one_side(case: Case) -> Iterator[_Make]:
-    sides = _sides(case)
+    sides = sides_of(case)
     for at, (geometry, _) in enumerate(sides):
         for layer in geometry.layers:
-            yield partial(_one, case, at, partial(_without_layers, {layer.name}))
+            yield partial(_one, case, at, partial(without_layers, {layer.name}))
 
 
-def _without_layers(lost: set[str], geometry: Geometry) -> Geometry:
+def without_layers(lost: set[str], geometry: Geometry) -> Geometry:
+    """Return a rank without the layers of these names."""
     return replace(geometry, layers=tuple(layer for layer in geometry.layers if layer.name not in lost))
 
 
 def _fewer_groups(case: Case) -> Iterator[_Make]:
     """Drop groups without a layer, with their spans."""
-    for at, (geometry, _) in enumerate(_sides(case)):
+    for at, (geometry, _) in enumerate(sides_of(case)):
         used = {layer.group for layer in geometry.layers}
         if len(used) < len(geometry.groups):
-            yield partial(_without_idle_groups, case, at)
+            yield partial(without_idle_groups, case, at)
 
 
-def _without_idle_groups(case: Case, at: int) -> Case:
-    sides = _sides(case)
+def without_idle_groups(case: Case, at: int) -> Case:
+    """Return the case without those groups of a side that have no layer."""
+    sides = sides_of(case)
     geometry, spans = sides[at]
     used = sorted({layer.group for layer in geometry.layers})
     layers = tuple(replace(layer, group=used.index(layer.group)) for layer in geometry.layers)
     groups = tuple(geometry.groups[index] for index in used)
     sides[at] = (replace(geometry, layers=layers, groups=groups), tuple(spans[index] for index in used))
-    return _with_sides(case, sides)
+    return with_sides(case, sides)
 
 
 def _fewer_parts(case: Case) -> Iterator[_Make]:
     names = dict.fromkeys(part.name for layer in case.local.layers for part in layer.page.parts)
     for name in names:
         if any(len(layer.page.parts) > 1 and _has(layer, name) for layer in case.local.layers):
-            yield partial(_each, case, partial(_without_part, name))
+            yield partial(each_rank, case, partial(_without_part, name))
 
 
 def _has(layer: Layer, part: str) -> bool:
@@ -190,7 +194,7 @@ def _fewer_tokens(case: Case) -> Iterator[_Make]:
 
 def _fewer_ids(case: Case) -> Iterator[_Make]:
     """Drop blocks from the end of a span, or from its start, where the span then begins later."""
-    for at, (_, spans) in enumerate(_sides(case)):
+    for at, (_, spans) in enumerate(sides_of(case)):
         for group, span in enumerate(spans):
             count = len(span.ids)
             for gone in sorted({count, count // 2, 1}, reverse=True):
@@ -201,15 +205,15 @@ def _fewer_ids(case: Case) -> Iterator[_Make]:
 
 
 def _with_span(case: Case, at: int, group: int, span: Span) -> Case:
-    sides = _sides(case)
+    sides = sides_of(case)
     geometry, spans = sides[at]
     sides[at] = (geometry, (*spans[:group], span, *spans[group + 1 :]))
-    return _with_sides(case, sides)
+    return with_sides(case, sides)
 
 
 def _lower_ids(case: Case) -> Iterator[_Make]:
     """Number the blocks in use from 1, in their order; those of a side all at once, since groups share memory."""
-    for at, (geometry, spans) in enumerate(_sides(case)):
+    for at, (geometry, spans) in enumerate(sides_of(case)):
         used = sorted({block for span in spans for block in span.ids})
         free = [block for block in range(len(used) + 1) if block != geometry.null_block]
         if any(block > new for block, new in zip(used, free, strict=False)):
@@ -219,20 +223,20 @@ def _lower_ids(case: Case) -> Iterator[_Make]:
 
 
 def _with_side(case: Case, at: int, side: _Side) -> Case:
-    sides = _sides(case)
+    sides = sides_of(case)
     sides[at] = side
-    return _with_sides(case, sides)
+    return with_sides(case, sides)
 
 
 def _smaller_pools(case: Case) -> Iterator[_Make]:
-    """Cut every pool behind the last block in use, and regions behind their last layer; drop idle regions."""
-    for at, (geometry, spans) in enumerate(_sides(case)):
-        cut = _cut_pools(geometry, spans)
+    for at, (geometry, spans) in enumerate(sides_of(case)):
+        cut = cut_pools(geometry, spans)
         if cut != geometry:
             yield partial(_with_side, case, at, (cut, spans))
 
 
-def _cut_pools(geometry: Geometry, spans: Sequence[Span]) -> Geometry:
+def cut_pools(geometry: Geometry, spans: Sequence[Span]) -> Geometry:
+    """Cut every pool behind the last block in use, and regions behind their last layer; drop idle regions."""
     layers, ends = [], dict[int, int]()
     for layer in geometry.layers:
         blocks = max(spans[layer.group].ids, default=0) + 1 if layer.group < len(spans) else layer.num_blocks
@@ -263,12 +267,13 @@ def _exact(case: Case) -> Iterator[_Make]:
         yield partial(replace, case, descriptor_bytes=0)
 
 
-def _each(case: Case, change: Callable[[Geometry], Geometry]) -> Case:
-    return _with_sides(case, [(change(geometry), spans) for geometry, spans in _sides(case)])
+def each_rank(case: Case, change: Callable[[Geometry], Geometry]) -> Case:
+    """Return the case with every rank changed."""
+    return with_sides(case, [(change(geometry), spans) for geometry, spans in sides_of(case)])
 
 
 def _one(case: Case, at: int, change: Callable[[Geometry], Geometry]) -> Case:
-    geometry, spans = _sides(case)[at]
+    geometry, spans = sides_of(case)[at]
     return _with_side(case, at, (change(geometry), spans))
 
 
