@@ -412,7 +412,11 @@ def test_sweep_in_other_forms(tmp_path: Path) -> None:
     words = ("sweep", NANO, "--prefill", "tp=1/2", "--decode", "tp=2,kv=auto/fp8", "--tokens", "1k/4k")
     done = cli(*words, "-o", tmp_path / "s.svg", columns=200)
     assert (done.code, done.err) == (0, "")
-    assert "refused: " in done.out
+    lines = done.out.splitlines()
+    assert [line.split()[-2:] for line in lines if "kv=fp8" in line] == [["refused", "(1)"]] * 4
+    (reason,) = (line for line in lines if line.startswith("refused (1): "))
+    assert "float8_e4m3fn" in reason
+    assert max(len(line.rstrip()) for line in cli(*words, columns=80).out.splitlines() if "tp=" in line) <= 80
     rows = list(csv.DictReader(io.StringIO(cli(*words, "--format", "csv").out)))
     assert len(rows) == 8
     assert [bool(row["refused"]) for row in rows] == [False, False, True, True] * 2

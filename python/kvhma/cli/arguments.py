@@ -24,7 +24,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 _DEFAULT_ENGINE = EngineOptions()
 ENGINE_HELP = (
-    "tp=, pp=, dp= (ranks), block= (--block-size), kv= (--kv-cache-dtype), ssm= (--mamba-ssm-cache-dtype), "
+    "tp=, pp=, dp=, dcp= (ranks), block= (--block-size), kv= (--kv-cache-dtype), ssm= (--mamba-ssm-cache-dtype), "
     "layout= (HND, NHD, LBHNC, …), kernel= (tokens, flashinfer, logical), conv= (DS, SD), spec= (draft tokens), "
     "with commas between. vLLM's long names are known too."
 )
@@ -42,8 +42,8 @@ def engine_option(name: str, text: str, parse: Callable[..., Any] = parse_engine
 def dtype_options() -> tuple[Callable[[F], F], ...]:
     """Return the options for dtypes of both engines, under their short names and those of vLLM."""
     kv, ssm = (
-        "KV cache of both engines: auto, bf16, fp16, fp8_e4m3.",
-        "Recurrent state of both engines: auto, bf16, fp32.",
+        "KV cache of both engines: auto, bf16, fp16, fp32, fp8_e4m3.",
+        "Recurrent state of both engines: the same.",
     )
     return (
         click.option("--kv-dtype", "--kv-cache-dtype", "kv_dtype", type=Dtype(), help=kv),

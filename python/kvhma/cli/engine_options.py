@@ -44,7 +44,7 @@ class EngineOptions(LayoutOptions):
         kv_dtype: dtype of the KV cache; None for the model's.
         ssm_dtype: dtype of the recurrent state; None for the model's.
         dp_size: engines of this sort that share the requests. A request is on one of them.
-        dcp_size: decode-context-parallel ranks. More than one cannot be described.
+        dcp_size: decode-context-parallel ranks. More than one cannot be laid out here.
     """
 
     num_blocks: int = 2
@@ -213,8 +213,8 @@ def _kernel(text: str) -> KernelBlock:
 def _no_context_parallel(text: str) -> int:
     if within(1, MAX_RANKS)(text) > 1:
         raise ValueError(
-            "must be 1: ranks that take turns by tokens, as vLLM's do with decode context parallelism, cannot be "
-            "described, and kvhma's connector refuses them"
+            "must be 1: the ranks of a context-parallel engine cannot be laid out here. The connector hands over "
+            "between them, and `kvhma export` writes the geometries of live ones, for --local and --remote"
         )
     return 1
 

@@ -103,7 +103,8 @@ def _engine(ranks: Sequence[Geometry]) -> str:
     groups = "; ".join(f"{len(counts)} {kind} with {', '.join(counts)} layers" for kind, counts in layers.items())
     shared = len(geometry.groups) > 1
     stages = f"{plural(sizes['pp'], 'pipeline stage')} of " if sizes["pp"] > 1 else ""
-    text = f"{stages}{plural(geometry.tp_size, 'rank')}, each with {plural(len(geometry.groups), 'group')} ({groups})"
+    each = "each " if sizes["pp"] * geometry.tp_size > 1 else ""
+    text = f"{stages}{plural(geometry.tp_size, 'rank')}, {each}with {plural(len(geometry.groups), 'group')} ({groups})"
     text += " over " + plural(sizes["regions"], "tensor") + (" that all groups share. " if shared else ". ")
     text += f"A block is {sizes['block_size']:,} tokens"
     state, token = sizes["state_bytes"], sizes["kv_bytes_per_token"]

@@ -44,8 +44,8 @@ class _File:
 
 
 @click.command()
-@click.argument("engine", type=HostPort(), required=False)
-@click.option("--case", type=FILE, help="In place of ENGINE: a case, as the setting case_folder writes them.")
+@click.argument("engine", type=HostPort(), required=False, metavar="[HOST:PORT]")
+@click.option("--case", type=FILE, help="In place of HOST:PORT: a case, as the setting case_folder writes them.")
 @click.option(
     "-o",
     "--output",
@@ -66,8 +66,8 @@ def export(
 ) -> None:
     """Write what really ran, for plan, explain, map, diff and check.
 
-    ENGINE is the side channel of a live engine, HOST:PORT. Its workers are asked for the geometry of their caches, and
-    a file is written for each:
+    HOST:PORT is the side channel of a live engine. Its workers are asked for the geometry of their caches, and a file
+    is written for each:
 
     \b
     kvhma export 10.0.0.7:5600 --secret-file /etc/kvhma/secret -o p.json
@@ -81,7 +81,7 @@ def export(
     kvhma plan --local failed-local.json --remote failed-remote-0.json --request failed-request.json
     """  # noqa: D301 - click's mark for lines to be left as they are
     if (engine is None) == (case is None):
-        raise click.UsageError("give ENGINE, or --case")
+        raise click.UsageError("give HOST:PORT, or --case")
     if case is not None:
         name, files = click.format_filename(case), list(_of_case(case))
     else:

@@ -54,7 +54,7 @@ class Sheet:
         align: a letter for each column: ``l`` for words, ``n`` for names that are never broken, ``r`` for numbers.
         columns: headings.
         rows: cells of each row.
-        caption: what stands below it.
+        caption: what stands below it, line by line.
     """
 
     title: str
@@ -80,7 +80,7 @@ class Sheet:
         lines.insert(1, " | ".join(rules))
         text = "\n".join(f"| {line} |" for line in lines)
         title = f"**{_escaped(self.title)}**\n\n" if self.title else ""
-        return f"{title}{text}\n" + (f"\n{_escaped(self.caption)}\n" if self.caption else "")
+        return f"{title}{text}\n" + "".join(f"\n{_escaped(line)}\n" for line in self.caption.splitlines())
 
 
 def print_sheets(sheets: Sequence[Sheet], style: str) -> None:

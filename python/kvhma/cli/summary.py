@@ -93,7 +93,9 @@ def notes(hand_off: HandOff, counted: Counted) -> list[str]:
     if counted.excess:
         found.append(f"{counted.excess:,} bytes after the last token come along: a whole last block is fewer copies")
     if counted.zeroed:
-        found.append(f"{counted.zeroed:,} bytes of D's blocks are zeroed before the read: no token of the request")
+        found.append(
+            f"{counted.zeroed:,} bytes of D's blocks are zeroed before the read: no token of the request is there"
+        )
     idle = set(range(len(hand_off.prefill))) - {read.prefill_index for read in counted.reads}
     if idle:
         ranks = ranges(sorted(hand_off.prefill_ranks[index] for index in idle))

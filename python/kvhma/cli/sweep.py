@@ -70,7 +70,7 @@ def sweep(
     \b
     kvhma sweep google/gemma-3-27b-it --prefill tp=2 --decode tp=1/2/4,block=16/64 --tokens 1k/8k/64k -o sweep.svg
 
-    A pair that cannot be paired is a line with the reason.
+    A pair that is refused has a line too; the reasons are below the table.
     """  # noqa: D301 - click's mark for lines to be left as they are
     if output is not None:
         check_drawing(output)
@@ -115,19 +115,22 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
     cells: list[list[str]] = []
+    reasons = list(dict.fromkeys(row["refused"] for row in rows if "refused" in row))
     for row in rows:
         start = [row["prefill"] or "tp=1", row["decode"] or "tp=1", f"{row['tokens']:,}"]
         if "refused" in row:
-            cells.append([*start, *"–––––", f"refused: {row['refused']}"])
+            cells.append([*start, *"–––––", f"refused ({reasons.index(row['refused']) + 1})"])
             continue
         times = [duration(of["seconds"]) if "seconds" in of else "–" for of in (row, row["vllm"], row["no_hma"])]
         cells.append([*start, size(row["bytes"]), f"{row['descriptors']:,}", *times, ""])
     columns = ["prefill", "decode", "tokens", "bytes", "descr."]
     columns += [f"time\n{one}" for one in ("kvhma", VLLM, NO_HMA)]
     align = "nnrrrrrr"
-    if any("refused" in row for row in rows):
-        columns, align = [*columns, ""], f"{align}l"
-    return Sheet(name, align, columns, [row[: len(align)] for row in cells], f"times are predicted with {link.source}")
+    if reasons:
+        columns, align = [*columns, ""], f"{align}n"
+    below = [f"refused ({number}): {reason}" for number, reason in enumerate(reasons, 1)]
+    caption = "\n".join([*below, f"times are predicted with {link.source}"])
+    return Sheet(name, align, columns, [row[: len(align)] for row in cells], caption)
 
 
 def _plot(name: str, cases: list[_Case], rows: list[dict[str, Any]], output: Path) -> None:
