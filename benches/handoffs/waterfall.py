@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvhma.cli.svg import Drawing
+from kvhma.cli.svg import COLUMN, Drawing
 
 STAGES = (
     "sent", "added", "ordered", "planned", "posted", "read", "asked", "checked", "reported", "scheduled", "first token"
@@ -14,7 +14,7 @@ STAGES = (
 """From D's front end sending the request to its engine to its first token there. vLLM's connector asks and checks
 nothing."""
 
-_LEFT, _RIGHT, _LINE, _WIDTH = 110, 110, 16, 900
+_LEFT, _RIGHT, _LINE = 110, 120, 16
 
 
 def stages(events: Iterable[tuple[str, str | None, float]], sent: float, first_token: float) -> dict[str, float]:
@@ -36,8 +36,8 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def draw(title: str, by_connector: Mapping[str, Mapping[str, float]]) -> str:
     """An SVG: a block for each connector, in it a line for each stage, in it a bar since the stage before."""
     longest = max(max(of.values()) for of in by_connector.values()) or 1.0
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    drawing = Drawing(_WIDTH, title, "Milliseconds from the request sent to D's engine to its first token, by stage.")
+    scale = (COLUMN - _LEFT - _RIGHT) / longest
+    drawing = Drawing(COLUMN, title, "Milliseconds from the request sent to D's engine to its first token, by stage.")
     drawing.text(12, 26, title, "head")
     y = 52.0
     for color, (connector, reached) in enumerate(by_connector.items()):

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvhma.cli.bench import _write as write_points
+from kvhma.cli.cost import Link
+from kvhma.cli.link import Point
 from kvhma.cli.svg import COLORS, PALETTES, Drawing
 from support.browser import COLUMN, answer, needs_browser
 from support.cli_run import cli
 
 NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
 MAX_BYTES = 300_000
-ASSETS = sorted((Path(__file__).parents[2] / "docs" / "assets").glob("*.svg"))
+ROOT = Path(__file__).parents[2]
+ASSETS = sorted((ROOT / "docs" / "assets").glob("*.svg"))
 
 
 def contrast(first: str, second: str) -> float:
@@ -114,14 +119,41 @@ PICTURES: dict[str, tuple[object, ...]] = {
 }
 
 
+def waterfall() -> str:
+    """What `make bench-e2e` draws of hand-offs, with stages as far apart as they were."""
+    sys.path.insert(0, str(ROOT / "benches"))
+    try:
+        from handoffs.waterfall import STAGES, draw
+    finally:
+        sys.path.remove(str(ROOT / "benches"))
+    times = (0, 0.9, 1.1, 1.3, 1.35, 1.4, 1.45, 2.2, 2.4, 2.5, 14.25)
+    rows = {stage: at / 1e3 for stage, at in zip(STAGES, times, strict=True)}
+    without = {stage: at for stage, at in rows.items() if stage not in ("asked", "checked")}
+    return draw("A request of 301 tokens, alone", {"kvhma": rows, "NixlConnector": without})
+
+
+def of_link(path: Path) -> None:
+    """What `kvhma bench link -o` draws, without a link."""
+    points = []
+    for block in (4096, 16384, 65536, 1 << 18, 1 << 20):
+        for descriptors in (1024, 1):
+            seconds = descriptors * 3e-6 + block * 1024 / 4e10
+            points.append(Point(block, 1024, descriptors, seconds, seconds))
+    write_points(path, points, Link(3e-6, 4e10, "here"))
+
+
 @needs_browser
 @pytest.mark.parametrize(("flags", "paper"), [(LIGHT, "rgb(255, 255, 255)"), (DARK, "rgb(20, 23, 28)")])
-@pytest.mark.parametrize("name", [*PICTURES, *(path.name for path in ASSETS)])
+@pytest.mark.parametrize("name", [*PICTURES, "waterfall", "link", *(path.name for path in ASSETS)])
 def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: Path) -> None:
     """On paper of the reader's choice: everything shows its text, and labels can be read in the width of the docs."""
     path = next((path for path in ASSETS if path.name == name), tmp_path / "m.svg")
     if name in PICTURES:
         assert cli(*PICTURES[name], "-o", path).code == 0
+    elif name == "waterfall":
+        path.write_text(waterfall())
+    elif name == "link":
+        of_link(path)
     assert path.stat().st_size < MAX_BYTES
     found = look(path.read_text(), flags, tmp_path)
     assert (found["paper"], found["width"]) == (paper, COLUMN)

@@ -23,8 +23,8 @@ OUTCOMES = ("right", "wrong", "refused", "no engine")
 HEAD = """\
 # What was audited: vLLM {vllm}
 
-For whoever asks what an audit found. Written by `make audit`; [Audit](audit.md) says how, what the words mean, and how to object. Connector: `NixlConnector`
-(pull) of vLLM {vllm}. Judged by kvhma {kvhma}. Each row is run again by its name:
+For whoever asks what an audit found. Written by `make audit`; [Audit](audit.md) says how, what the words mean, and how
+to object. Connector: `NixlConnector` (pull) of vLLM {vllm}. Judged by kvhma {kvhma}. Each row is run again by its name:
 
 ```sh
 make audit ROW={example}

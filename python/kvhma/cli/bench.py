@@ -30,7 +30,7 @@ from kvhma.cli.format import (
     table_options,
 )
 from kvhma.cli.model_names import complete_model
-from kvhma.cli.svg import Drawing, check_drawing
+from kvhma.cli.svg import COLUMN, Drawing, check_drawing
 from kvhma.cli.values import Tokens
 
 _SECONDS = 0.2
@@ -188,7 +188,7 @@ def _print(points: list[loop_back.Point], constants: Link, style: str) -> None:
 
 def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None:
     """Draw speed by block size: measured as boxes, what the model says as a line."""
-    page = Drawing(760, "kvhma bench link", "Bytes per second by block size, blocks apart and in one run")
+    page = Drawing(COLUMN, "kvhma bench link", "Bytes per second by block size, blocks apart and in one run")
     page.text(20, 34, "Reads between two processes", "big")
     law = f"{duration(constants.seconds_per_descriptor)} a descriptor, {constants.bytes_per_second / 1e9:.2f} GB/s"
     page.text(20, 54, f"{law}; the line is what this model says", "soft")
@@ -201,8 +201,8 @@ def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None
         what = plural(point.descriptors, "descriptor")
         page.text(20, y + 13, f"{size(point.block)}, {what}")
         hover = f"{point.blocks} blocks of {point.block:,} bytes in {what}\n{duration(point.seconds)}"
-        page.rect(220, y, speed / fastest * 440, 16, "c1" if apart else "c0", hover)
-        page.rect(220 + min(model / fastest, 1.1) * 440, y - 2, 1.5, 20, "read", f"model: {model / 1e9:.2f} GB/s")
-        page.text(740, y + 13, f"{speed / 1e9:.2f} GB/s", "end")
+        page.rect(220, y, speed / fastest * 370, 16, "c1" if apart else "c0", hover)
+        page.rect(220 + min(model / fastest, 1.1) * 370, y - 2, 1.5, 20, "read", f"model: {model / 1e9:.2f} GB/s")
+        page.text(COLUMN - 12, y + 13, f"{speed / 1e9:.2f} GB/s", "end")
         y += 22 if apart else 30
     page.save(output, y + 10)
