@@ -304,6 +304,9 @@ class Plan:
                 empty span that starts at or behind the last block.
             remote: a span for each group of the sources, or a list of such for each source.
 
+        Returns:
+            What to read from each source, and what to zero before.
+
         Raises:
             RequestError: a count, type or position does not fit, or two reads would write the same byte; or there
                 are more descriptors than the layouts explain, or than `max_descriptors`.
@@ -313,7 +316,7 @@ class Plan:
     def num_sources(self) -> int:
         """Number of sources, read from or not."""
     def explain(self) -> str:
-        """Say in sentences and numbers what is read from which source, how it is cut, and why."""
+        """Return in sentences and numbers what is read from which source, how it is cut, and why."""
     def losses(
         self,
         num_tokens: int,
@@ -332,19 +335,29 @@ class Plan:
             failed: shape (n, 3): the rows of `Read.local` that did not arrive; of an id read, `id_descriptors`.
             cached: leading tokens that every group had before the transfer.
 
+        Returns:
+            The layers that lost something, with the tokens, and what is left of the prefix.
+
         Raises:
             RequestError: as for `transfer`, or `failed` has another form.
             BlockIdError: as for `transfer`.
         """
     def id_descriptors(self, source: int, ids: IdsLike) -> NDArray[np.uint64]:
-        """Local descriptors that ids into the views of a source stand for: shape (n, 3).
+        """Return the local descriptors that ids into the views of a source stand for: shape (n, 3).
+
+        Args:
+            source: its index in the list that the plan was made with.
+            ids: entries of its local view, as `Read.local` has them.
 
         Raises:
             BlockIdError: an id is outside the views.
             UnsupportedPairError: the source has no views.
         """
     def views(self, source: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Local and remote views of a source, to be prepared once.
+        """Return the local and the remote views of a source, to be prepared once.
+
+        Args:
+            source: its index in the list that the plan was made with.
 
         Returns:
             Two arrays of shape (r, 5): address, length in bytes, device, stride in bytes, count.
@@ -355,22 +368,40 @@ class Plan:
     def ids(
         self, num_tokens: int, local: Sequence[Span], remote: Sequence[Span] | Sequence[Sequence[Span]]
     ) -> Transfer[np.int32]:
-        """Compute what a request moves, as ids into `views`. Arguments and errors as for `transfer`."""
+        """Compute what a request moves, as ids into `views`.
+
+        Arguments, result and errors are as for `transfer`.
+        """
 
 def validate(local: _AnyGeometry, remote: _AnyGeometry) -> list[Finding]:
     """Compare two geometries: what keeps them from being paired, and what is worth knowing.
 
     Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
 
+    Args:
+        local: the rank that reads.
+        remote: a rank that it may read from.
+
+    Returns:
+        Every difference that matters; the pair is refused if one of them is an error.
+
     Raises:
         RequestError: an argument has the wrong type.
     """
 
 def first_entries(geometry: _AnyGeometry, num_tokens: int, cached: U64s) -> list[int]:
-    """First block table entry of each group that a request still needs, behind the `cached` ones; 0 for state."""
+    """Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state."""
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Trailing blocks vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``."""
+    """Return the trailing blocks that vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.
+
+    Args:
+        window: tokens that a query sees, itself included.
+        block_size: tokens of a block.
+
+    Raises:
+        RequestError: a number is out of range.
+    """
 
 def clip_blocks(
     block_ids: Sequence[IdsLike],
@@ -388,12 +419,19 @@ def clip_blocks(
             None for the others.
         null_block: the id that stands for "no block", or None.
 
+    Returns:
+        For each group the ids that are left, in their order.
+
     Raises:
         RequestError: lists of different length, or of the wrong type.
     """
 
 def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
-    """Kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+    """Return the kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+
+    Args:
+        block_ids: logical block ids.
+        ratio: kernel blocks in a logical block.
 
     Returns:
         Shape (len(block_ids) * ratio,).
@@ -489,7 +527,7 @@ def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:
 def descriptor_ids(
     block_ids: Sequence[IdsLike], view_counts: U64s, view_groups: Sequence[int | tuple[int, ...]]
 ) -> NDArray[np.int32]:
-    """Ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
+    """Return ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
 
     With all attention regions first and the parts of the state regions behind them, these are vLLM 0.32's ids.
 
@@ -497,6 +535,9 @@ def descriptor_ids(
         block_ids: block ids of each group, at the granularity of the views.
         view_counts: entries of each view.
         view_groups: the group, or the groups, whose blocks each view holds.
+
+    Returns:
+        The ids, view after view.
 
     Raises:
         BlockIdError: an id is outside one of its views.
@@ -507,7 +548,14 @@ def descriptor_ids(
 def fa_views(
     bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
 ) -> NDArray[np.uint64]:
-    """Views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+    """Return views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+
+    Args:
+        bases: address of each region.
+        lengths: bytes of a block.
+        strides: bytes from one block to the next.
+        counts: blocks of each region.
+        devices: device of each region; None for 0.
 
     Raises:
         RequestError: a length, stride or count is 0, or lists differ in length.
@@ -517,7 +565,10 @@ def fa_views(
 def fa_descriptors(
     bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
 ) -> NDArray[np.uint64]:
-    """Every block of every attention region, region after region: shape (n, 3), address, length, device."""
+    """Return every block of every attention region, region after region: shape (n, 3), address, length, device.
+
+    Arguments and errors are as for `fa_views`.
+    """
 
 def ssm_views(
     bases: U64s,
@@ -526,7 +577,15 @@ def ssm_views(
     counts: U64s,
     devices: U64s | None = None,
 ) -> NDArray[np.uint64]:
-    """Views of state regions: for each region one for each part's ``(offset, length)``. Errors as for `fa_views`."""
+    """Return views of state regions: for each region one for each part. Errors are as for `fa_views`.
+
+    Args:
+        bases: address of each region.
+        parts: offset and length in bytes of each part of a block, the same in all regions.
+        strides: bytes from one block to the next, for each region.
+        counts: blocks of each region.
+        devices: device of each region; None for 0.
+    """
 
 def ssm_descriptors(
     bases: U64s,
@@ -535,7 +594,18 @@ def ssm_descriptors(
     counts: U64s,
     devices: U64s | None = None,
 ) -> NDArray[np.uint64]:
-    """Every block of every part of every state region: shape (n, 3), address, length, device."""
+    """Return every block of every part of every state region: shape (n, 3), address, length, device.
+
+    Arguments and errors are as for `ssm_views`.
+    """
 
 def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Turn views of shape (n, 5) into the descriptors they stand for, shape (sum of counts, 3)."""
+    """Return the descriptors that views of shape (n, 5) stand for, shape (sum of counts, 3).
+
+    Args:
+        views: rows of address, length in bytes, device, stride in bytes, count.
+
+    Raises:
+        RequestError: the array has another form.
+        AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
+    """

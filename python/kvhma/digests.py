@@ -145,6 +145,12 @@ class ContentDigest:
     def from_bytes(cls, data: bytes) -> ContentDigest:
         """Read a digest. Safe on any bytes. Which extents its heads have is not sent.
 
+        Args:
+            data: of `to_bytes`.
+
+        Returns:
+            The digest.
+
         Raises:
             RequestError: it is none.
         """
@@ -192,7 +198,11 @@ def content_digest(
 
 
 def range_tokens(num_tokens: int) -> int:
-    """Return over how many tokens each sum of a request is; ranges begin at multiples of it."""
+    """Return over how many tokens each sum of a request is; ranges begin at multiples of it.
+
+    Args:
+        num_tokens: tokens of the request.
+    """
     least = -(-num_tokens // _MAX_RANGES)
     return max(_RANGE_TOKENS, 1 << (least - 1).bit_length())
 

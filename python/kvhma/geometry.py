@@ -194,7 +194,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Page:
-    """The bytes of one layer in one kernel block: its parts. Bytes of no part are padding and never move."""
+    """The bytes of one layer in one kernel block: its parts. Bytes of no part are padding and never move.
+
+    Attributes:
+        parts: named pieces of it; none lies over another.
+    """
 
     parts: tuple[Part, ...]
 
@@ -250,6 +254,7 @@ class Geometry:
         tp_rank: place among `tp_size` ranks; it only chooses between equally good sources.
         tp_size: tensor-parallel ranks of this engine.
         null_block: the logical block id that stands for "no block", or None if there is none.
+        core: the same, checked, as the compiled half has it.
 
     Raises:
         GeometryError: a field is out of range or does not fit another; the message has both values.
@@ -284,16 +289,30 @@ class Geometry:
         return {layer.name: layer for layer in self.layers}
 
     def kernel_stride(self, layer: Layer) -> int:
-        """Return the bytes between the kernel blocks of a logical block of one layer."""
+        """Return the bytes between the kernel blocks of a logical block of one layer.
+
+        Args:
+            layer: one of `layers`.
+        """
         return layer.kernel_stride or layer.block_stride // self.groups[layer.group].ratio
 
     def to_json(self, *, indent: int | None = None) -> bytes:
-        """Return the UTF-8 JSON form of docs/geometry.md: as it was read, else with equal pages written once."""
+        """Return the UTF-8 JSON form of docs/geometry.md: as it was read, else with equal pages written once.
+
+        Args:
+            indent: spaces for each level; None for one line.
+        """
         return self.core.to_json(indent)
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Geometry:
         """Read the JSON form. Safe on any input: sizes are bounded and every field is checked.
+
+        Args:
+            data: UTF-8 text of at most 16 MiB.
+
+        Returns:
+            The geometry, checked.
 
         Raises:
             GeometryError: not JSON, an unknown or missing field, another version, too large, or a failed check.

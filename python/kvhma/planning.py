@@ -37,6 +37,9 @@ def plan(
             joined; beyond, it is refused before they are made. Each takes 48 bytes, and about 80 while they are
             made.
 
+    Returns:
+        The plan of this rank, for any number of requests.
+
     Raises:
         UnsupportedPairError: a source cannot be paired, or no source holds something; the text names the field and
             both values.
@@ -64,6 +67,9 @@ def readers(plans: Sequence[Plan]) -> Readers:
 
     Args:
         plans: one for each rank of the decode side, all made with the same list of sources.
+
+    Returns:
+        How many decode ranks read from each source, and who has to notify besides.
 
     Raises:
         RequestError: the plans have different numbers of sources, or there are none.
@@ -101,6 +107,9 @@ def live_spans(
             tables, for a reader whose larger blocks begin earlier.
         block_tables: logical block ids from position 0, for each group.
         cached: for each group, how many leading table entries are not to be filled (a prefix hit); None for none.
+
+    Returns:
+        A span for each group.
 
     Raises:
         RequestError: a list has the wrong number of entries or the wrong type.

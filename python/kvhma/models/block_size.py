@@ -23,6 +23,10 @@ _MLA_ALIGN = 128
 def token_bytes(cache: Attention, *, tp_size: int = 1) -> int:
     """Return the bytes of a token of one layer on one rank.
 
+    Args:
+        cache: heads, head size and dtype of the layer.
+        tp_size: tensor-parallel ranks.
+
     Raises:
         LayoutError: heads do not divide over the ranks.
     """
@@ -59,12 +63,21 @@ def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, a
 
 
 def has_attention(model: Model) -> bool:
-    """Return whether any layer caches tokens."""
+    """Return whether any layer caches tokens.
+
+    Args:
+        model: the model.
+    """
     return any(isinstance(spec, Attention) for _, spec in model.specs())
 
 
 def kernel_block_size(kernel_block: int | str | None, block_size: int) -> int:
     """Return the tokens that the attention kernel addresses as one block of a logical one.
+
+    Args:
+        kernel_block: tokens; ``"flashinfer"`` for the largest of its sizes that divides the block; None for the whole
+            block.
+        block_size: tokens of a logical block.
 
     Raises:
         LayoutError: it does not divide the logical block, or none of FlashInfer's does.

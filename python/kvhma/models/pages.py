@@ -18,6 +18,10 @@ ConvOrder: TypeAlias = Literal["DS", "SD"]
 def state_bytes(state: State, *, tp_size: int = 1) -> int:
     """Return the bytes of one layer's state on one rank, without padding.
 
+    Args:
+        state: sizes of the state over all ranks.
+        tp_size: tensor-parallel ranks.
+
     Raises:
         LayoutError: heads or groups do not divide over the ranks.
     """

@@ -11,6 +11,9 @@ from kvhma.models.table import LATENT_KINDS, Attention, State
 def check_positive(**sizes: int) -> None:
     """Refuse sizes below 1.
 
+    Args:
+        **sizes: by name.
+
     Raises:
         LayoutError: the text names the size and its value.
     """
@@ -24,6 +27,13 @@ def shard(field: str, extent: int, tp_rank: int, tp_size: int, *, may_repeat: bo
 
         extent 8, 4 ranks        |0 1|2 3|4 5|6 7|
         extent 2, 4 ranks        |0|0|1|1|           may_repeat
+
+    Args:
+        field: name of what is shared out, for the error.
+        extent: items over all ranks.
+        tp_rank: the rank.
+        tp_size: tensor-parallel ranks.
+        may_repeat: ranks that outnumber the items hold one each.
 
     Raises:
         LayoutError: the items do not divide over the ranks.
@@ -39,6 +49,11 @@ def shard(field: str, extent: int, tp_rank: int, tp_size: int, *, may_repeat: bo
 def kv_heads(cache: Attention, tp_rank: int, tp_size: int) -> Shard:
     """Return a rank's KV heads; every rank has the one vector of a latent.
 
+    Args:
+        cache: heads of the layer.
+        tp_rank: the rank.
+        tp_size: tensor-parallel ranks.
+
     Raises:
         LayoutError: heads do not divide over the ranks.
     """
@@ -53,6 +68,11 @@ def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> dict[str,
 
     ``x`` and ``v`` follow the heads. ``B`` and ``C`` follow the groups: split if `tp_size` divides them; a single
     group is held whole by every rank. Key heads of GDN and KDA are always split.
+
+    Args:
+        state: sizes of the state over all ranks.
+        tp_rank: the rank.
+        tp_size: tensor-parallel ranks.
 
     Raises:
         LayoutError: heads or groups do not divide over the ranks; vLLM does not start such an engine.

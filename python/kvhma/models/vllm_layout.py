@@ -131,6 +131,11 @@ def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
 
         10 layers, 4 stages     0 1 | 2 3 4 | 5 6 7 | 8 9
 
+    Args:
+        num_layers: layers of the model.
+        pp_rank: the stage, from 0.
+        pp_size: pipeline stages.
+
     Raises:
         LayoutError: there are more stages than layers.
     """

@@ -100,6 +100,9 @@ class Agent:
     def register(self, geometry: Geometry) -> None:
         """Register the regions of a geometry, each once, whichever geometry it comes with.
 
+        Args:
+            geometry: a rank's cache in this process's memory.
+
         Raises:
             RequestError: a region overlaps registered memory without being part of it. NIXL would take it,
                 and then not find descriptors after the overlap.
@@ -110,6 +113,9 @@ class Agent:
 
     def covers(self, region: Region) -> bool:
         """Return whether all of a region is registered.
+
+        Args:
+            region: address, bytes, kind and device of some memory.
 
         Raises:
             RequestError: only a part of it is.
@@ -123,6 +129,9 @@ class Agent:
         Without it the first read into a device's memory sets up what that takes. Call it before
         :meth:`handshake_payload`.
 
+        Args:
+            region: memory of the device, a few bytes long at least.
+
         Raises:
             RequestError: it overlaps registered memory without being part of it.
             TransferError: NIXL refused it.
@@ -135,6 +144,10 @@ class Agent:
 
     def handshake_payload(self, geometry: Geometry, extra: bytes = b"") -> bytes:
         """Return the message that lets a peer read these caches; `extra` is for the engine's own use, up to 64 KiB.
+
+        Args:
+            geometry: of the registered caches.
+            extra: bytes for the engine's own use, up to 64 KiB.
 
         Raises:
             RequestError: a region of the geometry is not registered.
@@ -235,6 +248,10 @@ class Agent:
     def disconnect(self, peer: Peer, timeout: float = 10.0) -> None:
         """Forget a peer, lost or not: its transfers end first, then its prepared lists are released.
 
+        Args:
+            peer: of :meth:`connect`.
+            timeout: seconds to wait for its transfers.
+
         Raises:
             TransferError: transfers did not end in `timeout` seconds. The peer stays unusable; call again.
         """
@@ -254,6 +271,10 @@ class Agent:
 
     def notify(self, peer: Peer, message: bytes) -> None:
         """Send a message that :meth:`notifications` of the peer returns.
+
+        Args:
+            peer: of :meth:`connect`.
+            message: bytes as they are.
 
         Raises:
             PeerLostError: the peer is gone.
@@ -292,6 +313,9 @@ class Agent:
                 least 1.
             memory: kind of the memory.
 
+        Returns:
+            The list, for :meth:`read_ids`.
+
         Raises:
             PeerLostError: the peer is gone.
             RequestError: another form, or outside what is registered.
@@ -320,6 +344,9 @@ class Agent:
             notif: message to the peer, sent by the poll that finds the read done; empty for none.
             local_memory: kind of the local memory.
             remote_memory: kind of the peer's memory.
+
+        Returns:
+            The read, under way: poll it, or wait for it.
 
         Raises:
             RequestError: the arrays have another form, do not fit each other, or leave registered memory.
@@ -359,6 +386,9 @@ class Agent:
             remote: one of a peer's memory.
             remote_ids: the same for the peer.
             notif: message to the peer, sent by the poll that finds the read done; empty for none.
+
+        Returns:
+            The read, under way: poll it, or wait for it.
 
         Raises:
             RequestError: the ids have another form, do not fit the lists or each other. Nothing was started.

@@ -74,7 +74,11 @@ class HandshakePayload:
 
 
 def key_hash(public_key: bytes) -> str:
-    """Return what the name of an agent with this key ends in: 32 hexadecimal digits."""
+    """Return what the name of an agent with this key ends in: 32 hexadecimal digits.
+
+    Args:
+        public_key: its bytes.
+    """
     return hashlib.blake2b(public_key, digest_size=16, person=b"kvhma agent").hexdigest()
 
 
@@ -88,6 +92,14 @@ def encode_handshake(
     public_key: bytes = b"",
 ) -> bytes:
     """Return the message for a :class:`HandshakePayload` of these fields.
+
+    Args:
+        agent_metadata: of NIXL.
+        geometry: of the registered caches.
+        name: of the agent.
+        incarnation: a random number that a restarted agent does not have again.
+        extra: bytes for the engine's own use.
+        public_key: key that the name ends in a hash of; empty for none.
 
     Raises:
         HandshakeError: a field does not fit its bound, or the name is not that of an agent with this key.
@@ -108,6 +120,12 @@ def decode_handshake(data: bytes) -> HandshakePayload:
     """Read a message of :func:`encode_handshake`. Safe on any input.
 
     Nothing is copied or parsed before sizes, version and digest are right.
+
+    Args:
+        data: the message.
+
+    Returns:
+        Its fields.
 
     Raises:
         HandshakeError: not such a message, of another version, too long, damaged, with a name that belongs to

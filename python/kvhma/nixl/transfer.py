@@ -114,7 +114,12 @@ class TransferHandle:
             return not self.finished
 
     def post(self) -> None:
-        """Hand it to the transport; done once, by the agent."""
+        """Hand it to the transport; done once, by the agent.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransferError: NIXL cannot start it, or it has ended.
+        """
         with self._lock:
             if self._work is None:
                 raise TransferError("the transfer has ended")

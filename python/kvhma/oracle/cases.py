@@ -95,7 +95,11 @@ class Case:
             object.__setattr__(self, name, plain(getattr(self, name)))
 
     def to_json(self, *, indent: int | None = None) -> bytes:
-        """Return the UTF-8 JSON form."""
+        """Return the UTF-8 JSON form.
+
+        Args:
+            indent: spaces for each level; None for one line.
+        """
         form: dict[str, Any] = {
             "kvhma_case": CASE_VERSION,
             "local": json.loads(self.local.to_json()),
@@ -113,6 +117,12 @@ class Case:
     @classmethod
     def from_json(cls, data: bytes | str) -> Case:
         """Read the JSON form. Safe on any input.
+
+        Args:
+            data: UTF-8 text of at most `MAX_FILE_BYTES`.
+
+        Returns:
+            The case, not planned yet.
 
         Raises:
             RequestError: whatever is wrong with it; the text says where.
@@ -140,6 +150,12 @@ class Case:
 def load(path: Path) -> Case:
     """Read a case file.
 
+    Args:
+        path: the file.
+
+    Returns:
+        The case, not planned yet.
+
     Raises:
         RequestError: it is too long, or not a case.
         OSError: it cannot be read.
@@ -150,7 +166,12 @@ def load(path: Path) -> Case:
 
 
 def save(case: Case, path: Path) -> None:
-    """Write a case file, to be read by people too."""
+    """Write a case file, to be read by people too.
+
+    Args:
+        case: what to write.
+        path: the file, which is replaced.
+    """
     path.write_bytes(case.to_json(indent=1) + b"\n")
 
 
@@ -183,6 +204,12 @@ class Verdict:
 
 def check(case: Case) -> Verdict:
     """Plan a case, and prove the transfer with the byte oracle.
+
+    Args:
+        case: what to plan.
+
+    Returns:
+        Whether it is right, and why not.
 
     Raises:
         RequestError: the case cannot be simulated: it is too large (see `kvhma.oracle.part`), or its ranks are not of

@@ -148,6 +148,9 @@ def check_memory(
         excess_bytes: what the transfer says of tokens after the last one; None to accept any.
         seed: as given to the fills.
 
+    Returns:
+        How many bytes were moved, zeroed and left alone.
+
     Raises:
         OracleError: a byte is wrong, or `excess_bytes` is.
         ValueError: memory or spans do not fit the geometries.

@@ -153,6 +153,13 @@ def read_masks(
 
     tokens   .. low - 1 | low .. num_tokens - 1 | num_tokens .. end - 1 | end ..
     bytes     allowed   |        needed         |        allowed        |  zero
+
+    Args:
+        group: the group of D.
+        template: the content bytes of its blocks.
+        blocks: some of its blocks.
+        num_tokens: tokens of the request.
+        kernels: P's tokens of a kernel block for each part, see :func:`source_kernels`.
     """
     token = blocks.token[:, None] + template.token
     if group.kind in ("ssm", "opaque"):
@@ -166,7 +173,12 @@ def read_masks(
 
 
 def source_kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
-    """Return P's tokens of a kernel block for each part, 0 where P does not have it."""
+    """Return P's tokens of a kernel block for each part, 0 where P does not have it.
+
+    Args:
+        remotes: the P ranks.
+        catalog: numbers of parts.
+    """
     found = np.zeros(len(catalog.entries), np.int64)
     for remote in remotes:
         for layer, part in parts_of(remote):
@@ -176,7 +188,13 @@ def source_kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
 
 
 def keyed(template: Template, blocks: Blocks, catalog: Catalog) -> tuple[Ints, Ints]:
-    """Return flat offsets and keys ``(blocks, bytes of a block)``; a key is part, token and byte in one number."""
+    """Return flat offsets and keys ``(blocks, bytes of a block)``; a key is part, token and byte in one number.
+
+    Args:
+        template: the content bytes of a block.
+        blocks: some blocks.
+        catalog: numbers of parts.
+    """
     flat = blocks.ids[:, None] * template.stride + template.offset
     token = blocks.token[:, None] + template.token
     row = catalog.row_bytes[template.entry]

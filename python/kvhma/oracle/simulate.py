@@ -117,6 +117,9 @@ class Oracle:
             remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
             transfer: what is under test, or an object with the same attributes.
 
+        Returns:
+            How many bytes were moved, zeroed and left alone.
+
         Raises:
             OracleError: a byte is wrong, a range leaves its region, ranges overlap, or a count is wrong.
             ValueError: the request does not fit the geometries.

@@ -51,6 +51,9 @@ def geometry_of_pool(
         window: tokens that a query of a sliding layer sees, itself included; for an ``SWAKVPool`` only.
         **rank: as for :func:`geometry_from_tensors`.
 
+    Returns:
+        The geometry of this rank.
+
     Raises:
         GeometryError: another class, also one derived from these, since it may keep other bytes; a cache layout other
             than ``nhd``; a quantized one; slots that are no whole pages; or a window that is missing or too much.

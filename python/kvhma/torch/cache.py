@@ -86,6 +86,9 @@ def allocate(
         shared: for each tensor of an engine the layers that share it, instead of the j-th of all groups.
         **rank: ``tp_rank``, ``tp_size`` and ``null_block``, as for :class:`kvhma.Geometry`.
 
+    Returns:
+        The cache: views by layer, buffers, and the geometry.
+
     Raises:
         LayoutError: the specs contradict themselves or each other, or cannot be laid out so; the text names layers and
             both values. Nothing is allocated.

@@ -73,13 +73,22 @@ class DataReference:
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """All buffers, and for each group its layers' bytes."""
+    """All buffers, and for each group its layers' bytes.
+
+    Attributes:
+        tensors: the buffers.
+        groups: for each KV cache group a reference for each of its layers.
+    """
 
     tensors: tuple[TensorReference, ...]
     groups: tuple[tuple[DataReference, ...], ...]
 
     def to_json(self, *, indent: int | None = None) -> bytes:
-        """Return the same as UTF-8 JSON; fields have the names of the attributes."""
+        """Return the same as UTF-8 JSON; fields have the names of the attributes.
+
+        Args:
+            indent: spaces for each level; None for one line.
+        """
         return json.dumps({"kvhma_references": 1, **asdict(self)}, indent=indent).encode()
 
 

@@ -64,6 +64,7 @@ class Settings:
             (``off``) to 1 (``all``); a decode engine compares what it has loaded with the sums, unless it is 0 there.
         staging_blocks: blocks that host memory has room for, for what others read and as many for what is loaded; None
             for a quarter of the engine's, and at least those of the longest request.
+        ignored: settings of vLLM's own connector that were given and change nothing here, each with the reason.
     """
 
     kv_lease_duration: float = 30.0
@@ -104,6 +105,12 @@ class Settings:
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Read and check ``kv_connector_extra_config``.
 
+        Args:
+            extra: as the engine's configuration has it.
+
+        Returns:
+            The settings, checked.
+
         Raises:
             SettingsError: an unknown setting, or a value of the wrong type or out of range. Those that only upstream's
                 connector has stop nothing, whatever their value.
@@ -136,7 +143,11 @@ class Settings:
         return cls(**given, ignored=tuple(ignored))
 
     def allows(self, address: Address) -> bool:
-        """Return whether a request may be loaded from the engine at an address. Nothing is looked up."""
+        """Return whether a request may be loaded from the engine at an address. Nothing is looked up.
+
+        Args:
+            address: host and port, as the parameters write them.
+        """
         if self.allowed_prefill_engines is None:
             return True
         known = map(AllowedEngines.at, self.prefill_engines)

@@ -34,6 +34,24 @@ impl ContentMemory for Mapped {
 }
 
 /// Sum what a request's blocks hold, the same whatever the layout is; `kvhma.digests` says how.
+///
+/// Args:
+///     of: geometry of a rank, or the plan it reads with.
+///     num_tokens: tokens that the blocks hold.
+///     spans: blocks of each group.
+///     seed: that the keys of coordinates are made from.
+///     first_tokens: for each group the first token that counts; None for all that are needed.
+///     cp_tp_size: neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
+///     memory: the bytes of each region; None to read them where the regions are, which have to be host memory.
+///
+/// Returns:
+///     For each kind of layers: kind, window or chunk, first token that is needed, first that counts, sums, place and
+///     places of heads that may repeat with their sums, extents of the heads.
+///
+/// Raises:
+///     GeometryError: a shard is no equal share, or the regions are not host memory.
+///     RequestError: spans or numbers do not fit.
+///     BlockIdError: a block id is none of a group's.
 #[pyfunction]
 #[pyo3(signature = (of, num_tokens, spans, seed, *, first_tokens = None, cp_tp_size = 1, memory = None))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords, of which kvhma.digests has a class")]

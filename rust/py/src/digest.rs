@@ -13,6 +13,16 @@ const WHAT: &str = "tokens";
 const PIECE: usize = 16384;
 
 /// Return the first 16 bytes of BLAKE3 over the length of a header (u64), the header and token ids (i32).
+///
+/// Numbers are little-endian.
+///
+/// Args:
+///     header: what belongs to the prompt besides its tokens.
+///     tokens: token ids. The list is read in place, not copied.
+///     num_tokens: how many of them count, from the first.
+///
+/// Raises:
+///     RequestError: there are fewer, or one is not an integer of 32 bits.
 #[pyfunction]
 pub(crate) fn digest_tokens<'py>(
     py: Python<'py>,
@@ -26,6 +36,13 @@ pub(crate) fn digest_tokens<'py>(
 }
 
 /// Return `digest_tokens` without a header for each of some counts of a list's first ids, in one pass over them.
+///
+/// Args:
+///     tokens: token ids. The list is read in place, not copied.
+///     counts: how many of them count, none less than the one before.
+///
+/// Raises:
+///     RequestError: there are fewer, one is not an integer of 32 bits, or counts go down.
 #[pyfunction]
 pub(crate) fn digest_prefixes<'py>(
     py: Python<'py>,

@@ -12,6 +12,18 @@ use crate::geometry::read_geometry;
 use crate::results::Finding;
 
 /// Compare two geometries: what keeps them from being paired, and what is worth knowing.
+///
+/// Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
+///
+/// Args:
+///     local: the rank that reads.
+///     remote: a rank that it may read from.
+///
+/// Returns:
+///     Every difference that matters; the pair is refused if one of them is an error.
+///
+/// Raises:
+///     RequestError: an argument has the wrong type.
 #[pyfunction]
 pub(crate) fn validate(py: Python<'_>, local: &Bound<'_, PyAny>, remote: &Bound<'_, PyAny>) -> PyResult<Vec<Finding>> {
     let (local, remote) = (read_geometry("local", local)?, read_geometry("remote", remote)?);
@@ -20,7 +32,14 @@ pub(crate) fn validate(py: Python<'_>, local: &Bound<'_, PyAny>, remote: &Bound<
     Ok(findings.iter().map(Finding::from).collect())
 }
 
-/// Trailing blocks vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.
+/// Return the trailing blocks that vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.
+///
+/// Args:
+///     window: tokens that a query sees, itself included.
+///     block_size: tokens of a block.
+///
+/// Raises:
+///     RequestError: a number is out of range.
 #[pyfunction]
 pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_size: &Bound<'_, PyAny>) -> PyResult<u64> {
     ids::window_blocks(read_u64("window", window)?, read_u64("block_size", block_size)?).or_raise(py)
@@ -38,6 +57,19 @@ impl<'py> FromPyObject<'_, 'py> for NullBlock {
 }
 
 /// Keep the blocks of each group that are moved, by vLLM's static rule.
+///
+/// Args:
+///     block_ids: logical block ids of each group; null blocks at the front are dropped.
+///     keep: trailing blocks to keep of each group, 0 for all (see `window_blocks`).
+///     speculative: for a state group the number of slots behind the state-bearing one, which alone is kept;
+///         None for the others.
+///     null_block: the id that stands for "no block", or None.
+///
+/// Returns:
+///     For each group the ids that are left, in their order.
+///
+/// Raises:
+///     RequestError: lists of different length, or of the wrong type.
 #[pyfunction]
 #[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = NullBlock(Some(0))), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
 pub(crate) fn clip_blocks(
@@ -58,7 +90,7 @@ pub(crate) fn clip_blocks(
     ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block.0).or_raise(py)
 }
 
-/// First block table entry of each group that a request still needs, behind the `cached` ones; 0 for state.
+/// Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state.
 #[pyfunction]
 pub(crate) fn first_entries(
     py: Python<'_>,
@@ -71,7 +103,18 @@ pub(crate) fn first_entries(
     ids::first_entries(&geometry.get().geometry, num_tokens, &cached).or_raise(py)
 }
 
-/// Kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+/// Return the kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+///
+/// Args:
+///     block_ids: logical block ids.
+///     ratio: kernel blocks in a logical block.
+///
+/// Returns:
+///     Shape (len(block_ids) * ratio,).
+///
+/// Raises:
+///     BlockIdError: an id is negative or its kernel ids do not fit int32.
+///     AddressOverflowError: there are more than 2**31 - 1 kernel ids.
 #[pyfunction]
 pub(crate) fn expand_blocks<'py>(
     py: Python<'py>,
@@ -82,7 +125,22 @@ pub(crate) fn expand_blocks<'py>(
     Ok(column(py, ids::expand_blocks(&ids, read_u64("ratio", ratio)?).or_raise(py)?))
 }
 
-/// Ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
+/// Return ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
+///
+/// With all attention regions first and the parts of the state regions behind them, these are vLLM 0.32's ids.
+///
+/// Args:
+///     block_ids: block ids of each group, at the granularity of the views.
+///     view_counts: entries of each view.
+///     view_groups: the group, or the groups, whose blocks each view holds.
+///
+/// Returns:
+///     The ids, view after view.
+///
+/// Raises:
+///     BlockIdError: an id is outside one of its views.
+///     RequestError: a group does not exist, or lists differ in length.
+///     AddressOverflowError: the list has more than 2**31 - 1 entries.
 #[pyfunction]
 pub(crate) fn descriptor_ids<'py>(
     py: Python<'py>,
@@ -168,23 +226,52 @@ macro_rules! of_regions {
 }
 
 of_regions! {
-    /// Views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+    /// Return views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+    ///
+    /// Args:
+    ///     bases: address of each region.
+    ///     lengths: bytes of a block.
+    ///     strides: bytes from one block to the next.
+    ///     counts: blocks of each region.
+    ///     devices: device of each region; None for 0.
+    ///
+    /// Raises:
+    ///     RequestError: a length, stride or count is 0, or lists differ in length.
+    ///     AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
     fa_views(bases, lengths, ..) = attention, rows
 }
 of_regions! {
-    /// Every block of every attention region, region after region: shape (n, 3), address, length, device.
+    /// Return every block of every attention region, region after region: shape (n, 3), address, length, device.
+    ///
+    /// Arguments and errors are as for `fa_views`.
     fa_descriptors(bases, lengths, ..) = attention, expand
 }
 of_regions! {
-    /// Views of state regions: for each region one for each part's ``(offset, length)``. Errors as for `fa_views`.
+    /// Return views of state regions: for each region one for each part. Errors are as for `fa_views`.
+    ///
+    /// Args:
+    ///     bases: address of each region.
+    ///     parts: offset and length in bytes of each part of a block, the same in all regions.
+    ///     strides: bytes from one block to the next, for each region.
+    ///     counts: blocks of each region.
+    ///     devices: device of each region; None for 0.
     ssm_views(bases, parts, ..) = state, rows
 }
 of_regions! {
-    /// Every block of every part of every state region: shape (n, 3), address, length, device.
+    /// Return every block of every part of every state region: shape (n, 3), address, length, device.
+    ///
+    /// Arguments and errors are as for `ssm_views`.
     ssm_descriptors(bases, parts, ..) = state, expand
 }
 
-/// Turn views of shape (n, 5) into the descriptors they stand for, shape (sum of counts, 3).
+/// Return the descriptors that views of shape (n, 5) stand for, shape (sum of counts, 3).
+///
+/// Args:
+///     views: rows of address, length in bytes, device, stride in bytes, count.
+///
+/// Raises:
+///     RequestError: the array has another form.
+///     AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
 #[pyfunction]
 pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray2<u64>>> {
     let views = views.extract::<PyReadonlyArray2<'_, u64>>();

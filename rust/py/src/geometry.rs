@@ -17,6 +17,12 @@ type PartArguments<'a> = (&'a str, &'a str, u64, u64, Vec<AxisArguments<'a>>);
 type LayerArguments<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u64>);
 
 /// A geometry that passed its checks, read from JSON.
+///
+/// `kvhma.Geometry.core` holds one. What was left out is left out when it is written or shown.
+///
+/// Raises:
+///     GeometryError: as for `kvhma.Geometry`.
+///     AddressOverflowError: as for `kvhma.Geometry`.
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct CheckedGeometry {
     /// As it was written: what was left out is still left out.

@@ -20,6 +20,9 @@ type Rows<'py> = Bound<'py, PyArray2<u64>>;
 type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 
 /// What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
+///
+/// It cannot be changed, so copies are the plan itself. It is pickled as its geometries and options, and made again
+/// from these.
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct Plan {
     pub(crate) core: kvhma_core::Plan,
@@ -106,12 +109,26 @@ impl Plan {
         self.core.findings().iter().map(|(source, finding)| (*source, finding.into())).collect()
     }
 
-    /// Say in sentences and numbers what is read from which source, how it is cut, and why.
+    /// Return in sentences and numbers what is read from which source, how it is cut, and why.
     fn explain(&self, py: Python<'_>) -> String {
         py.detach(|| self.core.explain())
     }
 
     /// Compute what a request moves, as descriptors.
+    ///
+    /// Args:
+    ///     num_tokens: tokens whose cache the source holds; later ones are not read.
+    ///     local: a span for each local group, of the blocks to fill. A group that holds everything already has an
+    ///         empty span that starts at or behind the last block.
+    ///     remote: a span for each group of the sources, or a list of such for each source.
+    ///
+    /// Returns:
+    ///     What to read from each source, and what to zero before.
+    ///
+    /// Raises:
+    ///     RequestError: a count, type or position does not fit, or two reads would write the same byte; or there
+    ///         are more descriptors than the layouts explain, or than `max_descriptors`.
+    ///     BlockIdError: an id is negative, too large, listed twice, or the null block.
     fn transfer(
         &self,
         py: Python<'_>,
@@ -125,7 +142,9 @@ impl Plan {
         Transfer::new(py, transfer, groups, Read::of_rows)
     }
 
-    /// Compute what a request moves, as ids into `views`. Arguments and errors as for `transfer`.
+    /// Compute what a request moves, as ids into `views`.
+    ///
+    /// Arguments, result and errors are as for `transfer`.
     fn ids(
         &self,
         py: Python<'_>,
@@ -139,6 +158,20 @@ impl Plan {
     }
 
     /// Map failed local descriptors of a request back to layers and tokens.
+    ///
+    /// Args:
+    ///     num_tokens: as for the transfer.
+    ///     local: as for the transfer.
+    ///     remote: as for the transfer.
+    ///     failed: shape (n, 3): the rows of `Read.local` that did not arrive; of an id read, `id_descriptors`.
+    ///     cached: leading tokens that every group had before the transfer.
+    ///
+    /// Returns:
+    ///     The layers that lost something, with the tokens, and what is left of the prefix.
+    ///
+    /// Raises:
+    ///     RequestError: as for `transfer`, or `failed` has another form.
+    ///     BlockIdError: as for `transfer`.
     #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = None), text_signature = "($self, num_tokens, local, remote, failed, *, cached=0)")]
     fn losses(
         &self,
@@ -157,7 +190,15 @@ impl Plan {
         Ok(Losses { layers: layers.into_iter().map(Loss::from).collect(), whole_prefix })
     }
 
-    /// Local descriptors that ids into the views of a source stand for: shape (n, 3).
+    /// Return the local descriptors that ids into the views of a source stand for: shape (n, 3).
+    ///
+    /// Args:
+    ///     source: its index in the list that the plan was made with.
+    ///     ids: entries of its local view, as `Read.local` has them.
+    ///
+    /// Raises:
+    ///     BlockIdError: an id is outside the views.
+    ///     UnsupportedPairError: the source has no views.
     fn id_descriptors<'py>(
         &self,
         py: Python<'py>,
@@ -169,7 +210,16 @@ impl Plan {
         rows(py, py.detach(|| self.core.id_descriptors(source, &ids)).or_raise(py)?)
     }
 
-    /// Local and remote views of a source, to be prepared once.
+    /// Return the local and the remote views of a source, to be prepared once.
+    ///
+    /// Args:
+    ///     source: its index in the list that the plan was made with.
+    ///
+    /// Returns:
+    ///     Two arrays of shape (r, 5): address, length in bytes, device, stride in bytes, count.
+    ///
+    /// Raises:
+    ///     UnsupportedPairError: there are too many, or blocks are not evenly spaced; use `transfer`.
     fn views<'py>(&self, py: Python<'py>, source: &Bound<'_, PyAny>) -> PyResult<(Rows<'py>, Rows<'py>)> {
         let source = read_index(source)?;
         let views = || self.core.views(source).map(|(local, remote)| (local.to_vec(), remote.to_vec()));

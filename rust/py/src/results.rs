@@ -78,6 +78,8 @@ impl From<&kvhma_core::Finding> for Finding {
 }
 
 /// What a request reads from one source: descriptors, or ids into prepared views.
+///
+/// ``Read[np.uint64]``, or just ``Read``, is of `Plan.transfer`, ``Read[np.int32]`` of `Plan.ids`.
 #[pyclass(frozen, generic, get_all, new = "from_fields", module = "kvhma._kvhma")]
 pub(crate) struct Read {
     /// Index of the source in the list the plan was made with.
@@ -89,6 +91,9 @@ pub(crate) struct Read {
     /// Bytes moved.
     bytes: u64,
     /// Descriptors: of rows the fewest for these bytes, of ids those that are left after NIXL has joined neighbours.
+    ///
+    /// NIXL joins ids that follow each other in dense strided views on both sides. Where views are written out row by
+    /// row (NIXL before 1.5), it may also join across views that touch.
     descriptors: u64,
     /// Bytes read into each local group, in the order of the local geometry's groups. Empty for ids.
     bytes_by_group: Vec<u64>,
@@ -126,6 +131,8 @@ impl Read {
 }
 
 /// What a request moves and zeroes.
+///
+/// ``Transfer[np.uint64]``, or just ``Transfer``, is of `Plan.transfer`, ``Transfer[np.int32]`` of `Plan.ids`.
 #[pyclass(frozen, generic, get_all, new = "from_fields", module = "kvhma._kvhma")]
 pub(crate) struct Transfer {
     /// One entry for each source that something is read from.
@@ -137,12 +144,22 @@ pub(crate) struct Transfer {
     /// Descriptors for all sources.
     descriptors: u64,
     /// Bytes of tokens behind the request's that come along because the last block is cheaper whole.
+    ///
+    /// Ids always bring them: views have whole kernel blocks only.
     excess_bytes: u64,
     /// For each local group, the first token from which on its blocks are filled up to the request's last token.
+    ///
+    /// A block that begins before it holds zeros there: it is good for this request, but not for every other one that
+    /// shares its tokens, so it must not be left in a prefix cache. 0 for groups whose blocks hold no tokens.
     first_tokens: Vec<u64>,
     /// Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``.
+    ///
+    /// Empty for ids, which are not counted by group.
     bytes_by_group: Vec<u64>,
     /// Descriptors of each local group, in the same order; their sum is ``descriptors``.
+    ///
+    /// A descriptor that goes on from one group's block to another's counts for the group of its first byte. Empty for
+    /// ids, which are not counted by group.
     descriptors_by_group: Vec<u64>,
 }
 

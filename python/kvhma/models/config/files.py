@@ -49,6 +49,12 @@ def read_config(path: Path, *, kv_dtype: str | None = None, ssm_dtype: str | Non
 def load_json(file: Path) -> Mapping[str, Any]:
     """Read a JSON object from a file of reasonable size.
 
+    Args:
+        file: its path.
+
+    Returns:
+        Its fields.
+
     Raises:
         ConfigError: it cannot be read, or is something else.
     """

@@ -80,6 +80,9 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
         kv_dtype: dtype of the KV cache; None for what the checkpoint asks for.
         ssm_dtype: dtype of the recurrent state; None for what the architecture and the configuration say.
 
+    Returns:
+        The model as `kvhma.models.vllm_layout.layout` takes it.
+
     Raises:
         ConfigError: an unknown architecture, or a field that is missing or wrong.
     """
