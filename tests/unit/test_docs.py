@@ -143,6 +143,25 @@ def test_every_block_has_a_language_that_is_tested(page):
                     assert line.split()[0] in NOT_RUN, f"{line!r} in a block that is not run"
 
 
+def in_text(page):
+    """Commands in the middle of sentences; where a word stands for something, that is given."""
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    return [shlex.split(found)[1:] for found in re.findall(r"`(kvhma [a-z][^`]*)`", text)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if in_text(page)])
+def test_commands_in_sentences_have_their_options(page):
+    for name, *arguments in in_text(page):
+        command = app.commands[name]
+        while isinstance(command, click.Group) and arguments:
+            command = command.commands[arguments.pop(0).split("|")[0]]
+        parser = command.make_parser(click.Context(command, **command.context_settings))
+        try:
+            parser.parse_args([*arguments])
+        except click.BadOptionUsage:  # the sentence names the last option, without a value
+            parser.parse_args([*arguments, "VALUE"])
+
+
 @pytest.mark.parametrize("page", scripts())
 def test_code_prints_what_it_says(page, folder):
     code, printed = ["import numpy"], [""]
