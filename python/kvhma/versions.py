@@ -20,6 +20,9 @@ VLLM_READ = ("0.31", "0.32", "0.33")
 NIXL = "1.5.1"
 """The version of NIXL that tests install."""
 
+NIXL_INSTALL = "pip install --no-deps nixl nixl-cu12"
+"""Gets NIXL without torch and CUDA, which its metadata ask for and kvhma does not use."""
+
 NIXL_LEAST = "1.3"
 """The first series of NIXL that works."""
 

@@ -113,7 +113,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch)
     done = cli("doctor")
     assert done.code == 1
-    assert "missing NIXL: not installed fix: pip install 'kvhma[nixl]'" in done.words
+    assert "missing NIXL: not installed fix: pip install --no-deps nixl nixl-cu12" in done.words
     assert "missing vLLM: not installed; tested with 0.31 to 0.33 fix: pip install 'vllm==0.33.*'" in done.words
     assert (
         "missing connector: msgspec and cryptography not installed fix: pip install msgspec cryptography" in done.words

@@ -32,6 +32,7 @@ from kvhma.cli.format import (
 from kvhma.cli.model_names import complete_model
 from kvhma.cli.svg import COLUMN, Drawing, check_drawing
 from kvhma.cli.values import Tokens
+from kvhma.versions import NIXL_INSTALL
 
 _SECONDS = 0.2
 """Time that one figure of `maths` is repeated for."""
@@ -114,7 +115,7 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
     t = a * descriptors + bytes / bandwidth are kept for `kvhma plan`.
     """
     if importlib.util.find_spec("nixl") is None:
-        raise click.UsageError("bench link needs nixl: pip install 'kvhma[nixl]'")
+        raise click.UsageError(f"bench link needs nixl: {NIXL_INSTALL}")
     if output is not None:
         check_drawing(output)
     if save is not None and no_save:

@@ -20,6 +20,7 @@ from kvhma.cli.scenario import Scenario, scenario
 from kvhma.cli.subprocess import introduce, process, receive
 from kvhma.cli.values import Tokens
 from kvhma.cli.workers import Outcome, decode, prefill
+from kvhma.versions import NIXL_INSTALL
 
 _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
 
@@ -47,7 +48,7 @@ def demo(names: tuple[str, ...], style: str, quiet: bool, corrupt: bool, **given
     is checked: moved, zeroed or untouched. Exit code 1 if one is wrong.
     """
     if importlib.util.find_spec("nixl") is None:
-        raise click.UsageError("the demo needs nixl: pip install 'kvhma[nixl]'")
+        raise click.UsageError(f"the demo needs nixl: {NIXL_INSTALL}")
     plans = [scenario(find_model(name), **given) for name in names]
     results: dict[str, list[dict[str, Any]]] = {}
     with progress(quiet) as bar:

@@ -28,7 +28,7 @@ from kvhma.cli.live_engine import HostPort, access_options, read_access
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
 from kvhma.nixl.library import import_nixl
-from kvhma.versions import NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
+from kvhma.versions import NIXL_INSTALL, NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
 
 _COLORS = {"ok": "green", "note": "yellow", "missing": "red", "failed": "red"}
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -45,9 +45,9 @@ def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool,
     """Look what of this machine is ready.
 
     NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
-    processes. With --peer also the way to a live engine: its name, its port, whether it takes our secret, versions,
-    model and caches. Nothing is changed. Exit code 0: all is there. 1: something is missing or failed; each line says
-    what installs or fixes it. With -q only those lines are printed.
+    processes. With --peer also the way to a live engine: its name, its port, whether both have the same secret,
+    versions, model and caches. Nothing is changed. Exit code 0: all is there. 1: something is missing or failed; each
+    line says what installs or fixes it. With -q only those lines are printed.
     """
     if peer is None and (read or any(given.values())):
         raise click.UsageError("--read, --secret-file and --settings are for --peer")
@@ -99,7 +99,7 @@ def installed(*names: str) -> tuple[str, str] | None:
 def _nixl() -> Row:
     found = installed("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm")
     if found is None:
-        return Row("NIXL", "missing", "not installed", "pip install 'kvhma[nixl]'")
+        return Row("NIXL", "missing", "not installed", NIXL_INSTALL)
     name, text = found
     if series(text) < series(NIXL_LEAST):
         return Row("NIXL", "failed", f"{name} {text}, at least {NIXL_LEAST} is needed", _NEWER_NIXL)
@@ -116,7 +116,7 @@ def _backends() -> Row:
     except KvhmaError as error:
         return Row("NIXL backends", "failed", str(error), "python -c 'import nixl._api' says more")
     if isinstance(found, str):
-        return Row("NIXL backends", "failed", found, "pip install --force-reinstall 'kvhma[nixl]'")
+        return Row("NIXL backends", "failed", found, f"{NIXL_INSTALL} --force-reinstall")
     if "UCX" not in found:
         return Row("NIXL backends", "failed", f"{', '.join(found) or 'none'}; no UCX", _NEWER_NIXL)
     return Row("NIXL backends", "ok", ", ".join(found))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
 from kvhma.geometry import Memory
-from kvhma.versions import NIXL_STRIDED, series
+from kvhma.versions import NIXL_INSTALL, NIXL_STRIDED, series
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 """The agent name that makes a prepared list a local one."""
@@ -135,7 +135,7 @@ def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
     try:
         api = import_nixl(options.package)
     except ImportError as exc:
-        raise ImportError(f"kvhma.nixl needs NIXL: pip install 'kvhma[nixl]' (importing it: {exc})") from exc
+        raise ImportError(f"kvhma.nixl needs NIXL: {NIXL_INSTALL} (importing it: {exc})") from exc
     # NIXL's default is no locking at all. An engine posts from one thread, polls from another and connects in a third.
     # RW lets posts and polls of different transfers run side by side, which a post that copies inline (hundreds of
     # milliseconds) needs; only registration, handshake and reading the notifications exclude the others.

@@ -3,6 +3,8 @@
 #![deny(unsafe_code)]
 // Extracted arguments are owned: PyO3 hands them over by value.
 #![allow(clippy::needless_pass_by_value)]
+// Docstrings of Python, equal to those of `_kvhma.pyi`: names stand without backticks there.
+#![allow(clippy::doc_markdown)]
 
 mod content;
 mod convert;
