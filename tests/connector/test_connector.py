@@ -71,7 +71,7 @@ def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch,
     file.write_text("a secret of sixteen bytes\n")
     file.chmod(0o644)
     said = log(secret_file=str(file))
-    assert said.count("everybody on this machine may use the secrets") == 1
+    assert said.count("everybody on this machine can read the secrets") == 1
     assert "a secret of sixteen" not in said
     file.chmod(0o600)
     assert "everybody" not in log(secret_file=str(file))

@@ -76,7 +76,7 @@ def _write(path: Path, load: Load, plan: Plan, local_spans: Sequence[Span]) -> N
     try:
         data = json.dumps(_form(load, plan, local_spans)).encode()
         if len(data) > _MAX_BYTES:
-            logger.warning("kvhma: no case of %s: it would have %d bytes", load.request_id, len(data))
+            logger.warning("kvhma: no case of %s is kept: it would have %d bytes", load.request_id, len(data))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
@@ -86,7 +86,7 @@ def _write(path: Path, load: Load, plan: Plan, local_spans: Sequence[Span]) -> N
         beside.rename(path)
         logger.warning("kvhma: the load of %s that failed is kept as a case: %s", load.request_id, path)
     except OSError as error:
-        logger.warning("kvhma: no case of %s: %s", load.request_id, error)
+        logger.warning("kvhma: no case of %s is kept: %s", load.request_id, error)
 
 
 def _form(load: Load, plan: Plan, local_spans: Sequence[Span]) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             try:
                 agent.prewarm_transport()
             except KvhmaError as error:
-                logger.warning("kvhma: the first hand-off will be slower: %s", error)
+                logger.warning("kvhma: prewarm failed, so the first hand-off will be slower: %s", error)
         return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -392,4 +392,6 @@ def _warn_of_what_is_open(settings: Settings, secrets: Secrets, side_channel: Ad
             side_channel,
         )
     if settings.secret_file is not None and Path(settings.secret_file).stat().st_mode & 0o007:
-        logger.warning("kvhma: everybody on this machine may use the secrets in %s: chmod 600 it", settings.secret_file)
+        logger.warning(
+            "kvhma: everybody on this machine can read the secrets in %s: chmod 600 it", settings.secret_file
+        )

@@ -162,7 +162,7 @@ class Connections:
             self._selector.modify(connection.fileno(), connection.events, connection)
         for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
             for largest in budget.note(connection, stored):
-                logger.warning("kvhma: %s is cut off, what it sends or does not take is too much", largest.host)
+                logger.warning("kvhma: %s is cut off: it sends too much, or does not take its answers", largest.host)
                 self._drop(largest, "room")
 
     def _note_waiting(self, connection: Connection, about: bytes | None) -> None:
