@@ -22,7 +22,16 @@ _OF_ROOT = re.compile(r"(\]\(|src=\")docs/")
 # The README is read on a package index too, so its links say where they lead to.
 _ABSOLUTE = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/kvhma/kvhma/(?:blob/)?main/")
 _ABOVE_DOCS = re.compile(r"\]\(\.\./")
+_VERSION = re.compile(r'^version = "(.*)"$', re.MULTILINE)
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|<a )")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Say of which version the pages are, in the header and in every title."""
+    version = _VERSION.search((ROOT / "Cargo.toml").read_text(encoding="utf-8"))
+    if version is None:
+        raise ValueError("Cargo.toml has no version")
+    config.site_name += f" {version[1]}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -35,7 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links between files links between pages."""
+    """Make links between files links between pages, and give the widest table the whole window."""
+    if page.file.src_uri == "compatibility.md":
+        page.meta["hide"] = ["navigation", "toc"]
     if page.file.src_uri in AT_THE_ROOT:
         return _OF_ROOT.sub(r"\1", _ABSOLUTE.sub("](", markdown))
     return _ABOVE_DOCS.sub("](", markdown)

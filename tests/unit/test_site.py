@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kvhma
 from support.browser import COLUMN, answer, needs_browser
 
 ROOT = Path(__file__).parents[2]
@@ -19,19 +21,20 @@ FRAMES = ("--disable-web-security", "--allow-file-access-from-files")  # so that
 SCROLLBAR = 15
 PROBE = """<pre id="answer"></pre><script>
 addEventListener("load", () => {
-  const cut = [], columns = [];
+  const cut = [], columns = [], heights = [];
   let tables = 0;
   for (const frame of document.querySelectorAll("iframe")) {
     const article = frame.contentDocument.querySelector("article").getBoundingClientRect();
     columns.push(article.width);
     for (const table of frame.contentDocument.querySelectorAll("article table")) {
       tables += 1;
+      heights.push(table.getBoundingClientRect().height);
       const right = table.getBoundingClientRect().right;
       const beyond = Math.max(right - article.right, table.scrollWidth - table.clientWidth);
       if (beyond > 1) cut.push([frame.src.split("/").pop(), table.innerText.slice(0, 60), beyond]);
     }
   }
-  document.getElementById("answer").textContent = JSON.stringify({tables, cut, columns});
+  document.getElementById("answer").textContent = JSON.stringify({tables, cut, columns, heights});
 });
 </script>"""
 
@@ -64,6 +67,21 @@ def test_no_table_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
         assert COLUMN - SCROLLBAR <= sorted(found["columns"])[len(pages) // 2] <= COLUMN
     assert found["tables"] > 250
     assert found["cut"] == []
+
+
+@needs_browser
+def test_what_is_supported_is_on_one_screen(site: Path, tmp_path: Path) -> None:
+    """Of 1,080 pixels, with the header of the site above it."""
+    supported, asked_for = look([site / "compatibility.html"], 1220, tmp_path)["heights"]
+    assert asked_for < supported < 1000
+
+
+def test_every_page_says_version_and_repository(site: Path) -> None:
+    for page in site.glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert re.search(rf"<title>.*kvhma {re.escape(kvhma.__version__)}</title>", text), page
+        assert 'href="https://github.com/kvhma/kvhma"' in text, page
+    assert (site / "search/search_index.json").stat().st_size > 100_000
 
 
 @needs_browser
