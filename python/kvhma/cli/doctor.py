@@ -42,7 +42,7 @@ _NEWER_NIXL = f"pip install -U 'nixl>={NIXL_STRIDED}'"
 @access_options
 @output_options
 def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool, **given: Path | None) -> None:
-    """Look what of this machine is ready.
+    """Check what this machine has, and what is missing.
 
     NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
     processes. With --peer also the way to a live engine: its name, its port, whether both have the same secret,

@@ -47,6 +47,9 @@ class Part:
 def check_part(case: Case) -> tuple[Verdict, Part | None]:
     """Plan the whole of a case, and prove as much of it with the byte oracle as can be simulated.
 
+    Args:
+        case: one that is too large for `kvhma.oracle.cases.check`.
+
     Returns:
         What it came to, and of which part that is said; None where it is said of the whole case: that it is refused, or
         is not although that was expected. What else `expect` says is left out.
@@ -70,6 +73,9 @@ def part_of(case: Case) -> Part:
 
     Layers are of one sort if all ranks have them in the same groups with the same pages; where that is still too much,
     if the groups are alike. Blocks are numbered anew, and pools end behind the last one. Of `expect` nothing is kept.
+
+    Args:
+        case: whose request the plan accepts.
 
     Raises:
         RequestError: the smallest part is too large.
