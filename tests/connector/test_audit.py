@@ -13,13 +13,13 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
+import vllm
 from audit.grid import Row, grid
 from audit.verdicts import Verdict, judged, table
 
 from kvhma.oracle import traces
 from kvhma.oracle.audit import audit
 from kvhma.oracle.smallest import smallest
-from kvhma.versions import VLLM_DEFAULT
 
 # What vLLM imports on its way warns.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("order_of_states")]
@@ -76,7 +76,10 @@ KNOWN = {
 }
 
 
-@pytest.mark.skipif(not VLLM_DEFAULT.startswith("0.32"), reason="of that version")
+of_this_version = pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="a fact about vLLM 0.32")
+
+
+@of_this_version
 @pytest.mark.parametrize("what", KNOWN)
 def test_what_is_known_to_be_wrong(what: str, tmp_path: Path) -> None:
     """Facts about vLLM 0.32: once they are not true any more, the table is to be made anew."""
@@ -92,6 +95,7 @@ def test_what_is_known_to_be_wrong(what: str, tmp_path: Path) -> None:
     assert judgement.causes
 
 
+@of_this_version
 def test_a_refusal_is_recorded() -> None:
     found = verdict("llama/tp1-1/block32-16/hit0/300")
     assert found.outcome == "refused"
