@@ -7,9 +7,10 @@ tensor-parallel group, which says another rank in turn.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,9 +21,10 @@ import msgspec
 import torch
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, push_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -46,6 +48,7 @@ from kvhma.vllm.geometry import geometry_of
 from support.vllm_grouping import get_kv_cache_config_from_groups
 from support.vllm_models import allocate
 
+PORTS = {"kv_producer": 5601, "kv_consumer": 5602}
 _SAMPLED = 7
 """The token that every step samples."""
 
@@ -62,6 +65,7 @@ class Shape:
         order: of the cache.
         caching: whether prefixes are cached.
         batch: tokens of a step.
+        push: whether P writes to D, by the connector of vLLM that does, and not D reads from P.
     """
 
     model: str
@@ -71,12 +75,14 @@ class Shape:
     order: str = "LBHNC"
     caching: bool = True
     batch: int = 2048
+    push: bool = False
 
 
 @cache
 def _made(shape: Shape, rank: int, role: str) -> tuple[Any, Any]:
     """Return vLLM's configuration of a rank, and its cache configuration."""
-    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role=role, engine_id=role, kv_buffer_device="cpu")
+    name = "NixlPushConnector" if shape.push else "NixlConnector"
+    transfer = KVTransferConfig(kv_connector=name, kv_role=role, engine_id=role, kv_buffer_device="cpu")
     arguments: dict[str, Any] = {"block_size": shape.block_size} if shape.block_size else {}
     found = allocate(
         msgspec.json.decode(shape.model),
@@ -130,7 +136,8 @@ class Rank:
         self.views = allocate_kv_cache(self.caches, torch.device("cpu"), order, kernels)
         self.geometry: Geometry = geometry_of(self.caches, self.views, rank_info_of(self.config), writer=self._writer)
         with _as_rank(self.config, rank), mock.patch.object(base_worker.os, "sched_setaffinity"):
-            self.worker = NixlPullConnectorWorker(self.config, self.config.kv_transfer_config.engine_id, self.caches)
+            kind = NixlPushConnectorWorker if shape.push else NixlPullConnectorWorker
+            self.worker: Any = kind(self.config, self.config.kv_transfer_config.engine_id, self.caches)
             self.worker.register_kv_caches(self.views)
         agent = self.worker.nixl_wrapper
         assert isinstance(agent, RecordingAgent)
@@ -185,6 +192,9 @@ class Engine:
             config, self.caches, StructuredOutputManager(config), block_size=block_size, hash_block_size=hash_size
         )
         self.connector: Any = self.scheduler.connector
+        # Engines of one process are told apart by it.
+        self.port = self.connector.connector_scheduler.side_channel_port = PORTS[role]
+        self.done: list[NixlConnectorMetadata] = []
 
     def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Request:
         """Give it a request."""
@@ -211,7 +221,9 @@ class Engine:
     def run(self, name: str) -> Any:
         """Compute until a request has ended; return its last answer."""
         for _ in range(1000):
-            for answer in self.settle(self.scheduler.schedule()):
+            output = self.scheduler.schedule()
+            self.done.append(output.kv_connector_metadata)
+            for answer in self.settle(output):
                 if answer.request_id == name and answer.finish_reason is not None:
                     return answer
         raise AssertionError(f"{name} does not end")
@@ -224,6 +236,9 @@ class Engine:
         """Let the threads of its workers end."""
         for rank in self.ranks:
             rank.worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
+            if self.shape.push:
+                rank.worker._push_writer_stop.set()
+                rank.worker._push_writer_wake.set()
 
     def hellos(self) -> dict[tuple[int, int], bytes]:
         """Return what the connector's scheduler answers to a handshake, by pipeline stage and rank."""
@@ -249,39 +264,87 @@ class _Socket:
 
 
 @contextmanager
-def answering(engine: Engine) -> Iterator[None]:
-    """Let workers shake hands with the ranks of an engine."""
+def answering(*engines: Engine) -> Iterator[None]:
+    """Let workers shake hands with the ranks of some engines."""
+    by_port = {str(engine.port): engine for engine in engines}
 
     @contextmanager
-    def asked(*_: Any) -> Iterator[_Socket]:
-        yield _Socket(engine.hellos())
+    def asked(_: Any, path: str) -> Iterator[_Socket]:
+        yield _Socket(by_port[path.rsplit(":", 1)[1]].hellos())
 
     with mock.patch.object(base_worker, "zmq_ctx", asked):
         yield
 
 
-def load(rank: Rank, metadata: NixlConnectorMetadata) -> None:
-    """Let a worker load what a step orders.
-
-    Raises:
-        Exception: what the worker has logged as the reason of a failure.
-    """
-    worker = rank.worker
+@contextmanager
+def _errors_of(ranks: Sequence[Rank]) -> Iterator[list[BaseException]]:
+    """Collect why loads fail: workers log it."""
     errors: list[BaseException] = []
-    logged = worker._log_failure
+    with ExitStack() as stack:
+        for rank in ranks:
+            logged = rank.worker._log_failure
 
-    def watch(*arguments: Any, error: BaseException | None = None, **more: Any) -> None:
-        errors.append(error or RuntimeError(f"{arguments} {more}"))
-        logged(*arguments, error=error, **more)
+            def watch(*arguments: Any, logged: Any = logged, error: BaseException | None = None, **more: Any) -> None:
+                errors.append(error or RuntimeError(f"{arguments} {more}"))
+                logged(*arguments, error=error, **more)
 
-    with mock.patch.object(worker, "_log_failure", watch):
-        worker.start_load_kv(deepcopy(metadata))
-        ends = time.monotonic() + 20
-        while not errors and time.monotonic() < ends:
-            worker.start_load_kv(NixlConnectorMetadata())
-            found = worker.get_transfer_results()
-            if not errors and found.finished_recving:
+            stack.enter_context(mock.patch.object(rank.worker, "_log_failure", watch))
+        yield errors
+
+
+def load(decode: Engine, prefill: Engine, metadata: NixlConnectorMetadata) -> dict[int, BaseException]:
+    """Let all ranks of D load what a step orders; with the connector that pushes, P's ranks take part.
+
+    Returns:
+        By rank of D, why a load failed. What fails on P fails on all ranks.
+    """
+    if decode.shape.push:
+        return _pushed(decode, prefill, metadata)
+    failed: dict[int, BaseException] = {}
+    for index, rank in enumerate(decode.ranks):
+        with _errors_of([rank]) as errors:
+            rank.worker.start_load_kv(deepcopy(metadata))
+            _poll([rank], errors)
+        if errors:
+            failed[index] = errors[0]
+            rank.worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
+    return failed
+
+
+def _pushed(decode: Engine, prefill: Engine, metadata: NixlConnectorMetadata) -> dict[int, BaseException]:
+    ranks = [*decode.ranks, *prefill.ranks]
+    with _errors_of(ranks) as errors, mock.patch.object(push_worker.logger, "exception", _raised(errors)):
+        for engine, orders in ((decode, [metadata]), (prefill, prefill.done)):
+            for rank in engine.ranks:
+                for order in orders:
+                    rank.worker.start_load_kv(deepcopy(order))
+        _poll(decode.ranks, errors, prefill.ranks)
+    return dict.fromkeys(range(len(decode.ranks)), errors[0]) if errors else {}
+
+
+def _raised(errors: list[BaseException]) -> Callable[..., None]:
+    """Return what collects an exception where a thread goes on after it."""
+
+    def watch(*_: Any) -> None:
+        error = sys.exc_info()[1]
+        errors.append(error if error is not None else RuntimeError("unknown"))
+
+    return watch
+
+
+def _poll(waiting: Sequence[Rank], errors: list[BaseException], others: Sequence[Rank] = ()) -> None:
+    """Go on until some ranks have received, or one has failed."""
+    left = list(waiting)
+    ends = time.monotonic() + 20
+    while left and not errors:
+        for rank in [*left, *others]:
+            rank.worker.start_load_kv(NixlConnectorMetadata())
+            try:
+                if rank.worker.get_transfer_results().finished_recving and rank in left:
+                    left.remove(rank)
+            except Exception as error:
+                errors.append(error)
                 return
-            time.sleep(0.002)
-    worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
-    raise errors[0] if errors else TimeoutError("the load does not end")
+        if time.monotonic() > ends:
+            errors.append(TimeoutError("the load does not end"))
+        time.sleep(0.002)

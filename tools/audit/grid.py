@@ -46,6 +46,7 @@ class Row:
         blocks: tokens of a block of P and D; 0 where a state decides it.
         hit: tokens that D has in its prefix cache.
         prompt: tokens of the prompt.
+        push: whether P writes to D.
     """
 
     model: str
@@ -53,12 +54,14 @@ class Row:
     blocks: tuple[int, int]
     hit: int
     prompt: int
+    push: bool = False
 
     @property
     def name(self) -> str:
         """Name of the row, e.g. ``gemma3/tp1-2/block16-32/hit0/303``."""
         blocks = "block{}-{}".format(*self.blocks) if any(self.blocks) else "block"
-        return f"{self.model}/tp{self.ranks[0]}-{self.ranks[1]}/{blocks}/hit{self.hit}/{self.prompt}"
+        first = "push/" if self.push else ""
+        return f"{first}{self.model}/tp{self.ranks[0]}-{self.ranks[1]}/{blocks}/hit{self.hit}/{self.prompt}"
 
     def pool(self, block: int) -> int:
         """Return how many blocks a pool needs, so that what is simulated stays small."""
@@ -80,12 +83,12 @@ def form_of(model: str) -> str:
 
 
 def grid() -> Iterator[Row]:
-    """Yield all rows."""
-    for model in ARCHITECTURES:
+    """Yield all rows: those where D reads, then those where P writes."""
+    for push, model in itertools.product((False, True), ARCHITECTURES):
         blocks: tuple[tuple[int, int], ...] = ((0, 0),) if model in WITH_STATE else BLOCKS
         for ranks, sizes, prompt in itertools.product(RANKS, blocks, LENGTHS):
             if max(ranks) > MOST_RANKS.get(model, 4):
                 continue
             # A state is in the prefix cache at the ends of blocks only, of which a prompt like these has few.
             for hit in (0,) if model in WITH_STATE else HITS:
-                yield Row(model, ranks, sizes, hit, prompt)
+                yield Row(model, ranks, sizes, hit, prompt, push)

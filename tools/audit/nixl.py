@@ -36,15 +36,25 @@ class Posted:
 
     Attributes:
         operation: ``READ`` or ``WRITE``.
+        asked: who posted it.
         agent: the other side.
         local: rows on this side.
         remote: rows on the other side, as many.
     """
 
     operation: str
+    asked: str
     agent: str
     local: Rows
     remote: Rows
+    notif: bytes = b""
+
+    @property
+    def ends(self) -> tuple[str, str, Rows, Rows]:
+        """Who is read and who is written, and the rows of both."""
+        if self.operation == "READ":
+            return self.agent, self.asked, self.remote, self.local
+        return self.asked, self.agent, self.local, self.remote
 
 
 class RecordingAgent:
@@ -63,6 +73,7 @@ class RecordingAgent:
         self.name = name
         self.registered: list[tuple[int, int]] = []
         self.posted: list[Posted] = []
+        self._told: list[tuple[str, bytes]] = []
         self.made[name] = self
 
     def get_reg_descs(self, rows: Any, mem_type: str) -> Any:
@@ -111,11 +122,13 @@ class RecordingAgent:
             raise NixlError(
                 f"nixlInvalidParamError: row {differ[0]} has {lengths[0]} local and {lengths[1]} remote bytes"
             )
-        return Posted(operation, remote.agent, *sides)
+        return Posted(operation, self.name, remote.agent, *sides, notif_msg)
 
     def transfer(self, handle: Posted) -> str:
         """See nixl_agent."""
         self.posted.append(handle)
+        if handle.notif:
+            self.send_notif(handle.agent, handle.notif)
         return "PROC"
 
     def check_remote_metadata(self, *_: Any, **__: Any) -> bool:
@@ -132,10 +145,15 @@ class RecordingAgent:
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         """See nixl_agent."""
-        return {}
+        found: dict[str, list[bytes]] = {}
+        while self._told:
+            sender, message = self._told.pop(0)
+            found.setdefault(sender, []).append(message)
+        return found
 
     def send_notif(self, agent: str, notif_msg: bytes = b"", **_: Any) -> None:
         """See nixl_agent."""
+        self.made[agent]._told.append((self.name, notif_msg))
 
     def release_xfer_handle(self, handle: Any) -> None:
         """See nixl_agent."""

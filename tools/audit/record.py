@@ -15,11 +15,15 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from audit.engine import Engine, Rank, Shape, answering, load
+from audit.engine import Engine, Shape, answering, load
 from audit.nixl import recorded
-from kvhma.geometry import Span
+from kvhma.geometry import Geometry, Span
+from kvhma.oracle.labels import Ints
 from kvhma.oracle.traces import Step, Trace, TracedRequest
 from kvhma.vllm.formats import transferred_groups
+
+NAME = "r"
+"""Of the request, on both sides: P and D of the connector that pushes find each other by it."""
 
 PLANES = 4
 """Bytes of the number by which a byte of D is followed through what D does itself."""
@@ -70,12 +74,14 @@ def record(asked: Asked) -> Trace:
             decode.add("before", prompt[: asked.hit], 1)
             decode.run("before")
         handed = _prefill(prefill, prompt)
-        with answering(prefill):
+        with answering(prefill, decode):
             request = _decode(decode, prefill, prompt, handed)
         prefill.close()
         decode.close()
     local, remote = (tuple(rank.geometry for rank in engine.ranks) for engine in (decode, prefill))
-    return Trace(local, remote, (request,), "vllm NixlConnector, pull", one_pool=True)
+    return Trace(
+        local, remote, (request,), f"vllm NixlConnector, {'push' if asked.decode.push else 'pull'}", one_pool=True
+    )
 
 
 def _prefill(engine: Engine, prompt: list[int]) -> _Handed:
@@ -87,9 +93,11 @@ def _prefill(engine: Engine, prompt: list[int]) -> _Handed:
         return ended(request, blocks)
 
     engine.connector.request_finished_all_groups = watch
-    request = engine.add("p", prompt, 1, {"do_remote_decode": True})
-    answer = engine.run("p")
+    request = engine.add(NAME, prompt, 1, {"do_remote_decode": True})
+    answer = engine.run(NAME)
     assert answer.kv_transfer_params, answer
+    # What is done with its blocks is ordered by the next step.
+    engine.done.append(engine.scheduler.schedule().kv_connector_metadata)
     return _Handed(answer.kv_transfer_params, found[0], request.num_computed_tokens)
 
 
@@ -104,26 +112,20 @@ def _decode(engine: Engine, prefill: Engine, prompt: list[int], handed: _Handed)
         allocated(request, blocks, external)
 
     engine.connector.update_state_after_alloc = watch
-    request = engine.add("d", prompt, 8, deepcopy(handed.params))
+    request = engine.add(NAME, prompt, 8, deepcopy(handed.params))
     output = engine.scheduler.schedule()
     metadata = output.kv_connector_metadata
-    assert "d" in metadata.reqs_to_recv, "D loads nothing"
-    steps: dict[int, list[Step]] = {}
-    refusals: dict[int, str] = {}
-    for index, rank in enumerate(engine.ranks):
-        try:
-            steps[index] = _load(rank, prefill, metadata)
-        except Exception as error:
-            refusals[index] = _said(error)
-    local_tables = engine.tables("d")
+    assert NAME in metadata.reqs_to_recv, "D loads nothing"
+    steps, refusals = _load(engine, prefill, metadata)
+    local_tables = engine.tables(NAME)
     tokens = request.num_computed_tokens
     if not refusals:
-        engine.settle(output, received={"d"})
+        engine.settle(output, received={NAME})
         engine.scheduler.schedule()
-        local_tables, tokens = engine.tables("d"), _resumed(engine, request)
+        local_tables, tokens = engine.tables(NAME), _resumed(engine, request)
     local, cached = _local_spans(engine, local_tables, tokens, hits)
     remote = _spans(prefill, handed.remote_tables, handed.remote_tokens)
-    return TracedRequest("d", tokens, handed.remote_tokens, local, remote, cached, steps, refusals)
+    return TracedRequest(NAME, tokens, handed.remote_tokens, local, remote, cached, steps, refusals)
 
 
 def _resumed(engine: Engine, request: Any) -> int:
@@ -139,55 +141,63 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:600]
 
 
-def _load(rank: Rank, prefill: Engine, metadata: Any) -> list[Step]:
-    """Let a rank load, and return what it asked of NIXL and what it did to its memory afterwards."""
-    memory = rank.memory()
+def _load(decode: Engine, prefill: Engine, metadata: Any) -> tuple[dict[int, list[Step]], dict[int, str]]:
+    """Load on all ranks of D; return what was asked of NIXL and what D did to its memory, or why there was nothing."""
+    memory = [region for rank in decode.ranks for region in rank.memory()]
     # No two neighbours are alike for long: what only moves is seen as well.
     noise = [torch.randint(1, 256, region.shape, dtype=torch.uint8) for region in memory]
     for region, before in zip(memory, noise, strict=True):
         region.copy_(before)
-    load(rank, metadata)
-    posted = list(rank.agent.posted)
+    failed = load(decode, prefill, metadata)
+    steps = _transfers(decode, prefill)
     changed = any(not torch.equal(region, before) for region, before in zip(memory, noise, strict=True))
-    steps = _transfers(posted, prefill)
-    return steps + _afterwards(rank, metadata) if changed else steps
+    if changed and not failed:
+        for index, more in enumerate(_afterwards(decode, prefill, metadata)):
+            steps[index] += more
+    refusals = {index: _said(error) for index, error in failed.items()}
+    return {index: found for index, found in steps.items() if index not in refusals}, refusals
 
 
-def _transfers(posted: list[Any], prefill: Engine) -> list[Step]:
+def _transfers(decode: Engine, prefill: Engine) -> dict[int, list[Step]]:
+    """Return what was posted, by rank of D that is written to."""
     sources = {rank.agent.name: at for at, rank in enumerate(prefill.ranks)}
-    return [
-        Step(
-            "transfer",
-            sources[one.agent],
-            np.column_stack((one.remote[:, 0], one.local[:, 0], one.local[:, 1])).astype(np.uint64),
-        )
-        for one in posted
-    ]
+    targets = {rank.agent.name: at for at, rank in enumerate(decode.ranks)}
+    steps: dict[int, list[Step]] = {at: [] for at in targets.values()}
+    for rank in [*decode.ranks, *prefill.ranks]:
+        for posted in rank.agent.posted:
+            start, to, read, written = posted.ends
+            rows = np.column_stack((read[:, 0], written[:, 0], written[:, 1])).astype(np.uint64)
+            steps[targets[to]].append(Step("transfer", sources[start], rows))
+    return steps
 
 
-def _afterwards(rank: Rank, metadata: Any) -> list[Step]:
-    """Return what a rank does to its own memory when all has arrived.
+def _afterwards(decode: Engine, prefill: Engine, metadata: Any) -> list[list[Step]]:
+    """Return what each rank of D does to its own memory when all has arrived.
 
     Its memory is filled with the number of each byte, one byte of the numbers after the other, and looked at after
     each time. What is zero then was zeroed, what has another number was moved.
     """
-    memory = rank.memory()
-    starts = np.cumsum([1, *(region.numel() for region in memory)])
-    numbers = np.arange(1, starts[-1], dtype=np.int64)
-    found = np.zeros(numbers.size, np.int64)
+    memory = [rank.memory() for rank in decode.ranks]
+    numbers = [np.arange(1, 1 + sum(region.numel() for region in own), dtype=np.int64) for own in memory]
+    found = [np.zeros(own.size, np.int64) for own in numbers]
     for plane in range(PLANES):
-        wanted = ((numbers >> (8 * plane)) & 0xFF).astype(np.uint8)
-        for region, start in zip(memory, starts, strict=False):
-            region.copy_(torch.from_numpy(wanted[start - 1 : start - 1 + region.numel()]))
-        load(rank, metadata)
-        now = np.concatenate([region.numpy() for region in memory])
-        found |= now.astype(np.int64) << (8 * plane)
-    assert numbers.size < 1 << (8 * PLANES)
-    moved = (found != numbers) & (found != 0)
-    zeroed = found == 0
-    addresses = np.concatenate(
-        [region.base + np.arange(region.bytes, dtype=np.uint64) for region in rank.geometry.regions]
-    ).astype(np.uint64)
+        for own, number in zip(memory, numbers, strict=True):
+            wanted, at = ((number >> (8 * plane)) & 0xFF).astype(np.uint8), 0
+            for region in own:
+                region.copy_(torch.from_numpy(wanted[at : at + region.numel()]))
+                at += region.numel()
+        load(decode, prefill, metadata)
+        for own, sums in zip(memory, found, strict=True):
+            sums |= np.concatenate([region.numpy() for region in own]).astype(np.int64) << (8 * plane)
+    return [
+        _moved(rank.geometry, number, sums) for rank, number, sums in zip(decode.ranks, numbers, found, strict=True)
+    ]
+
+
+def _moved(geometry: Geometry, numbers: Ints, found: Ints) -> list[Step]:
+    """Return the steps that make of each byte's number what was found there."""
+    moved, zeroed = (found != numbers) & (found != 0), found == 0
+    addresses = np.concatenate([region.base + np.arange(region.bytes, dtype=np.uint64) for region in geometry.regions])
     steps = []
     if moved.any():
         rows = np.column_stack((addresses[found[moved] - 1], addresses[moved], np.ones(int(moved.sum()), np.uint64)))

@@ -61,7 +61,7 @@ def judged(row: Row, folder: Path | None = None) -> Verdict:
         folder: where its trace is written; None for nowhere.
     """
     p, d = (
-        Shape(row.form, tp_size=ranks, block_size=block, num_blocks=row.pool(block))
+        Shape(row.form, tp_size=ranks, block_size=block, num_blocks=row.pool(block), push=row.push)
         for ranks, block in zip(row.ranks, row.blocks, strict=True)
     )
     try:
