@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(rows: Sequence[Row], folder: Path | None, results: Path | None) -> int:
     """Record and judge some rows; write their traces and the table."""
     # What vLLM imports is imported once the environment is as it has to be.
-    from audit.verdicts import judged, table
+    from audit.verdicts import judged, lines, table
 
     warnings.simplefilter("ignore")
     found = []
@@ -47,6 +47,8 @@ def run(rows: Sequence[Row], folder: Path | None, results: Path | None) -> int:
         verdict = judged(row, folder)
         found.append(verdict)
         print(f"{number}/{len(rows)} {verdict.outcome:<12} {row.name} {verdict.text}", file=sys.stderr, flush=True)
+    if folder is not None:
+        (folder / "verdicts.jsonl").write_text(lines(found), encoding="utf-8")
     if results is not None:
         results.write_text(table(found), encoding="utf-8")
     return 0 if found else 2

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -84,6 +85,12 @@ def _line(text: str) -> str:
     # Addresses and hashes differ from run to run.
     text = re.sub(r"0x[0-9a-f]{6,}|\b[0-9a-f]{32,}\b|\b\d{12,}\b", "..", " ".join(text.split()))
     return text if len(text) <= 220 else f"{text[:217]}..."
+
+
+def lines(found: Sequence[Verdict]) -> str:
+    """Return what came of each row as JSON lines, for the page that compares versions."""
+    forms = ({"row": one.row.name, "verdict": one.outcome, "text": one.text, "numbers": _numbers(one)} for one in found)
+    return "".join(json.dumps(form) + "\n" for form in forms)
 
 
 def table(found: Sequence[Verdict]) -> str:

@@ -22,9 +22,9 @@ import numpy as np
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.cases import Case, refuse_large
-from kvhma.oracle.labels import Blocks, Ints, blocks_of, by_source, first_needed, used_blocks
+from kvhma.oracle.labels import Blocks, Ints, Template, blocks_of, by_source, first_needed, used_blocks
 from kvhma.oracle.moves import read_masks
-from kvhma.oracle.traced_memory import JUNK, KEYS, MAX_MOVED, RACED, ZERO, RankTrace, TracedMemory
+from kvhma.oracle.traced_memory import JUNK, KEYS, RACED, ZERO, Mask, RankTrace, TracedMemory
 from kvhma.oracle.traces import Step, Trace
 from kvhma.planning import plan
 
@@ -33,6 +33,12 @@ __all__ = ["Cause", "Judged", "Planned", "RankTrace", "audit", "judge", "ranks_o
 Outcome: TypeAlias = Literal["right", "wrong", "refused"]
 
 _MOST = 12
+_MAX_MISSING = 1 << 24
+"""Bytes of a group that D may have no block for."""
+_MAX_POOLS = 1 << 28
+"""Bytes of all layers' pools: layers may share memory."""
+_AT_ONCE = 1 << 20
+"""Bytes of a pool that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,52 +258,52 @@ class _Findings:
         """Count what is needed of tokens, or of a state, that D has no block for."""
         group, template = self.groups[index], self.side.templates[index]
         tokens, kernels = self.traced.case.num_tokens, self.memory.kernels[template.entry]
-        if group.kind == "opaque":
-            return  # nothing says which of its blocks are read
-        turn = group.block_size * group.cp_size
-        first, last = (0, 1) if group.kind == "ssm" else (first_needed(group, tokens) // turn, -(-tokens // turn))
-        if not self.traced.cached:
-            first = max(first, spans[0].first)
-        if (last - first) * max(1, template.offset.size) > MAX_MOVED:
-            raise ValueError(f"num_tokens is {tokens}, {last - first} blocks of group {index}")
-        has = {entry for span in spans for entry in range(span.first, span.first + len(_ids(span)))}
-        if group.kind == "ssm" and not self.traced.cached:
+        blocks = self._lacking(index, spans)
+        if not blocks.ids.size:
             return
-        if group.kind == "ssm":
-            has = {0} if _ids(spans[0]) else set()
-        lacking = [blocks_of(group, Span(entry, [0])).token for entry in range(first, last) if entry not in has]
-        if not lacking:
-            return
-        token = np.concatenate(lacking)
-        blocks = Blocks(np.zeros(token.size, np.int64), token)
         needed, _ = read_masks(group, template, blocks, tokens, kernels)
         needed &= kernels > 0
         want = self.memory.labels(template, blocks, tokens)[1][needed]
         entries = np.broadcast_to(template.entry, needed.shape)[needed]
-        at = (token[:, None] + template.token)[needed]
+        at = (blocks.token[:, None] + template.token)[needed]
         self._add("missing", entries, at, np.full(at.size, _NO_BLOCK), want)
         self.sums["needed"] += int(at.size)
         self._count_unheld(want)
 
+    def _lacking(self, index: int, spans: Sequence[Span]) -> Blocks:
+        """Return the blocks that are needed and that none of D's blocks to fill, or filled before, stands for."""
+        group, tokens, known = self.groups[index], self.traced.case.num_tokens, bool(self.traced.cached)
+        if group.kind == "opaque" or (group.kind == "ssm" and not known):
+            return blocks_of(group, Span(0, []))  # nothing says which of its blocks are read, or whether D has a state
+        if group.kind == "ssm":
+            return blocks_of(group, Span(0, [] if _ids(spans[0]) else [0]))
+        turn = group.block_size * group.cp_size
+        first, last = first_needed(group, tokens) // turn, -(-tokens // turn)
+        if not known:
+            first = max(first, spans[0].first)
+        if (last - first) * max(1, self.side.templates[index].offset.size) > _MAX_MISSING:
+            raise ValueError(f"num_tokens is {tokens}, {last - first} blocks of group {index}")
+        lacks = np.ones(max(0, last - first), bool)
+        for span in spans:
+            lacks[max(0, span.first - first) : max(0, span.first + len(_ids(span)) - first)] = False
+        blocks = blocks_of(group, Span(first, np.zeros(lacks.size, np.int64)))
+        return Blocks(blocks.ids[lacks], blocks.token[lacks])
+
     def _count_unheld(self, want: Ints) -> None:
         """Count labels that the blocks of no P rank hold."""
         if want.size:
-            held = [np.isin(want, self.memory.source_labels(index)) for index in range(len(self.memory.sources))]
-            self.sums["unheld"] += int(np.count_nonzero(~np.logical_or.reduce(held)))
+            held = self.memory.held
+            at = np.minimum(np.searchsorted(held, want), max(0, held.size - 1))
+            self.sums["unheld"] += int(np.count_nonzero(held[at] != want)) if held.size else int(want.size)
 
     def _look_elsewhere(self) -> None:
         """Count what was written outside of the request's blocks."""
         changed = (self.memory.after != self.memory.before) & ~self.own
-        local, pool = self.side.geometry, self.traced.one_pool
-        ids = {int(block) for span in self.traced.case.local_spans for block in span.ids}
         free = np.zeros(self.side.size, bool)
         entry = np.full(self.side.size, -1, np.int64)
         if changed.any():
-            for index, template in enumerate(self.side.templates):
-                blocks = np.arange(_blocks(local, index), dtype=np.int64)
+            for template, blocks, idle in self._pools():
                 flat = blocks[:, None] * template.stride + template.offset
-                idle = np.isin(blocks, list(ids)) if pool else np.zeros(blocks.size, bool)
-                idle |= blocks == (-1 if local.null_block is None else local.null_block)
                 entry[flat] = template.entry
                 free[flat[idle]] = True
         bad = changed & (entry >= 0) & ~free
@@ -308,24 +314,44 @@ class _Findings:
             self.sums["extra"] += self.memory.outside
             self.causes["extra", -1, "written outside of D's regions"] = (self.memory.outside, -1, -1)
 
+    def _pools(self) -> Iterator[tuple[Template, Ints, Mask]]:
+        """Yield all blocks of each group, some at once, and which of them are not another request's."""
+        local = self.side.geometry
+        counts = [_blocks(local, index) for index in range(len(local.groups))]
+        templates = self.side.templates
+        if (total := sum(n * each.offset.size for n, each in zip(counts, templates, strict=True))) > _MAX_POOLS:
+            raise ValueError(f"{total} bytes in all layers' blocks, at most {_MAX_POOLS}")
+        own = np.unique([int(block) for span in self.traced.case.local_spans for block in span.ids])
+        for count, template in zip(counts, templates, strict=True):
+            step = max(1, _AT_ONCE // max(1, template.offset.size))
+            for start in range(0, count if template.offset.size else 0, step):
+                blocks = np.arange(start, min(start + step, count), dtype=np.int64)
+                idle = np.isin(blocks, own) if self.traced.one_pool else np.zeros(blocks.size, bool)
+                yield template, blocks, idle | (blocks == (-1 if local.null_block is None else local.null_block))
+
     def _add(self, what: str, entry: Ints, token: Ints, found: Ints, want: Ints | None) -> None:
         """Take note of bytes that are not right, by part and by what they hold. `want` is None where they are extra."""
         self.sums[what] += int(entry.size)
-        for at in np.unique(entry).tolist():
-            of = entry == at
-            kinds = self._kinds(found[of], None if want is None else want[of], at)
-            for kind in np.unique(kinds).tolist():
-                tokens = token[of][kinds == kind]
-                text = self._say(kind)
-                count, low, high = self.causes.get((what, at, text), (0, int(tokens[0]), int(tokens[0])))
-                low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
-                self.causes[what, at, text] = (count + tokens.size, low, high)
+        if not entry.size:
+            return
+        kinds = self._kinds(found, want, entry)
+        order = np.lexsort((kinds, entry))
+        entry, kinds, token = entry[order], kinds[order], token[order]
+        starts = np.flatnonzero(np.append(True, (np.diff(entry) != 0) | (np.diff(kinds) != 0)))
+        counts = np.diff(np.append(starts, entry.size))
+        for at, kind, size, first, last in zip(
+            entry[starts].tolist(), kinds[starts].tolist(), counts.tolist(),
+            np.minimum.reduceat(token, starts).tolist(), np.maximum.reduceat(token, starts).tolist(), strict=True,
+        ):  # fmt: skip
+            key = (what, at, self._say(kind))
+            count, low, high = self.causes.get(key, (0, first, last))
+            self.causes[key] = (count + size, min(low, first), max(high, last))
 
-    def _kinds(self, found: Ints, want: Ints | None, entry: int) -> Ints:
+    def _kinds(self, found: Ints, want: Ints | None, entry: Ints) -> Ints:
         """Sort labels: content of which part, of the same token or of another one, zeros, junk, D's own."""
         kinds = np.where(found >= KEYS, (found - KEYS) >> 44, 0)
         if want is not None:
-            row = int(self.memory.catalog.row_bytes[entry])
+            row = self.memory.catalog.row_bytes[entry]
             tokens = [(np.maximum(label - KEYS, 0) & (int(KEYS) - 1)) // row for label in (found, want)]
             near = np.where(tokens[0] == tokens[1], _SAME_TOKEN, _OTHER_TOKEN)
             kinds = np.where(kinds == entry, near, kinds)

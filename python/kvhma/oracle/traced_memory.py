@@ -11,6 +11,7 @@ Labels are numbers: content (part, token and byte in one), zero, what D held bef
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias, cast
 
@@ -33,8 +34,12 @@ KEYS = np.int64(1 << 44)
 ZERO = np.int64(0)
 JUNK = np.int64(-(1 << 44))
 RACED = np.int64(-(1 << 62))
-MAX_MOVED = 1 << 26
-"""Bytes of a step."""
+_MAX_ENTRIES = 1 << 18
+"""Parts of layers: their numbers stand in a label above 44 bits of token and byte."""
+_MAX_STEP = 1 << 25
+"""Bytes of a step: all regions together have no more."""
+_MAX_STEPS = 1 << 27
+"""Bytes of all steps of a request on a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +83,30 @@ class TracedMemory:
         self.sources = [Side(remote, self.catalog) for remote in remotes]
         self.remote_spans = by_source(case.remote_spans, len(remotes))
         self.kernels = source_kernels(remotes, self.catalog)
-        rows = int(self.catalog.row_bytes.max(initial=1))
-        if (max(case.num_tokens, traced.remote_tokens) + 1) * rows >= int(KEYS):
-            raise ValueError(f"{max(case.num_tokens, traced.remote_tokens)} tokens of {rows} bytes")
+        self._refuse_large_labels()
         self.before = -1 - np.arange(self.side.size, dtype=np.int64)
         self.outside = 0
+        self._sources: dict[int, tuple[_Places, Ints]] = {}
         for group, template, span in zip(local.groups, self.side.templates, traced.cached, strict=False):
             if group.kind != "ssm":
                 flat, label = self.labels(template, blocks_of(group, span), case.num_tokens)
                 self.before[flat] = label
         self.after = self.before.copy()
+
+    def _refuse_large_labels(self) -> None:
+        """Refuse what two labels would be the same for."""
+        case, rows = self.traced.case, int(self.catalog.row_bytes.max(initial=1))
+        tokens = max(case.num_tokens, self.traced.remote_tokens)
+        sides = [(case.local, case.local_spans), (case.local, self.traced.cached)]
+        sides += zip(case.remotes, map(tuple, self.remote_spans), strict=True)
+        for geometry, spans in sides:
+            for group, span in zip(geometry.groups, spans, strict=False):
+                if group.kind != "ssm":
+                    tokens = max(tokens, (span.first + len(span.ids)) * group.block_size * group.cp_size)
+        if (tokens + 1) * rows >= int(KEYS):
+            raise ValueError(f"{tokens} tokens of {rows} bytes")
+        if len(self.catalog.entries) > _MAX_ENTRIES:
+            raise ValueError(f"{len(self.catalog.entries)} parts of layers, at most {_MAX_ENTRIES}")
 
     def labels(self, template: Template, blocks: Blocks, state_tokens: int) -> tuple[Ints, Ints]:
         """Return flat offsets and labels ``(blocks, bytes of a block)``; a state is that after `state_tokens`."""
@@ -107,56 +126,122 @@ class TracedMemory:
             found[flat[computed]] = label[computed]
         return found
 
+    @cached_property
+    def held(self) -> Ints:
+        """Labels of all content that P's ranks hold, sorted."""
+        found = [self._source(index)[1] for index in range(len(self.sources))]
+        return cast("Ints", np.unique(np.concatenate([labels[labels >= KEYS] for labels in found])))
+
+    def _source(self, index: int) -> tuple[_Places, Ints]:
+        if index not in self._sources:
+            self._sources[index] = _Places(self.sources[index]), self.source_labels(index)
+        return self._sources[index]
+
     def run(self) -> None:
         """Do the steps. Transfers between two other steps are in no order: what two of them write differs is raced."""
-        labels: dict[int, Ints] = {}
-        written = np.zeros(self.side.size, bool)
-        raced = np.zeros(self.side.size, bool)
+        total = 0
+        places = _Places(self.side)
+        written, raced = np.zeros(self.side.size, bool), np.zeros(self.side.size, bool)
+        unordered: list[Ints] = []
         for step in self.traced.steps:
+            total += _size_of(step)
+            if total > _MAX_STEPS:
+                raise ValueError(f"steps of more than {_MAX_STEPS} bytes")
             if step.doing == "transfer":
-                if step.source not in labels:
-                    labels[step.source] = self.source_labels(step.source)
-                to, values = self._taken(step, self.sources[step.source], labels[step.source])
+                to, values = self._taken(step, places, *self._source(step.source))
                 raced[to[written[to] & (self.after[to] != values)]] = True
                 self.after[to] = values
                 raced[to[self.after[to] != values]] = True
                 written[to] = True
+                unordered.append(to)
                 continue
-            self.after[raced] = RACED
-            written[:] = raced[:] = False
+            self._mark(unordered, written, raced)
             if step.doing == "rearrange":
-                to, values = self._taken(step, self.side, self.after.copy())
+                to, values = self._taken(step, places, places, self.after)
                 self.after[to] = values
+                self.after[to[self.after[to] != values]] = RACED
             else:
-                to, inside = _flat(self.side, step.rows[:, 0], step.rows[:, 1])
+                to, inside = places.flat(step.rows[:, 0], step.rows[:, 1])
                 self.outside += int(np.count_nonzero(~inside))
                 self.after[to[inside]] = ZERO
-        self.after[raced] = RACED
+        self._mark(unordered, written, raced)
 
-    def _taken(self, step: Step, side: Side, labels: Ints) -> tuple[Ints, Ints]:
+    def _mark(self, unordered: list[Ints], written: Mask, raced: Mask) -> None:
+        """Mark what transfers have raced for; what comes after them is in order."""
+        for to in unordered:
+            self.after[to[raced[to]]] = RACED
+            written[to] = False
+        for to in unordered:
+            raced[to] = False
+        unordered.clear()
+
+    def _taken(self, step: Step, to_places: _Places, from_places: _Places, labels: Ints) -> tuple[Ints, Ints]:
         """Return which bytes of D a step writes, and the labels; what lies outside is counted, or read as junk."""
-        start, from_inside = _flat(side, step.rows[:, 0], step.rows[:, 2])
-        to, to_inside = _flat(self.side, step.rows[:, 1], step.rows[:, 2])
+        start, from_inside = from_places.flat(step.rows[:, 0], step.rows[:, 2])
+        to, to_inside = to_places.flat(step.rows[:, 1], step.rows[:, 2])
         self.outside += int(np.count_nonzero(~to_inside))
-        values = np.where(from_inside, labels[np.where(from_inside, start, 0)], JUNK)
+        values = np.full(start.size, JUNK, np.int64)
+        values[from_inside] = labels[start[from_inside]]
         return to[to_inside], values[to_inside]
 
 
-def _flat(side: Side, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
-    """Return the offset of each byte of some ranges in a rank's memory, and whether its range is in one region."""
-    if int(np.minimum(sizes, MAX_MOVED + 1).sum()) > MAX_MOVED:
-        raise ValueError(f"a step of more than {MAX_MOVED} bytes")
-    counts = sizes.astype(np.int64)
-    regions = side.geometry.regions
-    if not regions:
-        return np.zeros(int(counts.sum()), np.int64), np.zeros(int(counts.sum()), bool)
-    order = sorted(range(len(regions)), key=lambda index: regions[index].base)
-    if any(regions[a].base + regions[a].bytes > regions[b].base for a, b in pairwise(order)):
-        raise ValueError("regions of two devices have the same addresses")
-    bases, room = (np.array([getattr(regions[at], name) for at in order], np.uint64) for name in ("base", "bytes"))
-    at = np.searchsorted(bases, addresses, side="right") - 1
-    place = np.maximum(at, 0)
-    offset = addresses - bases[place]
-    good = (at >= 0) & (offset <= room[place]) & (sizes <= room[place] - np.minimum(offset, room[place]))
-    first = side.starts[np.array(order, np.int64)[place]] + np.where(good, offset, 0).astype(np.int64)
-    return bytes_of(np.where(good, first, 0), counts), np.repeat(good, counts)
+class _Places:
+    """Where the addresses of a rank are among its labels, region by region of the geometry.
+
+    ::
+
+        addresses   .. base of 1 ....   base of 0 ......      flat   0 ....      start of 1 ......
+                       region 1         region 0                     region 0    region 1
+
+    Args:
+        side: the rank.
+
+    Raises:
+        ValueError: one address is in two regions.
+    """
+
+    def __init__(self, side: Side) -> None:
+        """Sort the regions by address."""
+        regions = side.geometry.regions
+        order = sorted(range(len(regions)), key=lambda index: regions[index].base)
+        if any(regions[a].base + regions[a].bytes > regions[b].base for a, b in pairwise(order)):
+            raise ValueError("regions of two devices have the same addresses")
+        self._bases, self._room = (
+            np.array([getattr(regions[at], name) for at in order], np.uint64) for name in ("base", "bytes")
+        )
+        self._starts = side.starts[np.array(order, np.int64)]
+
+    def flat(self, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
+        """Return where each byte of some ranges is, and whether it is in a region."""
+        _, whole = self._first(addresses, sizes)
+        if not whole.all():
+            # Regions may be neighbours: a range that is not in one is looked up byte by byte.
+            counts = np.where(whole, 1, sizes).astype(np.int64)
+            within = bytes_of(np.zeros(len(counts), np.int64), counts).astype(np.uint64)
+            at = np.repeat(addresses, counts) + within
+            behind = at < within  # no address is above 64 bits
+            sizes = np.where(np.repeat(whole, counts), np.repeat(sizes, counts), 1)
+            addresses = np.where(behind, 0, at)
+            first, whole = self._first(addresses, sizes)
+            whole &= ~behind
+        else:
+            first, _ = self._first(addresses, sizes)
+        counts = sizes.astype(np.int64)
+        return bytes_of(np.where(whole, first, 0), counts), np.repeat(whole, counts)
+
+    def _first(self, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
+        """Return where the first byte of each range is, and whether all of it is in one region."""
+        if not self._bases.size:
+            return np.zeros(len(addresses), np.int64), np.zeros(len(addresses), bool)
+        at = np.searchsorted(self._bases, addresses, side="right") - 1
+        place = np.maximum(at, 0)
+        offset, room = addresses - self._bases[place], self._room[place]
+        good = (at >= 0) & (offset <= room) & (sizes <= room - np.minimum(offset, room))
+        return self._starts[place] + np.where(good, offset, 0).astype(np.int64), good
+
+
+def _size_of(step: Step) -> int:
+    size = int(np.minimum(step.rows[:, -1], _MAX_STEP + 1).sum())
+    if size > _MAX_STEP:
+        raise ValueError(f"a step of more than {_MAX_STEP} bytes")
+    return size

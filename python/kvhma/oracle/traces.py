@@ -259,15 +259,16 @@ class _Reader:
         return self._requests[name]
 
     def _rows_of(self, value: object, width: int, place: str) -> Rows:
+        if isinstance(value, list):
+            self._rows += len(value)
+        if self._rows > MAX_ROWS:
+            raise RequestError(f"{place}: more than {MAX_ROWS} rows in all")
         rows = []
         for at, row in items_of(value, place):
             numbers = [_natural(number, inner, _MAX_ADDRESS) for inner, number in items_of(row, at)]
             if len(numbers) != width:
                 raise RequestError(f"{at} has {len(numbers)} numbers, expected {width}")
             rows.append(numbers)
-        self._rows += len(rows)
-        if self._rows > MAX_ROWS:
-            raise RequestError(f"{place}: more than {MAX_ROWS} rows in all")
         return np.array(rows, np.uint64).reshape(-1, width)
 
 
