@@ -17,43 +17,25 @@ from conformance.__main__ import runner
 from conformance.mutants import QUESTIONS, SPOILS, mutant
 from conformance.suite import FILE
 from kvhma.errors import RequestError
-from kvhma.geometry import Group, Span
+from kvhma.geometry import Span
 from kvhma.oracle import cases, traces
 from kvhma.oracle.audit import Judged, audit, judge
 from kvhma.oracle.cases import Case
 from kvhma.oracle.moves import byte_moves
 from kvhma.oracle.smallest import answered, smallest, trace_of
-from kvhma.oracle.traced_memory import RankTrace
 from kvhma.oracle.traces import Step, Trace
 from support.cli_run import cli, refused
 from support.generate import generate
-from support.pairs import HERE, THERE, latent, rank, state
+from support.pairs import HERE, THERE
 from support.recipe import draw
 from support.save import as_case
+from support.traced import RUNS, SSM, rows_of, small, steps_of, traced
 
 SEEDS = range(60)
 kit = runner()
 NEEDED = kit.Rules(needed=True)
 _, CASES = kit.load(FILE)
 ANSWERED = [entry for entry in CASES if "runs" in entry["expect"]]
-
-
-def rows_of(*rows: tuple[int, ...]) -> np.ndarray:
-    return np.array(rows, np.uint64).reshape(len(rows), -1)
-
-
-def traced(case: Case, steps: list[Step], **more: object) -> RankTrace:
-    return RankTrace("r", 0, case, **{"remote_tokens": case.num_tokens, "cached": (), "steps": tuple(steps)} | more)
-
-
-def steps_of(case: Case) -> list[Step]:
-    """What has to move, found byte by byte and by no planner."""
-    moves = byte_moves(case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
-    zeros = [*moves.zero, *((copy.local, copy.length) for copy in moves.either)]
-    steps = [Step("zero", 0, rows_of(*zeros))] if zeros else []
-    for copy in moves.copies:
-        steps.append(Step("transfer", copy.source, rows_of((copy.remote, copy.local, copy.length))))
-    return steps
 
 
 def answered_steps(rows: list[dict[str, int]]) -> list[Step]:
@@ -141,18 +123,6 @@ def test_it_agrees_with_the_kit_on_planners_that_are_wrong(name: str) -> None:
         assert outcomes["wrong"] > 0, outcomes
 
 
-def small(tokens: int = 6) -> Case:
-    """Two layers of blocks of four one-byte tokens, and a state."""
-    groups = (Group("full", 4), Group("ssm", 4))
-
-    def side(base: int) -> kvhma.Geometry:
-        return rank(base, groups, [("fa", 0, latent(4, 1)), ("ssm", 1, state(2, content=2))], blocks=8)
-
-    return Case(side(HERE), (side(THERE),), tokens, (Span(0, [3, 5]), Span(0, [2])), (Span(0, [1, 2]), Span(0, [4])), 0)
-
-
-SSM = HERE + 8 * 4 + 64, THERE + 8 * 4 + 64
-RUNS = [(THERE + 4, HERE + 12, 4), (THERE + 8, HERE + 20, 2), (SSM[1] + 16, SSM[0] + 8, 4)]
 MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "a run is not there": (
         [Step("transfer", 0, rows_of(*RUNS[1:]))],

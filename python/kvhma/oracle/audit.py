@@ -33,6 +33,8 @@ __all__ = ["Cause", "Judged", "Planned", "RankTrace", "audit", "judge", "ranks_o
 Outcome: TypeAlias = Literal["right", "wrong", "refused"]
 
 _MOST = 12
+_MAX_PARTS = 1 << 16
+"""Parts of all layers of all ranks."""
 _MAX_MISSING = 1 << 24
 """Bytes of a group that D may have no block for."""
 _MAX_POOLS = 1 << 28
@@ -157,6 +159,9 @@ def judge(traced: RankTrace, *, with_plan: bool = True) -> Judged:
     if traced.refusal:
         return Judged("refused", refusal=traced.refusal)
     case = traced.case
+    parts = sum(len(layer.page.parts) for rank in (case.local, *case.remotes) for layer in rank.layers)
+    if parts > _MAX_PARTS:
+        raise RequestError(f"too large to simulate: {parts} parts of all ranks' layers, at most {_MAX_PARTS}")
     filled = zip(case.local_spans, traced.cached, strict=True) if traced.cached else ()
     both = tuple(Span(span.first, [*_ids(span), *_ids(before)]) for span, before in filled)
     refuse_large(replace(case, local_spans=both or case.local_spans))

@@ -34,8 +34,7 @@ KEYS = np.int64(1 << 44)
 ZERO = np.int64(0)
 JUNK = np.int64(-(1 << 44))
 RACED = np.int64(-(1 << 62))
-_MAX_ENTRIES = 1 << 18
-"""Parts of layers: their numbers stand in a label above 44 bits of token and byte."""
+_TOP = (1 << 64) - 1
 _MAX_STEP = 1 << 25
 """Bytes of a step: all regions together have no more."""
 _MAX_STEPS = 1 << 27
@@ -105,8 +104,6 @@ class TracedMemory:
                     tokens = max(tokens, (span.first + len(span.ids)) * group.block_size * group.cp_size)
         if (tokens + 1) * rows >= int(KEYS):
             raise ValueError(f"{tokens} tokens of {rows} bytes")
-        if len(self.catalog.entries) > _MAX_ENTRIES:
-            raise ValueError(f"{len(self.catalog.entries)} parts of layers, at most {_MAX_ENTRIES}")
 
     def labels(self, template: Template, blocks: Blocks, state_tokens: int) -> tuple[Ints, Ints]:
         """Return flat offsets and labels ``(blocks, bytes of a block)``; a state is that after `state_tokens`."""
@@ -139,14 +136,12 @@ class TracedMemory:
 
     def run(self) -> None:
         """Do the steps. Transfers between two other steps are in no order: what two of them write differs is raced."""
-        total = 0
+        if (total := sum(map(_size_of, self.traced.steps))) > _MAX_STEPS:
+            raise ValueError(f"steps of {total} bytes, at most {_MAX_STEPS}")
         places = _Places(self.side)
         written, raced = np.zeros(self.side.size, bool), np.zeros(self.side.size, bool)
         unordered: list[Ints] = []
         for step in self.traced.steps:
-            total += _size_of(step)
-            if total > _MAX_STEPS:
-                raise ValueError(f"steps of more than {_MAX_STEPS} bytes")
             if step.doing == "transfer":
                 to, values = self._taken(step, places, *self._source(step.source))
                 raced[to[written[to] & (self.after[to] != values)]] = True
@@ -210,24 +205,36 @@ class _Places:
             np.array([getattr(regions[at], name) for at in order], np.uint64) for name in ("base", "bytes")
         )
         self._starts = side.starts[np.array(order, np.int64)]
+        ends = (region.base + region.bytes for region in regions)
+        cuts = {*(region.base for region in regions), *(end for end in ends if end <= _TOP)}
+        self._cuts = np.array(sorted(cuts), np.uint64)
 
     def flat(self, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
         """Return where each byte of some ranges is, and whether it is in a region."""
-        _, whole = self._first(addresses, sizes)
-        if not whole.all():
-            # Regions may be neighbours: a range that is not in one is looked up byte by byte.
-            counts = np.where(whole, 1, sizes).astype(np.int64)
-            within = bytes_of(np.zeros(len(counts), np.int64), counts).astype(np.uint64)
-            at = np.repeat(addresses, counts) + within
-            behind = at < within  # no address is above 64 bits
-            sizes = np.where(np.repeat(whole, counts), np.repeat(sizes, counts), 1)
-            addresses = np.where(behind, 0, at)
-            first, whole = self._first(addresses, sizes)
-            whole &= ~behind
-        else:
-            first, _ = self._first(addresses, sizes)
+        addresses, sizes = self._pieces(addresses, sizes)
+        first, inside = self._first(addresses, sizes)
         counts = sizes.astype(np.int64)
-        return bytes_of(np.where(whole, first, 0), counts), np.repeat(whole, counts)
+        return bytes_of(np.where(inside, first, 0), counts), np.repeat(inside, counts)
+
+    def _pieces(self, addresses: Rows, sizes: Rows) -> tuple[Rows, Rows]:
+        """Cut ranges where regions begin and end, since neighbours may lie anywhere among the labels.
+
+        ::
+
+            range        [--------------)       pieces   [-----)[-------)
+            regions   [-- 1 ----)[-- 0 -----)
+        """
+        last = addresses + np.minimum(np.maximum(sizes, 1) - 1, np.uint64(_TOP) - addresses)
+        low, high = (np.searchsorted(self._cuts, ends, side="right") for ends in (addresses, last))
+        if np.array_equal(low, high):
+            return addresses, sizes
+        counts = high - low + 1
+        row = np.repeat(np.arange(len(counts)), counts)
+        number = bytes_of(np.zeros(len(counts), np.int64), counts)
+        begin = np.where(number == 0, addresses[row], self._cuts[low[row] + number - 1])
+        end = np.append(begin[1:], np.uint64(0))
+        end[np.cumsum(counts) - 1] = addresses + sizes
+        return begin, end - begin
 
     def _first(self, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
         """Return where the first byte of each range is, and whether all of it is in one region."""
