@@ -49,6 +49,8 @@ from support.vllm_grouping import get_kv_cache_config_from_groups
 from support.vllm_models import allocate
 
 PORTS = {"kv_producer": 5601, "kv_consumer": 5602}
+_SECONDS = 60
+"""Until a load that neither ends nor fails is given up."""
 _SAMPLED = 7
 """The token that every step samples."""
 
@@ -303,7 +305,7 @@ def load(decode: Engine, prefill: Engine, metadata: NixlConnectorMetadata) -> di
     failed: dict[int, BaseException] = {}
     for index, rank in enumerate(decode.ranks):
         with _errors_of([rank]) as errors:
-            rank.worker.start_load_kv(deepcopy(metadata))
+            _do(errors, rank.worker.start_load_kv, deepcopy(metadata))
             _poll([rank], errors)
         if errors:
             failed[index] = errors[0]
@@ -317,7 +319,7 @@ def _pushed(decode: Engine, prefill: Engine, metadata: NixlConnectorMetadata) ->
         for engine, orders in ((decode, [metadata]), (prefill, prefill.done)):
             for rank in engine.ranks:
                 for order in orders:
-                    rank.worker.start_load_kv(deepcopy(order))
+                    _do(errors, rank.worker.start_load_kv, deepcopy(order))
         _poll(decode.ranks, errors, prefill.ranks)
     return dict.fromkeys(range(len(decode.ranks)), errors[0]) if errors else {}
 
@@ -332,19 +334,25 @@ def _raised(errors: list[BaseException]) -> Callable[..., None]:
     return watch
 
 
+def _do(errors: list[BaseException], what: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a worker answers. What it raises is why the load fails."""
+    try:
+        return what(*arguments)
+    except Exception as error:
+        errors.append(error)
+        return None
+
+
 def _poll(waiting: Sequence[Rank], errors: list[BaseException], others: Sequence[Rank] = ()) -> None:
     """Go on until some ranks have received, or one has failed."""
     left = list(waiting)
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + _SECONDS
     while left and not errors:
         for rank in [*left, *others]:
-            rank.worker.start_load_kv(NixlConnectorMetadata())
-            try:
-                if rank.worker.get_transfer_results().finished_recving and rank in left:
-                    left.remove(rank)
-            except Exception as error:
-                errors.append(error)
-                return
+            _do(errors, rank.worker.start_load_kv, NixlConnectorMetadata())
+            found = _do(errors, rank.worker.get_transfer_results)
+            if found is not None and found.finished_recving and rank in left:
+                left.remove(rank)
         if time.monotonic() > ends:
             errors.append(TimeoutError("the load does not end"))
         time.sleep(0.002)
