@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,8 @@ import msgspec
 import torch
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, push_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.sampling_params import SamplingParams
@@ -40,6 +40,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
 
+from audit import mooncake
+from audit.mooncake import RecordingEngine
 from audit.nixl import RecordingAgent
 from kvhma.geometry import Geometry
 from kvhma.vllm.engine_config import rank_info_of, writer_of
@@ -47,6 +49,13 @@ from kvhma.vllm.formats import Writer
 from kvhma.vllm.geometry import geometry_of
 from support.vllm_grouping import get_kv_cache_config_from_groups
 from support.vllm_models import allocate
+
+CONNECTORS: dict[str, tuple[str, Any]] = {
+    "pull": ("NixlConnector", NixlPullConnectorWorker),
+    "push": ("NixlPushConnector", NixlPushConnectorWorker),
+    "mooncake": ("MooncakeConnector", MooncakeConnectorWorker),
+}
+"""vLLM's connectors by a short name: what a configuration calls them, and their half in a worker."""
 
 PORTS = {"kv_producer": 5601, "kv_consumer": 5602}
 _SECONDS = 60
@@ -67,7 +76,7 @@ class Shape:
         order: of the cache.
         caching: whether prefixes are cached.
         batch: tokens of a step.
-        push: whether P writes to D, by the connector of vLLM that does, and not D reads from P.
+        connector: one of :data:`CONNECTORS`.
     """
 
     model: str
@@ -77,13 +86,13 @@ class Shape:
     order: str = "LBHNC"
     caching: bool = True
     batch: int = 2048
-    push: bool = False
+    connector: str = "pull"
 
 
 @cache
 def _made(shape: Shape, rank: int, role: str) -> tuple[Any, Any]:
     """Return vLLM's configuration of a rank, and its cache configuration."""
-    name = "NixlPushConnector" if shape.push else "NixlConnector"
+    name = CONNECTORS[shape.connector][0]
     transfer = KVTransferConfig(kv_connector=name, kv_role=role, engine_id=role, kv_buffer_device="cpu")
     arguments: dict[str, Any] = {"block_size": shape.block_size} if shape.block_size else {}
     found = allocate(
@@ -138,11 +147,11 @@ class Rank:
         self.views = allocate_kv_cache(self.caches, torch.device("cpu"), order, kernels)
         self.geometry: Geometry = geometry_of(self.caches, self.views, rank_info_of(self.config), writer=self._writer)
         with _as_rank(self.config, rank), mock.patch.object(base_worker.os, "sched_setaffinity"):
-            kind = NixlPushConnectorWorker if shape.push else NixlPullConnectorWorker
+            kind = CONNECTORS[shape.connector][1]
             self.worker: Any = kind(self.config, self.config.kv_transfer_config.engine_id, self.caches)
             self.worker.register_kv_caches(self.views)
-        agent = self.worker.nixl_wrapper
-        assert isinstance(agent, RecordingAgent)
+        agent = self.worker.engine if shape.connector == "mooncake" else self.worker.nixl_wrapper
+        assert isinstance(agent, RecordingAgent | RecordingEngine)
         self.agent = agent
 
     def _writer(self, name: str) -> Writer:
@@ -196,7 +205,7 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         # Engines of one process are told apart by it.
         self.port = self.connector.connector_scheduler.side_channel_port = PORTS[role]
-        self.done: list[NixlConnectorMetadata] = []
+        self.done: list[Any] = []
 
     def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Request:
         """Give it a request."""
@@ -237,8 +246,11 @@ class Engine:
     def close(self) -> None:
         """Let the threads of its workers end."""
         for rank in self.ranks:
+            if self.shape.connector == "mooncake":
+                mooncake.close(rank.worker)
+                continue
             rank.worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
-            if self.shape.push:
+            if self.shape.connector == "push":
                 rank.worker._push_writer_stop.set()
                 rank.worker._push_writer_wake.set()
 
@@ -283,44 +295,49 @@ def _errors_of(ranks: Sequence[Rank]) -> Iterator[list[BaseException]]:
     """Collect why loads fail: workers log it."""
     errors: list[BaseException] = []
     with ExitStack() as stack:
-        for rank in ranks:
-            logged = rank.worker._log_failure
-
-            def watch(*arguments: Any, logged: Any = logged, error: BaseException | None = None, **more: Any) -> None:
-                errors.append(error or RuntimeError(f"{arguments} {more}"))
-                logged(*arguments, error=error, **more)
-
-            stack.enter_context(mock.patch.object(rank.worker, "_log_failure", watch))
+        for worker in (rank.worker for rank in ranks):
+            name = "_handle_failed_recv" if isinstance(worker, MooncakeConnectorWorker) else "_log_failure"
+            watch = partial(_watched, errors, getattr(worker, name))
+            stack.enter_context(mock.patch.object(worker, name, watch))
         yield errors
 
 
-def load(decode: Engine, prefill: Engine, metadata: NixlConnectorMetadata) -> dict[int, BaseException]:
-    """Let all ranks of D load what a step orders; with the connector that pushes, P's ranks take part.
+def _watched(errors: list[BaseException], logged: Callable[..., None], *arguments: Any, **more: Any) -> None:
+    error = more.get("error")
+    if error is None:
+        # Mooncake's gives the requests, those of them that failed, and why.
+        error = RuntimeError(arguments[2] if len(arguments) == 3 else f"{arguments} {more}")
+    errors.append(error)
+    logged(*arguments, **more)
+
+
+def load(decode: Engine, prefill: Engine, metadata: Any) -> dict[int, BaseException]:
+    """Let all ranks of D load what a step orders; with connectors by which P writes, P's ranks take part.
 
     Returns:
         By rank of D, why a load failed. What fails on P fails on all ranks.
     """
-    if decode.shape.push:
+    if decode.shape.connector != "pull":
         return _pushed(decode, prefill, metadata)
     failed: dict[int, BaseException] = {}
     for index, rank in enumerate(decode.ranks):
         with _errors_of([rank]) as errors:
             _do(errors, rank.worker.start_load_kv, deepcopy(metadata))
-            _poll([rank], errors)
+            _poll([rank], type(metadata), errors)
         if errors:
             failed[index] = errors[0]
             rank.worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
     return failed
 
 
-def _pushed(decode: Engine, prefill: Engine, metadata: NixlConnectorMetadata) -> dict[int, BaseException]:
+def _pushed(decode: Engine, prefill: Engine, metadata: Any) -> dict[int, BaseException]:
     ranks = [*decode.ranks, *prefill.ranks]
     with _errors_of(ranks) as errors, mock.patch.object(push_worker.logger, "exception", _raised(errors)):
         for engine, orders in ((decode, [metadata]), (prefill, prefill.done)):
             for rank in engine.ranks:
                 for order in orders:
                     _do(errors, rank.worker.start_load_kv, deepcopy(order))
-        _poll(decode.ranks, errors, prefill.ranks)
+        _poll(decode.ranks, type(metadata), errors, prefill.ranks)
     return dict.fromkeys(range(len(decode.ranks)), errors[0]) if errors else {}
 
 
@@ -343,13 +360,15 @@ def _do(errors: list[BaseException], what: Callable[..., Any], *arguments: Any) 
         return None
 
 
-def _poll(waiting: Sequence[Rank], errors: list[BaseException], others: Sequence[Rank] = ()) -> None:
-    """Go on until some ranks have received, or one has failed."""
+def _poll(
+    waiting: Sequence[Rank], nothing: Callable[[], Any], errors: list[BaseException], others: Sequence[Rank] = ()
+) -> None:
+    """Go on, with orders of nothing, until some ranks have received, or one has failed."""
     left = list(waiting)
     ends = time.monotonic() + _SECONDS
     while left and not errors:
         for rank in [*left, *others]:
-            _do(errors, rank.worker.start_load_kv, NixlConnectorMetadata())
+            _do(errors, rank.worker.start_load_kv, nothing())
             found = _do(errors, rank.worker.get_transfer_results)
             if found is not None and found.finished_recving and rank in left:
                 left.remove(rank)

@@ -23,6 +23,9 @@ ARCHITECTURES = {
 }
 """Models of `support.engines.tiny`: small ones of families that differ in what a cache holds."""
 
+CONNECTORS = ("pull", "push", "mooncake")
+"""vLLM's: NixlConnector, by which D reads, and NixlPushConnector and MooncakeConnector, by which P writes."""
+
 WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
 WITH_WINDOW = ("gemma3", "gemma4", "gpt_oss")
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
@@ -34,6 +37,8 @@ LENGTHS = (300, 303, 320)
 """Of a window of 64 tokens and blocks of 16: begins inside of a block; at a block, and the last token's one block
 earlier; and ends with one."""
 HITS = (0, 128)
+FEWER = {"mooncake": (RANKS[:1] + RANKS[2:4], BLOCKS[:2], LENGTHS[:2])}
+"""Ranks, blocks and lengths that a connector is asked for, if not for all: Mooncake's rows start servers."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Row:
         blocks: tokens of a block of P and D; 0 where a state decides it.
         hit: tokens that D has in its prefix cache.
         prompt: tokens of the prompt.
-        push: whether P writes to D.
+        connector: one of :data:`CONNECTORS`.
     """
 
     model: str
@@ -54,13 +59,13 @@ class Row:
     blocks: tuple[int, int]
     hit: int
     prompt: int
-    push: bool = False
+    connector: str = "pull"
 
     @property
     def name(self) -> str:
         """Name of the row, e.g. ``gemma3/tp1-2/block16-32/hit0/303``."""
         blocks = "block{}-{}".format(*self.blocks) if any(self.blocks) else "block"
-        first = "push/" if self.push else ""
+        first = "" if self.connector == "pull" else f"{self.connector}/"
         return f"{first}{self.model}/tp{self.ranks[0]}-{self.ranks[1]}/{blocks}/hit{self.hit}/{self.prompt}"
 
     def pool(self, block: int) -> int:
@@ -83,12 +88,13 @@ def form_of(model: str) -> str:
 
 
 def grid() -> Iterator[Row]:
-    """Yield all rows: those where D reads, then those where P writes."""
-    for push, model in itertools.product((False, True), ARCHITECTURES):
-        blocks: tuple[tuple[int, int], ...] = ((0, 0),) if model in WITH_STATE else BLOCKS
-        for ranks, sizes, prompt in itertools.product(RANKS, blocks, LENGTHS):
+    """Yield all rows, connector by connector."""
+    for connector, model in itertools.product(CONNECTORS, ARCHITECTURES):
+        all_ranks, all_blocks, lengths = FEWER.get(connector, (RANKS, BLOCKS, LENGTHS))
+        blocks: tuple[tuple[int, int], ...] = ((0, 0),) if model in WITH_STATE else all_blocks
+        for ranks, sizes, prompt in itertools.product(all_ranks, blocks, lengths):
             if max(ranks) > MOST_RANKS.get(model, 4):
                 continue
             # A state is in the prefix cache at the ends of blocks only, of which a prompt like these has few.
             for hit in (0,) if model in WITH_STATE else HITS:
-                yield Row(model, ranks, sizes, hit, prompt, push)
+                yield Row(model, ranks, sizes, hit, prompt, connector)

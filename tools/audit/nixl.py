@@ -100,13 +100,8 @@ class RecordingAgent:
         """See nixl_agent. Memory that was not registered is refused."""
         owner = self if agent == LOCAL else self.made[agent]
         rows = _written_out(np.asarray(xfer_list, np.uint64))
-        ends = rows[:, 0] + rows[:, 1]
-        inside = np.zeros(len(rows), bool)
-        for low, high in owner.registered:
-            inside |= (rows[:, 0] >= np.uint64(low)) & (ends <= np.uint64(high))
-        if not inside.all():
-            row = rows[np.flatnonzero(~inside)[0]].tolist()
-            raise NixlError(f"nixlNotFoundError: row {row} is not in registered memory")
+        if (lost := outside(owner.registered, rows)).size:
+            raise NixlError(f"nixlNotFoundError: row {rows[lost[0]].tolist()} is not in registered memory")
         return Prepared(owner.name, rows)
 
     def make_prepped_xfer(
@@ -166,6 +161,15 @@ class RecordingAgent:
 
     def deregister_memory(self, rows: Any) -> None:
         """See nixl_agent."""
+
+
+def outside(registered: list[tuple[int, int]], rows: Rows) -> NDArray[np.int64]:
+    """Return which rows of address and length are in no memory that was registered."""
+    ends = rows[:, 0] + rows[:, 1]
+    inside = np.zeros(len(rows), bool)
+    for low, high in registered:
+        inside |= (rows[:, 0] >= np.uint64(low)) & (ends <= np.uint64(high))
+    return np.flatnonzero(~inside)
 
 
 def _written_out(rows: Rows) -> Rows:

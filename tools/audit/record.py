@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import traceback
 from copy import deepcopy
@@ -15,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from audit.engine import Engine, Shape, answering, load
+from audit.engine import CONNECTORS, Engine, Shape, answering, load
+from audit.mooncake import recorded_mooncake
 from audit.nixl import recorded
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.labels import Ints
@@ -66,7 +68,7 @@ def record(asked: Asked) -> Trace:
 
     What vLLM or NIXL refuses is in the trace, as refused by the rank that did.
     """
-    with recorded():
+    with recorded(), recorded_mooncake():
         prefill, decode = Engine(asked.prefill, "kv_producer"), Engine(asked.decode, "kv_consumer")
         rng = random.Random(asked.prompt)
         prompt = [rng.randrange(100, 500) for _ in range(asked.prompt)]
@@ -79,9 +81,8 @@ def record(asked: Asked) -> Trace:
         prefill.close()
         decode.close()
     local, remote = (tuple(rank.geometry for rank in engine.ranks) for engine in (decode, prefill))
-    return Trace(
-        local, remote, (request,), f"vllm NixlConnector, {'push' if asked.decode.push else 'pull'}", one_pool=True
-    )
+    name = CONNECTORS[asked.decode.connector][0]
+    return Trace(local, remote, (request,), f"vLLM's {name}", one_pool=True)
 
 
 def _prefill(engine: Engine, prompt: list[int]) -> _Handed:
@@ -93,12 +94,15 @@ def _prefill(engine: Engine, prompt: list[int]) -> _Handed:
         return ended(request, blocks)
 
     engine.connector.request_finished_all_groups = watch
-    request = engine.add(NAME, prompt, 1, {"do_remote_decode": True})
+    request = engine.add(NAME, prompt, 1, {"do_remote_decode": True, "transfer_id": NAME})
     answer = engine.run(NAME)
-    assert answer.kv_transfer_params, answer
+    # Mooncake's says nothing: a proxy tells D where P is.
+    where = f"http://127.0.0.1:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}"
+    told = {"do_remote_prefill": True, "remote_engine_id": "kv_producer", "remote_bootstrap_addr": where}
+    params = answer.kv_transfer_params or told | {"transfer_id": NAME}
     # What is done with its blocks is ordered by the next step.
     engine.done.append(engine.scheduler.schedule().kv_connector_metadata)
-    return _Handed(answer.kv_transfer_params, found[0], request.num_computed_tokens)
+    return _Handed(params, found[0], request.num_computed_tokens)
 
 
 def _decode(engine: Engine, prefill: Engine, prompt: list[int], handed: _Handed) -> TracedRequest:
@@ -115,7 +119,7 @@ def _decode(engine: Engine, prefill: Engine, prompt: list[int], handed: _Handed)
     request = engine.add(NAME, prompt, 8, deepcopy(handed.params))
     output = engine.scheduler.schedule()
     metadata = output.kv_connector_metadata
-    assert NAME in metadata.reqs_to_recv, "D loads nothing"
+    assert metadata.reqs_to_recv, "D loads nothing"
     steps, refusals = _load(engine, prefill, metadata)
     local_tables = engine.tables(NAME)
     tokens = request.num_computed_tokens

@@ -13,7 +13,7 @@ from pathlib import Path
 import vllm
 
 import kvhma
-from audit.engine import Shape
+from audit.engine import CONNECTORS, Shape
 from audit.grid import Row
 from audit.record import Asked, record
 from kvhma.oracle import traces
@@ -22,10 +22,11 @@ from kvhma.oracle.audit import Judged, judge, ranks_of
 OUTCOMES = ("right", "wrong", "refused", "no engine")
 
 HEAD = """\
-# What was audited: vLLM {vllm}
+# What was audited: {connector} of vLLM {vllm}
 
 For whoever asks what an audit found. Written by `make audit`; [Audit](audit.md) says how, what the words mean, and how
-to object. Connector: `NixlConnector` (pull) of vLLM {vllm}. Judged by kvhma {kvhma}. Each row is run again by its name:
+to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Each row is run again by its
+name:
 
 ```sh
 make audit ROW={example}
@@ -33,7 +34,7 @@ make audit ROW={example}
 
 The name has the model, the tensor-parallel sizes of P and D, the tokens of a block of P and of D (where a state decides
 them, nothing), the tokens that D has in its prefix cache, and those of the prompt. Descriptors are those that the
-connector asks NIXL for, all ranks of D together, and how many are left if neighbours on both sides are joined.
+connector asks {engine} for, all ranks of D together, and how many are left if neighbours on both sides are joined.
 """
 
 
@@ -62,7 +63,7 @@ def judged(row: Row, folder: Path | None = None) -> Verdict:
         folder: where its trace is written; None for nowhere.
     """
     p, d = (
-        Shape(row.form, tp_size=ranks, block_size=block, num_blocks=row.pool(block), push=row.push)
+        Shape(row.form, tp_size=ranks, block_size=block, num_blocks=row.pool(block), connector=row.connector)
         for ranks, block in zip(row.ranks, row.blocks, strict=True)
     )
     try:
@@ -94,9 +95,14 @@ def lines(found: Sequence[Verdict]) -> str:
 
 
 def table(found: Sequence[Verdict]) -> str:
-    """Return the page."""
+    """Return the page of a connector."""
     example = next((one.row.name for one in found if one.outcome == "wrong"), found[0].row.name)
-    lines = [HEAD.format(vllm=vllm.__version__.split("+")[0], kvhma=kvhma.__version__, example=example)]
+    connector = found[0].row.connector
+    lines = [HEAD.format(
+        vllm=vllm.__version__.split("+")[0], kvhma=kvhma.__version__, example=example,
+        connector=CONNECTORS[connector][0], engine="Mooncake" if connector == "mooncake" else "NIXL",
+        who="D reads from P" if connector == "pull" else "P writes to D",
+    )]  # fmt: skip
     lines += ["## By model and ranks", "", *_summary(found), "", "## What is not right", "", *_causes(found), ""]
     lines += ["## All rows", "", "| row | verdict | descriptors | joined | kvhma's | bytes | kvhma's |"]
     lines.append("|---|---|---:|---:|---:|---:|---:|")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the page of what differs between versions of vLLM, from the verdicts that `make audit` has left.
+
+PYTHONPATH=tools python -m audit.versions .reports > docs/audit-results-versions.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+HEAD = """\
+# What was audited: versions of vLLM
+
+Written by `python -m audit.versions` from what `make audit VLLM=..` has found; [Audit](audit.md) says how. The same
+rows were asked of each version: {rows} of {connectors}. What is not named here came out alike: the same verdict, as
+many descriptors and bytes.
+
+| version | right | wrong | refused |
+|---|---:|---:|---:|
+"""
+
+Found = dict[str, Any]
+
+
+def read(folder: Path) -> dict[str, dict[str, Found]]:
+    """Return by version what came of each row: the lines of ``VERSION/audit/verdicts.jsonl``."""
+    found = {}
+    for path in sorted(folder.glob("*/audit/verdicts.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found[path.parts[-3]] = {line["row"]: line for line in map(json.loads, lines)}
+    return found
+
+
+def page(found: dict[str, dict[str, Found]]) -> str:
+    """Return the page."""
+    both = set.intersection(*(set(rows) for rows in found.values()))
+    names = [name for name in next(iter(found.values())) if name in both]
+    connectors = dict.fromkeys(_connector(name) for name in names)
+    text = HEAD.format(rows=len(names), connectors=" and ".join(connectors))
+    for version, rows in found.items():
+        counts = Counter(rows[name]["verdict"] for name in names)
+        text += f"| {version} | {counts['right']} | {counts['wrong']} | {counts['refused']} |\n"
+    text += "\n## What differs\n\n"
+    text += f"| rows | for example | {' | '.join(found)} |\n|---:|---|{'---|' * len(found)}\n"
+    alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for name in names:
+        each = [rows[name] for rows in found.values()]
+        if len({(one["verdict"], *one["numbers"]) for one in each}) > 1:
+            alike[(_connector(name), _model(name), *map(_general, each))].append(name)
+    for those in alike.values():
+        cells = (_cell(rows[those[0]]) for rows in found.values())
+        text += f"| {len(those)} | `{those[0]}` | {' | '.join(cells)} |\n"
+    return text
+
+
+def _connector(name: str) -> str:
+    return name.split("/")[0] if name.count("/") == 5 else "pull"
+
+
+def _model(name: str) -> str:
+    return name.split("/")[-5]
+
+
+def _general(one: Found) -> tuple[str, str]:
+    return one["verdict"], re.sub(r"\d[\d,]*", "n", one["text"])
+
+
+def _cell(one: Found) -> str:
+    text = one["text"].replace("|", "\\|")
+    numbers = f"{one['numbers'][0]} descriptors, {one['numbers'][3]} bytes" if one["numbers"][0] else ""
+    return ": ".join(filter(None, (one["verdict"], text or numbers)))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(read(Path(sys.argv[1]))))
