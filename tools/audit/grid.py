@@ -37,7 +37,7 @@ LENGTHS = (300, 303, 320)
 """Of a window of 64 tokens and blocks of 16: begins inside of a block; at a block, and the last token's one block
 earlier; and ends with one."""
 HITS = (0, 128)
-FEWER = {"mooncake": (RANKS[:1] + RANKS[2:4], BLOCKS[:2], LENGTHS[:2])}
+FEWER = {"mooncake": (RANKS[:1] + RANKS[2:4], BLOCKS[:1], LENGTHS[:2])}
 """Ranks, blocks and lengths that a connector is asked for, if not for all: Mooncake's rows start servers."""
 
 

@@ -6,6 +6,7 @@ vLLM's connector around it is whole: P's bootstrap server, and the sockets by wh
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import numpy as np
 from audit.nixl import Posted, outside
 
 _REFUSED = -1
+_SECONDS = 60
+"""Until threads that do not end are given up."""
 
 
 class RecordingEngine:
@@ -61,11 +64,19 @@ def close(worker: Any) -> None:
     """End a worker's threads, then its sockets. Its own way waits for the sockets first, which its threads hold."""
     for loop, thread in (("sender_loop", "_sender_listener_t"), ("receiver_loop", "_mooncake_receiver_t")):
         if hasattr(worker, loop):
+            asyncio.run_coroutine_threadsafe(_cancel(), getattr(worker, loop)).result(_SECONDS)
             getattr(worker, loop).call_soon_threadsafe(getattr(worker, loop).stop)
             getattr(worker, thread).join()
     if hasattr(worker, "bootstrap_server"):
         worker.bootstrap_server.shutdown()
     worker.async_zmq_ctx.destroy(linger=0)
+
+
+async def _cancel() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def bootstrap_port() -> int:

@@ -24,19 +24,21 @@ _CACHED_NAMES_THEM = frozenset(("groups", "pools"))
 
 
 def smallest(traced: RankTrace, *, max_tries: int = 400) -> RankTrace:
-    """Return the smallest request found in which as much is wrong, missing or extra as in this one, by name.
+    """Return the smallest request found in which the same is wrong, missing or extra, most of it for the same reason.
 
     Args:
         traced: a request of which something is not right; any other is returned as it is.
         max_tries: how many are judged.
     """
-    signature = judge(traced, with_plan=False).signature
-    if not signature:
+    before = judge(traced, with_plan=False)
+    if not before.signature:
         return traced
+    reason = before.causes[0].what, before.causes[0].found
 
     def is_same(case: Case) -> bool:
         # A step that a smaller geometry cannot do is left out; what it wrote is then missing, which is another failure.
-        return judge(_with_case(traced, case), with_plan=False).signature == signature
+        found = judge(_with_case(traced, case), with_plan=False)
+        return found.signature == before.signature and reason in {(one.what, one.found) for one in found.causes}
 
     kept = _STEPS_NAME_THEM | (_CACHED_NAMES_THEM if traced.cached else frozenset())
     case = shrink(traced.case, is_same, max_tries=max_tries, leave_out=kept)
