@@ -25,8 +25,8 @@ HEAD = """\
 # What was audited: {connector} of vLLM {vllm}
 
 For whoever asks what an audit found. Written by `make audit`; [Audit](audit.md) says how, what the words mean, and how
-to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Each row is run again by its
-name:
+to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Each row is run again by
+its name:
 
 ```sh
 make audit ROW={example}
