@@ -198,7 +198,7 @@ bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real en
 
 .PHONY: bench-following
 bench-following: dev $(E2E)/.ready ## D reads while P computes, over a cable of limited rate, in benches/RESULTS_FOLLOWING.md
-	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/following.py $(ARGS) > benches/RESULTS_FOLLOWING.md
+	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/following.py --pictures docs/assets $(ARGS) > benches/RESULTS_FOLLOWING.md
 	cat benches/RESULTS_FOLLOWING.md
 
 .PHONY: bench-torch

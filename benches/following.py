@@ -5,7 +5,7 @@ after the other, by kvhma and by vLLM's own connector. P computes for real.
 Hosts are network namespaces of this machine (needs `ip` and `tc`, and the right to make them). Prints Markdown, which is
 what benches/RESULTS_FOLLOWING.md holds. Needs the engines of `make e2e`, and `tests` on the path.
 
-    python benches/following.py [--models llama ...] [--rates 1gbit ...] [--rounds 3]
+    python benches/following.py [--models llama ...] [--rates 1gbit ...] [--rounds 3] [--pictures docs/assets]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from handoffs.bars import draw
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, make_models
 from support.handoff import arguments, kvhma, prompts
 
@@ -43,7 +44,7 @@ QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step."""
 
 FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
-PUSHED = "NixlPushConnector"
+PUSHED, FORMULA = "NixlPushConnector", "formula"
 COLUMNS = (FOLLOWED, AT_ONCE, AFTER, THEIRS, PUSHED)
 
 
@@ -202,10 +203,9 @@ def sound(answer: Answer) -> Answer:
     return answer
 
 
-def measure(
-    zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, rates: Sequence[str], rounds: int
-) -> None:
-    """Print the tables of a model."""
+def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, options: argparse.Namespace) -> None:
+    """Print the tables of a model, and draw the cold one."""
+    rates, rounds, pictures = options.rates, options.rounds, options.pictures
     (model,) = make_models(zygote, folder / "models", name)
     same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": 4096, **WIDE}
     cached = name not in ("nemotron_h",)  # vLLM's CPU engines that keep Mamba2's states have no prefix cache for them
@@ -231,14 +231,20 @@ def measure(
             PUSHED: Pair(others[2], others[3], PUSHED),
         }
         for what in ("cold", "cached at P") if cached else ("cold",):
-            print(f"\n### {name} ({MODELS[name]}), {TOKENS:,} tokens, {what}\n")
-            print(f"| rate | | {' | '.join(COLUMNS)} | formula |\n|---|---{'|---' * (len(COLUMNS) + 1)}|")
+            title = f"{name} ({MODELS[name]}), {TOKENS:,} tokens, {what}"
+            print(f"\n### {title}\n")
+            print(f"| rate | | {' | '.join(COLUMNS)} | {FORMULA} |\n|---|---{'|---' * (len(COLUMNS) + 1)}|")
+            drawn = {}
             for rate in rates:
                 limit(hosts, rate)
-                row(pairs, what, rate, rounds)
+                drawn[rate] = row(pairs, what, rate, rounds)
+            if what == "cold" and pictures is not None:
+                about = "Milliseconds from P's end to D's first token. Each rate has its own scale."
+                (pictures / f"following-{name}.svg").write_text(draw(title, about, drawn), encoding="utf-8")
 
 
-def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> None:
+def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> dict[str, float]:
+    """Print the rows of a rate; return seconds after P's end, of each column and of the formula."""
     found: dict[str, list[Turn]] = {how: [] for how in COLUMNS}
     for number in range(rounds):
         turn = number % len(COLUMNS)
@@ -268,6 +274,7 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> None:
         f"{' | '.join(f'{medians[how].descriptors:,.0f}' for how in COLUMNS[1:])} | |",
         flush=True,
     )
+    return {how: turn.after for how, turn in medians.items()} | {FORMULA: wire}
 
 
 HEAD = """\
@@ -285,13 +292,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--rates", nargs="*", choices=[*RATES], default=[*RATES])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pictures", type=Path, help="folder to draw into")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     machine = f"{platform.machine()}, kvhma {version('kvhma')}, nixl {version('nixl')}"
     print(HEAD.format(tokens=TOKENS, chunk=CHUNK, rounds=options.rounds, machine=machine, cores=cores))
     with tempfile.TemporaryDirectory() as folder, cable() as hosts, Zygote(Path(folder) / "zygote.log") as zygote:
         for name in options.models:
-            measure(zygote, Path(folder), hosts, name, options.rates, options.rounds)
+            measure(zygote, Path(folder), hosts, name, options)
 
 
 if __name__ == "__main__":

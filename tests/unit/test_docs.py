@@ -208,7 +208,8 @@ def test_every_picture_has_a_command_and_a_place():
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     drawn = {word for page in PAGES for command in commands(page) for word in command.words if "assets/" in word}
     there = {f"assets/{path.name}" for path in (ROOT / "docs/assets").iterdir()}
-    measured = {"assets/waterfall.svg"} & there  # `make bench-e2e` draws it, with what it measured
+    # `make bench-e2e` and `make bench-following` draw them, with what they measured.
+    measured = {name for name in there if re.fullmatch(r"assets/(waterfall|following-\w+)\.svg", name)}
     assert drawn | measured == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
 
 
