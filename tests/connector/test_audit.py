@@ -41,7 +41,16 @@ def test_names_are_of_one_row_each() -> None:
     assert len(names) == len(set(names)) > 500
 
 
-@pytest.mark.parametrize("name", ["llama/tp1-2/block16-16/hit128/303", "deepseek_v2/tp2-1/block16-16/hit0/300"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama/tp1-2/block16-16/hit128/303",
+        "deepseek_v2/tp2-1/block16-16/hit0/300",
+        "push/deepseek_v2/tp1-2/block16-16/hit0/300",
+        "push/llama/tp2-1/block16-16/hit128/303",
+        "mooncake/llama/tp2-1/block16-16/hit0/303",
+    ],
+)
 def test_what_is_right(name: str, tmp_path: Path) -> None:
     found = verdict(name, tmp_path)
     assert (found.outcome, found.text) == ("right", "")
@@ -72,6 +81,12 @@ KNOWN = {
         ("missing",),
         "token 239: D has no block for them",
     ),
+    "vllm#55208, pushing": (
+        "push/nemotron_h/tp2-1/block/hit0/300",
+        ("wrong",),
+        "mixer/ssm: two transfers write them",
+    ),
+    "GDN as one chunk": ("mooncake/qwen3_next/tp1-2/block/hit0/303", ("wrong",), "linear_attn/ssm"),
     "gemma-4 with one global head": ("gemma4/tp1-2/block16-16/hit0/300", ("missing",), "layers.2.self_attn.attn/kv"),
 }
 

@@ -196,10 +196,11 @@ def test_every_sort_of_mistake_is_named(name: str) -> None:
     found = judge(traced(small(), steps))
     assert (found.outcome, found.signature) == ("wrong", (what,))
     assert text in str(found.causes[0])
-    # The smallest request that shows it shows the same.
+    # The smallest request that shows it shows the same, for the same reason.
     small_one = smallest(traced(small(), steps))
     assert judge(small_one).signature == found.signature
-    assert len(small_one.case.local.layers) <= 1
+    assert judge(small_one).causes[0].found == found.causes[0].found
+    assert len(small_one.case.local.layers) <= (2 if name == "another layer" else 1)
 
 
 def test_a_rearrangement_that_puts_right() -> None:
@@ -249,6 +250,17 @@ def test_blocks_of_one_pool() -> None:
 def test_a_refusal_is_no_verdict_on_bytes() -> None:
     found = judge(traced(small(), [], refusal="ValueError: no"))
     assert found == Judged("refused", refusal="ValueError: no")
+
+
+def test_the_picture_of_the_documentation_is_of_what_it_says() -> None:
+    """The smallest trace of groups of Mamba2 that every rank holds, as vLLM's connector reads them."""
+    trace = traces.load(Path(__file__).parents[2] / "docs" / "assets" / "mamba2-groups.jsonl")
+    ((_, found),) = audit(trace)
+    assert [str(cause) for cause in found.causes] == [
+        "wrong: 192 bytes of model.layers.0.mixer/C: they hold model.layers.0.mixer/ssm"
+    ]
+    first, second = trace.requests[0].steps[0][0].rows.tolist()
+    assert first[0] == second[0]
 
 
 def test_the_smallest_case_has_the_answer() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def folder(tmp_path):
     (tmp_path / "case.json").write_text(form("docs/cases.md"))
     (tmp_path / "trace.jsonl").write_text(next(b.text for b in blocks("docs/audit.md") if b.language == "text"))
     (tmp_path / "assets").mkdir()
+    for trace in (ROOT / "docs/assets").glob("*.jsonl"):
+        shutil.copy(trace, tmp_path / "assets")
     return tmp_path
 
 
@@ -192,8 +195,8 @@ def test_commands_end_well_and_print_what_it_says(page, folder, monkeypatch):
         if command.words[:2] == ["bench", "link"] or command.words[:1] == ["demo"]:
             pytest.importorskip("nixl", reason="needs NIXL")
         ended = cli(*command.words, settings=folder, columns=80)
-        refused = command.output is not None and command.output.startswith("refused")
-        assert (ended.code, ended.err) == (int(refused), ""), command.words
+        found = command.output is not None and command.output.startswith(("refused", "wrong"))
+        assert (ended.code, ended.err) == (int(found), ""), command.words
         if command.output is not None:
             got = [line.rstrip() for line in ended.out.strip("\n").splitlines()]
             shown = command.output.strip("\n").splitlines()

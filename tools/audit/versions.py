@@ -50,7 +50,7 @@ def page(found: dict[str, dict[str, Found]]) -> str:
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name in names:
         each = [rows[name] for rows in found.values()]
-        if len({(one["verdict"], *one["numbers"]) for one in each}) > 1:
+        if len({(one["verdict"], one["numbers"][0], one["numbers"][3]) for one in each}) > 1:
             alike[(_connector(name), _model(name), *map(_general, each))].append(name)
     for those in alike.values():
         cells = (_cell(rows[those[0]]) for rows in found.values())
@@ -71,7 +71,7 @@ def _general(one: Found) -> tuple[str, str]:
 
 
 def _cell(one: Found) -> str:
-    text = one["text"].replace("|", "\\|")
+    text = one["text"].replace("|", "\\|").removeprefix("wrong: ")
     numbers = f"{one['numbers'][0]} descriptors, {one['numbers'][3]} bytes" if one["numbers"][0] else ""
     return ": ".join(filter(None, (one["verdict"], text or numbers)))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvhma.geometry import Geometry
-from kvhma.oracle.audit import judge
+from kvhma.oracle.audit import Judged, judge
 from kvhma.oracle.cases import Case, Expected
 from kvhma.oracle.labels import by_source
 from kvhma.oracle.moves import byte_moves
@@ -33,12 +33,11 @@ def smallest(traced: RankTrace, *, max_tries: int = 400) -> RankTrace:
     before = judge(traced, with_plan=False)
     if not before.signature:
         return traced
-    reason = before.causes[0].what, before.causes[0].found
 
     def is_same(case: Case) -> bool:
         # A step that a smaller geometry cannot do is left out; what it wrote is then missing, which is another failure.
         found = judge(_with_case(traced, case), with_plan=False)
-        return found.signature == before.signature and reason in {(one.what, one.found) for one in found.causes}
+        return found.signature == before.signature and _reason(found) == _reason(before)
 
     kept = _STEPS_NAME_THEM | (_CACHED_NAMES_THEM if traced.cached else frozenset())
     case = shrink(traced.case, is_same, max_tries=max_tries, leave_out=kept)
@@ -114,9 +113,14 @@ def _without_idle_rows(traced: RankTrace, tries: int) -> RankTrace:
     return replace(traced, steps=tuple(step for step in steps if len(step.rows)))
 
 
-def _counts(traced: RankTrace) -> tuple[int, int, int, int]:
+def _counts(traced: RankTrace) -> tuple[object, ...]:
     found = judge(traced, with_plan=False)
-    return found.wrong, found.missing, found.extra, found.unheld
+    return found.wrong, found.missing, found.extra, found.unheld, _reason(found)
+
+
+def _reason(found: Judged) -> tuple[str, ...]:
+    """Return what most of it is, and what is there instead."""
+    return tuple(text for cause in found.causes[:1] for text in (cause.what, cause.found))
 
 
 def _joined(step: Step) -> Rows:
