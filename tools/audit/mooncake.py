@@ -67,6 +67,7 @@ def close(worker: Any) -> None:
             asyncio.run_coroutine_threadsafe(_cancel(), getattr(worker, loop)).result(_SECONDS)
             getattr(worker, loop).call_soon_threadsafe(getattr(worker, loop).stop)
             getattr(worker, thread).join()
+            getattr(worker, loop).close()
     if hasattr(worker, "bootstrap_server"):
         worker.bootstrap_server.shutdown()
     worker.async_zmq_ctx.destroy(linger=0)
