@@ -26,6 +26,15 @@ from kvhma.vllm.metadata import WorkerHello
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from support.schedulers import STEP, output, request, tables, until
 
+STEP_OF_P = SimpleNamespace(
+    num_scheduled_tokens={},
+    total_num_scheduled_tokens=0,
+    preempted_req_ids=set(),
+    has_sync_kv_loads=False,
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+)
+
 
 def test_a_hit_of_the_first_ticket_waits_for_steps_that_had_no_number(p, d):  # noqa: F811
     """A step that was built before the first ticket may still run, and fill what is a hit of the next one."""
@@ -121,6 +130,33 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
         assert d.decode._following._taken == 0
         d.results(output(["r"]))
         p.scheduler.prefill.settling.tickets._forget_oldest()
+
+
+@pytest.mark.parametrize("why", ["another prompt", "aborted"])
+def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
+    """D does not need a request, and P finishes it before it hears of that: its blocks do not stay for a lease."""
+    at_p = p.add()
+    asked = request("r", N, params=p.params_of_d())
+    if why == "another prompt":
+        asked._all_token_ids[3] = 99
+    d.add(asked)
+    told = d.decode.pending["r"].followed.conversation
+    until(lambda: told.source is not None)
+    drop, waits_for = p.scheduler.prefill.settling.tickets.drop, []
+    p.scheduler.prefill.settling.tickets.drop = waits_for.append
+    if why == "another prompt":
+        assert d.matched_tokens(asked, 0) == (0, False)
+        until(lambda: waits_for)
+        assert p.finish(at_p) is not None
+    else:
+        assert p.finish(at_p) is not None
+        until(lambda: told.over)
+        asked.status.name = "FINISHED_ABORTED"
+        d.finish(asked, tables(d))
+        until(lambda: waits_for)
+    assert len(p.scheduler.context.leases) == 1
+    drop(waits_for[0])
+    until(lambda: p.scheduler.step(STEP_OF_P).sent == ["at p"])
 
 
 def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811

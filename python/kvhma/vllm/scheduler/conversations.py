@@ -232,13 +232,13 @@ class Conversations:
         return conversation
 
     def stop(self, conversation: Conversation, *, unwanted: bool) -> None:
-        """Do not ask any more; if the request is not wanted, P is told that."""
+        """Do not ask any more; if the request is not wanted, P is told that, also if it has finished it."""
         with self._lock:
             if conversation not in self._conversations:
                 return
             self._conversations.remove(conversation)
         # The thread may be using the client; it closes it when it finds the conversation gone.
-        if unwanted and not conversation.over:
+        if unwanted and not conversation.error:
             # If there are too many, P finds out when its lease ends.
             self._calls.start(conversation.ticket.address, lambda: self._unfollow(conversation.ticket))
         self._wake()

@@ -21,7 +21,7 @@ from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, LeaseEnd
 from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.params import Incarnation, LeaseKey, PrefillParams, random_id
+from kvhma.vllm.wire.params import Incarnation, LeaseClaim, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.server import Listener, LocalEngine
 
 if TYPE_CHECKING:
@@ -165,11 +165,13 @@ class PrefillScheduler:
         Returns:
             ``kv_transfer_params`` for the decode request; None if the blocks are not kept.
         """
-        params = self._keep(request, tables)
-        self.settling.finish(request.request_id, params)
+        kept = self._keep(request, tables)
+        params, claim = (None, None) if kept is None else kept
+        self.settling.finish(request.request_id, params, claim)
         return params
 
-    def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[dict[str, Any], LeaseClaim] | None:
+        """Keep the blocks of a request; return its parameters and what its readers claim, as no reader of them."""
         self._to_stage.pop(request.request_id, None)
         remote, geometry = self._describe(request, tables), self._context.geometry
         if remote is not None:
@@ -186,7 +188,7 @@ class PrefillScheduler:
         # All that vLLM keeps, of groups that take no part too.
         blocks = np.concatenate([np.asarray(table, np.int64) for table in tables])
         self._context.leases.add(remote.lease_key, digest, blocks[blocks != geometry.null_block])
-        return params
+        return params, LeaseClaim(remote.lease_key, 0, digest)
 
     def _describe(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
         """Return what a decode engine has to know of a request that has ended; None if it cannot have it."""

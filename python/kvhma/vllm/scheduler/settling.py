@@ -18,7 +18,8 @@ from kvhma.pieces import settled_tokens, settling_groups
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.ticket_table import TicketTable
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.params import Incarnation
+from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 from kvhma.vllm.wire.tickets import read_ticket_id
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class SettlingRequests:
         """Start without requests."""
         self._context = context
         self.tickets = TicketTable(context.settings.kv_lease_duration)
+        # Whoever else has the parameters gets the time that other samples of a prompt get.
+        self.tickets.on_unneeded = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
         self._followed: dict[str, _Followed] = {}
         self._step: int | None = None
         """Number of the last step; None before the first ticket: nobody asks then."""
@@ -206,15 +209,15 @@ class SettlingRequests:
         followed = self._followed.get(request_id)
         return 0 if followed is None else self.tickets.epoch(followed.ticket)
 
-    def finish(self, request_id: str, params: dict[str, Any] | None) -> None:
-        """Take note that a request has ended; without parameters it is not handed over."""
+    def finish(self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None) -> None:
+        """Take note that a request has ended; without parameters it is not handed over. They are read by a `claim`."""
         followed = self._followed.pop(request_id, None)
         if followed is None:
             return
         if params is None:
             self.tickets.finish(followed.ticket, ended="P has not kept it: it was aborted, or cannot be handed over")
         else:
-            self.tickets.finish(followed.ticket, params=json.dumps(params).encode())
+            self.tickets.finish(followed.ticket, params=json.dumps(params).encode(), claim=claim)
 
     def end_all(self) -> None:
         """End all tickets: what was computed is gone."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvhma.vllm.wire.messages import Follow, Progress, Settled
-from kvhma.vllm.wire.params import Incarnation, write_ids
+from kvhma.vllm.wire.params import Incarnation, LeaseClaim, write_ids
 
 MAX_TICKETS = 4096
 """Requests that are followed at a time, and those that are over and can still be asked about."""
@@ -34,6 +34,7 @@ class _Ticket:
         ended: why nothing is handed over; empty as long as something may be.
         over_at: when it was over, on the monotonic clock; None before.
         dropped: whether its follower does not need it any more.
+        claim: by which the blocks are kept that were handed over; None before.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class _Ticket:
     ended: str = ""
     over_at: float | None = None
     dropped: bool = False
+    claim: LeaseClaim | None = None
 
     def progress(self, question: Follow) -> Progress:
         """Return how far it is, with the blocks that a follower has not heard of."""
@@ -93,6 +95,8 @@ class TicketTable:
         self._over: OrderedDict[bytes, None] = OrderedDict()
         """Tickets of requests that are over, the oldest first."""
         self.on_news: Callable[[bytes], None] = lambda ticket: None
+        self.on_unneeded: Callable[[LeaseClaim], None] = lambda claim: None
+        """Called when a follower does not need what was handed over."""
 
     def open(self, ticket: bytes, request_id: str, source: Incarnation, groups: int, total: int, prompt: str) -> bool:
         """Take a request; return whether it can be followed: not one whose ticket is used, nor one too many.
@@ -141,11 +145,11 @@ class TicketTable:
         with self._lock:
             return self._tickets[ticket].epoch
 
-    def finish(self, ticket: bytes, params: bytes = b"", ended: str = "") -> None:
-        """Take note that a request is over: with the parameters for D, or why there are none."""
+    def finish(self, ticket: bytes, params: bytes = b"", ended: str = "", claim: LeaseClaim | None = None) -> None:
+        """Take note that a request is over: with the parameters for D and what they claim, or why there are none."""
         with self._lock:
             found = self._tickets[ticket]
-            found.params, found.ended, found.tables = params, ended, {}
+            found.params, found.ended, found.tables, found.claim = params, ended, {}, claim
             found.version += 1
             found.over_at = time.monotonic()
             self._over[ticket] = None
@@ -179,11 +183,14 @@ class TicketTable:
         return told.progress(question)  # without the lock: the scheduler does not wait while the blocks are written
 
     def drop(self, ticket: bytes) -> None:
-        """Take note that a follower does not need a request any more. Of one that is over its lease says so."""
+        """Take note that a follower does not need a request any more, be it over or not."""
         with self._lock:
             found = self._tickets.get(ticket)
+            claim = None if found is None else found.claim
             if found is not None and found.over_at is None:
                 found.dropped = True
+        if claim is not None:
+            self.on_unneeded(claim)
 
     def _forget_old(self) -> None:
         now = time.monotonic()
