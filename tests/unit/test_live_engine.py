@@ -209,7 +209,7 @@ def test_an_address_is_host_and_port(text: str) -> None:
 
 def test_options_of_a_peer_need_one() -> None:
     assert "are for --peer" in refused("doctor", "--read")
-    assert "give ENGINE, or --case" in refused("export")
+    assert "give HOST:PORT, or --case" in refused("export")
 
 
 # --- a read ----------------------------------------------------------------------------------------------------------
