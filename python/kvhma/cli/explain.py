@@ -121,9 +121,9 @@ def _engine(ranks: Sequence[Geometry]) -> str:
 def _request(hand_off: HandOff, options: PlanOptions, quiet: bool) -> list[str]:
     counted = count(hand_off, options, quiet)
     total = counted.total
-    sentences = [
-        f"{plural(len(counted.reads), 'pair')} of ranks move {size(total.bytes)} in {plural(total.descriptors, 'run')}."
-    ]
+    move = "moves" if len(counted.reads) == 1 else "move"
+    what = f"{size(total.bytes)} in {plural(total.descriptors, 'run')}"
+    sentences = [f"{plural(len(counted.reads), 'pair')} of ranks {move} {what}."]
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row in groups_form(hand_off, counted):
         alike.setdefault(tuple(row[field] for field in _SAID), []).append(row["group"])
