@@ -16,9 +16,9 @@ from typing import Any
 HEAD = """\
 # What was audited: versions of vLLM
 
-Written by `python -m audit.versions` from what `make audit VLLM=..` has found; [Audit](audit.md) says how. The same
-rows were asked of each version: {rows} of {connectors}. What is not named here came out alike: the same verdict, as
-many descriptors and bytes.
+For whoever runs another version. Written by `python -m audit.versions` from what `make audit VLLM=..` has found;
+[Audit](audit.md) says how. The same rows were asked of each version: {rows} of {connectors}. What is not
+named here came out alike: the same verdict, as many descriptors and bytes.
 
 | version | right | wrong | refused |
 |---|---:|---:|---:|
