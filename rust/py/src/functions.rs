@@ -286,6 +286,20 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
 type PermutedRows<'py> = (Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>);
 
 /// Read rows as they lie in the source where that takes fewer of them, to be permuted where they arrive.
+///
+/// Args:
+///     local: shape (n, 3), of one source, sorted by address; as `Read.local`.
+///     remote: shape (n, 3), as `Read.remote`.
+///     local_bounds: sorted addresses at which registered memory begins or ends: no row goes on over one.
+///     remote_bounds: the same of the source.
+///     permute_bytes: bytes that may be permuted to save a row.
+///
+/// Returns:
+///     Local and remote rows, each of shape (m, 3), and ranges to permute, of shape (k, 5): address, device, blocks,
+///     heads, bytes of a head in a block. There ``blocks x heads`` arrive, where ``heads x blocks`` belong.
+///
+/// Raises:
+///     RequestError: arrays of another type or shape, or of unequal length.
 #[pyfunction]
 #[pyo3(signature = (local, remote, local_bounds, remote_bounds, permute_bytes))]
 pub(crate) fn permuted_rows<'py>(
