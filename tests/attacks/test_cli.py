@@ -44,7 +44,7 @@ NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
         ([NANO, "--decode", "tp=" + "9" * 5000], "must be 1 to 256"),
         ([NANO, "--decode", "tp=٣"], "must be an integer"),
         ([NANO, "--decode", "ep=2"], "'ep=2': expected key=value with a key of tp, pp, dp, dcp, block"),
-        ([NANO, "--decode", "dcp=2"], "'--decode': dcp=2: must be 1: ranks that take turns by tokens"),
+        ([NANO, "--decode", "dcp=2"], "'--decode': dcp=2: must be 1: the ranks of a context-parallel engine"),
         ([NANO, "--decode", "pp=53"], "--decode: pp_size 53: the model has 52 layers"),
         ([NANO, "--decode", "pp=52"], "--decode: pp_size 52: stage 1, layers 1 to 1, caches nothing"),
         ([NANO, "--decode", "tp=64,pp=8"], "'--decode': tp=64 and pp=8: 512 ranks, at most 256"),
