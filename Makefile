@@ -174,7 +174,7 @@ rolling: dev ## engines of every two versions of vLLM hand over to each other (s
 e2e-environment: $(E2E)/.ready
 
 .PHONY: audit
-audit: build $(E2E)/.ready ## what vLLM's NixlConnector asks of NIXL, judged: docs/audit-results.md (ROW=name for some of it; VLLM=0.33.0)
+audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged: docs/audit-results*.md (ROW=name for some of it; VLLM=0.33.0)
 	mkdir -p $(REPORTS)/audit
 	PYTHONPATH=python:tests:tools $(E2E)/bin/python -m audit --trace $(REPORTS)/audit $(if $(ROW),--only $(ROW),\
 		--results $(if $(filter $(DEFAULT_VLLM),$(VLLM)),docs/audit-results.md,$(REPORTS)/audit.md))
