@@ -207,8 +207,9 @@ bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for ea
 	cat benches/RESULTS_TORCH.md
 
 .PHONY: bench-digests
-bench-digests: build ## digests of what blocks hold, a copy and XXH3 (with the package xxhash), in benches/RESULTS_DIGESTS.md
+bench-digests: build $(E2E)/.ready ## digests of what blocks hold, a copy and XXH3 (with the package xxhash), in benches/RESULTS_DIGESTS.md
 	PYTHONPATH=python $(BIN)/python benches/digests.py > benches/RESULTS_DIGESTS.md
+	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/digests_in_engines.py >> benches/RESULTS_DIGESTS.md
 	cat benches/RESULTS_DIGESTS.md
 
 # With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
