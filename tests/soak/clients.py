@@ -7,9 +7,9 @@ import contextlib
 import copy
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from soak.fleet import Fleet, Slot
@@ -19,9 +19,24 @@ from support.engines import REMOTE_DECODE, Answer, EngineFailed
 
 SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM takes no several samples at temperature 0; these are as greedy
 MAX_TOKENS = 16
-KINDS = {"ordinary": 10, "slow": 2, "aborted": 2, "twice": 2, "samples": 1, "unread": 1, "changed": 2}
-"""What a client does and how often that is relative to the rest; `changed` has parameters that P did not say."""
-EXPECTED = ("aborted", "changed", "slow", "twice", "unread")
+KINDS = {
+    "ordinary": 10,
+    "slow": 2,
+    "aborted": 2,
+    "twice": 2,
+    "samples": 1,
+    "unread": 1,
+    "changed": 2,
+    "followed": 8,
+    "left": 2,
+    "unheard": 1,
+}
+"""What a client does and how often that is relative to the rest.
+
+`changed` has parameters that P did not say. P and D are asked at once with a ticket in `followed`; in `left` D's client
+hangs up, and in `unheard` P never gets the ticket.
+"""
+EXPECTED = ("aborted", "changed", "left", "slow", "twice", "unheard", "unread")
 """Kinds that may be refused although nothing is done to an engine."""
 
 ODD_VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 10_000, [[1]] * 100, 10**30, float("nan"), [[0, "1-9"]] * 7]
@@ -46,6 +61,8 @@ class World:
     noise: float
     lease: float
     limit: float
+    addresses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Where the schedulers of prefill engines listen, as far as one has said so."""
 
 
 class Client(threading.Thread):
@@ -78,6 +95,9 @@ class Client(threading.Thread):
         choice, more = rng.random(), random.Random(rng.random())
         if p is None or d is None or other is None:
             return
+        if kind in ("followed", "left", "unheard") and p.name in world.addresses:
+            self._follow(kind, prompt, p, d, more)
+            return
         params = self._prefill(kind, prompt, p)
         if params is None or kind == "unread":
             return
@@ -94,21 +114,42 @@ class Client(threading.Thread):
         else:
             self._ask(kind, prompt, params, d)
 
-    def _prefill(self, kind: str, prompt: Prompt, p: Slot) -> dict[str, Any] | None:
-        """What P says to D; None if it says nothing, which is counted."""
-        since = self._world.journal.now()
-        future = p.engine.generate(
+    def _follow(self, kind: str, prompt: Prompt, p: Slot, d: Slot, rng: random.Random) -> None:
+        """Ask P and D at once, or one a little later; what P says to its client is not needed."""
+        ticket = {"kvhma_ticket": f"{rng.getrandbits(128):032x}"}
+        params = {"do_remote_prefill": True, **ticket, **self._world.addresses[p.name]}
+        asked: list[Asked] = []
+        steps: list[Callable[[], object]] = [lambda: asked.append(self._send(prompt, params, d, "d"))]
+        if kind != "unheard":
+            steps.insert(rng.randrange(2), lambda: self._ask_p(prompt, p, ticket))
+        for step in steps:
+            step()
+            self._world.fleet.stop.wait(rng.random() ** 4)
+        if kind == "left":
+            with contextlib.suppress(EngineFailed, TimeoutError):
+                asked[0].slot_engine.abort(asked[0].request_id)
+        self._judge(kind, prompt, d, asked[0], aborted=kind == "left", p=p)
+
+    def _ask_p(self, prompt: Prompt, p: Slot, more: dict[str, Any]) -> Future[Answer]:
+        return p.engine.generate(
             prompt.tokens,
             max_tokens=1,
-            kv_transfer_params=REMOTE_DECODE,
+            kv_transfer_params=REMOTE_DECODE | more,
             request_id=f"c{self._number}-{self._asked}-p",
             timeout=None,
         )
+
+    def _prefill(self, kind: str, prompt: Prompt, p: Slot) -> dict[str, Any] | None:
+        """What P says to D; None if it says nothing, which is counted."""
+        since = self._world.journal.now()
+        future = self._ask_p(prompt, p, {})
         cause = "no parameters"
         outcome = Outcome.REFUSED
         try:
             answer = future.result(self._world.limit)
             if answer.error is None and answer.kv_transfer_params is not None:
+                told = answer.kv_transfer_params
+                self._world.addresses[p.name] = {name: told[name] for name in ("remote_host", "remote_port")}
                 if kind == "unread":
                     self._note(kind, Verdict(Outcome.ABORTED, "never read"), since, p, p)
                 return answer.kv_transfer_params
@@ -155,12 +196,15 @@ class Client(threading.Thread):
         )
         return Asked(future, request_id, engine, since, params)
 
-    def _judge(self, kind: str, prompt: Prompt, d: Slot, asked: Asked, *, aborted: bool = False) -> None:
+    def _judge(
+        self, kind: str, prompt: Prompt, d: Slot, asked: Asked, *, aborted: bool = False, p: Slot | None = None
+    ) -> None:
         world = self._world
         verdict = judge(asked.future, prompt.plain, world.noise, limit=world.limit, aborted=aborted)
         if verdict.outcome is Outcome.HUNG:
             asked.slot_engine.stacks()
-        p = world.fleet.slots.get(str(asked.params.get("remote_engine_id")) if isinstance(asked.params, dict) else "")
+        if p is None and isinstance(asked.params, dict):
+            p = world.fleet.slots.get(str(asked.params.get("remote_engine_id")))
         self._note(kind, verdict, asked.since, p or d, d, request=asked.request_id, tokens=len(prompt.tokens))
 
     def _note(self, kind: str, verdict: Verdict, since: float, p: Slot, d: Slot, **facts: Any) -> None:

@@ -143,8 +143,8 @@ def make_slots(zygote: Zygote, model_dir: Path, options: Options, hosts: Hosts |
     kinds: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "p1": ("recompute", {}, caching),
         "p2": ("recompute", {}, {"max_num_batched_tokens": 256}),
-        "d1": ("recompute", {"prefill_engines": prefill_engines}, caching | few),
-        "d2": ("fail", {}, {}),
+        "d1": ("recompute", {"prefill_engines": prefill_engines, "piece_tokens": 64}, caching | few),
+        "d2": ("fail", {"piece_tokens": 64}, {}),
     }
     slots = []
     for name, (policy, settings, engine_args) in kinds.items():
