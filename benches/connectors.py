@@ -105,7 +105,10 @@ def set_up(pairs: Pairs, name: str) -> None:
     found = {which: pairs[which].d.set_up() for which in (*CONNECTORS, HIT)}
     if len({told["groups"] for told in found.values()}) > 1:
         raise RuntimeError(f"the engines do not hold the same: {found}")
-    rows = [f"| {what} | {' | '.join(str(found[one].get(what, '–')) for one in found)} |" for what in found[OURS]]
+    # Names without a blank are code: only then they are cut where a table is too wide.
+    cells = {what: [str(told.get(what, "–")) for told in found.values()] for what in found[OURS]}
+    cells["groups"] = [f"`{text}`" for text in cells["groups"]]
+    rows = [f"| {f'`{what}`' if '_' in what else what} | {' | '.join(texts)} |" for what, texts in cells.items()]
     print(f"\n### {name}: D's set-up\n\n| | {' | '.join(found)} |\n{'|---' * (len(found) + 1)}|", *rows, sep="\n")
 
 

@@ -72,6 +72,7 @@ def _general(one: Found) -> tuple[str, str]:
 
 def _cell(one: Found) -> str:
     text = one["text"].replace("|", "\\|").removeprefix("wrong: ")
+    text = re.sub(r"(model\.[\w./]+|\[[-\d, ]+\])", r"`\1`", text)  # what is long may be cut, as code
     numbers = f"{one['numbers'][0]} descriptors, {one['numbers'][3]} bytes" if one["numbers"][0] else ""
     return ": ".join(filter(None, (one["verdict"], text or numbers)))
 
