@@ -53,7 +53,7 @@ def test_exactly_what_is_asked_for_is_zeroed(ranges, start, length):
 @pytest.mark.parametrize(("start", "end"), [(-1, 1), (60, 65), (20, 30)])
 def test_what_is_in_no_storage_is_refused(start, end):
     _, base, made = storages((0, 24), (28, 64))
-    with pytest.raises(GeometryError, match="to be zeroed are in no storage of the caches"):
+    with pytest.raises(GeometryError, match="are in no storage of the caches"):
         Storages(made).pieces(np.array([[base + start, end - start, 0]], np.uint64))
 
 
