@@ -169,28 +169,29 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
 
 
 def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """What it had told of is overwritten by others; D reads it again."""
+    """What it had told of is overwritten by others; D reads it again.
+
+    Eight answers grow beside a prompt of 32 of P's 59 blocks, from three blocks each to six. It has room when it comes,
+    and not when its last blocks are computed: the one that came last has to give way.
+    """
     name = "llama"
     settings = {
-        "p": kvhma(name, num_gpu_blocks_override=60, max_model_len=1600, **STEP),
+        "p": kvhma(name, block_size=32, num_gpu_blocks_override=60, max_model_len=1600, **SLOW),
         "d": kvhma(name, extra=SMALL),
-        "plain": arguments(name, **STEP),
+        "plain": arguments(name, **SLOW),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         pair = Pair(p, d)
-        size = p.rpc("e2e_groups")[0][0]["block_size"]
-        room = 59 * size
-        growing, followed = prompts(name, [int(room * 0.4), int(room * 0.58)])
+        *growing, followed = prompts(name, [65] * 8 + [1024])
         expected = plain.generate(followed, max_tokens=16).result()
-        preempted = 0
-        for _ in range(3):
-            busy = p.generate(growing, max_tokens=int(room * 0.15), ignore_eos=True)
-            time.sleep(0.2)
-            same(name, pair.both(followed).result(), expected, "beside one that grows")
-            busy.result()
-            preempted = int(p.sample("vllm:num_preemptions_total"))
+        busy = [p.generate(prompt, max_tokens=127, ignore_eos=True) for prompt in growing]
+        same(name, pair.both(followed).result(), expected, "beside answers that grow")
+        for answer in busy:
+            answer.result()
+        preempted = int(p.sample("vllm:num_preemptions_total"))
         print(f"{preempted} preemptions, {pair.pieces()} pieces")
         assert preempted > 0
+        assert pair.pieces() > 0
         for engine in (p, d):
             all_free(engine)
 
