@@ -45,7 +45,6 @@ QUIET_SECONDS = 1.3
 
 FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
 PUSHED, FORMULA = "NixlPushConnector", "formula"
-COLUMNS = (FOLLOWED, AT_ONCE, AFTER, THEIRS, PUSHED)
 
 
 @dataclass
@@ -218,9 +217,12 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
         "whole": kvhma(name, env=d.env, extra={"piece_tokens": 1 << 30}, **same),
         "their p": arguments(name, env=p.env, kv_transfer_config=theirs, enable_prefix_caching=cached, **same),
         "their d": arguments(name, env=d.env, kv_transfer_config=theirs, **same),
-        "pushing p": arguments(name, env=p.env, kv_transfer_config=pushed, enable_prefix_caching=cached, **same),
-        "pushing d": arguments(name, env=d.env, kv_transfer_config=pushed, **same),
     }
+    if options.push:
+        settings |= {
+            "pushing p": arguments(name, env=p.env, kv_transfer_config=pushed, enable_prefix_caching=cached, **same),
+            "pushing d": arguments(name, env=d.env, kv_transfer_config=pushed, **same),
+        }
     with engines(zygote, model, folder / name, **settings) as (prefill, decode, whole, *others):
         limit(hosts, "unlimited")
         pairs = {
@@ -228,12 +230,13 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
             AT_ONCE: Pair(prefill, whole, AT_ONCE),
             AFTER: Pair(prefill, decode, AFTER),
             THEIRS: Pair(others[0], others[1], THEIRS),
-            PUSHED: Pair(others[2], others[3], PUSHED),
         }
+        if options.push:
+            pairs[PUSHED] = Pair(others[2], others[3], PUSHED)
         for what in ("cold", "cached at P") if cached else ("cold",):
             title = f"{name} ({MODELS[name]}), {TOKENS:,} tokens, {what}"
             print(f"\n### {title}\n")
-            print(f"| rate | | {' | '.join(COLUMNS)} | {FORMULA} |\n|---|---{'|---' * (len(COLUMNS) + 1)}|")
+            print(f"| rate | | {' | '.join(pairs)} | {FORMULA} |\n|---|---{'|---' * (len(pairs) + 1)}|")
             drawn = {}
             for rate in rates:
                 limit(hosts, rate)
@@ -245,10 +248,10 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
 
 def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> dict[str, float]:
     """Print the rows of a rate; return seconds after P's end, of each column and of the formula."""
-    found: dict[str, list[Turn]] = {how: [] for how in COLUMNS}
+    found: dict[str, list[Turn]] = {how: [] for how in pairs}
     for number in range(rounds):
-        turn = number % len(COLUMNS)
-        for how in (*COLUMNS[turn:], *COLUMNS[:turn]):
+        turn = number % len(pairs)
+        for how in [*pairs][turn:] + [*pairs][:turn]:
             (prompt,) = prompts((what, rate, number, how), [TOKENS])
             with only(pairs[how], pairs.values()):
                 if what != "cold":
@@ -264,14 +267,14 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> dict[str, 
     computing = ours.first_token - ours.after
     wire = max(ours.last_bytes / RATES[rate], ours.all_bytes / RATES[rate] - computing)
     for title, of in (("first token", "first_token"), ("after P's end", "after")):
-        cells = [f"{getattr(medians[how], of) * 1e3:,.0f} ms" for how in COLUMNS]
+        cells = [f"{getattr(medians[how], of) * 1e3:,.0f} ms" for how in pairs]
         formula = f"{wire * 1e3:,.0f} ms" if of == "after" else ""
         print(f"| {rate} | {title} | {' | '.join(cells)} | {formula} |")
     share = ours.last_bytes / ours.all_bytes if ours.all_bytes else 1.0
     print(
         f"| {rate} | read last, descriptors | {ours.last_bytes / 2**20:,.1f} of {ours.all_bytes / 2**20:,.1f} MiB "
         f"({share:.0%}), {ours.descriptors:,.0f} | "
-        f"{' | '.join(f'{medians[how].descriptors:,.0f}' for how in COLUMNS[1:])} | |",
+        f"{' | '.join(f'{medians[how].descriptors:,.0f}' for how in [*pairs][1:])} | |",
         flush=True,
     )
     return {how: turn.after for how, turn in medians.items()} | {FORMULA: wire}
@@ -292,6 +295,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--rates", nargs="*", choices=[*RATES], default=[*RATES])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--push", action="store_true", help=f"{PUSHED} too")
     parser.add_argument("--pictures", type=Path, help="folder to draw into")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
