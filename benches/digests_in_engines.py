@@ -4,7 +4,7 @@
 Each way has engines of its own; in a round each takes its turn with the same prompt. Prints Markdown, which is the end
 of benches/RESULTS_DIGESTS.md. Needs the engines of `make e2e`, and `tests` on the path.
 
-    python benches/digests_in_engines.py [--rounds 15]
+    python benches/digests_in_engines.py [--rounds 15] [--models llama ...]
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(zygote: Zygote, folder: Path, name: str, rounds: int) -> None:
     """Print the rows of a model."""
     (model,) = make_models(zygote, folder / "models", name)
     settings = {
-        f"{side}{index}": kvhma(name, extra={"content_digests": share}, **WIDE)
+        f"{side}{index}": kvhma(name, extra={"content_digests": share}, kv_cache_memory_bytes=1 << 30, **WIDE)
         for index, share in enumerate(WAYS.values())
         for side in "pd"
     }
@@ -83,12 +83,13 @@ def measure(zygote: Zygote, folder: Path, name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What digests cost in real engines.")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     options = parser.parse_args()
     print(f"\n## First token of a hand-off between real engines, {options.rounds} rounds\n")
     print("Ratios are of the same prompt within a round, with quartiles; the last column is of all loads so far.\n")
     print("| model | tokens | off | sampled 1 % | all | D's sum, a load |\n|---|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder, Zygote(Path(folder) / "zygote.log") as zygote:
-        for name in MODELS:
+        for name in options.models:
             measure(zygote, Path(folder), name, options.rounds)
 
 
