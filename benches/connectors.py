@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from handoffs import waterfall
+from handoffs.alone import WIDE
 from handoffs.pairs import Bench, Pairs, Turn
 from handoffs.tables import COMPUTED, EVEN, HIT, MET, OURS, THEIRS, Row, rotated, table
 from support.engines import Engine, Zygote
@@ -58,9 +59,6 @@ WATERFALLS = 9
 STALL_ROUNDS = 5
 OTHER_TOKENS = 2000
 """Of the answer that D gives meanwhile, and that is aborted when the loads have ended."""
-
-WIDE = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_format": "dummy"}
-"""Caches of 16 MiB a layer for 2,001 tokens: copies that take long enough to stall something."""
 
 LARGE = {"hf_overrides": {"num_key_value_heads": 1}, "load_format": "dummy", "dtype": "bfloat16"}
 LARGE_BLOCKS = 1_000_000

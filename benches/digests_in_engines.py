@@ -10,14 +10,13 @@ of benches/RESULTS_DIGESTS.md. Needs the engines of `make e2e`, and `tests` on t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from handoffs.alone import WIDE, alone
 from support.engines import Engine, Zygote, engines, make_models
 from support.handoff import decode, kvhma, prefill, prompts
 
@@ -26,21 +25,6 @@ WAYS: dict[str, float] = {"off": 0.0, "sampled 1 %": 0.01, "all": 1.0}
 LENGTHS = (301, 2001)
 QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step."""
-WIDE: dict[str, Any] = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_format": "dummy"}
-"""Caches of 16 MiB a layer for 2,001 tokens."""
-
-
-@contextlib.contextmanager
-def only(kept: Sequence[Engine], others: Sequence[Engine]) -> Iterator[None]:
-    """Stop all other engines."""
-    stopped = [one for one in others if one not in kept]
-    for one in stopped:
-        one.pause()
-    try:
-        yield
-    finally:
-        for one in stopped:
-            one.go_on()
 
 
 def first_token(p: Engine, d: Engine, prompt: Sequence[int]) -> float:
@@ -67,7 +51,7 @@ def measure(zygote: Zygote, folder: Path, name: str, rounds: int) -> None:
             for number in range(-1, rounds):  # the first one connects
                 (prompt,) = prompts((name, length, number), [length])
                 for way, pair in pairs.items():
-                    with only(pair, running):
+                    with alone(pair, running):
                         found[way].append(first_token(*pair, prompt))
             cells = [f"{statistics.median(found['off'][1:]) * 1e3:.2f} ms"]
             for way in (*WAYS,)[1:]:

@@ -19,13 +19,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from handoffs.alone import WIDE, alone
 from handoffs.bars import draw
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, make_models
 from support.handoff import arguments, kvhma, prompts
@@ -36,9 +37,6 @@ TOKENS = 4001
 CHUNK = 512
 CACHED = 3600
 """Tokens of the prompt that P has cached, in the rows where it has."""
-
-WIDE: dict[str, Any] = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 256}, "load_format": "dummy"}
-"""Caches of 32 MiB a layer, so that the cable counts."""
 
 QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step."""
@@ -123,20 +121,6 @@ class Turn:
     last_bytes: float
     all_bytes: float
     descriptors: float
-
-
-@contextlib.contextmanager
-def only(pair: Pair, pairs: Iterable[Pair]) -> Iterator[None]:
-    """Stop the engines of all others: those that spin while they wait would take the cores."""
-    kept = {id(engine) for engine in (pair.p, pair.d)}
-    others = {id(engine): engine for one in pairs for engine in (one.p, one.d) if id(engine) not in kept}
-    for engine in others.values():
-        engine.pause()
-    try:
-        yield
-    finally:
-        for engine in others.values():
-            engine.go_on()
 
 
 class Pair:
@@ -253,7 +237,8 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> dict[str, 
         turn = number % len(pairs)
         for how in [*pairs][turn:] + [*pairs][:turn]:
             (prompt,) = prompts((what, rate, number, how), [TOKENS])
-            with only(pairs[how], pairs.values()):
+            running = (engine for pair in pairs.values() for engine in (pair.p, pair.d))
+            with alone((pairs[how].p, pairs[how].d), running):
                 if what != "cold":
                     pairs[how].p.generate(prompt[:CACHED], max_tokens=1, timeout=300).result(300)
                 time.sleep(QUIET_SECONDS)

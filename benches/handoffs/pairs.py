@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from handoffs import DELAY, MODULE, cpu
+from handoffs.alone import alone
 from handoffs.tables import EVEN, HIT, MET, OURS, THEIRS
 from handoffs.waterfall import stages
 from kvhma.nixl.library import PROGRESS_DELAY_US
@@ -301,16 +302,9 @@ class Pairs:
     def only(self, which: str) -> Iterator[Pair]:
         """Let one pair run alone."""
         pair = self.pairs[which]
-        running = {id(side.engine) for side in (pair.p, pair.d)}
-        others = {id(side.engine): side.engine for other in self.pairs.values() for side in (other.p, other.d)}
-        others = {key: engine for key, engine in others.items() if key not in running}
-        for engine in others.values():
-            engine.pause()
-        try:
+        running = (side.engine for other in self.pairs.values() for side in (other.p, other.d))
+        with alone((pair.p.engine, pair.d.engine), running):
             yield pair
-        finally:
-            for engine in others.values():
-                engine.go_on()
 
     def turn(self, which: str, asked: list[list[int]], *, beside: int = 0) -> Turn:
         with self.only(which) as pair:
