@@ -14,7 +14,8 @@ import pytest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-headless-shell"))), None)
 COLUMN = 688  # pixels of a page's text where the theme of the documentation is widest for a window of 1220 to 1600
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
+HEADLESS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+FLAGS = (*HEADLESS, "--host-resolver-rules=MAP * ~NOTFOUND")
 
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no browser: apt-get install chromium-headless-shell, or Chrome"
@@ -22,7 +23,16 @@ needs_browser = pytest.mark.skipif(
 
 
 def answer(page: Path, *flags: str) -> Any:
-    """Open a page; what its script has written into `<pre id="answer">` is JSON."""
-    command = [str(BROWSER), *FLAGS, *flags, f"--user-data-dir={page.parent}/profile", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+    """Open a page; what its script has written into `<pre id="answer">` is JSON.
+
+    A browser that a signal ended says nothing of the page: it is begun again, twice at most.
+    """
+    for attempt in range(3):
+        profile = f"--user-data-dir={page.parent}/profile{attempt}"
+        command = [str(BROWSER), *FLAGS, *flags, profile, "--dump-dom", page.as_uri()]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        # A shell, which some installations put before it, says 128 + the signal's number.
+        if 0 <= done.returncode < 128:
+            break
+    done.check_returncode()
     return json.loads(html.unescape(done.stdout.partition('<pre id="answer">')[2].partition("</pre>")[0]))
