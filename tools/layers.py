@@ -45,7 +45,7 @@ PICTURES = {
         request
         pairing | form | lowlevel
         bytes
-        geometry | digest
+        geometry | digest | id_text
         error
         finding
     """,

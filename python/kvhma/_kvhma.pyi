@@ -32,9 +32,11 @@ __all__ = [
     "fa_descriptors",
     "fa_views",
     "first_entries",
+    "ids_to_text",
     "permuted_rows",
     "ssm_descriptors",
     "ssm_views",
+    "text_to_ids",
     "validate",
     "window_blocks",
 ]
@@ -522,6 +524,27 @@ def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:
 
     Raises:
         RequestError: there are fewer, or one is not an integer of 32 bits.
+    """
+
+def ids_to_text(ids: IdsLike) -> str:
+    """Return block ids as ranges of text that go up or down by one, e.g. ``7-9,4,2-1``.
+
+    Args:
+        ids: block ids, list or array.
+
+    Raises:
+        RequestError: one is not an integer of 64 bits.
+    """
+
+def text_to_ids(text: str, limit: int) -> list[int]:
+    """Return the block ids of a text of ids_to_text, which may be a stranger's.
+
+    Args:
+        text: the text.
+        limit: how many ids are stored at most.
+
+    Raises:
+        RequestError: it is no such text, an id has more than 31 bits, or there are more.
     """
 
 def descriptor_ids(

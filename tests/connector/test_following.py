@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
+from kvhma._kvhma import text_to_ids
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.wire.params import read_ids
 from support.schedulers import STEP, blocks, output, request, scheduler, tables, until
 
 TICKET = "0123456789abcdef" * 2
@@ -402,4 +402,64 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     question = conversation.question()
     p.results(p.build(at_p=64))
     (told,) = table.ask(question).blocks
-    assert (told.first, read_ids(told.ids, 99)) == (4, tables(d)[0][4:8])
+    assert (told.first, text_to_ids(told.ids, 99)) == (4, tables(d)[0][4:8])
+
+
+class Waits:
+    """What D's scheduler waits for news with."""
+
+    def __init__(self, event):
+        self.event = event
+        self.seconds = []
+
+    def wait(self, seconds):
+        self.seconds.append(seconds)
+        return self.event.wait(30)
+
+    def set(self):
+        self.event.set()
+
+    def clear(self):
+        self.event.clear()
+
+
+def test_with_nothing_to_compute_d_waits_for_news(p, d):
+    """An engine that only schedules again takes two cores, which may be those P computes with."""
+    conversations = d.decode._following._conversations
+    waits = conversations.news = Waits(conversations.news)
+    busy = SimpleNamespace(num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
+    at_p = p.add()
+    followed(d, p)
+    for step in (busy, STEP, STEP, busy, STEP, STEP):
+        d.step(step)
+    assert waits.seconds == []  # with asynchronous scheduling a busy one's results may not be back before the third
+    p.results(p.build(at_p=64))
+    assert piece_of(d).piece  # the news wake it up
+    assert waits.seconds
+    assert max(waits.seconds) < 0.01
+    waits.seconds.clear()
+    for _ in range(5):
+        d.step(STEP)
+    assert waits.seconds == []  # the worker waits for the piece
+    read(d)
+    d.decode.refuse("another", "which is reported with the next step")
+    for _ in range(5):
+        d.step(STEP)
+    assert waits.seconds == []
+    p.finish(at_p)
+    assert not piece_of(d).piece
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_data_parallel_engines_do_not_wait_for_news(p, waits):
+    d = scheduler(ranks=1, piece_tokens=16, may_wait=waits)
+    try:
+        p.add()
+        followed(d, p)
+        news = d.decode._following._conversations.news
+        news.set()
+        for _ in range(5):
+            d.step(STEP)
+        assert news.is_set() is not waits
+    finally:
+        d.close()

@@ -17,8 +17,8 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from connector.test_scheduler import request, scheduler, tables
+from kvhma._kvhma import ids_to_text
 from kvhma.vllm.slots import SlotRanges
-from kvhma.vllm.wire.params import write_ids
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
 
@@ -78,7 +78,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
         held, params = p.finish(asked, after)
         assert held
         named = [text for _, text in params["kvhma"]["spans"]]
-        assert [write_ids(span.ids) for span in slots] == named
+        assert [ids_to_text(span.ids) for span in slots] == named
     finally:
         p.close()
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma import Span
+from kvhma._kvhma import ids_to_text, text_to_ids
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, Prefix, read_ids, write_ids
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.secrets import Secrets
 
 REMOTE = PrefillParams(
@@ -69,20 +70,20 @@ def test_upstreams_keys_are_there():
     ],
 )
 def test_ids_as_text(ids, text):
-    assert write_ids(ids) == text
-    assert read_ids(text, 10) == ids
+    assert ids_to_text(ids) == text
+    assert text_to_ids(text, 10) == ids
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60))
 def test_ids_round_trip(ids):
-    assert read_ids(write_ids(ids), 60) == ids
+    assert text_to_ids(ids_to_text(ids), 60) == ids
 
 
 def test_long_prompts_stay_small():
     ids = list(range(1, 8193))
-    assert len(write_ids(ids)) < 10
-    assert len(write_ids(ids[::-2])) < 50_000  # the worst: every block by itself
+    assert len(ids_to_text(ids)) < 10
+    assert len(ids_to_text(ids[::-2])) < 50_000  # the worst: every block by itself
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,12 @@ def test_long_prompts_stay_small():
 )
 def test_ids_refused(text):
     with pytest.raises(RequestError, match="block ids"):
-        read_ids(text, 10)
+        text_to_ids(text, 10)
 
 
 def test_a_range_cannot_be_longer_than_the_prompt():
     with pytest.raises(RequestError, match="more than 10"):
-        read_ids("0-2147483647", 10)
+        text_to_ids("0-2147483647", 10)
 
 
 REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]

@@ -4,7 +4,7 @@ use kvhma_core::lowlevel::{ids, permute, views};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
 use pyo3::Borrowed;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::convert::{column, items, read_groups, read_ids, read_item, read_rows, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, type_error};
@@ -43,6 +43,33 @@ pub(crate) fn validate(py: Python<'_>, local: &Bound<'_, PyAny>, remote: &Bound<
 #[pyfunction]
 pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_size: &Bound<'_, PyAny>) -> PyResult<u64> {
     ids::window_blocks(read_u64("window", window)?, read_u64("block_size", block_size)?).or_raise(py)
+}
+
+/// Return block ids as ranges of text that go up or down by one, e.g. ``7-9,4,2-1``.
+///
+/// Args:
+///     ids: block ids, list or array.
+///
+/// Raises:
+///     RequestError: one is not an integer of 64 bits.
+#[pyfunction]
+pub(crate) fn ids_to_text(ids: &Bound<'_, PyAny>) -> PyResult<String> {
+    Ok(kvhma_core::ids_to_text(&read_ids("ids", ids)?))
+}
+
+/// Return the block ids of a text of ids_to_text, which may be a stranger's.
+///
+/// Args:
+///     text: the text.
+///     limit: how many ids are stored at most.
+///
+/// Raises:
+///     RequestError: it is no such text, an id has more than 31 bits, or there are more.
+#[pyfunction]
+pub(crate) fn text_to_ids(text: &Bound<'_, PyString>, limit: usize) -> PyResult<Vec<i64>> {
+    // JSON may have lone surrogates, which are no UTF-8.
+    let letters = text.to_str().unwrap_or("\u{fffd}");
+    kvhma_core::text_to_ids(letters, limit).or_raise(text.py())
 }
 
 /// The id that stands for "no block", or None.

@@ -28,8 +28,8 @@ mod _kvhma {
     use super::digest::{digest_prefixes, digest_tokens};
     #[pymodule_export]
     use super::functions::{
-        clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,
-        permuted_rows, ssm_descriptors, ssm_views, validate, window_blocks,
+        clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries, ids_to_text,
+        permuted_rows, ssm_descriptors, ssm_views, text_to_ids, validate, window_blocks,
     };
     #[pymodule_export]
     use super::geometry::CheckedGeometry;

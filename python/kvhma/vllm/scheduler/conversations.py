@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhma._kvhma import text_to_ids
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
@@ -28,7 +29,7 @@ from kvhma.vllm.wire.calls import Calls
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Done, Follow, Progress, Unfollow
 from kvhma.vllm.wire.names import resolve
-from kvhma.vllm.wire.params import Address, Incarnation, read_ids
+from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.tickets import Ticket
 
@@ -151,7 +152,7 @@ class Conversation:
         left = self.most_blocks if news.total <= self.most else 0
         found = []
         for blocks in news.blocks if left else ():
-            found.append((blocks.group, blocks.first, read_ids(blocks.ids, left)))
+            found.append((blocks.group, blocks.first, text_to_ids(blocks.ids, left)))
             left -= len(found[-1][2])
         return found
 

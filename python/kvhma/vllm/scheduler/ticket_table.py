@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from kvhma._kvhma import ids_to_text
 from kvhma.vllm.wire.messages import Follow, Progress, Settled
-from kvhma.vllm.wire.params import Incarnation, LeaseClaim, write_ids
+from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
 MAX_TICKETS = 4096
 """Requests that are followed at a time, and those that are over and can still be asked about."""
@@ -59,7 +60,7 @@ class _Ticket:
         for group, (size, table) in list(self.tables.items()):
             first = min(known // size, len(table))
             if first < len(table):
-                blocks.append(Settled(group, first, write_ids(table[first:])))
+                blocks.append(Settled(group, first, ids_to_text(table[first:])))
         return Progress(
             version=self.version,
             engine_id=self.source.engine_id,

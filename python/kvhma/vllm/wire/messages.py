@@ -210,7 +210,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         group: index of P's group.
         first: position of the first one in the request.
-        ids: ranges of text, see :func:`kvhma.vllm.wire.params.write_ids`.
+        ids: ranges of text, see ``ids_to_text`` of the compiled module.
     """
 
     group: Annotated[int, msgspec.Meta(ge=0, lt=256)]

@@ -11,12 +11,10 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvhma._kvhma import ids_to_text, text_to_ids
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.text import quote
@@ -26,9 +24,6 @@ VERSION = 3
 """Version of the ``kvhma`` dictionary."""
 
 _MAX_ID = (1 << 31) - 1
-_MAX_DIGITS = 10
-_FEW = 256
-"""Blocks for which Python is quicker than an array, if they are one run, as those of most prompts are."""
 
 _MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
@@ -37,8 +32,6 @@ _MAX_RANKS = 1 << 16
 _MAX_PREFIXES = 64
 _BLOCKS_PER_TOKEN = 4
 """Blocks of all groups for each token at most: a few groups may have blocks of one token."""
-
-_RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
 
 
 class Address(NamedTuple):
@@ -172,7 +165,7 @@ class PrefillParams(NamedTuple):
 
         To D as they are; those of an answer, for the `next_turn`, to P.
         """
-        spans = [[span.first, write_ids(span.ids)] for span in self.spans]
+        spans = [[span.first, ids_to_text(span.ids)] for span in self.spans]
         digest = secrets.sign(self._signed_bytes(spans))
         params: dict[str, Any] = {
             "do_remote_prefill": not next_turn,
@@ -269,67 +262,6 @@ def random_id() -> int:
     return random.SystemRandom().getrandbits(64)
 
 
-def write_ids(ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-    """Return block ids as ranges of text; runs may go up or down by one.
-
-    ::
-
-        ids           7  8  9  4  2  1
-        distances       +1 +1 -5 -2 -1
-        in a run        x  x        x
-        text          7-9      4  2-1
-    """
-    if not len(ids):
-        return ""
-    if len(ids) <= _FEW and list(ids) == list(range(ids[0], ids[0] + len(ids))):
-        return f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
-    blocks = np.asarray(ids, np.int64)
-    distances = np.diff(blocks)
-    by_one = np.abs(distances) == 1
-    in_run = by_one.copy()
-    in_run[1:] &= ~by_one[:-1] | (distances[1:] == distances[:-1])
-    breaks = np.flatnonzero(~in_run)
-    firsts = blocks[np.concatenate([[0], breaks + 1])].tolist()
-    lasts = blocks[np.concatenate([breaks, [len(blocks) - 1]])].tolist()
-    return ",".join(
-        [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
-    )
-
-
-def read_ids(text: str, limit: int) -> list[int]:
-    """Read block ids of :func:`write_ids`.
-
-    Raises:
-        RequestError: not such a text, an id of more than 31 bits, or more than `limit` ids.
-    """
-    # An id has ten digits at most, and a separator.
-    if len(text) > limit * 11:
-        raise RequestError(f"block ids have {len(text)} characters, at most {limit} ids are expected")
-    ids: list[int] = []
-    for part in text.split(",") if text else ():
-        if part.isdecimal() and part.isascii() and len(part) <= _MAX_DIGITS:  # most parts of scattered blocks
-            first = last = int(part)
-        else:
-            first, last = _read_range(part)
-        if first > _MAX_ID or last > _MAX_ID:
-            raise RequestError(f"block ids: {quote(part)} does not fit 31 bits")
-        if len(ids) + abs(last - first) >= limit:
-            raise RequestError(f"block ids: more than {limit} in {quote(text)}")
-        if first == last:
-            ids.append(first)
-        else:
-            step = 1 if last > first else -1
-            ids.extend(range(first, last + step, step))
-    return ids
-
-
-def _read_range(part: str) -> tuple[int, int]:
-    found = _RANGE.fullmatch(part)
-    if found is None:
-        raise RequestError(f"block ids: {quote(part)} is neither a number nor a range")
-    return int(found[1]), int(found[1] if found[2] is None else found[2])
-
-
 def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
     """Refuse parameters that no engine with this engine's secret has written as they are."""
     has_secret = own.get("signed")
@@ -381,7 +313,7 @@ def _spans(rows: list[list[Any]], tokens: int) -> tuple[Span, ...]:
     spans = []
     left = _BLOCKS_PER_TOKEN * tokens + _MAX_GROUPS
     for first, text in rows:
-        ids = read_ids(text, min(left, tokens + _MAX_GROUPS))
+        ids = text_to_ids(text, min(left, tokens + _MAX_GROUPS))
         left -= len(ids)
         spans.append(Span(first, ids))
     return tuple(spans)
