@@ -211,7 +211,7 @@ class PrefillScheduler:
             lease_key=LeaseKey(request.request_id, random_id()),
             lease=self._context.settings.kv_lease_duration,
             num_tokens=tokens,
-            prompt=self._context.prompt_digest(request, tokens),
+            prompt=self.settling.prompt_digest(request, tokens),
             spans=tuple(spans),
             tp_size=engine.ranks_of_stage,
             epoch=self.settling.epoch(request.request_id),

@@ -37,6 +37,7 @@ class _Followed:
     Attributes:
         ticket: its ticket.
         total: tokens that will be handed over.
+        prompt: digest of them.
         steps: number of each step that is under way, and tokens that are computed after it.
         begun: whether it was scheduled since it was added or preempted.
         tokens: that are settled.
@@ -45,6 +46,7 @@ class _Followed:
 
     ticket: bytes
     total: int
+    prompt: str
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     begun: bool = False
     tokens: int = 0
@@ -89,7 +91,7 @@ class SettlingRequests:
                 "kvhma: request %s cannot be followed: its ticket was used, or too many are", request.request_id
             )
             return
-        self._followed[request.request_id] = _Followed(ticket, total)
+        self._followed[request.request_id] = _Followed(ticket, total, prompt)
         if self._step is None:
             self._step = 0  # the steps up to now have no number, and the last ones may not be over
 
@@ -203,6 +205,13 @@ class SettlingRequests:
         """Return whether the follower of a request does not need it any more."""
         followed = self._followed.get(request_id)
         return followed is not None and self.tickets.is_dropped(followed.ticket)
+
+    def prompt_digest(self, request: Request, tokens: int) -> str:
+        """Return the digest of a request's first tokens, which was made before if others were told it."""
+        followed = self._followed.get(request.request_id)
+        if followed is not None and followed.total == tokens:
+            return followed.prompt
+        return self._context.prompt_digest(request, tokens)
 
     def epoch(self, request_id: str) -> int:
         """Return the epoch of a request; 0 if nobody can follow it."""
