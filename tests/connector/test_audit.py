@@ -25,6 +25,9 @@ from kvhma.oracle.smallest import smallest
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("order_of_states")]
 
 
+of_this_version = pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="known of vLLM 0.32 only")
+
+
 @pytest.fixture
 def order_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that vLLM's connector takes."""
@@ -48,7 +51,8 @@ def test_names_are_of_one_row_each() -> None:
         "deepseek_v2/tp2-1/block16-16/hit0/300",
         "push/deepseek_v2/tp1-2/block16-16/hit0/300",
         "push/llama/tp2-1/block16-16/hit128/303",
-        "mooncake/llama/tp2-1/block16-16/hit0/303",
+        # 0.33's P answers the recorder's D without a result: Mooncake was recorded with 0.32 only.
+        pytest.param("mooncake/llama/tp2-1/block16-16/hit0/303", marks=of_this_version),
     ],
 )
 def test_what_is_right(name: str, tmp_path: Path) -> None:
@@ -89,9 +93,6 @@ KNOWN = {
     "GDN as one chunk": ("mooncake/qwen3_next/tp1-2/block/hit0/303", ("wrong",), "linear_attn/ssm"),
     "gemma-4 with one global head": ("gemma4/tp1-2/block16-16/hit0/300", ("missing",), "layers.2.self_attn.attn/kv"),
 }
-
-
-of_this_version = pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="a fact about vLLM 0.32")
 
 
 @of_this_version
