@@ -414,7 +414,7 @@ class Waits:
 
     def wait(self, seconds):
         self.seconds.append(seconds)
-        return self.event.wait(30)
+        return self.event.wait(seconds)
 
     def set(self):
         self.event.set()
@@ -428,11 +428,16 @@ def test_with_nothing_to_compute_d_waits_for_news(p, d):
     conversations = d.decode._following._conversations
     waits = conversations.news = Waits(conversations.news)
     busy = SimpleNamespace(num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
+    for step in (STEP, STEP, STEP, busy):
+        d.step(step)
     at_p = p.add()
     followed(d, p)
-    for step in (busy, STEP, STEP, busy, STEP, STEP):
+    for step in (STEP, STEP, busy, STEP, STEP):
         d.step(step)
     assert waits.seconds == []  # with asynchronous scheduling a busy one's results may not be back before the third
+    d.step(STEP)
+    assert waits.seconds != []
+    waits.seconds.clear()
     p.results(p.build(at_p=64))
     assert piece_of(d).piece  # the news wake it up
     assert waits.seconds

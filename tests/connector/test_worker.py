@@ -270,8 +270,8 @@ def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
 
 def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, silent, monkeypatch):
     waits = []
-    wait_for = d.worker._results._all_reported.wait_for
-    monkeypatch.setattr(d.worker._results._all_reported, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
+    wait_for = d.worker._results._has_ended.wait_for
+    monkeypatch.setattr(d.worker._results._has_ended, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
     assert d.worker.collect(idle=True) == (set(), WorkerReport())
     assert not waits, "there is nothing to wait for"
     d.start(silent=(silent, [1]))
@@ -703,3 +703,48 @@ def test_a_result_is_reported_once_whoever_says_it_again():
     assert ended == {"r"}
     assert (report.failures["r"].cause, report.first_tokens) == ("refused", {})
     assert results.stats.take().data["failed_loads"] == {"refused": 1}
+
+
+@pytest.fixture
+def long_waits(monkeypatch):
+    """Waits that end by themselves long after the test."""
+    monkeypatch.setattr("kvhma.vllm.worker.results._NEXT_READ_SECONDS", 30.0)
+    monkeypatch.setattr("kvhma.vllm.worker.results._MAX_WAIT_SECONDS", 30.0)
+
+
+PIECE = SimpleNamespace(request_id="followed", piece=True)
+
+
+def test_an_idle_step_waits_for_a_piece_and_for_nothing_after_it(long_waits):
+    """While a piece was read an engine without work only stepped, which takes two cores."""
+    results = LoadResults()
+    results.expect([PIECE])
+    began = time.monotonic()
+    results.wait()
+    assert time.monotonic() - began < 20
+    threading.Timer(0.1, results.end_piece, ("followed", None)).start()
+    began = time.monotonic()
+    results.wait(for_pieces=True)
+    assert 0.09 <= time.monotonic() - began < 20
+    results.wait(for_pieces=True)  # it is to be reported first
+    assert results.take()[1].pieces == {"followed": 1}
+    results.wait(for_pieces=True)
+    assert time.monotonic() - began < 20
+
+
+def test_a_load_that_ends_while_a_piece_is_read_is_reported_at_once(long_waits):
+    results = LoadResults()
+    results.expect([PIECE, SimpleNamespace(request_id="r", piece=False)])
+    threading.Timer(0.1, results.succeed, ("r", {})).start()
+    began = time.monotonic()
+    results.wait(for_pieces=True)
+    assert 0.09 <= time.monotonic() - began < 20
+    assert results.take()[0] == {"r"}
+
+
+def test_pieces_are_waited_for_after_an_idle_step_only(d, monkeypatch):
+    asked = []
+    monkeypatch.setattr(d.worker._results, "wait", lambda *, for_pieces: asked.append(for_pieces))
+    for idle in (True, True, False, True, True):
+        d.worker.collect(idle=idle)
+    assert asked == [False, True, False, True]

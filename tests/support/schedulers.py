@@ -33,6 +33,7 @@ def scheduler(
     secrets=(),
     ranks=2,  # so that the scheduler tells P; a worker that is alone does that itself
     staging=NO_SLOTS,
+    may_wait=True,
     **more,
 ):
     geometry = tiny_hybrid(100)
@@ -51,6 +52,7 @@ def scheduler(
         host_staged=staging is not NO_SLOTS,
         staging=staging,
         transfer_groups=tuple(range(len(geometry.groups))),
+        may_wait=may_wait,
     )
     made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)
     hello = encode_handshake(b"x", geometry, name="a", incarnation=1)

@@ -32,6 +32,7 @@ from kvhma.vllm.engine_config import (
     engine_id_of,
     host_staged,
     identity_of,
+    may_wait,
     nixl_package,
     no_answers,
     rank_info_of,
@@ -205,7 +206,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             agent,
             self._memory.device,
             rank=parallel.rank,
-            may_wait=parallel.data_parallel_size * parallel.pipeline_parallel_size == 1,
+            may_wait=may_wait(config),
             cp_tp_size=place.cp_tp_size,
         )
         self._worker = KvhmaWorker(context, self._memory)

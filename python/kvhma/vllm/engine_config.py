@@ -246,7 +246,14 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         drafts=config.speculative_config is not None,
         max_model_len=config.model_config.max_model_len,
         keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
+        may_wait=may_wait(config),
     )
+
+
+def may_wait(config: VllmConfig) -> bool:
+    """Return whether a step may wait for loads without keeping other engines or stages from theirs."""
+    parallel = config.parallel_config
+    return bool(parallel.data_parallel_size * parallel.pipeline_parallel_size == 1)
 
 
 def no_answers(config: VllmConfig, settings: Settings) -> str:

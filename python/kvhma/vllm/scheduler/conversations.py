@@ -184,7 +184,11 @@ class Conversation:
 
 
 class Conversations:
-    """Asks about tickets. Safe to use from several threads."""
+    """Asks about tickets. Safe to use from several threads.
+
+    Attributes:
+        news: set when P has answered about a ticket, or is found not to.
+    """
 
     def __init__(self, timeout: float, unknown_seconds: float, secrets: Secrets, counters: Counters) -> None:
         """Start without a thread: it begins with the first ticket.
@@ -203,6 +207,7 @@ class Conversations:
         self._conversations: list[Conversation] = []
         self._known: list[Conversation] = []
         """Those of them that the thread has seen."""
+        self.news = threading.Event()
         self._calls = Calls(self._wake)
         self._thread: SupervisedThread | None = None
         self._sockets: tuple[socket.socket, socket.socket] | None = None
@@ -324,10 +329,10 @@ class Conversations:
         now = time.monotonic()
         conversation.answered, conversation.failures, conversation.unread = now, 0, 0
         conversation.take(news)
-        if conversation.over:
-            return
         if not conversation.version and now - conversation.begun > self._unknown_seconds:
             conversation.error = f"{conversation.ticket.address} does not know its ticket"
+        self.news.set()
+        if conversation.over:
             return
         client.send(conversation.question())
 
@@ -353,6 +358,7 @@ class Conversations:
         now = time.monotonic()
         if isinstance(error, RequestError) or now - conversation.answered > _SILENCE_SECONDS + self._timeout:
             conversation.error = str(error)
+            self.news.set()
         conversation.retry_at = now + min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(conversation.failures, 8))
         conversation.failures += 1
 

@@ -110,8 +110,12 @@ class DecodeScheduler:
         """Take a new request that cannot be loaded."""
         self.pending[request_id] = PendingLoad(None, text)
 
-    def take_metadata(self) -> StepMetadata:
-        """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules."""
+    def take_metadata(self, *, idle: bool) -> StepMetadata:
+        """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules.
+
+        An `idle` step has nothing to compute.
+        """
+        self._following.wait_for_news(idle=idle, pending=(load.followed for load in self.pending.values()))
         for request_id, followed in list(self._following.with_blocks.items()):
             self._follow_on(request_id, self.pending[request_id], followed)
         if self._unclaimed:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class KvhmaScheduler:
-    """Decides what is loaded, and what is kept for others and for how long. Moves nothing and waits for nothing.
+    """Decides what is loaded, and what is kept for others and for how long. Moves nothing.
 
     Attributes:
         context: what both parts know of their engine.
@@ -107,8 +107,9 @@ class KvhmaScheduler:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
-        metadata = self.decode.take_metadata()
-        metadata.idle = output.total_num_scheduled_tokens == 0
+        idle = output.total_num_scheduled_tokens == 0
+        metadata = self.decode.take_metadata(idle=idle)
+        metadata.idle = idle
         over = [] if self.answers is None else self.answers.step(output)
         self.prefill.step(output, metadata)
         metadata.sent += over

@@ -64,7 +64,7 @@ class LoadResults:
         self.cases = CaseFolder(case_folder)
         self.stats = StatsCollector(self._gauges, busy=lambda: bool(self._unreported))
         self._lock = threading.Lock()
-        self._all_reported = threading.Condition(self._lock)
+        self._has_ended = threading.Condition(self._lock)
         self._unreported: dict[str, _Unreported] = {}
         """By request, in the order in which they were ordered."""
         self._unjudged: dict[str, dict[int, int]] = {}
@@ -111,7 +111,7 @@ class LoadResults:
                 return
             self._report.digests[request_id] = digest
             self._unjudged[request_id] = first_tokens
-            self._all_reported.notify()  # nothing is waited for in this step
+            self._has_ended.notify()  # nothing is waited for in this step
             verdicts = {request_id: self._verdicts.pop(request_id)} if request_id in self._verdicts else {}
         self.judge(verdicts)
 
@@ -158,6 +158,7 @@ class LoadResults:
                 self._report.pieces[request_id] = 1
                 if error is not None:
                     self._report.lost_pieces[request_id] = failure.text
+                self._has_ended.notify()
 
     def _end(self, request_id: str) -> bool:
         """Return whether this is the first result of a load that is expected."""
@@ -166,22 +167,27 @@ class LoadResults:
         if self._unreported.pop(request_id, None) is None:
             return False
         self._ended.add(request_id)
-        if not self._is_waited_for():
-            self._all_reported.notify()
+        self._has_ended.notify()
         return True
 
-    def _is_waited_for(self) -> bool:
-        """Whether a load may end without another step; the lock is held."""
-        return len(self._unreported) > len(self._unjudged)
+    def wait(self, *, for_pieces: bool = False) -> None:
+        """Wait until every load is reported, but no longer than one more load is read every 2 ms, and at most 10 ms.
 
-    def wait(self) -> None:
-        """Wait until every load is reported, but no longer than one more load is read every 2 ms, and at most 10 ms."""
+        Without any, and with nothing to report, wait as long for a piece if that is wanted.
+        """
+
+        def is_over() -> bool:
+            # Those that are to be judged do not end without another step.
+            if len(self._unreported) > len(self._unjudged):
+                return False
+            return not (for_pieces and self._pieces) or bool(self._ended or self._report.pieces)
+
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         with self._lock:
             reads_before = None
-            while self._is_waited_for() and self._reads != reads_before and time.monotonic() < deadline:
+            while not is_over() and self._reads != reads_before and time.monotonic() < deadline:
                 reads_before = self._reads
-                self._all_reported.wait_for(lambda: not self._is_waited_for(), _NEXT_READ_SECONDS)
+                self._has_ended.wait_for(is_over, _NEXT_READ_SECONDS)
 
     def take(self) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended since the last call, and the report for the scheduler."""

@@ -56,6 +56,7 @@ class KvhmaWorker:
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
         self._standstill = StandstillWatch(stats)
         self._new_loads = False
+        self._was_idle = False
         self._mark: torch.Event | None = None
 
     def be_ready(self) -> None:
@@ -94,10 +95,14 @@ class KvhmaWorker:
         so does the step that ordered them, since small loads end with it or just after it. On a device it would keep
         what it has computed from being sampled. With data parallel no step waits: engines that are not idle would wait
         for this one to join their next step. With pipeline stages none does either: the next batch is on its way.
+
+        Pieces are waited for if the step before was idle too: with asynchronous scheduling the results of a busy one
+        may be taken after this one, and nobody is served by a piece alone.
         """
         new_loads, self._new_loads = self._new_loads, False
+        was_idle, self._was_idle = self._was_idle, idle
         if self._may_wait and (idle or (new_loads and self._device.is_host)):
-            self._results.wait()
+            self._results.wait(for_pieces=idle and was_idle)
         return self._results.take()
 
     def take_stats(self) -> TransferStats | None:
