@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import platform
 import secrets
@@ -42,7 +43,7 @@ QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step."""
 
 FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
-PUSHED, FORMULA = "NixlPushConnector", "formula"
+PUSHED, FORMULA, AS_READ, OWN_HIT = "NixlPushConnector", "formula", "at one read's speed", "D's own hit"
 
 
 @dataclass
@@ -114,6 +115,8 @@ class Turn:
         last_bytes: of D's last read.
         all_bytes: of all of its reads.
         descriptors: that were planned.
+        reading: seconds of its last read.
+        own_hit: seconds to the first token of the same prompt once D has it; 0 where it keeps no prefixes.
     """
 
     first_token: float
@@ -121,6 +124,8 @@ class Turn:
     last_bytes: float
     all_bytes: float
     descriptors: float
+    reading: float
+    own_hit: float
 
 
 class Pair:
@@ -146,20 +151,21 @@ class Pair:
     def read(self, prompt: Sequence[int], params: dict[str, Any] | None, name: str | None = None) -> Future[Answer]:
         return self.d.generate(prompt, max_tokens=1, timeout=300, request_id=name, kv_transfer_params=params)
 
-    def counted(self) -> tuple[float, float, float]:
+    def counted(self) -> tuple[float, float, float, float]:
         if self.how == PUSHED:
-            return 0.0, 0.0, self.p.sample("vllm:nixl_num_descriptors_sum")
+            return 0.0, 0.0, self.p.sample("vllm:nixl_num_descriptors_sum"), 0.0
         if self.how == THEIRS:
-            return 0.0, 0.0, self.d.sample("vllm:nixl_num_descriptors_sum")
+            return 0.0, 0.0, self.d.sample("vllm:nixl_num_descriptors_sum"), 0.0
         last = self.d.sample("vllm:kvhma_bytes_sum")
         return (
             last,
             last + self.d.sample("vllm:kvhma_piece_bytes_total"),
             self.d.sample("vllm:kvhma_rank_descriptors_total"),
+            self.d.sample("vllm:kvhma_transfer_seconds_sum"),
         )
 
-    def turn(self, prompt: Sequence[int]) -> Turn:
-        """Hand a prompt over."""
+    def turn(self, prompt: Sequence[int], *, again: bool) -> Turn:
+        """Hand a prompt over, and ask D `again`, which has it then."""
         before = self.counted()
         if self.how in (FOLLOWED, AT_ONCE, PUSHED):
             name = secrets.token_hex(16)
@@ -173,11 +179,10 @@ class Pair:
         answer = sound(at_d.result(300))
         first = answer.begun + (answer.first_seconds or 0.0)
         now = self.counted()
-        return Turn(
-            first - computed.begun,
-            first - computed.begun - computed.seconds,
-            *(b - a for a, b in zip(before, now, strict=True)),
-        )
+        own = sound(self.d.generate(prompt, max_tokens=1, timeout=300).result(300)).first_seconds if again else None
+        last, all_bytes, descriptors, reading = (b - a for a, b in zip(before, now, strict=True))
+        seconds = first - computed.begun
+        return Turn(seconds, seconds - computed.seconds, last, all_bytes, descriptors, reading, own or 0.0)
 
 
 def sound(answer: Answer) -> Answer:
@@ -192,12 +197,13 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
     (model,) = make_models(zygote, folder / "models", name)
     same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": 4096, **WIDE}
     cached = name not in ("nemotron_h",)  # vLLM's CPU engines that keep Mamba2's states have no prefix cache for them
+    keeps = name in ("llama", "gemma3")  # with states, hits are of whole checkpoints
     p, d = hosts
     theirs = {"kv_connector": THEIRS, "kv_role": "kv_both"}
     pushed = {"kv_connector": PUSHED, "kv_role": "kv_both"}
     settings = {
         "p": kvhma(name, env=p.env, enable_prefix_caching=cached, **same),
-        "d": kvhma(name, env=d.env, **same),
+        "d": kvhma(name, env=d.env, enable_prefix_caching=keeps, **same),
         "whole": kvhma(name, env=d.env, extra={"piece_tokens": 1 << 30}, **same),
         "their p": arguments(name, env=p.env, kv_transfer_config=theirs, enable_prefix_caching=cached, **same),
         "their d": arguments(name, env=d.env, kv_transfer_config=theirs, **same),
@@ -220,17 +226,19 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
         for what in ("cold", "cached at P") if cached else ("cold",):
             title = f"{name} ({MODELS[name]}), {TOKENS:,} tokens, {what}"
             print(f"\n### {title}\n")
-            print(f"| rate | | {' | '.join(pairs)} | {FORMULA} |\n|---|---{'|---' * (len(pairs) + 1)}|")
+            print(
+                f"| rate | | {' | '.join(pairs)} | {FORMULA} | {AS_READ} | {OWN_HIT} |\n|---|---{'|---' * (len(pairs) + 3)}|"
+            )
             drawn = {}
             for rate in rates:
                 limit(hosts, rate)
-                drawn[rate] = row(pairs, what, rate, rounds)
+                drawn[rate] = row(pairs, what, rate, rounds, keeps=keeps)
             if what == "cold" and pictures is not None:
                 about = "Milliseconds from P's end to D's first token. Each rate has its own scale."
                 (pictures / f"following-{name}.svg").write_text(draw(title, about, drawn), encoding="utf-8")
 
 
-def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> dict[str, float]:
+def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int, *, keeps: bool) -> dict[str, float]:
     """Print the rows of a rate; return seconds after P's end, of each column and of the formula."""
     found: dict[str, list[Turn]] = {how: [] for how in pairs}
     for number in range(rounds):
@@ -242,24 +250,29 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int) -> dict[str, 
                 if what != "cold":
                     pairs[how].p.generate(prompt[:CACHED], max_tokens=1, timeout=300).result(300)
                 time.sleep(QUIET_SECONDS)
-                found[how].append(pairs[how].turn(prompt))
+                found[how].append(pairs[how].turn(prompt, again=keeps and how == AFTER))
     medians = {
         how: Turn(*(statistics.median(values) for values in zip(*(vars(turn).values() for turn in turns), strict=True)))
         for how, turns in found.items()
     }
-    ours = medians[FOLLOWED]
-    # What is left to read when P ends: the last piece, or what the cable could not carry before.
-    computing = ours.first_token - ours.after
-    wire = max(ours.last_bytes / RATES[rate], ours.all_bytes / RATES[rate] - computing)
+    ours, whole = medians[FOLLOWED], medians[AFTER]
+    # What is left to read when P ends: the last piece, or what could not be carried before; at the cable's rate, and at
+    # the speed of kvhma's one read of all of it, since two cores do not fill every cable.
+    computing, measured = ours.first_token - ours.after, whole.last_bytes / (whole.reading or math.inf)
+    wire, read = (
+        max(ours.last_bytes / speed, ours.all_bytes / speed - computing)
+        for speed in (RATES[rate], measured or math.inf)
+    )
     for title, of in (("first token", "first_token"), ("after P's end", "after")):
         cells = [f"{getattr(medians[how], of) * 1e3:,.0f} ms" for how in pairs]
-        formula = f"{wire * 1e3:,.0f} ms" if of == "after" else ""
-        print(f"| {rate} | {title} | {' | '.join(cells)} | {formula} |")
+        floors = [f"{seconds * 1e3:,.0f} ms" if seconds else "" for seconds in (wire, read, whole.own_hit)]
+        print(f"| {rate} | {title} | {' | '.join(cells)} | {' | '.join(floors if of == 'after' else ['', '', ''])} |")
     share = ours.last_bytes / ours.all_bytes if ours.all_bytes else 1.0
     print(
         f"| {rate} | read last, descriptors | {ours.last_bytes / 2**20:,.1f} of {ours.all_bytes / 2**20:,.1f} MiB "
         f"({share:.0%}), {ours.descriptors:,.0f} | "
-        f"{' | '.join(f'{medians[how].descriptors:,.0f}' for how in [*pairs][1:])} | |",
+        f"{' | '.join(f'{medians[how].descriptors:,.0f}' for how in [*pairs][1:])} | | "
+        f"{measured / 1e6:,.0f} MB/s | |",
         flush=True,
     )
     return {how: turn.after for how, turn in medians.items()} | {FORMULA: wire}
@@ -271,7 +284,9 @@ HEAD = """\
 Made by `benches/following.py` (`make bench-following`): prompts of {tokens:,} tokens that P computes {chunk} at a time, medians of {rounds} rounds,
 {machine}. P and D are network namespaces with a cable of limited rate. Engines of a tiny model with caches of 32 MiB a layer share {cores} cores: P computes while D
 copies, so what is gained here is less than on machines of their own. "Formula" is the time for what is left to read when P ends: the last piece, or all that the cable
-could not carry while P computed.
+could not carry while P computed, at the cable's rate; "{read}" is the same at the speed of kvhma's own read of all of it, alone: two cores do not fill every cable.
+"{own}" is the first token of the same prompt when D has it: its front end, scheduler and step. What dispatches after P's end has all of that behind the formula, what asks both
+at once its step and what belongs to it.
 """
 
 
@@ -285,7 +300,11 @@ def main() -> None:
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     machine = f"{platform.machine()}, kvhma {version('kvhma')}, nixl {version('nixl')}"
-    print(HEAD.format(tokens=TOKENS, chunk=CHUNK, rounds=options.rounds, machine=machine, cores=cores))
+    print(
+        HEAD.format(
+            tokens=TOKENS, chunk=CHUNK, rounds=options.rounds, machine=machine, cores=cores, own=OWN_HIT, read=AS_READ
+        )
+    )
     with tempfile.TemporaryDirectory() as folder, cable() as hosts, Zygote(Path(folder) / "zygote.log") as zygote:
         for name in options.models:
             measure(zygote, Path(folder), hosts, name, options)
