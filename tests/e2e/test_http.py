@@ -124,7 +124,9 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         assert ask(completions, b"{")[0] == 400
         assert ask(completions, b"[]")[0] == 400
         status, text = ask(completions, {"model": "another", "prompt": many[0], "max_tokens": 1})
-        assert (status, json.loads(text)["error"]["type"]) == (404, "prefill_failed")
+        # Both engines are asked at once, and both refuse it: the first answer counts.
+        assert status == 404, text
+        assert json.loads(text)["error"]["type"] in ("prefill_failed", "decode_failed")
         os.killpg(pids["prefill"], signal.SIGKILL)
         status, text = ask(completions, {"model": "tiny", "prompt": many[0], "max_tokens": 1})
         assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")

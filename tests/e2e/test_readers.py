@@ -96,7 +96,7 @@ def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote,
     """P let go of the blocks as soon as the first engine had failed."""
     name = "gemma3"
     lease = 4.0
-    narrow = {"kv_cache_dtype": "bfloat16"}  # of a float32 model: its caches cannot be paired
+    narrow = {"dtype": "bfloat16"}  # the others are float32: its caches cannot be paired
     settings = {
         "p": kvhma(name, extra={"kv_lease_duration": lease}),
         "unlike": kvhma(name, **narrow),
