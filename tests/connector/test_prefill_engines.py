@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -274,6 +275,9 @@ def test_a_passing_failure_stands_for_nothing(world):
 
 
 def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(world, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # what tests before have left
     clients = []
     take = ClientPool.take
 
