@@ -169,10 +169,11 @@ class Pair:
         before = self.counted()
         if self.how in (FOLLOWED, AT_ONCE, PUSHED):
             name = secrets.token_hex(16)
+            ticket = {} if self.how == PUSHED else {"kvhma_ticket": name}
             # Without a name of P's request their D's engine ends with a KeyError.
-            ticket = {"remote_request_id": name} if self.how == PUSHED else {"kvhma_ticket": name}
-            at_p = self.compute(prompt, name, **({} if self.how == PUSHED else ticket))
-            at_d = self.read(prompt, {"do_remote_prefill": True, **ticket, **self.address}, name)
+            known = {"remote_request_id": name} if self.how == PUSHED else {}
+            at_p = self.compute(prompt, name, **ticket)
+            at_d = self.read(prompt, {"do_remote_prefill": True, **ticket, **known, **self.address}, name)
             computed = sound(at_p.result(300))
         else:
             computed = sound(self.compute(prompt).result(300))

@@ -4,8 +4,7 @@
     python tools/cpu_wheel.py 0.33.0 0.32.0 FOLDER
 
 pip fetches both. The packages that it asks for are the older one's, and what its Python files have begun to import:
-the newer one's own list is that of GPUs. vLLM looks for "cpu" in its own version, so the
-version ends with ``+cpu``.
+the newer one's own list is that of GPUs. vLLM looks for "cpu" in its own version, so the version ends with ``+cpu``.
 """
 
 from __future__ import annotations

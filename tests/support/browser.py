@@ -14,8 +14,13 @@ import pytest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-headless-shell"))), None)
 COLUMN = 688  # pixels of a page's text where the theme of the documentation is widest for a window of 1220 to 1600
-HEADLESS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-FLAGS = (*HEADLESS, "--host-resolver-rules=MAP * ~NOTFOUND")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
 
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no browser: apt-get install chromium-headless-shell, or Chrome"

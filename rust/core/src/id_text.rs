@@ -49,7 +49,10 @@ pub fn text_to_ids(text: &str, limit: usize) -> Result<Vec<i64>> {
         return Err(refused(text, &reason));
     }
     let mut ids = Vec::new();
-    for part in if text.is_empty() { None } else { Some(text.split(',')) }.into_iter().flatten() {
+    if text.is_empty() {
+        return Ok(ids);
+    }
+    for part in text.split(',') {
         let (first, last) = part.split_once('-').map_or((part, None), |(first, last)| (first, Some(last)));
         let first = number(part, first)?;
         let last = last.map_or(Ok(first), |last| number(part, last))?;
