@@ -612,7 +612,7 @@ def test_a_pool_finds_that_a_connection_has_ended_before_it_is_used():
             pool.release(client)
     before = descriptors()
     assert pool.take_idle() is None
-    assert descriptors() == before - 4
+    until(lambda: descriptors() == before - 4)
 
 
 def test_an_answer_can_be_waited_for_elsewhere(address):
@@ -882,7 +882,8 @@ def test_listeners_leave_nothing_behind():
         with listening() as found, connect(found.at) as raw:
             raw.sendall(frame(AskHello(0, 0, NONCE)))
             assert HELLO in said(raw)
-    assert (descriptors(), threading.active_count()) == (before, threads)
+    # Fewer, if one of an earlier test was still open.
+    until(lambda: descriptors() <= before and threading.active_count() <= threads)
 
 
 def test_what_strangers_cause_is_logged_by_a_logger_that_vllm_shows():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's own model classes cache, on a rank of any engine: made without weights, devices or other ranks.
 
-Four things stand in for what a CPU has not. Parameters are on torch's meta device. The tensor-parallel group says
+Five things stand in for what a CPU has not. Parameters are on torch's meta device. The tensor-parallel group says
 another size and rank than it has. A module of pictures that is not installed is an empty one, since only the language
-model has a cache. And sparse attention, which vLLM's CPU platform refuses, gets the backend it has on NVIDIA.
+model has a cache. Sparse attention, which vLLM's CPU platform refuses, gets the backend it has on NVIDIA. And
+the CPU has AMX: vLLM has no prefix cache for MLA without it, nor blocks that every family can have.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Allocated:
     groups: list[Any]
 
 
+@mock.patch("torch.cpu._is_amx_tile_supported", lambda: True)
 def allocate(
     form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0, *, gpu: bool = False, **arguments: Any
 ) -> Allocated:
