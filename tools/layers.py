@@ -45,13 +45,13 @@ PICTURES = {
         request
         pairing | form | lowlevel
         bytes
-        geometry | digest | id_text
+        geometry | digest | id_text | block_users
         error
         finding
     """,
     "rust/py/src": """
         lib
-        functions | content | digest
+        functions | content | digest | block_users
         plan
         results | geometry
         values

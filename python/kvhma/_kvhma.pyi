@@ -13,6 +13,7 @@ from kvhma.geometry import Geometry, Kind, Memory, Span
 from kvhma.types import IdsLike, U64s
 
 __all__ = [
+    "BlockUsers",
     "CheckedGeometry",
     "Finding",
     "Loss",
@@ -33,6 +34,8 @@ __all__ = [
     "fa_views",
     "first_entries",
     "ids_to_text",
+    "join_tables",
+    "leading_nulls",
     "permuted_rows",
     "ssm_descriptors",
     "ssm_views",
@@ -47,6 +50,30 @@ _Item = TypeVar("_Item", bound=np.uint64 | np.int32, default=np.uint64)
 _AnyGeometry: TypeAlias = Geometry | CheckedGeometry
 _Axis: TypeAlias = tuple[str, int, int, int, int | None, bool, int]
 _Group: TypeAlias = tuple[Kind, int, int, int | None, int | None, int, int, int, int | None]
+
+@final
+class BlockUsers:
+    """How many blocks some requests keep, of whom several may keep the same."""
+
+    def __new__(cls) -> BlockUsers: ...
+    @property
+    def used(self) -> int:
+        """Blocks that at least one request keeps."""
+
+    def add(self, ids: NDArray[np.int64]) -> None:
+        """Add a request's blocks, each once.
+
+        Raises:
+            RequestError: an id is not in 0..2**31; none is added then.
+        """
+
+    def remove(self, ids: NDArray[np.int64]) -> None:
+        """Take a request's blocks off again; those that were not added are passed over."""
+
+    def has_own(self, ids: NDArray[np.int64]) -> bool:
+        """Return whether no other request keeps one of a request's blocks."""
+
+    def __deepcopy__(self, _memo: object, /) -> BlockUsers: ...
 
 @final
 class CheckedGeometry:
@@ -536,7 +563,7 @@ def ids_to_text(ids: IdsLike) -> str:
         RequestError: one is not an integer of 64 bits.
     """
 
-def text_to_ids(text: str, limit: int) -> list[int]:
+def text_to_ids(text: str, limit: int) -> NDArray[np.int64]:
     """Return the block ids of a text of ids_to_text, which may be a stranger's.
 
     Args:
@@ -545,6 +572,29 @@ def text_to_ids(text: str, limit: int) -> list[int]:
 
     Raises:
         RequestError: it is no such text, an id has more than 31 bits, or there are more.
+    """
+
+def join_tables(tables: Sequence[IdsLike], null_block: int | None) -> NDArray[np.int64]:
+    """Return the ids of several block tables, one after the other, without null blocks.
+
+    Args:
+        tables: block ids of each group.
+        null_block: the id that stands for "no block", or None.
+
+    Raises:
+        RequestError: a table has the wrong type.
+    """
+
+def leading_nulls(table: IdsLike, start: int, null_block: int) -> int:
+    """Return how many entries of a block table from `start` on are null blocks, up to the first that is none.
+
+    Args:
+        table: block ids, list or array.
+        start: entry to begin with.
+        null_block: the id that stands for "no block".
+
+    Raises:
+        RequestError: the table has the wrong type.
     """
 
 def descriptor_ids(

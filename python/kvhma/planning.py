@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvhma._kvhma import Plan, first_entries
+from kvhma._kvhma import Plan, first_entries, leading_nulls
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.types import IdsLike
@@ -117,25 +117,48 @@ def live_spans(
     if not isinstance(geometry, Geometry):
         found, reason = type(geometry).__name__, "is not a Geometry"
         raise RequestError(f"geometry: {found} {reason}", code="type", field="geometry", value=found, reason=reason)
-    groups = geometry.groups
-    entries = [0] * len(groups) if cached is None else cached
-    starts = entries if num_tokens is None else first_entries(geometry, num_tokens, entries)
     try:
-        if len(block_tables) != len(groups):
-            raise RequestError(f"block tables has {len(block_tables)} entries, expected {len(groups)}")
-        tables = zip(groups, block_tables, starts, strict=True)
-        return [_live_span(group, table, start, geometry.null_block) for group, table, start in tables]
+        lengths = [len(table) for table in block_tables]
+        entries = live_entries(geometry, num_tokens, lengths, cached)
+        tables = zip(geometry.groups, block_tables, entries, strict=True)
+        return [_live_span(group, table, live, geometry.null_block) for group, table, live in tables]
     except TypeError as error:
         raise RequestError(f"block tables are lists or arrays of integers, one for each group: {error}") from error
 
 
-def _live_span(group: Group, table: IdsLike, start: int, null: int | None) -> Span:
-    # Slices keep a list a list and an array an array: the ids are read once, where they are used.
-    length = len(table)
+def live_entries(
+    geometry: Geometry, num_tokens: int | None, lengths: Sequence[int], cached: Sequence[int] | None = None
+) -> list[slice]:
+    """Which entries of a request's block tables are live, see :func:`live_spans`, unless null blocks stand there.
+
+    Args:
+        geometry: as for :func:`live_spans`.
+        num_tokens: as for :func:`live_spans`.
+        lengths: entries of each group's table.
+        cached: as for :func:`live_spans`.
+
+    Raises:
+        RequestError: a list has the wrong number of entries or the wrong type.
+    """
+    groups = geometry.groups
+    if len(lengths) != len(groups):
+        raise RequestError(f"block tables has {len(lengths)} entries, expected {len(groups)}")
+    entries = [0] * len(groups) if cached is None else cached
+    starts = entries if num_tokens is None else first_entries(geometry, num_tokens, entries)
+    return list(map(_live_entries, groups, lengths, starts))
+
+
+def _live_entries(group: Group, length: int, start: int) -> slice:
     first = min(start, length)
-    while null is not None and first < length and table[first] == null:
-        first += 1
     if group.kind == "ssm":
         state = max(first, length - 1 - group.speculative)
-        return Span(0, table[state : state + 1])
-    return Span(first, table[first:])
+        return slice(state, min(state + 1, length))
+    return slice(first, length)
+
+
+def _live_span(group: Group, table: IdsLike, live: slice, null: int | None) -> Span:
+    # Slices keep a list a list and an array an array: the ids are read once, where they are used.
+    first: int = live.start
+    if null is not None and first < live.stop and table[first] == null:
+        first += leading_nulls(table, first, null)
+    return Span(0 if group.kind == "ssm" else first, table[first : live.stop])

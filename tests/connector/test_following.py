@@ -402,7 +402,7 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     question = conversation.question()
     p.results(p.build(at_p=64))
     (told,) = table.ask(question).blocks
-    assert (told.first, text_to_ids(told.ids, 99)) == (4, tables(d)[0][4:8])
+    assert (told.first, text_to_ids(told.ids, 99).tolist()) == (4, tables(d)[0][4:8])
 
 
 class Waits:

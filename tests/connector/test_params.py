@@ -37,7 +37,8 @@ def written(remote=REMOTE, secrets=NO_SECRET):
 
 
 def read(found, tokens=301, secrets=NO_SECRET):
-    return PrefillParams.from_params(found, secrets, num_prompt_tokens=tokens)
+    remote = PrefillParams.from_params(found, secrets, num_prompt_tokens=tokens)
+    return remote._replace(spans=tuple(Span(span.first, span.ids.tolist()) for span in remote.spans))
 
 
 def params():
@@ -71,13 +72,13 @@ def test_upstreams_keys_are_there():
 )
 def test_ids_as_text(ids, text):
     assert ids_to_text(ids) == text
-    assert text_to_ids(text, 10) == ids
+    assert text_to_ids(text, 10).tolist() == ids
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60))
 def test_ids_round_trip(ids):
-    assert text_to_ids(ids_to_text(ids), 60) == ids
+    assert text_to_ids(ids_to_text(ids), 60).tolist() == ids
 
 
 def test_long_prompts_stay_small():

@@ -200,7 +200,8 @@ def test_parameters_of_a_request():
     assert json.dumps(params) == json.dumps(recorded)
     assert digest.hex() == recorded["kvhma"]["digest"]
     read = PrefillParams.from_params(recorded, Secrets(), num_prompt_tokens=300)
-    assert read == told._replace(digest=digest)
+    spans = tuple(Span(span.first, span.ids.tolist()) for span in read.spans)
+    assert read._replace(spans=spans) == told._replace(digest=digest)
 
 
 def test_what_an_engine_adds_to_its_hello():

@@ -62,7 +62,7 @@ class Allocated:
     groups: list[Any]
 
 
-@mock.patch("torch.cpu._is_amx_tile_supported", lambda: True)
+@mock.patch("torch.cpu._is_amx_tile_supported", mock.Mock(return_value=True))
 def allocate(
     form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0, *, gpu: bool = False, **arguments: Any
 ) -> Allocated:

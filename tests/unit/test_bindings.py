@@ -70,7 +70,7 @@ def test_the_signature_is_the_stubs(name: str) -> None:
         (node,) = (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__new__")
     for argument in (*node.args.args, *node.args.kwonlyargs):
         argument.annotation = None
-    stated = ast.unparse(node.args).removeprefix("cls, ")
+    stated = ast.unparse(node.args).removeprefix("cls").removeprefix(", ")
     assert str(inspect.signature(found(name))).replace("self, /", "self") == f"({stated})"
 
 

@@ -28,14 +28,30 @@ pub fn ids_to_text(ids: &[i64]) -> String {
         if first > 0 {
             text.push(',');
         }
-        text.push_str(&ids[first].to_string());
+        push_number(&mut text, ids[first]);
         if at > first {
             text.push('-');
-            text.push_str(&ids[at].to_string());
+            push_number(&mut text, ids[at]);
         }
         at += 1;
     }
     text
+}
+
+/// Half of the time of a text of single ids is spent here: its digits are not allocated.
+fn push_number(text: &mut String, number: i64) {
+    let mut digits = [0; 19];
+    let mut rest = number.unsigned_abs();
+    let mut first = digits.len();
+    while rest > 0 || first == digits.len() {
+        first -= 1;
+        digits[first] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+    }
+    if number < 0 {
+        text.push('-');
+    }
+    text.extend(digits[first..].iter().map(|&digit| char::from(digit)));
 }
 
 /// Reads ids of [`ids_to_text`]. Safe on any text; no more than `limit` ids are stored.

@@ -21,6 +21,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod block_users;
 mod bytes;
 mod content;
 mod digest;
@@ -34,6 +35,7 @@ mod pairing;
 mod report;
 mod request;
 
+pub use block_users::BlockUsers;
 pub use bytes::rows::{Descriptor, View};
 pub use content::{ContentMemory, ContentRequest, ContentSums, RepeatedSums, index_keys};
 pub use digest::TokenDigest;

@@ -82,7 +82,7 @@ fn push_tokens(digest: &mut TokenDigest, tokens: &Bound<'_, PyList>, from: usize
         for (index, token) in (first..).zip(&mut piece[..count]) {
             *token = read_token(tokens, index)?;
         }
-        digest.push(&piece[..count]);
+        tokens.py().detach(|| digest.push(&piece[..count]));
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 use kvhma_core::View;
 use kvhma_core::lowlevel::{ids, permute, views};
-use numpy::{PyArray1, PyArray2, PyReadonlyArray2};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray2};
 use pyo3::Borrowed;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
@@ -66,10 +66,45 @@ pub(crate) fn ids_to_text(ids: &Bound<'_, PyAny>) -> PyResult<String> {
 /// Raises:
 ///     RequestError: it is no such text, an id has more than 31 bits, or there are more.
 #[pyfunction]
-pub(crate) fn text_to_ids(text: &Bound<'_, PyString>, limit: usize) -> PyResult<Vec<i64>> {
+pub(crate) fn text_to_ids<'py>(text: &Bound<'py, PyString>, limit: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
     // JSON may have lone surrogates, which are no UTF-8.
     let letters = text.to_str().unwrap_or("\u{fffd}");
-    kvhma_core::text_to_ids(letters, limit).or_raise(text.py())
+    Ok(kvhma_core::text_to_ids(letters, limit).or_raise(text.py())?.into_pyarray(text.py()))
+}
+
+/// Return the ids of several block tables, one after the other, without null blocks.
+///
+/// Args:
+///     tables: block ids of each group.
+///     null_block: the id that stands for "no block", or None.
+///
+/// Raises:
+///     RequestError: a table has the wrong type.
+#[pyfunction]
+#[pyo3(signature = (tables, null_block))]
+pub(crate) fn join_tables<'py>(
+    py: Python<'py>,
+    tables: &Bound<'_, PyAny>,
+    null_block: NullBlock,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    let mut ids = read_groups("tables", tables)?.concat();
+    ids.retain(|&id| null_block.0 != Some(id));
+    Ok(ids.into_pyarray(py))
+}
+
+/// Return how many entries of a block table from `start` on are null blocks, up to the first that is none.
+///
+/// Args:
+///     table: block ids, list or array.
+///     start: entry to begin with.
+///     null_block: the id that stands for "no block".
+///
+/// Raises:
+///     RequestError: the table has the wrong type.
+#[pyfunction]
+pub(crate) fn leading_nulls(table: &Bound<'_, PyAny>, start: usize, null_block: i64) -> PyResult<usize> {
+    let ids = read_ids("table", table)?;
+    Ok(ids.iter().skip(start).take_while(|&&id| id == null_block).count())
 }
 
 /// The id that stands for "no block", or None.

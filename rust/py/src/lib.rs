@@ -6,6 +6,7 @@
 // Docstrings of Python, equal to those of `_kvhma.pyi`: names stand without backticks there.
 #![allow(clippy::doc_markdown)]
 
+mod block_users;
 mod content;
 mod convert;
 mod digest;
@@ -23,13 +24,15 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _kvhma {
     #[pymodule_export]
+    use super::block_users::BlockUsers;
+    #[pymodule_export]
     use super::content::{content_keys, content_sums};
     #[pymodule_export]
     use super::digest::{digest_prefixes, digest_tokens};
     #[pymodule_export]
     use super::functions::{
         clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries, ids_to_text,
-        permuted_rows, ssm_descriptors, ssm_views, text_to_ids, validate, window_blocks,
+        join_tables, leading_nulls, permuted_rows, ssm_descriptors, ssm_views, text_to_ids, validate, window_blocks,
     };
     #[pymodule_export]
     use super::geometry::CheckedGeometry;

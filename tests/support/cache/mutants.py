@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -140,24 +139,16 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
 def one_hit(patch: pytest.MonkeyPatch) -> None:
-    load, right = DecodeScheduler._make_load, decode_module.live_spans
+    def cut(group: Any, span: Span, cached: int) -> Span:
+        first = max(span.first, cached // group.block_size)
+        return span if group.kind == "ssm" else Span(first, span.ids[first - span.first :])
 
-    def wrong(self: DecodeScheduler, request_id: str, pending: Any, remote: Any, blocks: Any, external: int) -> Load:
-        cached = pending.num_tokens - external
-
-        def spans(geometry: Any, num_tokens: Any, tables: Any, _: Any) -> list[Span]:
-            hits = [0 if group.kind == "ssm" else cached // group.block_size for group in geometry.groups]
-            return right(geometry, num_tokens, tables, hits)
-
-        with mock.patch.object(decode_module, "live_spans", spans):
-            return load(self, request_id, pending, remote, blocks, external)
-
-    patch.setattr(DecodeScheduler, "_make_load", wrong)
+    _spans_of_d(patch, cut)
 
 
 @mutant("blocks that were hit are written", "full", "full+sliding", "full+state")
 def hits_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decode_module, "hit_blocks", lambda table: 0)
+    patch.setattr(decode_module, "hit_blocks", lambda table, start: start)
 
 
 @mutant("a state is not read where D has a hit of attention", "full+state", "full+state+state")

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvhma._kvhma import first_entries
+from kvhma._kvhma import first_entries, join_tables
 from kvhma.errors import KvhmaError, OtherPromptError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.lease_table import Blocks
 from kvhma.vllm.scheduler.pending_load import is_sample
 from kvhma.vllm.scheduler.prefill import FINISHED_WELL, PrefillScheduler
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, Prefix
@@ -52,7 +53,7 @@ class _Settling:
     request: Request
     key: LeaseKey
     digest: bytes
-    blocks: list[int]
+    blocks: Blocks
     until: float
 
 
@@ -68,9 +69,9 @@ class AnswerKeeper:
         """Answers that were given up, and whose blocks vLLM has not freed yet."""
         self._freeing_since = 0.0
         self._unplaced: Request | None = None
+        """The request that vLLM has asked about last and given no blocks."""
         self._loaded: set[str] = set()
         """Requests that were loaded, and of which no step has computed anything since."""
-        """The request that vLLM has asked about last and given no blocks."""
 
     def finish(
         self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
@@ -104,7 +105,7 @@ class AnswerKeeper:
             return None
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=1, next_turn=True)  # see `no_answers`
-        blocks = [block for table in tables for block in table if block != geometry.null_block]
+        blocks = join_tables(tables, geometry.null_block)
         if engine.has_state and _in_flight(request):
             until = time.monotonic() + _SETTLE_SECONDS
             self._settling.append(_Settling(request, remote.lease_key, digest, blocks, until))
@@ -128,7 +129,7 @@ class AnswerKeeper:
         prefixes = tuple(map(Prefix, counts[:-1], digests))
         return self._prefill.describe(request, tokens, spans)._replace(prefixes=prefixes)
 
-    def _keep(self, key: LeaseKey, digest: bytes, blocks: Sequence[int]) -> None:
+    def _keep(self, key: LeaseKey, digest: bytes, blocks: Blocks) -> None:
         seconds = self._context.settings.decoder_kv_blocks_ttl
         self._context.leases.add(key, digest, blocks, answer_seconds=seconds)
 

@@ -152,7 +152,7 @@ class Conversation:
         left = self.most_blocks if news.total <= self.most else 0
         found = []
         for blocks in news.blocks if left else ():
-            found.append((blocks.group, blocks.first, text_to_ids(blocks.ids, left)))
+            found.append((blocks.group, blocks.first, text_to_ids(blocks.ids, left).tolist()))
             left -= len(found[-1][2])
         return found
 

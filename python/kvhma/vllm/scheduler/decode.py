@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
-from kvhma.planning import live_spans
+from kvhma.geometry import Span
+from kvhma.planning import live_entries
 from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
 from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
@@ -404,17 +405,22 @@ class DecodeScheduler:
         geometry = self._context.geometry
         if remote is None or geometry is None:
             raise RequestError("there is nothing to load it from")
-        tables = self._context.transfer_tables([[block.block_id for block in table] for table in blocks.blocks])
-        # Each group has a hit of its own: the one that vLLM names is that of full attention.
-        groups = zip(self._context.engine.transfer_groups, geometry.groups, strict=True)
-        hits = [0 if group.kind == "ssm" else hit_blocks(blocks.blocks[index]) for index, group in groups]
+        tables = [blocks.blocks[index] for index in self._context.engine.transfer_groups]
+        spans = []
+        for group, table, needed in zip(
+            geometry.groups, tables, live_entries(geometry, load.num_tokens, list(map(len, tables))), strict=True
+        ):
+            # Each group has a hit of its own: the one that vLLM names is that of full attention.
+            is_state = group.kind == "ssm"
+            first = needed.start if is_state else hit_blocks(table, needed.start)
+            spans.append(Span(0 if is_state else first, [block.block_id for block in table[first : needed.stop]]))
         return Load(
             request_id=request_id,
             remote=remote,
             reader=load.reader,
             num_tokens=load.num_tokens,
             cached=load.num_tokens - external,
-            spans=tuple(live_spans(geometry, load.num_tokens, tables, hits)),
+            spans=tuple(spans),
             outcome=self._outcome(remote),
             trace=load.trace(),
             optional=load.prefilled is not None,

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import BlockUsers
 from kvhma.vllm.wire.messages import MAX_CONTENTS_BYTES, LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
@@ -146,38 +147,6 @@ class _Held:
         return LeaseEnd.UNREAD if self.claimed else LeaseEnd.UNCLAIMED
 
 
-class _BlockCount:
-    """How many blocks some requests keep; one that several of them keep counts once.
-
-    Attributes:
-        blocks: that at least one request keeps.
-    """
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self._users = np.zeros(0, np.int32)
-        """How many requests keep each block, by its id."""
-
-    def add(self, blocks: Blocks) -> None:
-        """Add a request's blocks."""
-        highest = int(blocks.max(initial=0))
-        if highest >= len(self._users):
-            self._users = np.concatenate([self._users, np.zeros(highest + 1, np.int32)])
-        users = self._users[blocks]
-        self._users[blocks] = users + 1
-        self.blocks += int(np.count_nonzero(users == 0))
-
-    def remove(self, blocks: Blocks) -> None:
-        """Take a request's blocks off again."""
-        users = self._users[blocks]
-        self._users[blocks] = users - 1
-        self.blocks -= int(np.count_nonzero(users == 1))
-
-    def has_own(self, blocks: Blocks) -> bool:
-        """Return whether no other request keeps one of a request's blocks."""
-        return bool((self._users[blocks] == 1).any())
-
-
 class LeaseTable:
     """Requests whose blocks are kept for their readers. Safe to use from several threads.
 
@@ -212,8 +181,8 @@ class LeaseTable:
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
         self._ended: dict[LeaseEnd, list[str]] = {}
-        self._without_reader = _BlockCount()
-        self._kept = _BlockCount()
+        self._without_reader = BlockUsers()
+        self._kept = BlockUsers()
 
     def add(
         self,
@@ -242,14 +211,14 @@ class LeaseTable:
 
     def _drop_oldest(self, keep: LeaseKey) -> None:
         bound = self.max_unread_blocks
-        if bound is None or self._without_reader.blocks <= bound:
+        if bound is None or self._without_reader.used <= bound:
             return
         unread = [(key, held) for key, held in self._held.items() if not held.readers and key != keep]
         unread.sort(key=lambda one: not one[1].answer)
         for key, held in unread:
             if self._without_reader.has_own(held.blocks):  # else nothing is gained: newer ones keep the same
                 self._end(key, LeaseEnd.DROPPED)
-            if self._without_reader.blocks <= bound:
+            if self._without_reader.used <= bound:
                 return
 
     def answers(self) -> list[tuple[LeaseKey, Blocks]]:
@@ -404,7 +373,7 @@ class LeaseTable:
         with self._lock:
             unread = (one.since for one in self._held.values() if not (one.readers or one.read or one.answer))
             answers = sum(held.answer for held in self._held.values())
-            return LeaseUsage(len(self._held), self._kept.blocks, now - next(unread, now), answers)
+            return LeaseUsage(len(self._held), self._kept.used, now - next(unread, now), answers)
 
     def __len__(self) -> int:
         return len(self._held)

@@ -49,14 +49,16 @@ def hits_may_differ(manager: KVCacheManager) -> bool:
     return all(KINDS.get(type(spec).__name__) in ("full", "mla", "ssm") for spec in specs)
 
 
-def hit_blocks(table: Sequence[KVCacheBlock]) -> int:
-    """Return how many leading entries of a request's block table are not to be written.
+def hit_blocks(table: Sequence[KVCacheBlock], start: int = 0) -> int:
+    """Return how many leading entries of a request's block table are not to be written, `start` or more.
 
     They are hits of the prefix cache, which other requests may share, and the null blocks before them. vLLM allocates
     the blocks of a load without a hash.
     """
-    wanted = (index for index, block in enumerate(table) if not block.is_null and block.block_hash is None)
-    return next(wanted, len(table))
+    for index in range(start, len(table)):
+        if not table[index].is_null and table[index].block_hash is None:
+            return index
+    return len(table)
 
 
 def never_cache_before(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
