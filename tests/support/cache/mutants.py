@@ -14,9 +14,9 @@ from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
 from kvhma.vllm.metadata import Load
 from kvhma.vllm.scheduler import answers as answers_module
-from kvhma.vllm.scheduler import context as context_module
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.scheduler import prefill as prefill_module
+from kvhma.vllm.scheduler import prompt_digests
 from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
@@ -190,7 +190,7 @@ def no_backoff(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D takes the cache of another prompt", "full", "full+sliding", "full+state")
 def any_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(context_module, "prompt_digest", lambda *_, **__: "0" * 32)
+    patch.setattr(prompt_digests, "prompt_digest", lambda *_, **__: "0" * 32)
 
 
 @mutant("the token that ends an answer is taken for computed", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
@@ -214,7 +214,7 @@ def unfilled(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("any part of an answer agrees", "full", "full+chunked", into=TURN_MUTANTS)
 def any_part(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(context_module, "prefix_digests", lambda _, counts, **__: ["0" * 32] * len(counts))
+    patch.setattr(prompt_digests, "prefix_digests", lambda _, counts, **__: ["0" * 32] * len(counts))
 
 
 @mutant("what was given up while it was read counts", "full", "full+sliding", "full+state", into=TURN_MUTANTS)

@@ -125,7 +125,7 @@ class AnswerKeeper:
         counts = self._readable_counts(geometry, spans, request.num_prompt_tokens, tokens)
         if not counts or counts[-1] != tokens:
             return None
-        digests = self._context.prefix_digests(request, counts[:-1])
+        digests = self._context.prompts.prefixes(request, counts[:-1])
         prefixes = tuple(map(Prefix, counts[:-1], digests))
         return self._prefill.describe(request, tokens, spans)._replace(prefixes=prefixes)
 
@@ -287,13 +287,13 @@ def readable_part(context: SchedulerContext, request: Request, params: Mapping[s
     prompt: int = request.num_prompt_tokens
     remote = PrefillParams.from_params(params, context.secrets, num_prompt_tokens=max(prompt, engine.max_model_len))
     most = prompt - engine.backoff
-    if remote.num_tokens <= prompt and context.prompt_digest(request, remote.num_tokens) == remote.prompt:
+    if remote.num_tokens <= prompt and context.prompts.of(request, remote.num_tokens) == remote.prompt:
         if remote.num_tokens <= most:
             return remote
         if not (engine.has_state or engine.has_windows) and most > 0:
             return remote._replace(num_tokens=most)
     prefixes = [prefix for prefix in remote.prefixes if prefix.num_tokens <= most]
-    own = context.prefix_digests(request, [prefix.num_tokens for prefix in prefixes])
+    own = context.prompts.prefixes(request, [prefix.num_tokens for prefix in prefixes])
     agreed = [prefix.num_tokens for prefix, digest in zip(prefixes, own, strict=True) if prefix.digest == digest]
     if not agreed:
         raise OtherPromptError(

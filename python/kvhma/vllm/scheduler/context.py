@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.scheduler.prompt import prefix_digests, prompt_digest
+from kvhma.vllm.scheduler.prompt_digests import PromptDigests
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire.secrets import Secrets
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request
 
 
 @dataclass
@@ -33,6 +32,7 @@ class SchedulerContext:
         stats: what this process counts.
         geometry: caches of the first worker; None until the workers have registered theirs.
         manager: vLLM's manager of blocks, once it is there.
+        prompts: digests of prompts.
     """
 
     settings: Settings
@@ -42,6 +42,11 @@ class SchedulerContext:
     stats: StatsCollector
     geometry: Geometry | None = None
     manager: KVCacheManager | None = None
+    prompts: PromptDigests = field(init=False)
+
+    def __post_init__(self) -> None:
+        """An operator who names the model says that adapters of one name are the same too, wherever they lie."""
+        self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Choose the block tables of the groups that take part."""
@@ -49,12 +54,3 @@ class SchedulerContext:
         if groups and len(tables) <= max(groups):
             raise RequestError(f"{len(tables)} block tables, group {max(groups)} takes part")
         return [list(tables[index]) for index in groups]
-
-    def prompt_digest(self, request: Request, num_tokens: int) -> str:
-        """Return the digest of the first tokens of a request, see :func:`prompt_digest`."""
-        # An operator who names the model says that adapters of one name are the same too, wherever they lie.
-        return prompt_digest(request, num_tokens, adapter_paths=self.settings.model_id is None)
-
-    def prefix_digests(self, request: Request, counts: Sequence[int]) -> list[str]:
-        """Return the digests of some numbers of first tokens of a request, see :func:`prefix_digests`."""
-        return prefix_digests(request, counts, adapter_paths=self.settings.model_id is None)

@@ -42,6 +42,9 @@ _MIN_RENEWAL_SECONDS = 0.5
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
 
+_DIGEST_SECONDS = 5e-3
+"""How long a step that has nothing else to do waits for the digest of a prompt."""
+
 _KEYS_REMEMBERED = 4096
 """Requests at P that are remembered, to know those that are read again."""
 
@@ -77,6 +80,9 @@ class DecodeScheduler:
         self.put_off = PutOffLoads(context)
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
+        self._uncompared: dict[str, Request] = {}
+        """Requests with long prompts, of which it is not known yet whether P has computed the same. P does not hear of
+        them before."""
 
     def close(self) -> None:
         """Stop to renew leases, and to follow."""
@@ -119,6 +125,11 @@ class DecodeScheduler:
         self._following.wait_for_news(idle=idle, pending=(load.followed for load in self.pending.values()))
         for request_id, followed in list(self._following.with_blocks.items()):
             self._follow_on(request_id, self.pending[request_id], followed)
+        # An engine that only schedules would not let the thread have Python's lock.
+        wait_seconds = _DIGEST_SECONDS if idle and self._context.engine.may_wait else 0.0
+        for request in list(self._uncompared.values()):
+            if self._context.prompts.is_ready(request.request_id, wait_seconds):
+                self._compare(request)
         if self._unclaimed:
             self._claim_what_lasts()
         metadata, self._metadata = self._metadata, StepMetadata()
@@ -127,7 +138,7 @@ class DecodeScheduler:
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""
         self.put_off.forget(request.request_id)
-        load = self.pending.get(request.request_id)
+        load = self._compare(request)
         if load is None:
             return False
         load.finished = True
@@ -221,17 +232,27 @@ class DecodeScheduler:
             remote = PrefillParams.from_params(
                 params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
             )
-            if self._context.prompt_digest(request, remote.num_tokens) != remote.prompt:
-                raise OtherPromptError(
-                    f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
-                )
             self._check_source(remote.address)
         except OtherPromptError as error:
             self._compute_here(request.request_id, "other_prompt", str(error))
             return None
         except KvhmaError as error:
             return PendingLoad(None, str(error))
-        return self._start(request, remote)
+        load = PendingLoad(self._taken(remote))
+        if not self._context.prompts.begin(request, remote.num_tokens):
+            return self._start(request, load)
+        self._uncompared[request.request_id] = request
+        return load
+
+    def _compare(self, request: Request) -> PendingLoad | None:
+        """Return what is pending of a request; if its prompt was not compared yet it is now."""
+        request_id = request.request_id
+        if (
+            self._uncompared.pop(request_id, None) is not None
+            and self._start(request, self.pending[request_id]) is None
+        ):
+            del self.pending[request_id]
+        return self.pending.get(request_id)
 
     def _check_source(self, address: Address) -> None:
         """Refuse what may not, or cannot, be read."""
@@ -241,16 +262,22 @@ class DecodeScheduler:
         if self._context.geometry is None or not self._context.geometry.groups:
             raise RequestError("this engine has no caches that were registered")
 
-    def _start(self, request: Request, remote: PrefillParams) -> PendingLoad | None:
-        """Claim what P holds for a request; None if all of it is computed here."""
-        engine = self._context.engine
+    def _start(self, request: Request, load: PendingLoad) -> PendingLoad | None:
+        """Compare what P holds for a request with its prompt, and claim it; None if all of it is computed here."""
+        remote, engine = load.remote, self._context.engine
+        assert remote is not None  # noqa: S101
+        try:
+            same = self._context.prompts.take(request, remote.num_tokens) == remote.prompt
+        except KvhmaError as error:
+            load.remote, load.refusal = None, str(error)
+            return load
+        if not same:
+            text = f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
+            self._compute_here(request.request_id, "other_prompt", text)
+            return None
         most = request.num_prompt_tokens - engine.backoff
-        remote = self._taken(remote)
-        load = PendingLoad(
-            remote,
-            num_tokens=min(remote.num_tokens, most),
-            ask_first=self._is_shared(request.request_id, remote.lease_key),
-        )
+        load.num_tokens = min(remote.num_tokens, most)
+        load.ask_first = self._is_shared(request.request_id, remote.lease_key)
         if remote.num_tokens > most and (engine.has_state or engine.has_windows):
             text = (
                 f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most {most} can be "
@@ -312,6 +339,10 @@ class DecodeScheduler:
         load = self.pending.get(request.request_id)
         if load is not None and load.followed is not None:
             load = self._look(request, load, load.followed)
+        if request.request_id in self._uncompared:
+            if not self._context.prompts.is_ready(request.request_id):
+                return None, False
+            load = self._compare(request)
         if load is None:
             return 0, False
         if load.followed is not None:
@@ -369,7 +400,7 @@ class DecodeScheduler:
         """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
         request_id = request.request_id
         self.put_off.forget(request_id)
-        load = self.pending.get(request_id)
+        load = self._compare(request)
         if load is None or load.state is not LoadState.WANTED:
             return
         if external <= 0:
@@ -523,7 +554,10 @@ class DecodeScheduler:
         return self._read_outcome(remote) if self._worker_releases(remote) else None
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
-        return Outcome.READ_SHARED if self._shared.get(remote.lease_key, False) else Outcome.READ
+        uncompared = (self.pending[request_id].remote for request_id in self._uncompared)
+        may_be_shared = any(one is not None and one.lease_key == remote.lease_key for one in uncompared)
+        shared = may_be_shared or self._shared.get(remote.lease_key, False)
+        return Outcome.READ_SHARED if shared else Outcome.READ
 
 
 def _bounded(remote: PrefillParams) -> PrefillParams:

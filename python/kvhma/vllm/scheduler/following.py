@@ -210,7 +210,7 @@ class FollowedLoads:
         """Compare what P computes with what is asked for."""
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
-        if told.total > request.num_prompt_tokens or (self._context.prompt_digest(request, told.total) != told.prompt):
+        if told.total > request.num_prompt_tokens or (self._context.prompts.of(request, told.total) != told.prompt):
             raise OtherPromptError(f"P computes {told.total} tokens, or its adapter, items or salt are others")
         if told.total > most and (engine.has_state or engine.has_windows):
             raise OtherPromptError(

@@ -117,7 +117,9 @@ class PrefillScheduler:
         source = Incarnation(
             engine.address, engine.engine_id, self._incarnation_id, engine.ranks_of_stage, engine.pp_size
         )
-        self.settling.add(request, source, request.num_prompt_tokens - self._left_to_d(request))
+        total = request.num_prompt_tokens - self._left_to_d(request)
+        if not self.settling.add(request, source, total):
+            self._context.prompts.begin(request, total)
 
     def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Tell the workers which requests are not kept any more, and what to copy to host memory."""
@@ -167,6 +169,7 @@ class PrefillScheduler:
         kept = self._keep(request, tables)
         params, claim = (None, None) if kept is None else kept
         self.settling.finish(request.request_id, params, claim)
+        self._context.prompts.forget(request.request_id)
         return params
 
     def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[dict[str, Any], LeaseClaim] | None:
@@ -220,6 +223,7 @@ class PrefillScheduler:
         self._shortened.discard(request_id)
         self._to_stage.pop(request_id, None)
         self.settling.finish(request_id, None)
+        self._context.prompts.forget(request_id)
 
     def _left_to_d(self, request: Request) -> int:
         """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""

@@ -51,6 +51,7 @@ class KvhmaScheduler:
         """Stop the threads."""
         self.decode.close()
         self.prefill.close()
+        self.context.prompts.close()
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's manager of blocks; from now on, what nobody reads may keep a share of them only.

@@ -74,26 +74,27 @@ class SettlingRequests:
         self._computing: deque[int] = deque()
         """Steps under way that compute something, where there are drafts."""
 
-    def add(self, request: Request, source: Incarnation, total: int) -> None:
-        """Take a new request, if it has a ticket; `total` tokens of it will be handed over."""
+    def add(self, request: Request, source: Incarnation, total: int) -> bool:
+        """Take a new request, of which `total` tokens will be handed over; return whether it can be followed."""
         params: Any = request.kv_transfer_params
         try:
             ticket = read_ticket_id(params)
         except KvhmaError as error:
             peer_log.logger.warning("kvhma: request %s cannot be followed: %s", request.request_id, error)
-            return
+            return False
         if ticket is None or self._context.geometry is None:
-            return
-        prompt = self._context.prompt_digest(request, total)
+            return False
+        prompt = self._context.prompts.of(request, total)
         groups = len(self._context.geometry.groups)
         if not self.tickets.open(ticket, request.request_id, source, groups, total, prompt):
             peer_log.logger.warning(
                 "kvhma: request %s cannot be followed: its ticket was used, or too many are", request.request_id
             )
-            return
+            return False
         self._followed[request.request_id] = _Followed(ticket, total, prompt)
         if self._step is None:
             self._step = 0  # the steps up to now have no number, and the last ones may not be over
+        return True
 
     def step(self, output: SchedulerOutput) -> int | None:
         """Take note of what a step computes; return its number, None if nobody asks for it.
@@ -211,7 +212,7 @@ class SettlingRequests:
         followed = self._followed.get(request.request_id)
         if followed is not None and followed.total == tokens:
             return followed.prompt
-        return self._context.prompt_digest(request, tokens)
+        return self._context.prompts.take(request, tokens)
 
     def epoch(self, request_id: str) -> int:
         """Return the epoch of a request; 0 if nobody can follow it."""

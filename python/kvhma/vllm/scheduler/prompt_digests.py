@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of the prompts of an engine; those of long prompts are made by a thread while the scheduler goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvhma.vllm.scheduler.prompt import prefix_digests, prompt_digest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_LONG_TOKENS = 16384
+"""From here on a digest takes longer than to hand it to a thread: 8 ns a token, where tokens lie scattered."""
+
+
+class _Begun(NamedTuple):
+    """A digest that the thread makes, and of how many tokens it is."""
+
+    num_tokens: int
+    digest: Future[str]
+
+
+class PromptDigests:
+    """Makes the digests of :mod:`kvhma.vllm.scheduler.prompt`, as this engine tells adapters apart."""
+
+    def __init__(self, *, adapter_paths: bool) -> None:
+        """Start; `adapter_paths` is that of :func:`kvhma.vllm.scheduler.prompt.prompt_digest`."""
+        self._adapter_paths = adapter_paths
+        self._begun: dict[str, _Begun] = {}
+        self._thread = ThreadPoolExecutor(1, "kvhma-digests")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, request: Request, num_tokens: int) -> bool:
+        """Have the digest of a request's first tokens made, if they are many; return whether they are."""
+        if num_tokens < _LONG_TOKENS:
+            return False
+        digest = self._thread.submit(self.of, request, num_tokens)
+        self._begun[request.request_id] = _Begun(num_tokens, digest)
+        return True
+
+    def is_ready(self, request_id: str, wait_seconds: float = 0.0) -> bool:
+        """Return whether what was begun of a request is made, at the latest after some seconds."""
+        begun = self._begun.get(request_id)
+        return begun is None or bool(wait([begun.digest], wait_seconds).done)
+
+    def take(self, request: Request, num_tokens: int) -> str:
+        """Return the digest of a request's first tokens, which may have been begun.
+
+        Raises:
+            RequestError: as for :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
+        """
+        begun = self._begun.pop(request.request_id, None)
+        if begun is not None and begun.num_tokens == num_tokens:
+            return begun.digest.result()
+        return self.of(request, num_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Forget what was begun of a request."""
+        begun = self._begun.pop(request_id, None)
+        if begun is not None:
+            begun.digest.cancel()
+
+    def of(self, request: Request, num_tokens: int) -> str:
+        """Return the digest of a request's first tokens, made at once."""
+        return prompt_digest(request, num_tokens, adapter_paths=self._adapter_paths)
+
+    def prefixes(self, request: Request, counts: Sequence[int]) -> list[str]:
+        """Return the digests of some numbers of first tokens of a request, made at once."""
+        return prefix_digests(request, counts, adapter_paths=self._adapter_paths)

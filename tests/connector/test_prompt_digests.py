@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of long prompts: a thread makes them, and nothing is asked of P, or told to it, before they are compared."""
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+# With its parts, since torch warns while they are imported, which is no error here.
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from kvhma.errors import RequestError
+from kvhma.vllm.scheduler import prompt_digests
+from kvhma.vllm.scheduler.prompt import prompt_digest
+from kvhma.vllm.scheduler.prompt_digests import PromptDigests
+from kvhma.vllm.wire.messages import Outcome
+from support.schedulers import STEP, blocks, request, scheduler, tables, until
+
+BUSY = SimpleNamespace(num_scheduled_tokens={"another": 1}, total_num_scheduled_tokens=1)
+"""A step that computes something."""
+
+
+@pytest.fixture
+def p():
+    made = scheduler()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def d():
+    made = scheduler(ranks=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def go_on(monkeypatch):
+    """Prompts of 40 tokens are long ones, whose digests are made once this is set."""
+    event = threading.Event()
+
+    def digest(*given, **more):
+        if threading.current_thread().name.startswith("kvhma-digests"):
+            event.wait(30)
+        return prompt_digest(*given, **more)
+
+    monkeypatch.setattr(prompt_digests, "prompt_digest", digest)
+    monkeypatch.setattr(prompt_digests, "_LONG_TOKENS", 40)
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def params(p):
+    asked = request("at p", params={"do_remote_decode": True})
+    p.add(asked)
+    held, params = p.finish(asked, tables(p))
+    assert held
+    return json.loads(json.dumps(params))
+
+
+@pytest.fixture(autouse=True)
+def told(d, monkeypatch):
+    found = []
+    release = d.decode.renewer.release
+
+    def noted(address, claim, outcome):
+        found.append(outcome)
+        release(address, claim, outcome)
+
+    monkeypatch.setattr(d.decode.renewer, "release", noted)
+    return found
+
+
+def test_a_request_waits_for_its_digest_and_no_step_does(params, d, go_on):
+    asked = request(params=params)
+    d.add(asked)
+    for _ in range(3):
+        assert d.matched_tokens(asked, 0) == (None, False)
+        d.step(BUSY)
+    go_on.set()
+    until(lambda: d.matched_tokens(asked, 0) == (40, True))
+    d.allocated(asked, blocks(d), 40)
+    (order,) = d.step(BUSY).loads
+    assert order.outcome is Outcome.READ
+
+
+def test_a_step_without_work_waits_a_little(params, d, go_on):
+    """Else an engine that only schedules would keep Python's lock from the thread."""
+    asked = request(params=params)
+    d.add(asked)
+    threading.Timer(1e-3, go_on.set).start()
+    until(lambda: not d.step(STEP) or not d.decode._uncompared)
+    assert d.matched_tokens(asked, 0) == (40, True)
+
+
+def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p, d, go_on):
+    """It may wait for blocks for longer than P keeps what was never claimed."""
+    d.add(request(params=params))
+    d.step(BUSY)
+    assert d.decode.renewer._sessions == {}
+    go_on.set()
+    until(lambda: not d.step(BUSY) or d.decode.renewer._sessions)
+    until(lambda: any(held.readers for held in p.context.leases._held.values()))
+
+
+@pytest.mark.parametrize("end", ["asked", "stepped", "aborted", "allocated"])
+def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
+    asked = request(params=params)
+    asked._all_token_ids[3] = 99
+    d.add(asked)
+    go_on.set()
+    if end == "asked":
+        until(lambda: d.matched_tokens(asked, 0) == (0, False))
+    elif end == "stepped":
+        until(lambda: not d.step(BUSY) or not d.decode.pending)
+    elif end == "allocated":
+        d.allocated(asked, blocks(d), 0)
+    else:
+        asked.status.name = "FINISHED_ABORTED"
+    assert d.finish(asked, tables(d)) == (False, None)
+    assert (d.decode.pending, d.decode._uncompared) == ({}, {})
+    assert (told, d.decode.renewer._sessions) == ([], {})
+    assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
+    assert len(p.context.leases) == 1
+
+
+def test_one_that_ends_before_it_is_compared_lets_p_go(params, p, d, go_on, told):
+    asked = request(params=params, status="FINISHED_ABORTED")
+    d.add(asked)
+    go_on.set()
+    assert d.finish(asked, tables(d)) == (False, None)
+    assert told == [Outcome.READ]
+    until(lambda: len(p.context.leases) == 0)
+
+
+def test_another_one_may_still_turn_out_to_read_the_same(params, p, d, go_on, told, monkeypatch):
+    """The first would have let the blocks go before the second was compared."""
+    monkeypatch.setattr(prompt_digests, "_LONG_TOKENS", 1 << 20)
+    first, second = request("a", params=params), request("b", params=params)
+    d.add(first)
+    monkeypatch.setattr(prompt_digests, "_LONG_TOKENS", 1)
+    d.add(second)
+    assert d.matched_tokens(first, 0) == (40, True)
+    d.allocated(first, blocks(d), 40)
+    (order,) = d.step(BUSY).loads
+    assert order.outcome is Outcome.READ_SHARED
+
+
+def test_what_cannot_be_summed_is_refused(params, d, go_on):
+    asked = request(params=params)
+    asked._all_token_ids[3] = 1 << 40
+    d.add(asked)
+    go_on.set()
+    until(lambda: d.matched_tokens(asked, 0) == (40, True))
+    d.allocated(asked, blocks(d), 40)
+    metadata = d.step(BUSY)
+    assert metadata.loads == []
+    assert "does not fit 32 bits" in metadata.refusals["r"]
+
+
+@pytest.mark.parametrize("end", ["in time", "late", "other", "aborted"])
+def test_p_begins_when_a_request_comes(p, go_on, end):
+    asked = request("at p", 64, params={"do_remote_decode": True})
+    p.add(asked)
+    assert not p.context.prompts.is_ready("at p")
+    if end == "in time":
+        go_on.set()
+        until(lambda: p.context.prompts.is_ready("at p"))
+    elif end == "late":
+        threading.Timer(0.1, go_on.set).start()
+    elif end == "other":
+        asked.num_computed_tokens = 50  # what is handed over is something else than was expected
+    else:
+        asked.status.name = "FINISHED_ABORTED"
+    _, params = p.finish(asked, tables(p))
+    if end == "aborted":
+        assert params is None
+    else:
+        tokens = asked.num_computed_tokens
+        assert params["kvhma"]["prompt"] == prompt_digest(asked, tokens)
+    assert p.context.prompts._begun == {}
+
+
+def test_a_short_prompt_has_no_thread():
+    prompts = PromptDigests(adapter_paths=True)
+    asked = request(tokens=1000)
+    assert not prompts.begin(asked, 1000)
+    assert prompts.is_ready("r")
+    assert prompts.take(asked, 1000) == prompt_digest(asked, 1000)
+    prompts.close()
+    with pytest.raises(RequestError):
+        prompts.take(asked, 1001)
