@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from kvhma.geometry import Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import cases
+from kvhma.vllm import stats
 from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
@@ -672,9 +673,11 @@ def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_r
 # --- what lasts ----------------------------------------------------------------------------------------------
 
 
-def test_a_load_that_lasts_longer_than_its_lease_is_said_once(p, d, held_reads, caplog):
+def test_a_load_that_lasts_longer_than_its_lease_is_said_once(p, d, held_reads, caplog, monkeypatch):
     """While a network was cut for 45 s requests hung 72 s: nothing was logged, and nothing counted (S9)."""
+    monkeypatch.setattr(stats, "_GAUGE_SECONDS", 0.1)
     d.start(slow=(p.remote("at p", [1, 2, 3], lease=0.2), [4, 5, 6]), quick=(p.remote("b", [7]), [7]))
+    assert d.worker.take_stats() is None
     until(lambda: d.worker.collect(idle=True) and "has taken" in caplog.text)
     for _ in range(20):
         assert d.worker.collect(idle=True) == (set(), WorkerReport())

@@ -208,8 +208,10 @@ class StatsCollector:
         self._busy = busy
         self._lock = threading.Lock()
         self._stats = TransferStats()
-        self._was_busy = False
-        self._told_at = 0.0
+        self._tell_at: float | None = None
+        """When gauges are told next; None while all are 0."""
+        self._told = False
+        """Whether others than 0 were told."""
 
     def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
         """Add to a counter."""
@@ -230,11 +232,10 @@ class StatsCollector:
     def take(self) -> TransferStats | None:
         """Return what was counted since the last call, None if nothing was.
 
-        Gauges are among it when they leave 0 and when all are 0 again, and once a second in between.
+        Gauges are among it once a second while any of them is not 0, and when all are 0 again. What is over sooner is
+        not: most requests are kept for some milliseconds.
         """
-        busy = self._busy()
-        if busy != self._was_busy or (busy and time.monotonic() - self._told_at >= _GAUGE_SECONDS):
-            self._was_busy, self._told_at = busy, time.monotonic()
+        if self._is_time_to_tell():
             values = self._gauges()
             with self._lock:
                 for name, value in values.items():
@@ -244,6 +245,17 @@ class StatsCollector:
         with self._lock:
             stats, self._stats = self._stats, TransferStats()
         return stats
+
+    def _is_time_to_tell(self) -> bool:
+        if not self._busy():
+            told, self._told, self._tell_at = self._told, False, None
+            return told
+        now = time.monotonic()
+        if self._tell_at is not None and now < self._tell_at:
+            return False
+        self._told = self._tell_at is not None
+        self._tell_at = now + _GAUGE_SECONDS
+        return self._told
 
 
 class PromMetrics(KVConnectorPromMetrics):
