@@ -57,6 +57,9 @@ IN_A_ROW = 4
 DECODED = 8
 """Tokens that D generates."""
 
+MODEL_SECONDS = 2e-3
+"""Between two schedules, where a model computes: other threads run, and what this one has used leaves the caches."""
+
 GROUPS: dict[str, tuple[str, ...]] = {"full attention": ("full",), "full and sliding": ("full", "sliding")}
 CONNECTORS: dict[str, dict[str, Any]] = {
     "kvhma": {"kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm"},
@@ -188,6 +191,7 @@ class Engine:
 
     def step(self, *, sent: Sequence[str] = (), received: Sequence[str] = ()) -> dict[str, Any]:
         """Schedule, sample a token for whoever has its prompt, report; return the answers that ended."""
+        time.sleep(MODEL_SECONDS)
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         sampled = [[7] for _ in names]
@@ -218,8 +222,10 @@ def hand_off(p: Engine, d: Engine, name: str, prompt: list[int]) -> None:
     params = ended[name].kv_transfer_params
     assert params is not None
     d.add(name, list(prompt), DECODED, params)
-    d.step()
-    assert d.scheduler.requests[name].status.name == "WAITING_FOR_REMOTE_KVS"
+    for _ in range(100):  # until the thread that sums its prompt has ended
+        d.step()
+        if d.scheduler.requests[name].status.name == "WAITING_FOR_REMOTE_KVS":
+            break
     d.step(received=[name])
     ended = {}
     while name not in ended:
@@ -340,7 +346,8 @@ Made by `benches/scheduler_time.py` (`make bench-scheduler`). The machine is sha
 
 NOTES = """
 Processor time of the thread that calls, summed over every call that vLLM's Scheduler makes of the connector, for one request from its arrival at P to the release of its blocks, and from its arrival at D to its
-last of {decoded} tokens. Medians of {rounds} rounds of {in_a_row} requests each; ratios are those of each round, with their quartiles in brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits. Left out, at both, is what other
+last of {decoded} tokens. Medians of {rounds} rounds of {in_a_row} requests each; ratios are those of each round, with their quartiles in brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits. Between
+two schedules of an engine 2 ms pass, as a model takes: other threads of the process run then, and calls find cold caches, of both connectors. Left out, at both, is what other
 threads of the scheduler's process do (listeners, renewals), and what workers do."""
 
 if __name__ == "__main__":
