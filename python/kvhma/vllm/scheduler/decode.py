@@ -42,6 +42,9 @@ _MIN_RENEWAL_SECONDS = 0.5
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
 
+_UNDER_WAY = 2
+"""Steps that vLLM has under way at most, with asynchronous scheduling."""
+
 _DIGEST_SECONDS = 5e-3
 """How long a step that has nothing else to do waits for the digest of a prompt."""
 
@@ -77,6 +80,8 @@ class DecodeScheduler:
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
+        self._idle_steps = 0
+        """In a row."""
         self.put_off = PutOffLoads(context)
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
@@ -122,18 +127,29 @@ class DecodeScheduler:
 
         An `idle` step has nothing to compute.
         """
-        self._following.wait_for_news(idle=idle, pending=(load.followed for load in self.pending.values()))
+        self._idle_steps = self._idle_steps + 1 if idle else 0
+        if self._idle_steps and self.pending and self._context.engine.may_wait:
+            self._wait_for_others()
         for request_id, followed in list(self._following.with_blocks.items()):
             self._follow_on(request_id, self.pending[request_id], followed)
-        # An engine that only schedules would not let the thread have Python's lock.
-        wait_seconds = _DIGEST_SECONDS if idle and self._context.engine.may_wait else 0.0
-        for request in list(self._uncompared.values()):
-            if self._context.prompts.is_ready(request.request_id, wait_seconds):
-                self._compare(request)
+        if self._uncompared:
+            self._compare_what_is_summed()
         if self._unclaimed:
             self._claim_what_lasts()
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
+
+    def _wait_for_others(self) -> None:
+        """Wait a little for what a load waits for: an engine that spins takes Python's lock, and cores, from others."""
+        if self._idle_steps > _UNDER_WAY:
+            self._following.wait_for_news(load.followed for load in self.pending.values())
+        for request_id in self._uncompared:
+            self._context.prompts.is_ready(request_id, _DIGEST_SECONDS)
+
+    def _compare_what_is_summed(self) -> None:
+        for request in list(self._uncompared.values()):
+            if self._context.prompts.is_ready(request.request_id):
+                self._compare(request)
 
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""

@@ -30,9 +30,6 @@ _NO_LEASE = LeaseKey("", 0)
 _NEWS_SECONDS = 5e-3
 """How long a step waits for P: new requests wait as long."""
 
-_UNDER_WAY = 2
-"""Steps that vLLM has under way at most, with asynchronous scheduling."""
-
 
 @dataclass
 class FollowedLoad:
@@ -152,26 +149,20 @@ class FollowedLoads:
         self.with_blocks: dict[str, FollowedLoad] = {}
         self._taken = 0
         """Blocks of theirs."""
-        self._idle_steps = 0
-        """In a row."""
 
     def close(self) -> None:
         """Ask P no more."""
         self._conversations.close()
 
-    def wait_for_news(self, *, idle: bool, pending: Iterable[FollowedLoad | None]) -> None:
-        """Wait a little for what P says if the engine has nothing else to do: vLLM would only schedule again.
+    def wait_for_news(self, pending: Iterable[FollowedLoad | None]) -> None:
+        """Wait a little for what P says, in an engine that has nothing else to do: vLLM would only schedule again.
 
         A prompt may take P seconds, and an engine that spins meanwhile takes two cores. While a piece is read the
         worker waits, and the results of other steps are not kept waiting. Other connectors' loads are not known here.
 
         Args:
-            idle: whether this step has nothing to compute.
             pending: what is followed of each load that has not ended; None for one that is read as a whole.
         """
-        self._idle_steps = self._idle_steps + 1 if idle else 0
-        if self._idle_steps <= _UNDER_WAY or not self._context.engine.may_wait:
-            return
         followed = list(pending)
         if followed and all(one is not None and not one.reading for one in followed):
             self._conversations.news.wait(_NEWS_SECONDS)
