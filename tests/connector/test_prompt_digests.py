@@ -93,6 +93,9 @@ def test_a_step_without_work_waits_a_little(params, d, go_on):
     threading.Timer(1e-3, go_on.set).start()
     until(lambda: not d.step(STEP) or not d.decode._uncompared)
     assert d.matched_tokens(asked, 0) == (40, True)
+    d.allocated(asked, blocks(d), 40)
+    assert len(d.step(STEP).loads) == 1
+    assert d.decode.renewer._sessions == {}, "a load that does not last is not claimed"
 
 
 def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p, d, go_on):

@@ -132,10 +132,10 @@ class DecodeScheduler:
             self._wait_for_others()
         for request_id, followed in list(self._following.with_blocks.items()):
             self._follow_on(request_id, self.pending[request_id], followed)
-        if self._uncompared:
-            self._compare_what_is_summed()
         if self._unclaimed:
             self._claim_what_lasts()
+        if self._uncompared:  # what is scheduled in the next step is not claimed
+            self._compare_what_is_summed()
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
