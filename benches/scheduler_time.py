@@ -183,11 +183,12 @@ class Engine:
             made._scheduler.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
         self.clock.watch(made)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any]) -> None:
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int, params: dict[str, Any]) -> None:
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args={"kv_transfer_params": params}
         )
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
+        # Nobody else has its list of tokens, as in an engine that was sent it.
+        self.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=self._hasher))
 
     def step(self, *, sent: Sequence[str] = (), received: Sequence[str] = ()) -> dict[str, Any]:
         """Schedule, sample a token for whoever has its prompt, report; return the answers that ended."""
@@ -221,7 +222,7 @@ def hand_off(p: Engine, d: Engine, name: str, prompt: list[int]) -> None:
         ended = p.step()
     params = ended[name].kv_transfer_params
     assert params is not None
-    d.add(name, list(prompt), DECODED, params)
+    d.add(name, prompt, DECODED, params)
     for _ in range(100):  # until the thread that sums its prompt has ended
         d.step()
         if d.scheduler.requests[name].status.name == "WAITING_FOR_REMOTE_KVS":
@@ -262,7 +263,7 @@ def measure(kinds: Sequence[str], length: int, rounds: int) -> dict[str, list[di
             prompts = [random.Random(f"{number} {at}").choices(range(128_000), k=length) for at in range(IN_A_ROW)]
             for name, (p, d) in pairs.items():
                 for at, prompt in enumerate(prompts):
-                    hand_off(p, d, f"cmpl-{number}-{at}", list(prompt))
+                    hand_off(p, d, f"cmpl-{number}-{at}", prompt)
                 spent = {f"P: {call}": seconds / IN_A_ROW for call, seconds in p.clock.take().items()}
                 spent |= {f"D: {call}": seconds / IN_A_ROW for call, seconds in d.clock.take().items()}
                 if number >= 2:  # the first ones import and allocate

@@ -60,6 +60,8 @@ def test_what_one_has_started_ends_with_it(tmp_path):
             assert time.monotonic() < end
             time.sleep(0.05)
         child = int(log.read_text())
+        assert os.getpgid(child) == process.pid
+        assert os.getsid(child) == os.getsid(0), "Linux would give each of two engines its time as a whole"
         serve_pair._check(processes)
     assert process.returncode is not None
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split(")")[1][:3]:

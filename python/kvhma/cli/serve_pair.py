@@ -162,7 +162,11 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(parts: Sequence[Part]) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
-    """Run processes, by name, each with all that it starts in a group of its own; at the end none is left."""
+    """Run processes, by name, each with all that it starts in a group of its own; at the end none is left.
+
+    In one session: Linux may schedule each session as a whole, and a worker of vLLM, which only yields while it waits,
+    then keeps the other engine from running for minutes where there are few cores (seen with 6.18, two cores).
+    """
     processes: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
     try:
         for part in parts:
@@ -173,7 +177,7 @@ def running(parts: Sequence[Part]) -> Iterator[dict[str, tuple[subprocess.Popen[
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    preexec_fn=os.setpgrp,
                 )
             processes[part.name] = process, part.log
         yield processes
