@@ -129,13 +129,16 @@ def live_spans(
 def live_entries(
     geometry: Geometry, num_tokens: int | None, lengths: Sequence[int], cached: Sequence[int] | None = None
 ) -> list[slice]:
-    """Which entries of a request's block tables are live, see :func:`live_spans`, unless null blocks stand there.
+    """Entries of a request's block tables that are live where no null block stands, by their number alone.
 
     Args:
         geometry: as for :func:`live_spans`.
         num_tokens: as for :func:`live_spans`.
         lengths: entries of each group's table.
         cached: as for :func:`live_spans`.
+
+    Returns:
+        A slice of each group's table.
 
     Raises:
         RequestError: a list has the wrong number of entries or the wrong type.
