@@ -42,6 +42,10 @@ import kvhma
 from kvhma.nixl import encode_handshake
 from kvhma.vllm.metadata import WorkerHello
 from kvhma.vllm.scheduler import decode
+from kvhma.vllm.scheduler.decode import DecodeScheduler
+from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.vllm.scheduler.prefill import PrefillScheduler
+from kvhma.vllm.scheduler.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import PrefillParams
 from support.engines.engine import free_port
@@ -54,6 +58,9 @@ TARGET_MS = 1.0
 IN_A_ROW = 4
 """Requests of a connector before the other one has its turn."""
 
+WARM_UP = 2
+"""Rounds that do not count: they import and allocate."""
+
 DECODED = 8
 """Tokens that D generates."""
 
@@ -61,6 +68,20 @@ MODEL_SECONDS = 2e-3
 """Between two schedules, where a model computes: other threads run, and what this one has used leaves the caches."""
 
 GROUPS: dict[str, tuple[str, ...]] = {"full attention": ("full",), "full and sliding": ("full", "sliding")}
+READ_PARAMS = PrefillParams.from_params
+"""As it is before it is timed."""
+
+PARTS: dict[str, tuple[Any, Sequence[str]]] = {
+    "P: which blocks, and whether its windows are all there": (PrefillScheduler, ["_spans_to_hand_over"]),
+    "P and D: digest of the prompt, or its hand-over to the thread": (PromptDigests, ["begin", "take"]),
+    "P: parameters written and signed": (PrefillParams, ["to_params"]),
+    "P: lease, and its blocks counted": (LeaseTable, ["add"]),
+    "P: leases that have ended": (LeaseTable, ["drain_ended"]),
+    "D: parameters read, bounded and verified": (PrefillParams, ["from_params"]),
+    "D: the order for its workers": (DecodeScheduler, ["_make_load"]),
+}
+"""What of kvhma's time each promise takes: the functions that keep it."""
+
 CONNECTORS: dict[str, dict[str, Any]] = {
     "kvhma": {"kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm"},
     "NixlConnector": {"kv_connector": "NixlConnector"},
@@ -100,6 +121,27 @@ class Clock:
     def take(self) -> dict[str, float]:
         spent, self.spent = dict(self.spent), defaultdict(float)
         return spent
+
+
+def watch_parts() -> dict[str, float]:
+    """Time kvhma's own functions; return the seconds by part, which grow."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*arguments, **more)
+            finally:
+                spent[part] += time.thread_time() - began
+
+        return call
+
+    for part, (kind, names) in PARTS.items():
+        for name in names:
+            made = timed(part, getattr(kind, name))
+            setattr(kind, name, staticmethod(made) if isinstance(vars(kind)[name], classmethod) else made)
+    return spent
 
 
 # --- engines -------------------------------------------------------------------------------------------------------
@@ -241,7 +283,7 @@ def release(p: Engine, name: str, params: dict[str, Any], length: int) -> list[s
     own = getattr(p.scheduler.connector, "_scheduler", None)
     if own is None:
         return [name]
-    remote = PrefillParams.from_params(params, own.context.secrets, num_prompt_tokens=length)
+    remote = READ_PARAMS(params, own.context.secrets, num_prompt_tokens=length)
     states = own.context.leases.finish([remote.claim(1)], [Outcome.READ])  # the listener's thread does it
     assert states == [LeaseState.HELD]
     return list(p.scheduler.schedule().kv_connector_metadata.sent)
@@ -250,23 +292,25 @@ def release(p: Engine, name: str, params: dict[str, Any], length: int) -> list[s
 # --- what is measured ----------------------------------------------------------------------------------------------
 
 
-def measure(kinds: Sequence[str], length: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure(
+    kinds: Sequence[str], length: int, rounds: int, connectors: Sequence[str] = tuple(CONNECTORS)
+) -> dict[str, list[dict[str, float]]]:
     """Seconds by connector and round: of each call of P (``p:...``) and D (``d:...``)."""
     pairs = {}
-    for name in CONNECTORS:
+    for name in connectors:
         pairs[name] = [Engine(name, role, kinds, free_port()) for role in ("kv_producer", "kv_consumer")]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CONNECTORS}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in connectors}
     try:
         gc.collect()
         gc.disable()
-        for number in range(rounds + 2):
+        for number in range(rounds + WARM_UP):
             prompts = [random.Random(f"{number} {at}").choices(range(128_000), k=length) for at in range(IN_A_ROW)]
             for name, (p, d) in pairs.items():
                 for at, prompt in enumerate(prompts):
                     hand_off(p, d, f"cmpl-{number}-{at}", prompt)
                 spent = {f"P: {call}": seconds / IN_A_ROW for call, seconds in p.clock.take().items()}
                 spent |= {f"D: {call}": seconds / IN_A_ROW for call, seconds in d.clock.take().items()}
-                if number >= 2:  # the first ones import and allocate
+                if number >= WARM_UP:
                     found[name].append(spent)
     finally:
         gc.enable()
@@ -312,6 +356,21 @@ def calls(found: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
+def parts(lengths: Sequence[int], rounds: int) -> str:
+    """A table of the time that each promise takes, by caches and tokens: means, measured apart from the rest."""
+    spent, columns = watch_parts(), {}
+    for title, kinds in GROUPS.items():
+        for length in lengths:
+            before = dict(spent)
+            with redirect_stdout(sys.stderr):
+                measure(kinds, length, rounds, ["kvhma"])
+            requests = (rounds + WARM_UP) * IN_A_ROW
+            columns[f"{title}, {length:,}"] = {part: (spent[part] - before[part]) / requests for part in PARTS}
+    lines = [f"| part | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
+    lines += [f"| {part} | {' | '.join(f'{one[part] * 1e6:,.0f}' for one in columns.values())} |" for part in PARTS]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scheduler-thread time of connectors.")
     parser.add_argument("--rounds", type=int, default=40)
@@ -334,6 +393,7 @@ def main() -> None:
             longest[title] = found
     for title, found in longest.items():
         print(f"\n## Where it goes: {title}, {options.lengths[-1]:,} tokens, µs\n\n{calls(found)}")
+    print(f"\n## What kvhma's time buys, µs\n\n{parts(options.lengths, max(4, options.rounds // 4))}")
     print(NOTES.format(rounds=options.rounds, in_a_row=IN_A_ROW, block=BLOCK, decoded=DECODED))
 
 
