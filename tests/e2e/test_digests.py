@@ -44,7 +44,7 @@ def test_one_spoilt_block_of_each_kind_of_layer_fails_the_load(
             params = prefill(p, prompt)
             until(lambda before=before: summed(p) > before)
             _, ids = params["kvhma"]["spans"][index]
-            p.rpc("e2e_overwrite", group["layers"][0], text_to_ids(ids, 1 << 20)[-1], "noise")
+            p.rpc("e2e_overwrite", group["layers"][0], int(text_to_ids(ids, 1 << 20)[-1]), "noise")
             got = decode(d, prompt, params).result()
             assert failures(d, "digest") == compared(d, "mismatch") == index + 1, group
             same(name, got, plain.generate(prompt, max_tokens=16).result(), "computed by D", alone=len(prompt))
