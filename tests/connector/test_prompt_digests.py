@@ -3,6 +3,7 @@
 
 import json
 import threading
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,8 @@ from kvhma.vllm.scheduler.prompt import prompt_digest
 from kvhma.vllm.scheduler.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import Outcome
 from support.schedulers import STEP, blocks, request, scheduler, tables, until
+
+Done = namedtuple("Done", "done not_done")
 
 BUSY = SimpleNamespace(num_scheduled_tokens={"another": 1}, total_num_scheduled_tokens=1)
 """A step that computes something."""
@@ -184,6 +187,66 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
         tokens = asked.num_computed_tokens
         assert params["kvhma"]["prompt"] == prompt_digest(asked, tokens)
     assert p.context.prompts._begun == {}
+
+
+def test_what_was_not_begun_does_not_wait_for_others(go_on):
+    """An abort held the scheduler until all prompts before it were summed."""
+    prompts = PromptDigests(adapter_paths=True)
+    first, second = request("a", 64), request("b", 64)
+    assert prompts.begin(first, 64)
+    assert prompts.begin(second, 64)
+    assert prompts.take(second, 64) == prompt_digest(second, 64)
+    assert not prompts.is_ready("a")
+    go_on.set()
+    assert prompts.take(first, 64) == prompt_digest(first, 64)
+    prompts.close()
+
+
+def test_an_idle_step_waits_for_one_digest_only(params, d, go_on, monkeypatch):
+    waits = []
+    monkeypatch.setattr(prompt_digests, "wait", lambda futures, seconds: waits.append(seconds) or Done(set(), futures))
+    for index in range(20):
+        d.add(request(f"r{index}", params=params))
+    for _ in range(6):
+        d.step(STEP)
+    assert 1 <= len(waits) <= 6
+    waits.clear()
+    for _ in range(6):
+        d.step(BUSY)
+    assert waits == []
+
+
+@pytest.mark.parametrize("why", ["there can be no more threads", "the engine stops"])
+def test_without_a_thread_a_digest_is_made_at_once(params, d, go_on, monkeypatch, why):
+    prompts = d.context.prompts
+    if why == "the engine stops":
+        prompts.begin(request("before", 64), 64)
+        prompts.begin(request("cancelled", 64), 64)
+        prompts.close()
+        assert prompts.is_ready("cancelled")
+        assert prompts.take(request("cancelled", 64), 64) == prompt_digest(request(tokens=64), 64)
+    else:
+
+        def fail(*_):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(prompts._thread, "submit", fail)
+    asked = request(params=params)
+    d.add(asked)
+    assert d.matched_tokens(asked, 0) == (40, True)
+
+
+def test_a_state_is_never_read_into_the_null_block(params, d):
+    asked = request(params=params)
+    d.add(asked)
+    assert d.matched_tokens(asked, 0) == (40, True)
+    given = blocks(d)
+    (state,) = (at for at, group in enumerate(d.context.geometry.groups) if group.kind == "ssm")
+    for block in given.blocks[state]:
+        block.block_id, block.is_null = 0, True
+    d.allocated(asked, given, 40)
+    metadata = d.step(BUSY)
+    assert (metadata.loads, metadata.refusals) == ([], {"r": "the block of its state is the null block"})
 
 
 def test_a_short_prompt_has_no_thread():

@@ -82,7 +82,12 @@ fn push_tokens(digest: &mut TokenDigest, tokens: &Bound<'_, PyList>, from: usize
         for (index, token) in (first..).zip(&mut piece[..count]) {
             *token = read_token(tokens, index)?;
         }
-        tokens.py().detach(|| digest.push(&piece[..count]));
+        // To hash less takes less time than to get the interpreter back.
+        if count == PIECE {
+            tokens.py().detach(|| digest.push(&piece));
+        } else {
+            digest.push(&piece[..count]);
+        }
     }
     Ok(())
 }

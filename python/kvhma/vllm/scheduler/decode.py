@@ -128,7 +128,7 @@ class DecodeScheduler:
         An `idle` step has nothing to compute.
         """
         self._idle_steps = self._idle_steps + 1 if idle else 0
-        if self._idle_steps and self.pending and self._context.engine.may_wait:
+        if self._idle_steps > _UNDER_WAY and self.pending and self._context.engine.may_wait:
             self._wait_for_others()
         for request_id, followed in list(self._following.with_blocks.items()):
             self._follow_on(request_id, self.pending[request_id], followed)
@@ -141,15 +141,16 @@ class DecodeScheduler:
 
     def _wait_for_others(self) -> None:
         """Wait a little for what a load waits for: an engine that spins takes Python's lock, and cores, from others."""
-        if self._idle_steps > _UNDER_WAY:
-            self._following.wait_for_news(load.followed for load in self.pending.values())
+        self._following.wait_for_news(load.followed for load in self.pending.values())
         for request_id in self._uncompared:
             self._context.prompts.is_ready(request_id, _DIGEST_SECONDS)
+            break  # the thread makes one after the other
 
     def _compare_what_is_summed(self) -> None:
         for request in list(self._uncompared.values()):
-            if self._context.prompts.is_ready(request.request_id):
-                self._compare(request)
+            if not self._context.prompts.is_ready(request.request_id):
+                break
+            self._compare(request)
 
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""
@@ -460,6 +461,8 @@ class DecodeScheduler:
             # Each group has a hit of its own: the one that vLLM names is that of full attention.
             is_state = group.kind == "ssm"
             first = needed.start if is_state else hit_blocks(table, needed.start)
+            if is_state and any(block.is_null for block in table[first : needed.stop]):
+                raise RequestError("the block of its state is the null block")
             spans.append(Span(0 if is_state else first, [block.block_id for block in table[first : needed.stop]]))
         return Load(
             request_id=request_id,
@@ -570,6 +573,7 @@ class DecodeScheduler:
         return self._read_outcome(remote) if self._worker_releases(remote) else None
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
+        # Any of these may turn out to be a reader; if none is, P keeps the blocks for two seconds more.
         uncompared = (self.pending[request_id].remote for request_id in self._uncompared)
         may_be_shared = any(one is not None and one.lease_key == remote.lease_key for one in uncompared)
         shared = may_be_shared or self._shared.get(remote.lease_key, False)

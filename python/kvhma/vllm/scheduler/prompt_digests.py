@@ -37,17 +37,22 @@ class PromptDigests:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, request: Request, num_tokens: int) -> bool:
-        """Have the digest of a request's first tokens made, if they are many; return whether they are."""
+        """Have the digest of a request's first tokens made, if they are many; return whether the thread makes it."""
         if num_tokens < _LONG_TOKENS:
             return False
-        digest = self._thread.submit(self.of, request, num_tokens)
+        try:
+            digest = self._thread.submit(self.of, request, num_tokens)
+        except RuntimeError:  # there can be no more threads, or the engine stops
+            return False
         self._begun[request.request_id] = _Begun(num_tokens, digest)
         return True
 
     def is_ready(self, request_id: str, wait_seconds: float = 0.0) -> bool:
         """Return whether what was begun of a request is made, at the latest after some seconds."""
         begun = self._begun.get(request_id)
-        return begun is None or bool(wait([begun.digest], wait_seconds).done)
+        if begun is None or begun.digest.done():
+            return True
+        return wait_seconds > 0 and bool(wait([begun.digest], wait_seconds).done)
 
     def take(self, request: Request, num_tokens: int) -> str:
         """Return the digest of a request's first tokens, which may have been begun.
@@ -56,7 +61,8 @@ class PromptDigests:
             RequestError: as for :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
         """
         begun = self._begun.pop(request.request_id, None)
-        if begun is not None and begun.num_tokens == num_tokens:
+        # One that was not started would wait for those of others.
+        if begun is not None and begun.num_tokens == num_tokens and not begun.digest.cancel():
             return begun.digest.result()
         return self.of(request, num_tokens)
 
