@@ -102,9 +102,9 @@ class Clock:
         for name in dir(type(connector)):
             method = None if name.startswith("_") else getattr(connector, name, None)
             if inspect.ismethod(method):
-                setattr(connector, name, self._timed(name, method))
+                setattr(connector, name, self.timed(name, method))
 
-    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
             if self._inside:
                 return method(*arguments, **more)
@@ -123,25 +123,14 @@ class Clock:
         return spent
 
 
-def watch_parts() -> dict[str, float]:
-    """Time kvhma's own functions; return the seconds by part, which grow."""
-    spent = dict.fromkeys(PARTS, 0.0)
-
-    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **more: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return function(*arguments, **more)
-            finally:
-                spent[part] += time.thread_time() - began
-
-        return call
-
+def parts_clock() -> Clock:
+    """Time kvhma's own functions by part, from now on; none of them calls another one."""
+    clock = Clock()
     for part, (kind, names) in PARTS.items():
         for name in names:
-            made = timed(part, getattr(kind, name))
-            setattr(kind, name, staticmethod(made) if isinstance(vars(kind)[name], classmethod) else made)
-    return spent
+            timed = clock.timed(part, getattr(kind, name))
+            setattr(kind, name, staticmethod(timed) if isinstance(vars(kind)[name], classmethod) else timed)
+    return clock
 
 
 # --- engines -------------------------------------------------------------------------------------------------------
@@ -269,6 +258,7 @@ def hand_off(p: Engine, d: Engine, name: str, prompt: list[int]) -> None:
         d.step()
         if d.scheduler.requests[name].status.name == "WAITING_FOR_REMOTE_KVS":
             break
+    assert d.scheduler.requests[name].status.name == "WAITING_FOR_REMOTE_KVS"
     d.step(received=[name])
     ended = {}
     while name not in ended:
@@ -358,16 +348,15 @@ def calls(found: dict[str, list[dict[str, float]]]) -> str:
 
 def parts(lengths: Sequence[int], rounds: int) -> str:
     """A table of the time that each promise takes, by caches and tokens: means, measured apart from the rest."""
-    spent, columns = watch_parts(), {}
+    clock, columns = parts_clock(), {}
     for title, kinds in GROUPS.items():
         for length in lengths:
-            before = dict(spent)
             with redirect_stdout(sys.stderr):
                 measure(kinds, length, rounds, ["kvhma"])
-            requests = (rounds + WARM_UP) * IN_A_ROW
-            columns[f"{title}, {length:,}"] = {part: (spent[part] - before[part]) / requests for part in PARTS}
+            columns[f"{title}, {length:,}"] = clock.take()
     lines = [f"| part | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
-    lines += [f"| {part} | {' | '.join(f'{one[part] * 1e6:,.0f}' for one in columns.values())} |" for part in PARTS]
+    each = 1e6 / ((rounds + WARM_UP) * IN_A_ROW)
+    lines += [f"| {part} | {' | '.join(f'{one[part] * each:,.0f}' for one in columns.values())} |" for part in PARTS]
     return "\n".join(lines)
 
 

@@ -612,7 +612,7 @@ def test_a_pool_finds_that_a_connection_has_ended_before_it_is_used():
             pool.release(client)
     before = descriptors()
     assert pool.take_idle() is None
-    until(lambda: descriptors() == before - 4)
+    assert descriptors() == before - 4
 
 
 def test_an_answer_can_be_waited_for_elsewhere(address):

@@ -142,9 +142,8 @@ class DecodeScheduler:
     def _wait_for_others(self) -> None:
         """Wait a little for what a load waits for: an engine that spins takes Python's lock, and cores, from others."""
         self._following.wait_for_news(load.followed for load in self.pending.values())
-        for request_id in self._uncompared:
-            self._context.prompts.is_ready(request_id, _DIGEST_SECONDS)
-            break  # the thread makes one after the other
+        if self._uncompared:  # the thread makes one after the other
+            self._context.prompts.is_ready(next(iter(self._uncompared)), _DIGEST_SECONDS)
 
     def _compare_what_is_summed(self) -> None:
         for request in list(self._uncompared.values()):
@@ -454,16 +453,16 @@ class DecodeScheduler:
         if remote is None or geometry is None:
             raise RequestError("there is nothing to load it from")
         tables = [blocks.blocks[index] for index in self._context.engine.transfer_groups]
+        entries = live_entries(geometry, load.num_tokens, list(map(len, tables)))
         spans = []
-        for group, table, needed in zip(
-            geometry.groups, tables, live_entries(geometry, load.num_tokens, list(map(len, tables))), strict=True
-        ):
+        for group, table, needed in zip(geometry.groups, tables, entries, strict=True):
             # Each group has a hit of its own: the one that vLLM names is that of full attention.
             is_state = group.kind == "ssm"
             first = needed.start if is_state else hit_blocks(table, needed.start)
-            if is_state and any(block.is_null for block in table[first : needed.stop]):
+            filled = table[first : needed.stop]
+            if is_state and any(block.is_null for block in filled):
                 raise RequestError("the block of its state is the null block")
-            spans.append(Span(0 if is_state else first, [block.block_id for block in table[first : needed.stop]]))
+            spans.append(Span(0 if is_state else first, [block.block_id for block in filled]))
         return Load(
             request_id=request_id,
             remote=remote,
