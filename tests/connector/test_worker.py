@@ -119,8 +119,11 @@ class Decode:
         self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
         self.worker.be_ready()
 
-    def start(self, *, idle: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
-        self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
+    def start(self, *, at_once: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
+        """Order loads; short ones are read by the calling thread, `at_once`, or by the loader's."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
+            self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()]))
 
     def ended(self, *names: str) -> dict[str, str]:
         """Wait until loads have ended, each once; return the causes of those that failed."""
@@ -500,12 +503,12 @@ IN_A_LOAD = {
 """What is called for a load."""
 
 
-@pytest.mark.parametrize("idle", [False, True], ids=["loader", "engine"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["loader", "engine"])
 @pytest.mark.parametrize(
     ("what", "kind"),
     [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
 )
-def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind, idle):
+def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind, at_once):
     """`except Exception` let a panic through: the thread ended, and no load ended any more (S8).
 
     So did any exception of `engines.release` in the loader, which was called where nothing caught it.
@@ -514,11 +517,11 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
     d.start(before=(p.remote("before", [1]), [1]))
     assert d.ended("before") == {}
     calls = raises_once(monkeypatch, *IN_A_LOAD[what](d.worker), kind())
-    if idle and kind is SystemExit:
+    if at_once and kind is SystemExit:
         with pytest.raises(SystemExit):
-            d.start(hit=(p.remote("hit", [2]), [2]), idle=True)
+            d.start(hit=(p.remote("hit", [2]), [2]), at_once=True)
         return
-    d.start(hit=(p.remote("hit", [2]), [2]), idle=idle)
+    d.start(hit=(p.remote("hit", [2]), [2]), at_once=at_once)
     assert d.ended("hit") == {"hit": "internal"}
     assert calls
     d.start(after=(p.remote("after", [3]), [3]), too=(p.remote("too", [4]), [4]))
@@ -531,15 +534,15 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
     ("changes", "thread"),
     [
         ({}, "MainThread"),
-        ({"idle": False}, "kvhma-load"),
         ({"may_wait": False}, "kvhma-load"),
         ({"short": 1}, "kvhma-load"),
         ({"no_room": True}, "kvhma-load"),
+        ({"at_once": False}, "kvhma-load"),
     ],
     ids=str,
 )
 def test_who_reads_a_load(p, monkeypatch, changes, thread):
-    """A step that has something to compute is never kept by a load, nor one that other engines may wait for."""
+    """A step is kept by short loads only, for a bounded time, and not at all if other engines may wait for it."""
     monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
     d = Decode(may_wait=changes.get("may_wait", True))
     try:
@@ -554,7 +557,7 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         )
         full = [None] if changes.get("no_room") else []
         monkeypatch.setattr(d.worker._loader._memory, "take", lambda spans: full.pop() if full else take(spans))
-        d.start(a=(p.remote("a", [2]), [2]), idle=changes.get("idle", True))
+        d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True))
         if thread == "MainThread":
             assert d.worker._results.take()[0] == {"a"}, "it had ended when it was ordered"
         else:
@@ -563,6 +566,26 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         assert np.array_equal(d.pages([2]), p.memory.reshape(PAGES, PAGE)[[2]])
     finally:
         d.worker.close()
+
+
+def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
+    """The long one between them is read by the loader's thread."""
+    monkeypatch.setattr(loading, "_SHORT_BLOCKS", 2)
+    d.start(met=(p.remote("met", [1]), [1]))
+    assert d.ended("met") == {}
+    asked, ask = {}, d.worker._poller._ask_engine
+
+    def asks(engine, loads):
+        asked[threading.current_thread().name] = [active.load.request_id for active in loads]
+        ask(engine, loads)
+
+    monkeypatch.setattr(d.worker._poller, "_ask_engine", asks)
+    blocks = {"a": [2], "long": [3, 4, 5], "b": [6]}
+    d.start(at_once=True, **{name: (p.remote(name, ids), ids) for name, ids in blocks.items()})
+    assert d.ended(*blocks) == {}
+    assert asked.pop("MainThread") == ["a", "b"]
+    assert list(asked.values()) == [["long"]]
+    assert np.array_equal(d.pages([2, 3, 4, 5, 6]), p.memory.reshape(PAGES, PAGE)[[2, 3, 4, 5, 6]])
 
 
 def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
@@ -587,7 +610,7 @@ def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
 
     monkeypatch.setattr(d.worker._engines, "acquire", slow)
     monkeypatch.setattr(d.worker._loader, "_post", posted)
-    d.start(x=(p.remote("x", [1]), [1]), idle=True)
+    d.start(x=(p.remote("x", [1]), [1]), at_once=True)
     assert d.ended("x") == {}
     assert not d.worker._poller._active
     assert [engine.active_loads for engine in d.worker._engines._engines.values()] == [0]
@@ -595,18 +618,18 @@ def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
 
 def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypatch):
     """A handshake, a read that is in flight, an answer that does not come."""
-    d.start(first=(p.remote("first", [1]), [1]), idle=True)
+    d.start(first=(p.remote("first", [1]), [1]), at_once=True)
     held_reads.set()
     assert d.ended("first") == {}
     held_reads.clear()
-    d.start(read=(p.remote("read", [1]), [1]), idle=True)
+    d.start(read=(p.remote("read", [1]), [1]), at_once=True)
     assert d.worker._results.unreported() == 1
     held_reads.set()
     assert d.ended("read") == {}
     late = p.remote("late", [2])
     with p.leases._lock:  # P cannot answer
         began = time.monotonic()
-        d.start(late=(late, [2]), idle=True)
+        d.start(late=(late, [2]), at_once=True)
         assert time.monotonic() - began < 1
         assert d.worker._results.unreported() == 1
         assert d.worker.collect(idle=False)[0] == set()

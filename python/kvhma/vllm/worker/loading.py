@@ -38,7 +38,11 @@ _DEVICE_SECONDS = 5e-4
 
 _SHORT_BLOCKS = 1024
 _SHORT_BYTES = 4 << 20
-"""The engine's thread plans and reads no more: a transport may copy the bytes within the post, in about 1 ms."""
+"""The engine's thread plans and reads no more of a load: a transport may copy the bytes within the post, in about 1 ms.
+"""
+
+_AT_ONCE_SECONDS = 2e-2
+"""How long the engine's thread goes on to start loads of one step."""
 
 
 class Loader:
@@ -85,14 +89,22 @@ class Loader:
         Args:
             loads: that were ordered.
             after: what the device has to have done before anything is written to their blocks.
-            at_once: whether the calling thread has nothing better to do than a short load. It does not have to be woken
-                for it, so the load ends earlier than in the loader's thread. Several are asked for together there.
+            at_once: whether the calling thread starts the short ones itself, for 20 ms at most. Nothing has to be woken
+                for them and nothing shares their core, so they end earlier than in the loader's thread.
         """
         now = time.monotonic()
+        started = []
         for load in loads:
             active = ActiveLoad(load, now, after)
-            if not (at_once and len(loads) == 1 and self._start_at_once(active)):
+            if at_once and time.monotonic() - now < _AT_ONCE_SECONDS and self._start_at_once(active):
+                started.append(active)
+            else:
                 self._queue.put(active)
+        if started:
+            left = started
+            with errors_end(*started):
+                left = self._poller.stay_with(started, lambda: True)
+            self._poller.add(left)
 
     def _start_at_once(self, active: ActiveLoad) -> bool:
         """Start a load in the calling thread, if it is short; return whether nothing is left for the loader's to do."""
@@ -111,10 +123,6 @@ class Loader:
                 return False
             with errors_end(active):
                 self._post(active)
-        left = [active]
-        with errors_end(active):
-            left = self._poller.stay_with(left, lambda: True)
-        self._poller.add(left)
         return True
 
     def close(self) -> None:

@@ -7,8 +7,8 @@
     collect <----------------------- LoadResults <--------------------'
 
 The engine's thread queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads, and
-for P to say that it held the blocks. Where the engine has nothing to compute, its own thread does all that for a short
-load, since it would only wait for the others.
+for P to say that it held the blocks. On CPUs the engine's own thread does all that for short loads: it would only wait
+for the others, and share its cores with them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class KvhmaWorker:
         self._mark = self._device.mark() if metadata.loads else None
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Queue the loads of a step. An idle one reads a short load itself, where :meth:`collect` would wait for it."""
+        """Queue the loads of a step. On CPUs short ones are read at once, where :meth:`collect` would wait for them."""
         self._new_loads = bool(metadata.loads)
         self._prefill_sums.start(metadata.digests)
         self._results.judge(metadata.verdicts)
@@ -85,8 +85,7 @@ class KvhmaWorker:
             self._results.fail(request_id, Failure("refused", text, passing=False))
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
-            at_once = metadata.idle and self._may_wait and self._device.is_host
-            self._loader.add(metadata.loads, after, at_once=at_once)
+            self._loader.add(metadata.loads, after, at_once=self._may_wait and self._device.is_host)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
