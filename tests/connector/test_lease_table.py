@@ -512,3 +512,14 @@ def test_how_long_answers_wait_is_nobodys_concern(table, clock):
     answer(table, "a")
     clock.pass_by(5)
     assert table.usage().oldest_unread_seconds == 0
+
+
+def test_waiting_ends_with_a_lease(table):
+    table.wait_for_end(20)  # nothing is kept
+    key = add(table, "a")
+    table.wait_for_end(0)
+    reader = threading.Timer(0.05, lambda: table.finish([claim(key)], [Outcome.READ]))
+    reader.start()
+    table.wait_for_end(20)
+    assert ended(table) == {LeaseEnd.READ: ["a"]}
+    reader.join()

@@ -4,7 +4,6 @@
 import json
 import threading
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +15,10 @@ from kvhma.vllm.scheduler import prompt_digests
 from kvhma.vllm.scheduler.prompt import prompt_digest
 from kvhma.vllm.scheduler.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import Outcome
-from support.schedulers import STEP, blocks, request, scheduler, tables, until
+from support.schedulers import BUSY, STEP, blocks, request, scheduler, tables, until
 
 Done = namedtuple("Done", "done not_done")
 
-BUSY = SimpleNamespace(num_scheduled_tokens={"another": 1}, total_num_scheduled_tokens=1)
 """A step that computes something."""
 
 

@@ -21,7 +21,7 @@ from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_c
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
-from support.schedulers import STEP, blocks, output, request, scheduler, tables, until
+from support.schedulers import BUSY, STEP, blocks, output, request, scheduler, tables, until
 
 
 @pytest.fixture
@@ -62,6 +62,23 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
     assert p.step(STEP).sent == []
     assert d.matched_tokens(asked, 0) == (0, False)
     assert d.finish(asked, tables(d)) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("held", "step", "engines", "waits"), [(1, STEP, 1, 4), (0, STEP, 1, 4), (1, BUSY, 1, 0), (1, STEP, 2, 0)]
+)
+def test_an_engine_that_only_keeps_blocks_waits_for_their_readers(monkeypatch, held, step, engines, waits):
+    """It scheduled again and again, and its listener and the readers had to share the cores with that."""
+    one = scheduler(may_wait=engines == 1)
+    asked = []
+    monkeypatch.setattr(one.context.leases, "wait_for_end", asked.append)
+    for _ in range(held):
+        finished_at(one)
+    for _ in range(6):  # two of them may be followed by results of steps before
+        one.step(step)
+    assert len(asked) == waits
+    assert all(0 < seconds < 1e-3 for seconds in asked), "a new request may come meanwhile"
+    one.close()
 
 
 def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):

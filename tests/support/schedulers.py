@@ -19,6 +19,7 @@ from support.engines.engine import free_port
 from support.tiny import tiny_hybrid
 
 STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+BUSY = SimpleNamespace(num_scheduled_tokens={"another": 1}, total_num_scheduled_tokens=1)
 
 
 def scheduler(

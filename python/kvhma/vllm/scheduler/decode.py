@@ -42,9 +42,6 @@ _MIN_RENEWAL_SECONDS = 0.5
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
 
-_UNDER_WAY = 2
-"""Steps that vLLM has under way at most, with asynchronous scheduling."""
-
 _DIGEST_SECONDS = 5e-3
 """How long a step that has nothing else to do waits for the digest of a prompt."""
 
@@ -80,8 +77,6 @@ class DecodeScheduler:
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
-        self._idle_steps = 0
-        """In a row."""
         self.put_off = PutOffLoads(context)
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
@@ -122,14 +117,8 @@ class DecodeScheduler:
         """Take a new request that cannot be loaded."""
         self.pending[request_id] = PendingLoad(None, text)
 
-    def take_metadata(self, *, idle: bool) -> StepMetadata:
-        """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules.
-
-        An `idle` step has nothing to compute.
-        """
-        self._idle_steps = self._idle_steps + 1 if idle else 0
-        if self._idle_steps > _UNDER_WAY and self.pending and self._context.engine.may_wait:
-            self._wait_for_others()
+    def take_metadata(self) -> StepMetadata:
+        """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules."""
         for request_id, followed in list(self._following.with_blocks.items()):
             self._follow_on(request_id, self.pending[request_id], followed)
         if self._unclaimed:
@@ -139,8 +128,8 @@ class DecodeScheduler:
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
-    def _wait_for_others(self) -> None:
-        """Wait a little for what a load waits for: an engine that spins takes Python's lock, and cores, from others."""
+    def wait_for_others(self) -> None:
+        """Wait a little for what pending loads wait for: news of a followed prompt, the digest of one."""
         self._following.wait_for_news(load.followed for load in self.pending.values())
         if self._uncompared:  # the thread makes one after the other
             self._context.prompts.is_ready(next(iter(self._uncompared)), _DIGEST_SECONDS)

@@ -178,6 +178,7 @@ class LeaseTable:
         self._digests_refused = 0
         self._lease = lease
         self._lock = threading.Lock()
+        self._has_ended = threading.Condition(self._lock)
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
         self._ended: dict[LeaseEnd, list[str]] = {}
@@ -341,6 +342,13 @@ class LeaseTable:
             self._without_reader.remove(held.blocks)
         why = LeaseEnd.READ if held.read else why
         self._ended.setdefault(ANSWER_ENDS[why] if held.answer else why, []).append(key.request_id)
+        self._has_ended.notify()
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until :meth:`drain_ended` has something to return, but no longer; not at all if nothing is kept."""
+        with self._lock:
+            if self._held:
+                self._has_ended.wait_for(lambda: bool(self._ended), seconds)
 
     def drain_ended(self) -> dict[LeaseEnd, list[str]]:
         """Return the requests that are not kept any more since the last call, each once, by why they ended."""

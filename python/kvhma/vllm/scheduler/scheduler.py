@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_UNDER_WAY = 2
+"""Steps that vLLM has under way at most, with asynchronous scheduling."""
+
+_END_SECONDS = 5e-4
+"""How long a step that has nothing else to do waits for an engine to have read what is kept for it. A new request may
+come meanwhile."""
+
+
 class KvhmaScheduler:
     """Decides what is loaded, and what is kept for others and for how long. Moves nothing.
 
@@ -46,6 +54,8 @@ class KvhmaScheduler:
         self.decode = DecodeScheduler(self.context)
         self.answers = AnswerKeeper(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
+        self._idle_steps = 0
+        """In a row."""
 
     def close(self) -> None:
         """Stop the threads."""
@@ -109,12 +119,22 @@ class KvhmaScheduler:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
         idle = output.total_num_scheduled_tokens == 0
-        metadata = self.decode.take_metadata(idle=idle)
+        self._idle_steps = self._idle_steps + 1 if idle else 0
+        if self._idle_steps > _UNDER_WAY and self.context.engine.may_wait:
+            self._wait()
+        metadata = self.decode.take_metadata()
         metadata.idle = idle
         over = [] if self.answers is None else self.answers.step(output)
         self.prefill.step(output, metadata)
         metadata.sent += over
         return metadata
+
+    def _wait(self) -> None:
+        """Wait a little for what others do: an engine that spins takes Python's lock, and cores, from who does it."""
+        if self.decode.pending:
+            self.decode.wait_for_others()
+        else:
+            self.context.leases.wait_for_end(_END_SECONDS)
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended, of the step whose results these are, and of what was summed."""
