@@ -41,7 +41,7 @@ TWO = ("gemma3", "nemotron_h")
 CONNECTORS = (OURS, THEIRS, EVEN)
 LENGTHS = (301, 2001)
 STARTS = 3
-ROUNDS = {1: 5, 16: 3}
+ROUNDS = {1: 5, 16: 5}
 QUICK = {1: 2, 16: 1}
 """Rounds, by how many requests are handed over at a time."""
 
@@ -199,7 +199,7 @@ def stall(bench: Bench, name: str) -> None:
     """D's steps while 16 large loads run."""
     values: dict[str, Row] = {}
     rounds = 2 if bench.quick else STALL_ROUNDS
-    with bench.pairs(name, *CONNECTORS, kv_cache_memory_bytes=1 << 30, **WIDE) as pairs:
+    with bench.pairs(name, *CONNECTORS, kv_cache_memory_bytes=2 << 30, **WIDE) as pairs:
         before = {which: counted(pairs[which].d.engine, which)[1] for which in CONNECTORS}
         for number in range(rounds):
             for which in rotated(CONNECTORS, number):
