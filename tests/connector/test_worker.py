@@ -555,6 +555,10 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
             "read",
             lambda *args, **more: names.append(threading.current_thread().name) or read(*args, **more),
         )
+        planned, plan = [], d.worker._loader._plan
+        monkeypatch.setattr(
+            d.worker._loader, "_plan", lambda active: planned.append(threading.current_thread().name) or plan(active)
+        )
         full = [None] if changes.get("no_room") else []
         monkeypatch.setattr(d.worker._loader._memory, "take", lambda spans: full.pop() if full else take(spans))
         d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True))
@@ -563,6 +567,8 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         else:
             assert d.ended("a") == {}
         assert names == [thread]
+        if "short" in changes:
+            assert planned == ["kvhma-load"], "what is not short costs the engine nothing"
         assert np.array_equal(d.pages([2]), p.memory.reshape(PAGES, PAGE)[[2]])
     finally:
         d.worker.close()

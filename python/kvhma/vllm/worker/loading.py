@@ -38,8 +38,7 @@ _DEVICE_SECONDS = 5e-4
 
 _SHORT_BLOCKS = 1024
 _SHORT_BYTES = 4 << 20
-"""The engine's thread plans and reads no more of a load: a transport may copy the bytes within the post, in about 1 ms.
-"""
+"""Of a load that the engine's thread plans and reads: a transport may copy the bytes within the post, in about 1 ms."""
 
 _AT_ONCE_SECONDS = 2e-2
 """How long the engine's thread goes on to start loads of one step."""
@@ -63,6 +62,12 @@ class Loader:
         """Start the thread; `queued` are the loads that it takes, which may be the poller's too."""
         self._agent = context.agent
         self._geometry = context.geometry
+        pages = [(layer.group, layer.page.nbytes) for layer in context.geometry.layers]
+        self._block_bytes = [
+            sum(nbytes for of, nbytes in pages if of == index) * group.ratio
+            for index, group in enumerate(context.geometry.groups)
+        ]
+        """Of a block, by group."""
         self._permute_bytes = context.settings.permute_bytes
         self._memory = memory
         self._engines = engines
@@ -96,7 +101,8 @@ class Loader:
         started = []
         for load in loads:
             active = ActiveLoad(load, now, after)
-            if at_once and time.monotonic() - now < _AT_ONCE_SECONDS and self._start_at_once(active):
+            may_start = at_once and self._is_short(load) and time.monotonic() - now < _AT_ONCE_SECONDS
+            if may_start and self._start_at_once(active):
                 started.append(active)
             else:
                 self._queue.put(active)
@@ -106,10 +112,14 @@ class Loader:
                 left = self._poller.stay_with(started, lambda: True)
             self._poller.add(left)
 
+    def _is_short(self, load: Load) -> bool:
+        """Return whether the blocks that a load fills are few and small. It is not planned for that."""
+        blocks = [len(span.ids) for span in load.spans]
+        nbytes = sum(count * size for count, size in zip(blocks, self._block_bytes, strict=True))
+        return sum(blocks) <= _SHORT_BLOCKS and nbytes <= _SHORT_BYTES
+
     def _start_at_once(self, active: ActiveLoad) -> bool:
-        """Start a load in the calling thread, if it is short; return whether nothing is left for the loader's to do."""
-        if sum(len(span.ids) for span in active.load.spans) > _SHORT_BLOCKS:
-            return False
+        """Start a load in the calling thread; return whether nothing is left for the loader's to do."""
         with errors_end(active):
             # A handshake would give the load to the loader, and two threads would have it.
             active.engine = self._engines.acquire_known(active.load.remote.incarnation)
@@ -117,10 +127,8 @@ class Loader:
                 return False
             self._plan(active)
         if active.error is None:
-            if active.transfer is None:
-                return False  # the loader's thread waits for room
-            if active.transfer.bytes > _SHORT_BYTES or active.zeroing is not None:
-                return False
+            if active.transfer is None or active.zeroing is not None:
+                return False  # the loader's thread waits for room, or for the device
             with errors_end(active):
                 self._post(active)
         return True
