@@ -95,7 +95,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
             pids[role] = stack.enter_context(stopped(pid))
         command = [engine_python(), "-m", "kvhma.proxy", "--port", str(ports["proxy"])]
         command += ["--prefill", urls["prefill"], "--decode", urls["decode-1"], "--decode", urls["decode-2"]]
-        proxy = subprocess.Popen(command, env=os.environ | ENVIRONMENT, start_new_session=True)
+        proxy = subprocess.Popen(command, env=os.environ | ENVIRONMENT, preexec_fn=os.setpgrp)
         stack.callback(proxy.wait)
         stack.enter_context(stopped(proxy.pid))
         until_healthy(urls["proxy"] + "/health", 120)

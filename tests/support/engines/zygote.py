@@ -73,7 +73,9 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,
+                # In the session of who asks: Linux may schedule each session as a whole, and workers that only yield
+                # while they wait then keep other sessions from running for minutes (seen with 6.18, two cores).
+                preexec_fn=os.setpgrp,
             )
         self._connection = Connection(ours.detach())
         self._lock = threading.Lock()
