@@ -126,7 +126,9 @@ def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):
     p, d = pair
     assert_read(p, d, "before")
     old = p.hold("held", [3, 5, 4])
+    began = time.monotonic()
     p.worker.unregister_kv_caches()
+    assert time.monotonic() - began >= 0.1, "on a busy machine D had not seen the end of the connection, and read on"
     assert d.load("asleep", old, [1, 2, 3]) is not None
     p.wake()
     assert d.load("awake", old, [1, 2, 3]) == "handshake"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvhma")
+
+_NOTICED_SECONDS = 0.1
+"""How long memory is kept after its connections were closed."""
 
 
 class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
@@ -228,6 +232,9 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close(idle=True)
             self._worker = self._memory = self._hello = None
+            # A transport that copies by itself goes on until it sees that the connection has ended, which takes some
+            # milliseconds. What it reads until then has to be there: vLLM gives the memory back after this call.
+            time.sleep(_NOTICED_SECONDS)
 
     def restore_kv_caches(self) -> None:
         """Register the caches anew after the engine slept, under another name and key than before.
