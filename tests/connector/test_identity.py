@@ -67,7 +67,7 @@ def test_it_goes_through_a_hello(tmp_path):
         ({"quantization": "fp8"}, {"quantization"}),
         ({"max_model_len": 512, "seed": 3, "served_model_name": "any"}, set()),
     ],
-    ids=str,
+    ids=lambda one: ",".join(sorted(one)) or "nothing" if isinstance(one, set) else str(one),
 )
 def test_what_changes_the_values_in_a_cache_changes_the_identity(tmp_path, changes, fields):
     where = folder(tmp_path / "m")
