@@ -145,13 +145,16 @@ def test_clients_that_go_away(trio: tuple[Engine, ...]) -> None:
     """Before P has answered, before D's first token, in the middle of D's answer: all blocks of both come back."""
     p, d, plain = trio
     before = loads(d)
-    long, short = prompts("clients", [2001, 301])
+    long, short, other = prompts("clients", [2001, 301, 40])
     for seconds in (0.001, 0.01, 0.03):
         assert "TimeoutError" in str(p.generate(long, max_tokens=1, timeout=seconds).result().error)
     all_free(p)
     for seconds in (0.001, 0.003, 0.01, 0.02):
         left = decode(d, short, prefill(p, short), max_tokens=2000, timeout=seconds).result()
         assert "TimeoutError" in str(left.error)
+    for engine in (p, d):
+        all_free(engine)
+    hand_over(p, d, other)  # loads that have ended without a client are counted with the next step
     loaded = loads(d)
     left = decode(d, short, prefill(p, short), max_tokens=2000, timeout=0.6).result()
     assert "TimeoutError" in str(left.error)
