@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import signal
 import sys
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -31,6 +33,7 @@ MODULES = [
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.model_loader.default_loader",
+    "kvhma.vllm.connector",
 ]
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -137,6 +140,22 @@ def _import_models() -> None:
         ModelRegistry.register_model(architecture, getattr(loaded, name or architecture))
 
 
+def _spin_no_longer_than(seconds: float) -> None:
+    # A worker that waits for its next step spins for a second before it waits to be woken up. Of three engines that
+    # take turns on two cores, two would have both.
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
+
+
+def _freeze() -> None:
+    # An engine collects garbage when it has loaded its model, when it is ready, and when it ends. That took seconds in
+    # each of its processes, since all that was imported here was looked through, and copied.
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # which vLLM calls at the end
+
+
 def _sleep_instead_of_yielding() -> None:
     # vLLM's processes wait for each other with sched_yield in a loop. With several engines on two cores, on Linux 6.18,
     # a process that only sleeps and wakes up did not run for up to ten seconds, not at nice -10 either (a real-time one
@@ -155,6 +174,9 @@ def serve(descriptor: int) -> None:
         importlib.import_module(module)
     _import_models()
     _sleep_instead_of_yielding()
+    if seconds := os.environ.get("KVHMA_E2E_SPIN_SECONDS"):
+        _spin_no_longer_than(float(seconds))
+    _freeze()
     os.register_at_fork(after_in_child=die_with_parent)
     threads = [entry.name for entry in Path("/proc/self/task").iterdir()]
     if len(threads) != 1:
