@@ -136,6 +136,9 @@ def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models
             all_free(engine)
 
 
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has caches of fp8 on processors with AVX-512 only"
+)
 def test_caches_of_fp8(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "llama"
     fp8 = {"kv_cache_dtype": "fp8"}
