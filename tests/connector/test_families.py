@@ -64,8 +64,7 @@ def same(form: dict[str, Any], tp: int, order: Order = "LBNHC") -> None:
 
 
 def same_rank(found: Allocated, form: dict[str, Any], tp: int, rank: int, order: Order) -> None:
-    # vLLM's CPU platform keeps states in float32 whatever the model says.
-    one = model_from_config(form, ssm_dtype="float32")
+    one = model_from_config(form)
     block = found.config.cache_config.block_size
     geometry = layout(
         one, LayoutOptions(num_blocks=2, tp_size=tp, tp_rank=rank, block_size=asked(found, block), order=order)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's own model classes cache, on a rank of any engine: made without weights, devices or other ranks.
 
-Five things stand in for what a CPU has not. Parameters are on torch's meta device. The tensor-parallel group says
-another size and rank than it has. A module of pictures that is not installed is an empty one, since only the language
-model has a cache. Sparse attention, which vLLM's CPU platform refuses, gets the backend it has on NVIDIA. And
-the CPU has AMX: vLLM has no prefix cache for MLA without it, nor blocks that every family can have.
+Six things stand in for what a machine may not have. Parameters are on torch's meta device. The tensor-parallel group
+says another size and rank than it has. A module of pictures that is not installed is an empty one, since only the
+language model has a cache. Sparse attention, which vLLM's CPU platform refuses, gets the backend it has on NVIDIA. The
+CPU has AMX: vLLM has no prefix cache for MLA without it, nor blocks that every family can have. And it has no bfloat16
+in AVX-512, where vLLM keeps states in float32 whatever the model says, as no GPU does.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Allocated:
 
 
 @mock.patch("torch.cpu._is_amx_tile_supported", mock.Mock(return_value=True))
+@mock.patch("torch.cpu._is_avx512_bf16_supported", mock.Mock(return_value=False))
 def allocate(
     form: dict[str, Any], tp_size: int, order: str = "LBNHC", tp_rank: int = 0, *, gpu: bool = False, **arguments: Any
 ) -> Allocated:
