@@ -63,6 +63,23 @@ HALVES = [(0, PAGE // 2, PAGE, PAGES), (PAGE // 2, PAGE // 2, PAGE, PAGES)]
 DENSE_HALVES = [(0, PAGE // 2, PAGE // 2, 2 * PAGES)]
 
 
+def test_a_prepared_read_reads_what_is_there_by_then(pair):
+    """As often as it is posted, after NIXL has told that the last one has ended."""
+    peer = pair.peers[pair.d]
+    read = pair.d.prepare_read(peer, rows_of(pair.target, [7]), rows_of(pair.source, [9]))
+    page = pair.source.reshape(PAGES, PAGE)[9]
+    before = page.copy()
+    try:
+        for number in range(200):
+            page[:] = number
+            assert read.post().wait(5)
+            assert (pair.target.reshape(PAGES, PAGE)[7] == number).all()
+    finally:
+        page[:] = before
+    assert pair.target.reshape(PAGES, PAGE)[[6, 8]].sum() == 0
+    read.release()
+
+
 def some_ids(seed: int, entries: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Pairs of ids in runs of random length, with gaps, backward steps and no destination twice."""
     rng = np.random.default_rng(seed)

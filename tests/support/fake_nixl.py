@@ -317,8 +317,10 @@ class FakeNixl:
         return FakeHandle(self, remote_agent, pairs=pairs, notif=notif_msg, incarnation=self.remotes[remote_agent][0])
 
     def transfer(self, handle: FakeHandle) -> str:
-        """See nixl_agent."""
-        handle.left = self.net.polls
+        """See nixl_agent; one that has ended may be posted again."""
+        if handle.released or (handle.left is not None and not handle.ended):
+            raise _error("nixlInvalidParamError")
+        handle.left, handle.ended = self.net.polls, False
         return self._drive("transfer", handle)
 
     def check_xfer_state(self, handle: FakeHandle) -> str:

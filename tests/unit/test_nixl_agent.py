@@ -332,6 +332,73 @@ def test_nothing_starts_if_the_arrays_do_not_fit(world):
     assert not world.target.any()
 
 
+def test_a_prepared_read_is_posted_again_and_again(world):
+    read = world.d.prepare_read(world.peer, rows_of(world.target, [3]), rows_of(world.source, [5]))
+    assert not world.target.any()
+    assert "transfer" not in world.d_nixl.calls
+    for number in range(1, 4):
+        world.source[5 * PAGE : 6 * PAGE] = number
+        assert read.post().poll() == "done"
+        assert world.page(world.target, 3) == bytes([number]) * PAGE
+    assert (world.d_nixl.calls["initialize_xfer"], world.d_nixl.calls["transfer"]) == (1, 3)
+    world.d.close()
+    assert world.d_nixl.released_in_flight == 0
+
+
+def test_a_prepared_read_is_not_posted_while_it_is_in_flight():
+    world = World(polls=2)
+    read = world.d.prepare_read(world.peer, rows_of(world.target, [3]), rows_of(world.source, [5]))
+    handle = read.post()
+    with pytest.raises(RequestError, match="posted again before it had ended"):
+        read.post()
+    read.release()  # in flight: with its peer
+    while handle.poll() == "running":
+        pass
+    assert read.post().wait(1)
+    read.release()
+    read.release()
+    with pytest.raises(RequestError, match="was released"):
+        read.post()
+
+
+@pytest.mark.parametrize("how", ["disconnected", "lost", "closed"])
+def test_a_prepared_read_ends_with_its_peer(how):
+    world = World(polls=1)
+    read = world.d.prepare_read(world.peer, rows_of(world.target, [3]), rows_of(world.source, [5]))
+    handle = read._handle
+    read.post()
+    if how == "lost":
+        world.net.kill("P")
+        with pytest.raises(PeerLostError):
+            read._last.poll()
+    if how == "closed":
+        world.d.close()
+    else:
+        world.d.disconnect(world.peer)
+    assert handle.released
+    assert world.d_nixl.released_in_flight == 0
+    with pytest.raises(TransferError if how == "closed" else PeerLostError):
+        read.post()
+
+
+def test_what_cannot_be_read_cannot_be_prepared_either(world):
+    here, there = rows_of(world.target, [3]), rows_of(world.source, [5])
+    outside = here.copy()
+    outside[0, 0] += np.uint64(PAGES * PAGE)
+    for rows in (
+        (outside, there),
+        (here, outside),
+        (here[:0], there[:0]),
+        (here, there[:0]),
+        (here.astype(np.int64), there),
+    ):
+        with pytest.raises(RequestError):
+            world.d.prepare_read(world.peer, *rows)
+    world.net.kill("P")
+    with pytest.raises(PeerLostError):
+        world.d.prepare_read(world.peer, here, there).post()
+
+
 def test_none_for_descriptors_is_an_error(world, monkeypatch):
     monkeypatch.setattr(FakeNixl, "get_xfer_descs", lambda self, rows, memory: None)
     with pytest.raises(RequestError, match="NIXL makes no descriptors"):

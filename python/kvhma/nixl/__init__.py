@@ -17,7 +17,7 @@ from kvhma.nixl.handshake import (
 )
 from kvhma.nixl.library import AgentOptions
 from kvhma.nixl.peer import Peer
-from kvhma.nixl.prepared import PreparedList
+from kvhma.nixl.prepared import PreparedList, PreparedRead
 from kvhma.nixl.transfer import Telemetry, TransferHandle
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "HandshakePayload",
     "Peer",
     "PreparedList",
+    "PreparedRead",
     "Telemetry",
     "TransferHandle",
     "decode_handshake",

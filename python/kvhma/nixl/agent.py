@@ -25,7 +25,7 @@ from kvhma.nixl.library import (
 )
 from kvhma.nixl.memory import RegisteredMemory
 from kvhma.nixl.peer import Peer, add_peer, metadata_start, remove_peer
-from kvhma.nixl.prepared import PreparedList, PreparedLists
+from kvhma.nixl.prepared import Preparations, PreparedList, PreparedRead
 from kvhma.nixl.scratch import Scratch
 from kvhma.nixl.session import Session
 from kvhma.nixl.transfer import InFlight, Telemetry, TransferHandle
@@ -81,7 +81,7 @@ class Agent:
         self.strided = takes_strided(opened) if options.strided is None else options.strided
         self._session = Session(name, opened)
         self._memory = RegisteredMemory()
-        self._prepared = PreparedLists(self._session, strided=self.strided)
+        self._prepared = Preparations(self._session, strided=self.strided)
         self._in_flight = InFlight(self._session)
         # Registered at once, so that all handshake payloads of the agent have the same metadata for it.
         self._scratch = Scratch()
@@ -355,17 +355,39 @@ class Agent:
             PeerLostError: the peer is gone.
             TransferError: NIXL cannot start it.
         """
-        check_rows(local, "local descriptors")
-        check_rows(remote, "remote descriptors")
-        if len(local) != len(remote):
-            raise RequestError(f"{len(local)} local and {len(remote)} remote descriptors")
-
-        def make(nixl: NixlAgent) -> NixlHandle:
-            local_descriptors = make_descriptors(nixl, local, local_memory)
-            remote_descriptors = make_descriptors(nixl, remote, remote_memory)
-            return nixl.initialize_xfer(_READ, local_descriptors, remote_descriptors, peer.name, notif)
-
+        make = _reads_of(peer, local, remote, notif, local_memory, remote_memory)
         return self._start(peer, len(local), notif, make)
+
+    def prepare_read(
+        self,
+        peer: Peer,
+        local: NDArray[np.uint64],
+        remote: NDArray[np.uint64],
+        *,
+        local_memory: Memory = "DRAM",
+        remote_memory: Memory = "DRAM",
+    ) -> PreparedRead:
+        """Let NIXL keep a read that is posted often, always of the same bytes to the same place.
+
+        Args:
+            peer: whose memory is read.
+            local: C-contiguous uint64 of shape (n, 3), rows ``(addr, len, device)``; n at least 1.
+            remote: the same for the peer, with equal lengths row by row.
+            local_memory: kind of the local memory.
+            remote_memory: kind of the peer's memory.
+
+        Returns:
+            The read; nothing is read before its :meth:`PreparedRead.post`.
+
+        Raises:
+            RequestError: the arrays have another form, do not fit each other, or leave registered memory.
+            AddressOverflowError: a row ends after 2**64.
+            PeerLostError: the peer is gone.
+        """
+        make = _reads_of(peer, local, remote, b"", local_memory, remote_memory)
+        if not len(local):
+            raise RequestError("a prepared read has no rows")
+        return self._prepared.prepare_read(peer, len(local), make, self._in_flight)
 
     def read_ids(
         self,
@@ -448,3 +470,25 @@ class Agent:
                 with contextlib.suppress(Exception):  # one that died may be unknown to NIXL by now
                     nixl.remove_remote_agent(peer.name)
             self._memory.deregister_all(nixl)
+
+
+def _reads_of(
+    peer: Peer,
+    local: NDArray[np.uint64],
+    remote: NDArray[np.uint64],
+    notif: bytes,
+    local_memory: Memory,
+    remote_memory: Memory,
+) -> Callable[[NixlAgent], NixlHandle]:
+    """Check the rows of a read, and return what makes it."""
+    check_rows(local, "local descriptors")
+    check_rows(remote, "remote descriptors")
+    if len(local) != len(remote):
+        raise RequestError(f"{len(local)} local and {len(remote)} remote descriptors")
+
+    def make(nixl: NixlAgent) -> NixlHandle:
+        local_descriptors = make_descriptors(nixl, local, local_memory)
+        remote_descriptors = make_descriptors(nixl, remote, remote_memory)
+        return nixl.initialize_xfer(_READ, local_descriptors, remote_descriptors, peer.name, notif)
+
+    return make

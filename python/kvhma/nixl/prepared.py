@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of descriptors that NIXL keeps."""
+"""Lists of descriptors, and reads, that NIXL keeps."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +15,10 @@ from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Memory
 from kvhma.lowlevel import expand_views
 from kvhma.nixl.arrays import check_rows, count_entries
-from kvhma.nixl.library import LOCAL_SIDE, NixlHandle
+from kvhma.nixl.library import LOCAL_SIDE, NixlAgent, NixlHandle
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.session import Session
+from kvhma.nixl.transfer import InFlight, TransferHandle
 
 
 @dataclass(eq=False)
@@ -36,21 +39,67 @@ class PreparedList:
     peer: Peer | None
     count: int
     _handle: NixlHandle | None = field(repr=False)
-    _owner: PreparedLists = field(repr=False)
+    _owner: Preparations = field(repr=False)
 
     def release(self) -> None:
         """Release it. Transfers made from it are not affected; a second call does nothing."""
         self._owner.release(self)
 
 
-class PreparedLists:
-    """The lists of one agent that were not released."""
+@dataclass(eq=False)
+class PreparedRead:
+    """A read of a peer's memory that NIXL keeps, to be posted again and again: a fraction of the cost of a new one.
+
+    Attributes:
+        peer: whose memory is read.
+        count: its descriptors.
+    """
+
+    peer: Peer
+    count: int
+    _handle: NixlHandle | None = field(repr=False)
+    _owner: Preparations = field(repr=False)
+    _in_flight: InFlight = field(repr=False)
+    _last: TransferHandle | None = field(default=None, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def post(self) -> TransferHandle:
+        """Read once more.
+
+        Returns:
+            The read, under way: poll it, or wait for it.
+
+        Raises:
+            RequestError: the last one has not ended, or it was released. Nothing was started.
+            PeerLostError: the peer is gone.
+            TransferError: NIXL cannot start it.
+        """
+        with self._lock:
+            if self._last is not None and not self._last.finished:
+                raise RequestError("a prepared read was posted again before it had ended")
+            self._last = self._in_flight.start(self.peer, self.count, lambda _: self._kept_handle(), kept=True)
+            return self._last
+
+    def _kept_handle(self) -> NixlHandle:
+        if self._handle is None:
+            raise RequestError("a prepared read was released")
+        return self._handle
+
+    def release(self) -> None:
+        """Release it, unless it is in flight: then it is released with its peer. A second call does nothing."""
+        with self._lock:
+            if self._last is None or self._last.finished:
+                self._owner.release(self)
+
+
+class Preparations:
+    """The lists and reads of one agent that were prepared and not released."""
 
     def __init__(self, session: Session, *, strided: bool) -> None:
         """Begin with none; `strided` is whether NIXL takes views as they are, else one row goes to it per entry."""
         self._session = session
         self._strided = strided
-        self._lists: set[PreparedList] = set()
+        self._lists: set[PreparedList | PreparedRead] = set()
 
     def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
         """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare` says."""
@@ -77,11 +126,21 @@ class PreparedLists:
             self._lists.add(prepared)
             return prepared
 
+    def prepare_read(
+        self, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle], in_flight: InFlight
+    ) -> PreparedRead:
+        """Let NIXL keep a read, as :meth:`Agent.prepare_read` says."""
+        with self._session.lock:
+            handle = in_flight.handle_of(self._session.usable(peer), peer, count, make)
+            prepared = PreparedRead(peer, count, handle, self, in_flight)
+            self._lists.add(prepared)
+            return prepared
+
     def handle(self, prepared: PreparedList) -> NixlHandle | None:
         """Return NIXL's handle of a list; None if it was released or is of another agent."""
         return prepared._handle if prepared._owner is self else None
 
-    def release(self, prepared: PreparedList) -> None:
+    def release(self, prepared: PreparedList | PreparedRead) -> None:
         """Release one."""
         with self._session.lock:
             handle, prepared._handle = prepared._handle, None

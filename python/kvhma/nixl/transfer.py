@@ -61,6 +61,8 @@ class TransferHandle:
     _work: tuple[NixlAgent, NixlHandle] | None
     _owner: InFlight
     telemetry: Telemetry | None = None
+    _kept: bool = False
+    """Whether NIXL's handle is a :class:`kvhma.nixl.PreparedRead`'s, which posts it again."""
     aborted: bool = field(default=False, init=False)
     _error: KvhmaError | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -158,7 +160,7 @@ class TransferHandle:
             self._end(TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}"))
 
     def _end(self, error: KvhmaError | None) -> None:
-        if self._work is not None:
+        if self._work is not None and not self._kept:
             with contextlib.suppress(Exception):  # it has ended; NIXL keeps what it cannot release yet on a list
                 self._work[1].release()
         self._error = error
@@ -179,13 +181,16 @@ class InFlight:
         self._unclaimed: list[TransferHandle] = []
         self._telemetry = True
 
-    def start(self, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
+    def start(
+        self, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle], *, kept: bool = False
+    ) -> TransferHandle:
         """Make and post a transfer.
 
         Args:
             peer: whose memory is read.
             count: how many descriptors it has, for messages.
-            make: makes NIXL's handle of it.
+            make: makes NIXL's handle of it, or has made it before.
+            kept: whether that is not released when the transfer ends.
 
         Raises:
             RequestError: NIXL refuses the descriptors. Nothing was started.
@@ -194,17 +199,20 @@ class InFlight:
         """
         with self._session.lock:
             nixl = self._session.usable(peer)
-            try:
-                handle = make(nixl)
-            except KvhmaError:
-                raise
-            except Exception as exc:
-                what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
-                raise self._session.failure(exc, what, peer, RequestError) from exc
-            transfer = TransferHandle(peer, (nixl, handle), self)
+            transfer = TransferHandle(peer, (nixl, self.handle_of(nixl, peer, count, make)), self, _kept=kept)
             self._running.add(transfer)
         transfer.post()
         return transfer
+
+    def handle_of(self, nixl: NixlAgent, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle]) -> NixlHandle:
+        """Make NIXL's handle of a transfer as :meth:`start` does; the session's lock is held."""
+        try:
+            return make(nixl)
+        except KvhmaError:
+            raise
+        except Exception as exc:
+            what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
+            raise self._session.failure(exc, what, peer, RequestError) from exc
 
     def running(self, peer: Peer | None = None) -> list[TransferHandle]:
         """Return those that have not ended, of one peer or of all."""
