@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma.vllm.allow_list import AllowedEngines
-from kvhma.vllm.metadata import Failure
+from kvhma.vllm.metadata import Failure, WorkerReport
 from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_claim
@@ -105,6 +105,23 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
         load(d, failed)
         d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
         assert said == ["track", "release", "release"], "what failed was not released by the worker"
+    finally:
+        d.close()
+
+
+def test_p_is_told_of_what_its_board_has_shown(p, monkeypatch):
+    """A worker that has not asked P has not told it either."""
+    d = scheduler(ranks=1)
+    told = []
+    monkeypatch.setattr(d.decode.renewer, "release", lambda _, claim, outcome: told.append((claim, outcome)))
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        order = load(d, asked)
+        ended = output(["r"])
+        ended.kv_connector_worker_meta = WorkerReport(shown={"r", "unknown"})
+        d.results(ended)
+        assert told == [(order.remote.claim(order.reader), Outcome.READ)]
     finally:
         d.close()
 

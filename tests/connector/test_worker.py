@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 pytest.importorskip("torch")
 
-from kvhma.geometry import Span
+from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import cases
 from kvhma.vllm import stats
+from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.memory import DeviceMemory
 from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
@@ -24,6 +25,7 @@ from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
@@ -46,11 +48,11 @@ DIGEST = b"d" * 16
 
 
 class Prefill:
-    """What P is to D: memory, an agent, a table of leases and a listener."""
+    """What P is to D: memory, an agent, a table of leases, a listener and, if it is to have one, a lease board."""
 
     numbers = itertools.count()
 
-    def __init__(self, address: Address, instance: int | None = None) -> None:
+    def __init__(self, address: Address, instance: int | None = None, *, board: LeaseBoard | None = None) -> None:
         self.address = address
         self.instance = random_id() if instance is None else instance
         self.memory = labelled(PAGES, seed=next(self.numbers))
@@ -59,7 +61,11 @@ class Prefill:
         self.agent = Agent(f"P{next(self.numbers)}-{key_hash(public_key)}", public_key=public_key)
         self.agent.register(self.geometry)
         self.leases = LeaseTable(30.0)
-        self.hellos = {(0, 0): (self.agent.handshake_payload(self.geometry, EXTRA), private_key)}
+        extra = EXTRA
+        if board is not None:
+            self.agent.register(Geometry(regions=(board.region,), groups=(), layers=()))
+            extra = encode_extra(IDENTITY, vllm="0.32.0", board=board.region.base)
+        self.hellos = {(0, 0): (self.agent.handshake_payload(self.geometry, extra), private_key)}
         self.listen()
 
     def listen(self) -> None:

@@ -41,6 +41,7 @@ def test_two_ranks_to_two(name: str, zygote: Zygote, model: Models, tmp_path: Pa
         for rank in ("0", "1"):
             assert d.sample("vllm:kvhma_rank_bytes_total", rank=rank) > 0
         assert d.sample("vllm:kvhma_failed_loads_total") == 0
+        assert d.sample("vllm:kvhma_lease_checks_total", by="board") > 0, "the scheduler found its workers' boards"
         for engine in (p, d):
             all_free(engine)
 

@@ -38,9 +38,29 @@ def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> Non
         all_free(d)
 
 
+def test_a_load_that_needs_nobody_at_p(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Its processes stand still, or compute: that P holds the blocks stands in its memory, as the blocks do."""
+    extra = {"handshake_timeout": 60}
+    settings = {"p": kvhma(NAME, extra=extra), "d": kvhma(NAME, extra=extra), "plain": arguments(NAME)}
+    with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
+        first, second = prompts(NAME, [301] * 2)
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in (first, second)]
+        same(NAME, hand_over(p, d, first), expected[0], "before")
+        params = prefill(p, second)
+        p.pause()
+        try:
+            same(NAME, decode(d, second, params).result(), expected[1], "while P stands still")
+        finally:
+            p.go_on()
+        assert d.sample("vllm:kvhma_lease_checks_total", by="board") == 2
+        all_free(d)
+        all_free(p)
+
+
 def test_a_load_while_p_stands_still(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """S9: in a partition requests hung for over a minute, and kept blocks; nothing was logged or counted."""
-    extra = {"kv_lease_duration": 2, "handshake_timeout": 60}
+    # Its board would say that it held the blocks; for digests it is asked.
+    extra = {"kv_lease_duration": 2, "handshake_timeout": 60, "content_digests": 1.0}
     settings = {"p": kvhma(NAME, extra=extra), "d": kvhma(NAME, extra=extra), "plain": arguments(NAME)}
     with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
         first, second = prompts(NAME, [301] * 2)

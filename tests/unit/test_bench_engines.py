@@ -164,7 +164,7 @@ def test_stages_are_those_of_the_request_and_each_the_first_time() -> None:
 
 
 def test_medians_are_of_stages_that_every_run_has() -> None:
-    runs = [{"sent": 0.0, "first token": 3.0, "read": 2.0}, {"sent": 0.0, "first token": 5.0, "asked": 1.0}]
+    runs = [{"sent": 0.0, "first token": 3.0, "read": 2.0}, {"sent": 0.0, "first token": 5.0, "checked": 1.0}]
     assert waterfall.medians(runs) == {"sent": 0.0, "first token": 4.0}
 
 
@@ -185,10 +185,10 @@ def test_the_picture_has_a_bar_for_each_stage() -> None:
 
 
 def test_the_table_of_a_waterfall() -> None:
-    of = {OURS: {"sent": 0.0, "asked": 0.001}, THEIRS: {"sent": 0.0}}
+    of = {OURS: {"sent": 0.0, "checked": 0.001}, THEIRS: {"sent": 0.0}}
     lines = waterfall.lines(of).splitlines()
     assert lines[0] == "| | kvhma | NixlConnector |"
-    assert "| asked | 1.00 ms | – |" in lines
+    assert "| checked | 1.00 ms | – |" in lines
     assert len(lines) == 2 + len(waterfall.STAGES)
 
 

@@ -51,6 +51,7 @@ from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.staging import StagingPool
 from kvhma.vllm.stats import PromMetrics, TransferStats
+from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
@@ -198,9 +199,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._memory.scratch is not None:
             agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
+        board = _make_board(agent)
+        address, file = (0, None) if board is None else (board.region.base, board.file)
         identity = identity_of(config, self._settings)
-        hello = agent.handshake_payload(geometry, encode_extra(identity, vllm=vllm.__version__))
-        self._hello = WorkerHello(hello, private_key)
+        extra = encode_extra(identity, vllm=vllm.__version__, board=address)
+        self._hello = WorkerHello(agent.handshake_payload(geometry, extra), private_key, file)
         context = WorkerContext(
             self._settings,
             self._secrets,
@@ -212,6 +215,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             rank=parallel.rank,
             may_wait=may_wait(config),
             cp_tp_size=place.cp_tp_size,
+            board=board,
         )
         self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
@@ -369,6 +373,17 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 # Loaded by its path, but MultiConnector looks for the class of a child's statistics by its name.
 with contextlib.suppress(ValueError):  # it is registered already
     KVConnectorFactory.register_connector(KvhmaConnector.__name__, __name__, KvhmaConnector.__name__)
+
+
+def _make_board(agent: Agent) -> LeaseBoard | None:
+    """Make and register a lease board; without one P is asked."""
+    try:
+        board = LeaseBoard()
+        agent.register(Geometry(regions=(board.region,), groups=(), layers=()))
+    except (OSError, KvhmaError) as error:
+        logger.warning("kvhma: decode engines will ask for leases: there is no lease board: %s", error)
+        return None
+    return board
 
 
 def _warn_of_what_is_unusual(settings: Settings) -> None:

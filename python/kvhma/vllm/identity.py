@@ -6,6 +6,8 @@ Two fine-tunes of one shape have caches that pair layer by layer, and only their
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvhma._kvhma import __version__
@@ -40,17 +42,19 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     draft: Text | None
 
 
-class EngineExtra(msgspec.Struct, frozen=True):
+class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an engine adds to the hello of each of its workers. Versions are for logs; nothing depends on them."""
 
     model: ModelIdentity
     vllm: Text
     kvhma: Text
+    board: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    """Address of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; 0 if it has none."""
 
 
-def encode_extra(identity: ModelIdentity, *, vllm: str) -> bytes:
-    """Return the bytes that a hello carries; `vllm` is its version."""
-    return msgspec.json.encode(EngineExtra(identity, vllm, __version__))
+def encode_extra(identity: ModelIdentity, *, vllm: str, board: int = 0) -> bytes:
+    """Return the bytes that a hello carries; `vllm` is its version, `board` the address of the lease board."""
+    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, board))
 
 
 def decode_extra(data: bytes) -> EngineExtra:

@@ -18,6 +18,7 @@ from kvhma.digests import ContentDigest
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Span
 from kvhma.vllm.tracing import Trace
+from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 
@@ -161,6 +162,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         pieces: how many ranks have read the piece of a request that they were ordered to.
         lost_pieces: requests of which a rank could not read its piece, and why.
         step: number of the step whose results come with the report; None if it has none.
+        shown: loads that are done and of which P has not heard: its board has shown that it held them.
         digests: of loads that are done but for the scheduler's word on what they hold.
         prefill_digests: of finished requests, the sum of so many ranks.
     """
@@ -170,6 +172,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     pieces: dict[str, int] = field(default_factory=dict)
     lost_pieces: dict[str, str] = field(default_factory=dict)
     step: int | None = None
+    shown: set[str] = field(default_factory=set)
 
     digests: dict[str, LoadDigest] = field(default_factory=dict)
     prefill_digests: dict[LeaseKey, tuple[ContentDigest, int]] = field(default_factory=dict)
@@ -177,18 +180,19 @@ class WorkerReport(KVConnectorWorkerMetadata):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        said = self.failures or self.first_tokens or self.pieces or self.digests or self.prefill_digests
+        said = self.failures or self.first_tokens or self.pieces or self.shown or self.digests or self.prefill_digests
         return not said and self.step is None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two workers: of two failures the lasting one counts, of two first tokens the later."""
         failures, first_tokens = dict(self.failures), dict(self.first_tokens)
         pieces, lost_pieces, step = dict(self.pieces), dict(self.lost_pieces), self.step
-        digests, prefill_digests = dict(self.digests), dict(self.prefill_digests)
+        shown, digests, prefill_digests = set(self.shown), dict(self.digests), dict(self.prefill_digests)
         if isinstance(other, WorkerReport):
             for request_id, ranks in other.pieces.items():
                 pieces[request_id] = pieces.get(request_id, 0) + ranks
             lost_pieces |= other.lost_pieces
+            shown |= other.shown
             step = other.step if step is None else step  # all ranks report the same step
             for request_id, failure in other.failures.items():
                 known = failures.get(request_id)
@@ -200,7 +204,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
                 digests[request_id] = digests[request_id].joined(digest) if request_id in digests else digest
             for key, sums in other.prefill_digests.items():
                 prefill_digests[key] = join_ranks(prefill_digests[key], sums) if key in prefill_digests else sums
-        return WorkerReport(failures, first_tokens, pieces, lost_pieces, step, digests, prefill_digests)
+        return WorkerReport(failures, first_tokens, pieces, lost_pieces, step, shown, digests, prefill_digests)
 
 
 def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
@@ -215,7 +219,9 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     Attributes:
         data: the worker's message of :mod:`kvhma.nixl.handshake`.
         private_key: Ed25519 key, 32 bytes, that signs it for who asks. It never leaves the engine.
+        board: where the scheduler shows what is held; None for nowhere.
     """
 
     data: bytes
     private_key: bytes = field(repr=False)
+    board: BoardFile | None = None

@@ -78,6 +78,7 @@ METRICS = {
     "oldest_load_seconds": Metric("Time since the oldest load that has not ended was ordered.", gauge=True),
     "resumed_loads": Metric("Times that a load went on after parts of it were lost with a connection to P."),
     "reread_bytes": Metric("Bytes of these parts, which were read again."),
+    "lease_checks": Metric("Loads that were right, by what has said that P held their blocks.", label="by"),
     "slow_loads": Metric("Loads that took longer than their lease; P kept the blocks all the same, if it answered."),
     "stood_still": Metric("Times that a process was found to have stood still, or its machine."),
     "thread_restarts": Metric("Threads of the connector that began again after an error.", label="thread"),

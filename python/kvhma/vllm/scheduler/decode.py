@@ -412,7 +412,7 @@ class DecodeScheduler:
             self._end(request_id, read=True)
             return
         load.state = LoadState.LOADING
-        load.first_tokens = {}
+        load.first_tokens, load.unheard = {}, False
         self._digests.forget(request_id)
         if load.refusal:
             self._refuse(request_id, load, load.refusal)
@@ -469,6 +469,10 @@ class DecodeScheduler:
         has_digest = remote is not None and remote.content_seed is not None
         return self._context.engine.worker_releases and not has_digest
 
+    def _is_released(self, load: PendingLoad) -> bool:
+        """Whether P has heard that a load was read."""
+        return self._worker_releases(load.remote) and not load.unheard
+
     def results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended."""
         report = output.kv_connector_worker_meta
@@ -486,6 +490,9 @@ class DecodeScheduler:
         for request_id, tokens in report.first_tokens.items():
             if (load := self.pending.get(request_id)) is not None:
                 load.first_tokens = later(load.first_tokens, tokens)
+        for request_id in report.shown:
+            if (load := self.pending.get(request_id)) is not None:
+                load.unheard = True
         for request_id, ranks in report.pieces.items():
             self._following.note_piece(request_id, ranks, report.lost_pieces.get(request_id, ""))
         for request_id, failure in report.failures.items():
@@ -511,7 +518,7 @@ class DecodeScheduler:
                 self._context.manager.free(request)
                 request.num_computed_tokens = 0
                 self.put_off.note_failed(request_id)
-        self._end(request_id, read=True, released=not failed and self._worker_releases(load.remote))
+        self._end(request_id, read=True, released=not failed and self._is_released(load))
 
     def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
         recompute = self._context.engine.recompute
@@ -525,7 +532,7 @@ class DecodeScheduler:
             load.asked_since = None
         else:
             # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
-            released = not failed and self._worker_releases(load.remote)
+            released = not failed and self._is_released(load)
             self._end(request_id, read=not failed or recompute or load.aborted, released=released)
 
     def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:

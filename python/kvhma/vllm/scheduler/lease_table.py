@@ -3,7 +3,8 @@
 
 P keeps a request's blocks until it has been read and no reader is left, or until its lease ends. Whether they are still
 kept is known here and nowhere else; the workers report a request as sent only after it has left the table. So a reader
-that is told `held` after its read knows that the blocks were kept all the time, whatever any clock says.
+that is told `held` after its read, or sees its mark on the lease board, knows that the blocks were kept all the time,
+whatever any clock says.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma._kvhma import BlockUsers
+from kvhma.vllm.scheduler.lease_boards import LeaseBoards
+from kvhma.vllm.wire.lease_board import mark_of
 from kvhma.vllm.wire.messages import MAX_CONTENTS_BYTES, LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
@@ -114,6 +117,7 @@ class _Held:
         late_readers_until: until when it is kept for readers that have not claimed it yet, once it has been read.
         overdue_since: when a step first found that its lease was not renewed in time; None if it was.
         content: digest of what the blocks hold; None until the workers have summed it, if they do.
+        place: on the boards, where readers see that it is kept; None if it has none.
     """
 
     digest: bytes
@@ -127,6 +131,7 @@ class _Held:
     late_readers_until: float = 0.0
     overdue_since: float | None = None
     content: bytes | None = None
+    place: int | None = None
 
     def check_over(self, now: float) -> bool:
         """Return whether it is not to be kept any more, and take note if its lease is overdue."""
@@ -184,6 +189,15 @@ class LeaseTable:
         self._ended: dict[LeaseEnd, list[str]] = {}
         self._without_reader = BlockUsers()
         self._kept = BlockUsers()
+        self._boards = LeaseBoards()
+
+    def show_on(self, boards: LeaseBoards) -> None:
+        """Show on these boards what is kept from now on."""
+        with self._lock:
+            for held in self._held.values():
+                self._boards.hide(held.place)
+                held.place = None
+            self._boards = boards
 
     def add(
         self,
@@ -204,7 +218,9 @@ class LeaseTable:
         now = time.monotonic()
         seconds = self._lease if answer_seconds is None else answer_seconds
         held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, answer_seconds is not None)
+        mark = mark_of(key, digest)
         with self._lock:
+            held.place = self._boards.show(mark)
             self._held[key] = held
             self._without_reader.add(held.blocks)
             self._kept.add(held.blocks)
@@ -337,6 +353,7 @@ class LeaseTable:
 
     def _end(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held.pop(key)
+        self._boards.hide(held.place)  # before anybody can hear that the blocks may be freed
         self._kept.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)

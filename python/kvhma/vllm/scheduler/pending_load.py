@@ -57,6 +57,7 @@ class PendingLoad:
         first_tokens: of the ranks that have loaded, see `WorkerReport`.
         prefilled: the request, if this engine prefills it and computes whatever it cannot read of the turn before; None
             if it decodes it, so that the engine's ``kv_load_failure_policy`` decides about a load that fails.
+        unheard: whether a rank has not asked P, since its lease board has shown what it holds.
         lost: whether a rank has failed to load one that is prefilled.
         followed: how it is read while P computes its prompt; None if P has computed it.
     """
@@ -76,6 +77,7 @@ class PendingLoad:
     traceparent: str | None = None
     first_tokens: dict[int, int] = field(default_factory=dict)
     prefilled: Request | None = None
+    unheard: bool = False
     lost: bool = False
     followed: FollowedLoad | None = None
 

@@ -16,6 +16,7 @@ from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import PrefillDigests
+from kvhma.vllm.scheduler.lease_boards import LeaseBoards
 from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, LeaseEnd
 from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
@@ -95,6 +96,7 @@ class PrefillScheduler:
             context.leases.end_all()
             self.settling.end_all()
         self._hellos = signed
+        context.leases.show_on(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
         self._listener = Listener(
             context.engine.address,
             LocalEngine(context.engine.engine_id, self._incarnation_id, signed),

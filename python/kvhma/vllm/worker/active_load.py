@@ -90,6 +90,7 @@ class ActiveLoad:
         posted_at: when the last one was.
         post_seconds: how long posting took.
         read_at: when the last read had ended; None until then.
+        shown: whether P's board has shown that it held the blocks; None before that was looked at.
         question: to P, whether it held the blocks, and the place of this load in it; None before it is asked.
         sums: of what was read, if P makes digests; None before the reads have ended.
         error: the first one; the load fails once its reads have ended.
@@ -113,6 +114,7 @@ class ActiveLoad:
     posted_at: float = 0.0
     post_seconds: float = 0.0
     read_at: float | None = None
+    shown: bool | None = None
     question: tuple[LeaseQuestion, int] | None = None
     sums: LoadSums | None = None
     error: BaseException | None = None
@@ -125,8 +127,8 @@ class ActiveLoad:
 
     @property
     def wants_answer(self) -> bool:
-        """Whether P has to be asked about it now."""
-        may_ask = not self.load.piece and (self.sums is None or self.sums.may_ask)
+        """Whether it has to be found out now if P held its blocks."""
+        may_ask = not self.load.piece and not self.shown and (self.sums is None or self.sums.may_ask)
         return self.read_at is not None and self.question is None and self.error is None and may_ask
 
     @property

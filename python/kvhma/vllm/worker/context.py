@@ -10,6 +10,7 @@ from kvhma.nixl import Agent
 from kvhma.vllm.cache_device import HOST, CacheDevice
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.proofs import ProofKey
 from kvhma.vllm.wire.secrets import Secrets
 
@@ -30,6 +31,7 @@ class WorkerContext:
         may_wait: whether a step may wait for loads without keeping other engines or stages from theirs.
         proof_key: for questions whose answers are to be proved.
         cp_tp_size: how many neighbouring tensor-parallel ranks share the tokens of a cache.
+        board: of this worker, registered with the agent; None if its scheduler shows nothing.
     """
 
     settings: Settings
@@ -43,3 +45,4 @@ class WorkerContext:
     may_wait: bool = True
     proof_key: ProofKey = field(default_factory=ProofKey)
     cp_tp_size: int = 1
+    board: LeaseBoard | None = None

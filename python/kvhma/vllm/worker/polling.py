@@ -14,8 +14,10 @@ from kvhma._kvhma import Transfer
 from kvhma.digests import ContentDigest
 from kvhma.geometry import Geometry, Span
 from kvhma.vllm.memory import Memory
+from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.tracing import Trace
+from kvhma.vllm.wire.lease_board import mark_of
 from kvhma.vllm.wire.messages import MAX_CLAIMS
 from kvhma.vllm.worker.active_load import ActiveLoad, errors_end
 from kvhma.vllm.worker.context import WorkerContext
@@ -198,20 +200,38 @@ class LoadPoller:
         active.sums = LoadSums(load, load.remote.content_seed or 0, timed, self._timeout)
 
     def _ask(self, loads: Sequence[ActiveLoad], *, more_to_come: bool) -> None:
-        """Ask P about loads that were read: one question to an engine at a time, about all that are ready by then.
+        """Find out if P held loads that were read: from its board, else by asking.
 
-        Those with digests apart: P's blocks are not released before these were compared.
+        One question to an engine at a time, about all that are ready by then. Those with digests apart: P's blocks are
+        not released before these were compared.
         """
         ready: dict[tuple[PrefillEngine, bool], list[ActiveLoad]] = {}
         for active in loads:
             if active.engine is not None and active.wants_answer:
                 ready.setdefault((active.engine, active.has_digest), []).append(active)
         for (engine, _), of_engine in ready.items():
-            asked = self._questions.get(engine)
             waited = time.monotonic() - min(active.read_at or 0.0 for active in of_engine)
-            if (asked is None or not asked.open) and (not more_to_come or waited > _ASK_SECONDS):
-                with errors_end(*of_engine[:MAX_CLAIMS]):
-                    self._ask_engine(engine, of_engine[:MAX_CLAIMS])
+            if more_to_come and waited <= _ASK_SECONDS:
+                continue
+            not_shown: list[ActiveLoad] = []
+            with errors_end(*of_engine):
+                not_shown = self._not_shown(engine, of_engine)
+            to_ask, asked = not_shown[:MAX_CLAIMS], self._questions.get(engine)
+            if to_ask and (asked is None or not asked.open):
+                with errors_end(*to_ask):
+                    self._ask_engine(engine, to_ask)
+
+    def _not_shown(self, engine: PrefillEngine, loads: list[ActiveLoad]) -> list[ActiveLoad]:
+        """Look at P's board; return the loads of which P has to be asked. Others may have to wait for the board."""
+        if engine.board is None or loads[0].has_digest:  # for a digest P has to be asked anyway
+            return loads
+        new = [active for active in loads if active.shown is None]
+        if new:
+            shown_at, board = engine.board.look(max(active.read_at or 0.0 for active in new))
+            for active in new:
+                if (active.read_at or 0.0) < shown_at:
+                    active.shown = _mark_of(active.load) in board
+        return [active for active in loads if active.shown is False]
 
     def _ask_engine(self, engine: PrefillEngine, loads: Sequence[ActiveLoad]) -> None:
         claims = [active.load.remote.claim(active.load.reader) for active in loads]
@@ -227,7 +247,7 @@ class LoadPoller:
         """Report a load, if it has ended; return whether it has been reported."""
         if active.read_at is None:
             return False
-        if not active.reported and active.error is None and not active.load.piece:
+        if not (active.reported or active.shown or active.load.piece) and active.error is None:
             if active.question is None:
                 return False
             question, index = active.question
@@ -281,7 +301,7 @@ class LoadPoller:
         elif digest is not None:
             self._results.ask_verdict(active.load.request_id, first_tokens, digest)
         else:
-            self._results.succeed(active.load.request_id, first_tokens)
+            self._results.succeed(active.load.request_id, first_tokens, shown=bool(active.shown))
         active.reported = True
         if active.load.trace is not None:
             self._spans.add(_times(active, active.load.trace, ended_at, self._rank))
@@ -330,6 +350,8 @@ class LoadPoller:
             logger.debug("kvhma: loaded %s from %s: %s", load.request_id, load.remote.engine_id, series | sums)
         with self._results.stats.together() as stats:
             stats.record(**series)
+            if not load.piece:
+                stats.count("lease_checks", label="board" if active.shown else "question")
             for name, number in sums.items():
                 stats.count(name, number)
             for name, number in by_rank.items():
@@ -337,6 +359,11 @@ class LoadPoller:
             for name, numbers in by_group.items():
                 for label, of_group in zip(self._group_labels, numbers, strict=True):
                     stats.count(name, of_group, label=label)
+
+
+def _mark_of(load: Load) -> bytes:
+    claim = load.remote.claim(load.reader)
+    return mark_of(claim.key, claim.digest)
 
 
 def _times(active: ActiveLoad, trace: Trace, ended_at: float, rank: str) -> LoadTimes:

@@ -24,6 +24,7 @@ from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, 
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.proofs import Proving
+from kvhma.vllm.worker.board_reader import BoardMemory, BoardReader
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.hellos import Hello, HelloBudget, ask_hellos
 
@@ -53,6 +54,7 @@ class PrefillEngine:
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
         proving: how its answers are proved; None where a secret does that.
+        board: where it shows what it holds; None if it has to be asked.
         hello_bytes: of its workers' hellos, most of which are kept with the peers.
         active_loads: loads that have acquired it and not released it yet.
         used_at: when it was last acquired or released, on the monotonic clock.
@@ -64,6 +66,7 @@ class PrefillEngine:
     peers: list[Peer | None]
     clients: ClientPool
     proving: Proving | None
+    board: BoardReader | None
     hello_bytes: int
     active_loads: int = 0
     used_at: float = field(default_factory=time.monotonic)
@@ -85,6 +88,7 @@ class PrefillEngines:
         self._context = context
         self._settings = context.settings
         self._agent = context.agent
+        self._boards = BoardMemory(context.agent)
         self._counters = counters
         room = self._settings.max_peers + len(self._settings.prefill_engines)
         self._budget = HelloBudget(_MAX_HELLOS_BYTES, room)
@@ -154,7 +158,16 @@ class PrefillEngines:
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
             self._forget(engine)
-        self._disconnect(engine)
+        if engine.board is not None and engine.board.in_flight:
+            in_thread("kvhma-disconnect", lambda: self._disconnect(engine))  # which waits for it
+        else:
+            self._disconnect(engine)
+
+    def reading_boards(self) -> int:
+        """Return how many lease boards are being read, which no load has to wait for."""
+        with self._lock:
+            boards = [one.board for one in self._engines.values() if one.board is not None]
+        return sum(board.in_flight for board in boards)
 
     def unused(self, since: float) -> list[PrefillEngine]:
         """Return the engines that no load has acquired or released since a time on the monotonic clock."""
@@ -326,6 +339,7 @@ class PrefillEngines:
             plan, hellos = self._agree(remote, client)
             for index, hello in enumerate(hellos):
                 peers.append(self._agent.connect(hello.data, timeout=timeout) if index in plan.sources else None)
+            board = self._board_of(peers)
         except BaseException as error:
             client.close()
             self._disconnect_peers(peers)
@@ -337,7 +351,25 @@ class PrefillEngines:
         clients.release(client)
         proving = None if self._context.secrets.enabled else self._proving(hellos[0].engine_key)
         stored = sum(len(hello.data) for hello in hellos)
-        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, stored)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, board, stored)
+
+    def _board_of(self, peers: list[Peer | None]) -> BoardReader | None:
+        """Return a reader of the first board that can be read: all of an engine show the same.
+
+        It is read once, so that what that takes is set up.
+        """
+        for peer in peers:
+            if peer is not None and (address := decode_extra(peer.payload.extra).board):
+                try:
+                    board = self._boards.reader(peer, address)
+                except KvhmaError as error:
+                    logger.info("kvhma: %r is asked for its leases: %s", peer.name, error)
+                    continue
+                board.look(time.monotonic())
+                if board.useful:
+                    return board
+                board.close()
+        return None
 
     def _proving(self, engine_key: bytes) -> Proving:
         own = self._context.proof_key
@@ -372,7 +404,11 @@ class PrefillEngines:
 
     def _disconnect(self, engine: PrefillEngine) -> None:
         engine.clients.close()
+        if engine.board is not None:
+            engine.board.close()
         self._disconnect_peers(engine.peers)
+        if engine.board is not None:
+            engine.board.close()  # a reading that was in flight has ended by now
 
     def _disconnect_peers(self, peers: list[Peer | None]) -> None:
         """Disconnect from workers that are no other known engine's too.

@@ -95,14 +95,21 @@ class LoadResults:
         with self._lock:
             self._reads += 1
 
-    def succeed(self, request_id: str, first_tokens: dict[int, int]) -> None:
-        """Report a load that is right; `first_tokens` as in :class:`kvhma.vllm.metadata.WorkerReport`."""
-        with self._lock:
-            self._succeed(request_id, first_tokens)
+    def succeed(self, request_id: str, first_tokens: dict[int, int], *, shown: bool = False) -> None:
+        """Report a load that is right.
 
-    def _succeed(self, request_id: str, first_tokens: dict[int, int]) -> None:
-        if self._end(request_id) and first_tokens:
-            self._report.first_tokens[request_id] = first_tokens
+        Args:
+            request_id: of the load.
+            first_tokens: as in :class:`kvhma.vllm.metadata.WorkerReport`.
+            shown: whether P's board has shown so, and P was not asked.
+        """
+        with self._lock:
+            if not self._end(request_id):
+                return
+            if first_tokens:
+                self._report.first_tokens[request_id] = first_tokens
+            if shown:
+                self._report.shown.add(request_id)
 
     def ask_verdict(self, request_id: str, first_tokens: dict[int, int], digest: LoadDigest) -> None:
         """Report what a load has read; the scheduler says whether it is right when all ranks have."""

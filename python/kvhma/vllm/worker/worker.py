@@ -41,6 +41,7 @@ class KvhmaWorker:
         """Take over an agent with which the geometry's regions are registered, and start the threads."""
         settings, agent, geometry = context.settings, context.agent, context.geometry
         self._agent = agent
+        self._board = context.board
         self._stop_seconds = settings.handshake_timeout + 1
         self._results = LoadResults(settings.case_folder)
         stats = self._results.stats
@@ -119,6 +120,8 @@ class KvhmaWorker:
         """
         if idle and (loads := self._results.unreported()):
             raise TransferError(f"the caches cannot be unregistered: {loads} loads have not been reported")
+        if idle and (boards := self._engines.reading_boards()):
+            raise TransferError(f"the caches cannot be unregistered: {boards} lease boards are being read")
         self._loader.close()
         self._standstill.close()
         self._preconnector.close(self._stop_seconds)
@@ -129,3 +132,5 @@ class KvhmaWorker:
         self._poller.join(self._stop_seconds)
         self._engines.close()
         self._agent.close()
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's lease board: what it shows is held, and whoever reads it need not ask."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("torch")
+
+from connector.test_worker import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load, until
+from kvhma.errors import TransferError
+from kvhma.vllm.identity import encode_extra
+from kvhma.vllm.metadata import StepMetadata, WorkerReport
+from kvhma.vllm.scheduler import lease_table
+from kvhma.vllm.scheduler.lease_boards import LeaseBoards
+from kvhma.vllm.scheduler.lease_table import LeaseTable
+from kvhma.vllm.wire.client import Client
+from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, BoardFile, LeaseBoard, mark_of
+from kvhma.vllm.wire.messages import Finish, Outcome, Renew
+from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.worker import board_reader, polling
+from kvhma.vllm.worker.board_reader import BoardMemory
+from support.engines.engine import free_port
+from support.identity import IDENTITY
+
+ROOM = BOARD_BYTES // MARK_BYTES - 2
+FIRST = 2 * MARK_BYTES
+
+
+@pytest.fixture
+def board():
+    made = LeaseBoard()
+    yield made
+    made.close()
+
+
+def bytes_of(board):
+    return board._bytes.tobytes()
+
+
+def marks_on(board):
+    content = bytes_of(board)
+    marks = {content[at : at + MARK_BYTES] for at in range(FIRST, BOARD_BYTES, MARK_BYTES)}
+    return marks - {bytes(MARK_BYTES)}
+
+
+# --- P's side --------------------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+from kvhma.vllm.wire.lease_board import LeaseBoard
+board = LeaseBoard()
+print(board.file.path, board.file.cookie.hex(), flush=True)
+for _ in sys.stdin:
+    print(board._bytes.tobytes().hex(), flush=True)
+"""
+
+
+def test_a_worker_in_another_process_has_the_marks_in_its_memory():
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        path, cookie = worker.stdout.readline().split()
+        boards = LeaseBoards([BoardFile(path, bytes.fromhex(cookie))])
+        place = boards.show(b"m" * MARK_BYTES)
+
+        def seen():
+            worker.stdin.write("?\n")
+            worker.stdin.flush()
+            return bytes.fromhex(worker.stdout.readline())
+
+        assert seen()[MARK_BYTES:].startswith(OPENED)
+        assert b"m" * MARK_BYTES in seen()
+        boards.hide(place)
+        assert seen()[FIRST:] == bytes(BOARD_BYTES - FIRST)
+        worker.stdin.close()
+    boards.show(b"n" * MARK_BYTES)  # the worker has ended, and nobody minds
+
+
+@pytest.mark.parametrize("what", ["no such file", "another file", "a short file", "a device", "a pipe"])
+def test_a_worker_elsewhere_has_no_board(board, tmp_path, what):
+    """In another container its path is nothing, or something else. That stays as it is, and P is asked."""
+    other, pipe = tmp_path / "other", tmp_path / "pipe"
+    other.write_bytes(b"x" * (BOARD_BYTES if what == "another file" else 5))
+    os.mkfifo(pipe)
+    files = {
+        "no such file": BoardFile(str(tmp_path / "none"), board.file.cookie),
+        "another file": BoardFile(str(other), board.file.cookie),
+        "a short file": BoardFile(str(other), b"x" * MARK_BYTES),
+        "a device": BoardFile("/dev/zero", bytes(MARK_BYTES)),
+        "a pipe": BoardFile(str(pipe), bytes(MARK_BYTES)),
+    }
+    before = other.read_bytes()
+    boards = LeaseBoards([files[what]])
+    assert boards.show(b"m" * MARK_BYTES) is None
+    boards.hide(None)
+    assert other.read_bytes() == before
+    assert bytes_of(board) == board.file.cookie + bytes(BOARD_BYTES - MARK_BYTES), "never opened"
+    both = LeaseBoards([files[what], board.file])
+    assert both.show(b"m" * MARK_BYTES) is not None
+    assert marks_on(board) == {b"m" * MARK_BYTES}
+
+
+def test_a_board_is_opened_again(board):
+    """As when an engine woke up of which one worker had not slept: marks of before are gone."""
+    for mark in (b"m" * MARK_BYTES, b"n" * MARK_BYTES):
+        assert LeaseBoards([board.file]).show(mark) is not None
+        assert marks_on(board) == {mark}
+
+
+def test_a_board_is_closed_once():
+    board = LeaseBoard()
+    board.close()
+    number = os.open("/dev/null", os.O_RDONLY)  # which may have its number now
+    board.close()
+    os.close(number)
+
+
+def test_what_has_no_room_is_not_shown(board):
+    boards = LeaseBoards([board.file])
+    marks = [bytes([number % 251 + 1, number // 251]) * 8 for number in range(ROOM + 2)]
+    places = [boards.show(mark) for mark in marks]
+    assert places[ROOM:] == [None, None]
+    assert len(set(places[:ROOM])) == ROOM
+    assert marks_on(board) == set(marks[:ROOM])
+    boards.hide(places[5])
+    boards.hide(places[ROOM])
+    assert boards.show(marks[ROOM]) == places[5]
+    assert marks_on(board) == {*marks[: ROOM + 1]} - {marks[5]}
+
+
+def test_all_that_a_claim_names_is_in_the_mark():
+    key = LeaseKey("r", 7)
+    others = [mark_of(LeaseKey("s", 7), DIGEST), mark_of(LeaseKey("r", 8), DIGEST), mark_of(key, b"e" * 16)]
+    assert mark_of(key, DIGEST) not in others
+    assert len({*others, mark_of(key, DIGEST)}) == 4
+    # A request may have any name, a text that no encoding has included.
+    assert mark_of(LeaseKey("\ud800", 7), DIGEST) != mark_of(LeaseKey("\ud801", 7), DIGEST)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed):
+    """Whatever happens, and at the latest when somebody can hear of it."""
+    clock = Clock()
+    monkeypatch.setattr(lease_table, "time", clock)
+    table = LeaseTable(30.0)
+    table.show_on(LeaseBoards([board.file]))
+    held = {}
+
+    def shown_is_held():
+        assert marks_on(board) == {mark_of(key, DIGEST) for key in table._held}
+
+    monkeypatch.setattr(table._has_ended, "notify", shown_is_held)
+    chance = random.Random(seed)
+    for step in range(300):
+        what = chance.choice(["add", "add", "finish", "renew", "release", "wait", "drain", "give up", "end"])
+        some = [LeaseClaim(key, chance.randrange(3), DIGEST) for key in chance.sample(sorted(held), min(2, len(held)))]
+        outcome = chance.choice(list(Outcome))
+        if what == "add":
+            key = LeaseKey(f"r{step}", step)
+            table.max_unread_blocks = chance.choice([None, 5])
+            answer = chance.choice([None, 3.0])
+            table.add(key, DIGEST, [chance.randrange(100)], answer_seconds=answer)
+            held[key] = True
+        elif what == "finish":
+            table.finish(some, [outcome] * len(some))
+        elif what == "renew":
+            table.renew(some)
+        elif what == "release":
+            table.release(some, outcome)
+        elif what == "wait":
+            clock.now += chance.choice([0.1, 3.0, 40.0])
+        elif what == "drain":
+            table.drain_ended()
+        elif what == "give up":
+            for claim in some:
+                table.give_up(claim.key)
+        elif chance.random() < 0.1:
+            table.end_all()
+        shown_is_held()
+        held = {key: True for key in held if key in table._held}
+    table.end_all()
+    assert marks_on(board) == set()
+
+
+def test_other_boards_show_what_is_kept_from_then_on(board):
+    table = LeaseTable(30.0)
+    table.show_on(LeaseBoards([board.file]))
+    old = LeaseKey("old", 1)
+    table.add(old, DIGEST, [1])
+    second = LeaseBoard()
+    table.show_on(LeaseBoards([second.file]))
+    assert (marks_on(board), marks_on(second)) == (set(), set())
+    table.add(LeaseKey("new", 2), DIGEST, [2])
+    table.end_all()
+    assert (marks_on(board), marks_on(second)) == (set(), set())
+    second.close()
+
+
+def test_a_load_that_one_rank_saw_is_told_of():
+    """P has to hear of it, whether or not another rank has asked."""
+    seen, asked = WorkerReport(shown={"a"}), WorkerReport(first_tokens={"a": {0: 1}})
+    assert seen.aggregate(asked).shown == asked.aggregate(seen).shown == {"a"}
+    assert not seen.is_empty
+
+
+# --- D's side --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def p(board):
+    made = Prefill(Address("127.0.0.1", free_port()), board=board)
+    made.leases.show_on(LeaseBoards([board.file]))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def d():
+    made = Decode()
+    yield made
+    made.worker.close()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How many claims each question to P was about."""
+    found = []
+    send = Client.send
+
+    def noted(self, question):
+        if isinstance(question, Renew | Finish):
+            found.append(len(question.claims))
+        send(self, question)
+
+    monkeypatch.setattr(Client, "send", noted)
+    return found
+
+
+def report_of(d, *names):
+    """What the worker reports of loads, all of which have to be good."""
+    received, joined = set(), WorkerReport()
+    end = time.monotonic() + 20
+    while received != set(names):
+        assert time.monotonic() < end, received
+        some, report = d.worker.collect(idle=True)
+        received |= some
+        joined = joined.aggregate(report)
+    assert not joined.failures
+    return joined
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
+    d.start(first=(p.remote("first", [1]), [1]))
+    d.ended("first")
+    d.start(at_once=at_once, a=(p.remote("a", [2, 3]), [5, 6]), b=(p.remote("b", [9]), [9]))
+    assert report_of(d, "a", "b").shown == {"a", "b"}
+    assert not asked
+    assert counted(d, "load_seconds", 3).data["lease_checks"] == {"board": 3}
+    assert np.array_equal(d.pages([5, 6, 9]), p.memory.reshape(PAGES, PAGE)[[2, 3, 9]])
+
+
+def test_p_without_a_board_is_asked(d, asked):
+    p = Prefill(Address("127.0.0.1", free_port()))
+    d.start(a=(p.remote("a", [2]), [5]))
+    assert report_of(d, "a").shown == set()
+    assert asked == [1]
+    assert counted(d, "load_seconds", 1).data["lease_checks"] == {"question": 1}
+    p.close()
+
+
+def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
+    """P's scheduler cannot reach its worker's memory: whatever is there says nothing."""
+    p = Prefill(Address("127.0.0.1", free_port()), board=board)
+    looks = []
+    look = board_reader.BoardReader.look
+    monkeypatch.setattr(board_reader.BoardReader, "look", lambda *a: (looks.append(a), look(*a))[1])
+    for number in range(3):
+        remote = p.remote(f"{number}", [2])
+        board._bytes[FIRST : FIRST + MARK_BYTES] = np.frombuffer(mark_of(remote.lease_key, DIGEST), np.uint8)
+        d.start(**{f"r{number}": (remote, [5])})
+        assert report_of(d, f"r{number}").shown == set()
+    assert (len(looks), asked) == (1, [1, 1, 1])
+    assert len(d.worker._engines._boards._free) == 16
+    p.close()
+
+
+def test_a_lease_that_ended_during_the_read_is_not_on_the_board(p, d, asked, monkeypatch):
+    """The mark was there when the read began. P is asked, and says no."""
+    remote = p.remote("r", [2])
+    poll_reads = polling.LoadPoller._poll_reads
+
+    def ends(self, active):
+        poll_reads(self, active)
+        if active.read_at is not None:
+            p.leases.end_all()
+
+    monkeypatch.setattr(polling.LoadPoller, "_poll_reads", ends)
+    d.start(r=(remote, [5]))
+    assert d.ended("r") == {"r": "expired"}
+    assert asked == [1]
+
+
+def test_one_of_a_step_that_is_not_on_the_board_is_asked_alone(p, d, asked):
+    names = {1: "a", 2: "lost", 3: "b"}
+    loads = {name: (p.remote(name, [block], held=name != "lost"), [block]) for block, name in names.items()}
+    d.start(**loads)
+    assert d.ended(*loads) == {"lost": "expired"}
+    assert asked == [1]
+
+
+def test_parameters_that_were_changed_on_the_way_find_no_mark(p, d, asked):
+    remote = p.remote("r", [2])._replace(digest=b"e" * 16)
+    d.start(r=(remote, [5]))
+    assert d.ended("r") == {"r": "request"}
+    assert asked == [1]
+
+
+def test_more_leases_than_the_board_has_room_for(p, d, asked):
+    for number in range(ROOM):
+        p.remote(f"other {number}", [1])
+    d.start(a=(p.remote("a", [2]), [5]))
+    assert report_of(d, "a").shown == set()
+    assert asked == [1]
+
+
+def test_digests_are_asked_for(p, d, asked):
+    remote = p.remote("r", [2])._replace(content_seed=5)
+    p.leases.note_content(remote.lease_key, b"other")
+    d.worker.start_loads(StepMetadata([load("r", remote, [5])]))
+    until(lambda: asked)
+    assert d.worker.collect(idle=False)[1].shown == set()
+
+
+def test_an_address_where_p_has_no_board(d, asked):
+    """What P says is not true: nothing is read there, P is asked, and no handshake fails for it."""
+    liar = LeaseBoard()
+    p = Prefill(Address("127.0.0.1", free_port()), board=liar)
+    extra = encode_extra(IDENTITY, vllm="0.32.0", board=liar.region.base + (1 << 40))
+    p.listener.close()
+    p.hellos[0, 0] = (p.agent.handshake_payload(p.geometry, extra), p.hellos[0, 0][1])
+    p.listen()
+    d.start(r=(p.remote("r", [2]), [5]))
+    assert report_of(d, "r").shown == set()
+    assert asked == [1]
+    p.close()
+    liar.close()
+
+
+def looked_at(d, p):
+    """The reader of P's board that a load has made."""
+    d.start(first=(p.remote("first", [1]), [1]))
+    d.ended("first")
+    (engine,) = d.worker._engines._engines.values()
+    return engine.board
+
+
+def test_a_board_that_is_lost_with_p_says_nothing(p, d):
+    board = looked_at(d, p)
+    shown_at, shown = board.look(now := time.monotonic())
+    assert shown_at > now
+    assert shown[MARK_BYTES:].startswith(OPENED)
+    d.worker._agent.disconnect(board._read.peer)
+    assert board.look(time.monotonic()) == (math.inf, b"")
+    board.close()
+    board.close()
+    free = d.worker._engines._boards._free
+    assert sorted(free) == list(range(16)), "each once"
+
+
+def test_the_board_of_another_worker(board, d, asked, monkeypatch):
+    """A prefill engine's first worker is on another host than its scheduler."""
+    p = Prefill(Address("127.0.0.1", free_port()), board=board)
+    p.leases.show_on(LeaseBoards([board.file]))
+    reader, tried = BoardMemory.reader, []
+
+    def first_is_elsewhere(self, peer, address):
+        tried.append(reader(self, peer, address))
+        if len(tried) == 1:
+            tried[0]._useful = False
+        return tried[-1]
+
+    monkeypatch.setattr(BoardMemory, "reader", first_is_elsewhere)
+    board_of = d.worker._engines._board_of
+    monkeypatch.setattr(d.worker._engines, "_board_of", lambda peers: board_of([None, *peers, *peers]))
+    d.start(r=(p.remote("r", [2]), [5]))
+    assert report_of(d, "r").shown == {"r"}
+    assert len(tried) == 2
+    assert tried[0]._place is None, "it was given back"
+    p.close()
+
+
+def test_threads_that_look_at_one_board(p, d):
+    board, wrong = looked_at(d, p), []
+
+    def look_now():
+        now = time.monotonic()
+        while (found := board.look(now))[0] <= now:
+            pass
+        return found[1]
+
+    def look():
+        for number in range(100):
+            remote = p.remote(f"{threading.get_ident()} {number}", [1])
+            mark = mark_of(remote.lease_key, DIGEST)
+            wrong.extend([number] if mark not in look_now() else [])
+            p.leases.release([LeaseClaim(remote.lease_key, 1, DIGEST)], Outcome.READ)
+            wrong.extend([number] if mark in look_now() else [])
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+# --- a reading that takes its time -----------------------------------------------------------------------------
+
+
+class SlowRead:
+    """A prepared read that ends when it is told to."""
+
+    peer = SimpleNamespace(name="p")
+
+    def __init__(self, address):
+        self.address = address
+        self.posted = 0
+        self.finished = True
+        self.released = 0
+
+    def post(self):
+        self.posted += 1
+        self.finished = False
+        return self
+
+    def end(self, content=b""):
+        ctypes.memmove(self.address + MARK_BYTES, OPENED + content, MARK_BYTES + len(content))
+        self.finished = True
+
+    def wait(self, seconds):
+        return self.finished
+
+    def poll(self):
+        return "done" if self.finished else "running"
+
+    def drive(self):
+        return self.finished
+
+    def release(self):
+        self.released += 1
+
+
+class SlowAgent:
+    """An agent whose reads are slow."""
+
+    def __init__(self):
+        self.registered = 0
+        self.reads = []
+
+    def register(self, geometry):
+        self.registered += 1
+
+    def prepare_read(self, peer, local, remote):
+        self.reads.append(SlowRead(int(local[0, 0])))
+        return self.reads[-1]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(board_reader, "time", made)
+    return made
+
+
+def test_a_reading_that_began_before_the_read_had_ended_does_not_count(clock):
+    agent = SlowAgent()
+    reader = BoardMemory(agent).reader(None, 4096)
+    (read,) = agent.reads
+    assert reader.look(999.0) == (0.0, b"")
+    clock.now = 1000.002
+    assert reader.look(1000.001) == (0.0, b"")
+    assert read.posted == 1, "one at a time"
+    read.end(b"first")
+    shown_at, board = reader.look(1000.001)
+    assert shown_at == 1000.0, "that is before a read which ended at 1000.001, and after one of 999"
+    assert b"first" in board
+    assert read.posted == 2
+    read.end(b"again")
+    shown_at, board = reader.look(1000.001)
+    assert shown_at == 1000.002
+    assert b"again" in board
+    assert read.posted == 2, "what is known is not read again"
+
+
+def test_loads_that_end_all_the_time_do_not_keep_each_other_waiting(clock):
+    """A board that takes 2 ms, and a load every millisecond: each sees the first reading that began after it."""
+    agent = SlowAgent()
+    reader = BoardMemory(agent).reader(None, 4096)
+    (read,) = agent.reads
+    began, waiting, waited = 0.0, [], []
+    for step in range(200):
+        clock.now = 1000.0 + step * 0.001
+        waiting.append(clock.now - 0.0005)
+        if read.posted and not read.finished and clock.now - began >= 0.002:
+            read.end()
+        posted = read.posted
+        shown_at, _ = reader.look(max(waiting))
+        began = clock.now if read.posted > posted else began
+        waited += [clock.now - since for since in waiting if since < shown_at]
+        waiting = [since for since in waiting if since >= shown_at]
+    assert len(waited) > 190
+    assert max(waited) < 0.006
+
+
+def test_a_board_that_does_not_answer_keeps_later_loads_no_time(clock):
+    agent = SlowAgent()
+    reader = BoardMemory(agent).reader(None, 4096)
+    (read,) = agent.reads
+    assert reader.look(1.0) == (0.0, b"")
+    clock.now += 0.02
+    assert reader.look(1.0) == (math.inf, b""), "P is asked"
+    clock.now += 60.0
+    assert reader.look(clock.now) == (math.inf, b""), "at once"
+    assert read.posted == 1
+    read.end()
+    assert reader.look(1.0)[0] == 1000.0, "until it has answered"
+    assert reader.useful
+
+
+def test_a_place_that_may_still_be_written_to_is_not_given_back():
+    agent = SlowAgent()
+    memory = BoardMemory(agent)
+    readers = [memory.reader(None, 4096) for _ in range(17)]
+    assert agent.registered == 2
+    readers[0].look(time.monotonic())
+    for reader in readers:
+        reader.close()
+        reader.close()
+    assert [read.released for read in agent.reads] == [0] + [1] * 16
+    assert readers[0]._place not in memory._free
+    agent.reads[0].end()
+    readers[0].close()
+    readers[0].close()
+    assert sorted(memory._free) == list(range(32))
+    assert readers[1].look(time.monotonic()) == (math.inf, b""), "and nothing is read into it any more"
+    assert agent.reads[1].posted == 0
+
+
+@pytest.fixture
+def stuck(p, d, monkeypatch):
+    """P's board, whose reading does not end before it is told to."""
+    board = looked_at(d, p)
+    transfers, states = board._read._in_flight._session.open(), []
+    for name in ("transfer", "check_xfer_state"):
+        real = getattr(transfers, name)
+
+        def held(handle, real=real):
+            state = real(handle)
+            return "PROC" if handle is board._read._handle and not states else state
+
+        monkeypatch.setattr(transfers, name, held)
+    yield board, states
+    states.append("let go")
+
+
+def test_p_is_asked_if_its_board_takes_too_long(p, d, asked, stuck):
+    for name in ("a", "b"):
+        began = time.monotonic()
+        d.start(**{name: (p.remote(name, [2]), [5])})
+        assert report_of(d, name).shown == set()
+        if name == "a":
+            assert time.monotonic() - began >= board_reader._LATE_SECONDS
+    assert asked == [1, 1]
+
+
+def test_an_engine_does_not_sleep_while_a_board_is_read(p, d, stuck):
+    """It would have stopped its threads, and then found that its memory is still written to."""
+    board, states = stuck
+    board.look(time.monotonic())
+    with pytest.raises(TransferError, match="1 lease boards are being read"):
+        d.worker.close(idle=True)
+    d.start(after=(p.remote("after", [3]), [4]))
+    report_of(d, "after")
+    states.append("let go")
+    d.worker.close(idle=True)
+
+
+def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
+    board, states = stuck
+    board.look(time.monotonic())
+    engines = d.worker._engines
+    (engine,) = engines._engines.values()
+    engines._take(engine)
+    engine.peers[0].gone = "lost"
+    began = time.monotonic()
+    engines.release(engine)
+    assert time.monotonic() - began < 0.5
+    assert board._place is not None, "something may be written there"
+    states.append("let go")
+    until(lambda: board._place is None)
