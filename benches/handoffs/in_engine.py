@@ -52,6 +52,10 @@ def _is_done(result: Any) -> bool:
     return bool(result == "DONE")
 
 
+def _shows(result: Any) -> bool:
+    return bool(result[1])
+
+
 INSIDE: tuple[tuple[str, str, str, str, Told], ...] = (
     # stage, module, method, whether its begin or its end is meant, and of which results
     ("planned", "nixl._api", "nixl_agent.make_prepped_xfer", "begin", _always),
@@ -59,7 +63,7 @@ INSIDE: tuple[tuple[str, str, str, str, Told], ...] = (
     ("posted", "nixl._api", "nixl_agent.transfer", "end", _always),
     ("read", "nixl._api", "nixl_agent.transfer", "end", _is_done),  # a transport that copies inline
     ("read", "nixl._api", "nixl_agent.check_xfer_state", "end", _is_done),
-    ("asked", "kvhma.vllm.worker.polling", "LoadPoller._ask_engine", "end", _always),
+    ("checked", "kvhma.vllm.worker.board_reader", "BoardReader.look", "end", _shows),
     ("checked", "kvhma.vllm.worker.lease", "LeaseQuestion.check", "end", _always),
 )
 """Stages of a load that vLLM's calls do not show. Those of `kvhma` exist in engines of our connector only."""

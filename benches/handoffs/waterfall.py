@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvhma.cli.svg import COLUMN, Drawing
 
 STAGES = (
-    "sent", "added", "ordered", "planned", "posted", "read", "asked", "checked", "reported", "scheduled", "first token"
+    "sent", "added", "ordered", "planned", "posted", "read", "checked", "reported", "scheduled", "first token"
 )  # fmt: skip
-"""From D's front end sending the request to its engine to its first token there. vLLM's connector asks and checks
+"""From D's front end sending the request to its engine to its first token there. vLLM's connector checks
 nothing."""
 
 _LEFT, _RIGHT, _LINE = 110, 120, 16
