@@ -373,7 +373,8 @@ def looked_at(d, p):
     d.start(first=(p.remote("first", [1]), [1]))
     d.ended("first")
     (engine,) = d.worker._engines._engines.values()
-    return engine.board
+    (board,) = engine.boards
+    return board
 
 
 def test_a_board_that_is_lost_with_p_says_nothing(p, d):
@@ -389,26 +390,44 @@ def test_a_board_that_is_lost_with_p_says_nothing(p, d):
     assert sorted(free) == list(range(16)), "each once"
 
 
-def test_the_board_of_another_worker(board, d, asked, monkeypatch):
-    """A prefill engine's first worker is on another host than its scheduler."""
-    p = Prefill(Address("127.0.0.1", free_port()), board=board)
-    p.leases.show_on(LeaseBoards([board.file]))
-    reader, tried = BoardMemory.reader, []
+@pytest.fixture
+def second(d, monkeypatch):
+    """A second worker, which D takes for one of the same engine."""
+    board = LeaseBoard()
+    made = Prefill(Address("127.0.0.1", free_port()), board=board)
+    boards_of = d.worker._engines._boards_of
 
-    def first_is_elsewhere(self, peer, address):
-        tried.append(reader(self, peer, address))
-        if len(tried) == 1:
-            tried[0]._useful = False
-        return tried[-1]
+    def of_both(peers):
+        return boards_of([None, *peers, d.worker._agent.connect(made.hellos[0, 0][0])])
 
-    monkeypatch.setattr(BoardMemory, "reader", first_is_elsewhere)
-    board_of = d.worker._engines._board_of
-    monkeypatch.setattr(d.worker._engines, "_board_of", lambda peers: board_of([None, *peers, *peers]))
+    monkeypatch.setattr(d.worker._engines, "_boards_of", of_both)
+    yield SimpleNamespace(leases=made.leases, board=board)
+    made.close()
+    board.close()
+
+
+def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
+    """A stranger repeats the hello of another engine's worker beside its own, whose board it writes as it likes.
+
+    So D took blocks of that worker for its own that were somebody else's, or free.
+    """
+    second.leases.show_on(LeaseBoards([second.board.file]))
     d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").shown == {"r"}
-    assert len(tried) == 2
-    assert tried[0]._place is None, "it was given back"
-    p.close()
+    assert report_of(d, "r").shown == set()
+    assert asked == [1]
+    remote = p.remote("s", [3])
+    second.leases.add(remote.lease_key, DIGEST, [3])
+    d.start(s=(remote, [6]))
+    assert report_of(d, "s").shown == {"s"}, "what both show is held"
+    assert asked == [1]
+
+
+def test_an_engine_of_which_one_worker_has_no_board_is_asked(p, d, asked, second):
+    """As one on another host than its scheduler."""
+    d.start(r=(p.remote("r", [2]), [5]))
+    assert report_of(d, "r").shown == set()
+    assert asked == [1]
+    assert len(d.worker._engines._boards._free) == 16, "all places were given back"
 
 
 def test_threads_that_look_at_one_board(p, d):
@@ -560,8 +579,11 @@ def test_a_place_that_may_still_be_written_to_is_not_given_back():
         reader.close()
     assert [read.released for read in agent.reads] == [0] + [1] * 16
     assert readers[0]._place not in memory._free
+    memory.reader(None, 4096).close()
+    assert readers[0]._place is not None, "it is read still"
     agent.reads[0].end()
-    readers[0].close()
+    memory.reader(None, 4096).close()
+    assert agent.reads[0].released == 1, "nobody has closed it again"
     readers[0].close()
     assert sorted(memory._free) == list(range(32))
     assert readers[1].look(time.monotonic()) == (math.inf, b""), "and nothing is read into it any more"
@@ -599,7 +621,7 @@ def test_an_engine_does_not_sleep_while_a_board_is_read(p, d, stuck):
     """It would have stopped its threads, and then found that its memory is still written to."""
     board, states = stuck
     board.look(time.monotonic())
-    with pytest.raises(TransferError, match="1 lease boards are being read"):
+    with pytest.raises(TransferError, match="1 reads have not ended"):
         d.worker.close(idle=True)
     d.start(after=(p.remote("after", [3]), [4]))
     report_of(d, "after")

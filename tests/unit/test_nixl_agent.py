@@ -501,6 +501,7 @@ def test_close_waits_and_then_gives_everything_back():
 def test_close_refuses_while_something_is_in_flight():
     world = World(polls=10**9)
     transfer = world.read([1], [2])
+    assert world.d.in_flight() == 1
     for _ in range(2):
         with pytest.raises(TransferError, match=r"agent 'D': 1 transfers still in flight after 0.01 s"):
             world.d.close(timeout=0.01)
@@ -509,8 +510,9 @@ def test_close_refuses_while_something_is_in_flight():
     with pytest.raises(TransferError, match="closed"):
         world.read([1], [2])
     transfer._work[1].left = 1
-    world.d.close(timeout=1)
+    assert world.d.in_flight() == 0, "it has asked"
     assert transfer.finished
+    world.d.close(timeout=1)
     assert not world.d_nixl.registered
 
 

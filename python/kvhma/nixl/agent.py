@@ -452,6 +452,10 @@ class Agent:
 
     # --- state ---------------------------------------------------------------------------------------------
 
+    def in_flight(self) -> int:
+        """Return how many transfers have not ended: their memory may still be written to."""
+        return sum(not transfer.drive() for transfer in self._in_flight.running())
+
     def close(self, timeout: float = 10.0) -> None:
         """Wait for everything in flight, then release, disconnect and deregister everything.
 

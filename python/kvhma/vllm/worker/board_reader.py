@@ -51,7 +51,8 @@ class BoardReader:
     @property
     def in_flight(self) -> bool:
         """Whether something may still be written to its place."""
-        return self._reading is not None and not self._reading.drive()
+        reading = self._reading
+        return reading is not None and not reading.drive()
 
     def look(self, since: float) -> tuple[float, bytes]:
         """Return the latest time at which it is known what the board has shown, and what that was.
@@ -85,10 +86,12 @@ class BoardReader:
             self._useful = self._board[MARK_BYTES:].startswith(OPENED)
 
     def close(self) -> None:
-        """Read no more, and give the place back; where a reading is in flight, only the first. May be called again."""
+        """Read no more, and give the place back; where a reading is in flight, later. May be called again."""
         with self._lock:
             self._useful = False
-            if self._place is not None and not self.in_flight:
+            if self._place is not None and self.in_flight:
+                self._memory.close_later(self)
+            elif self._place is not None:
                 self._read.release()
                 self._memory.free(self._place)
                 self._place = None
@@ -104,6 +107,7 @@ class BoardMemory:
         self._boards: list[NDArray[np.uint8]] = []
         """By place."""
         self._free: list[int] = []
+        self._to_close: set[BoardReader] = set()
 
     def reader(self, peer: Peer, address: int) -> BoardReader:
         """Return a reader of the board at an address of a peer's memory.
@@ -111,6 +115,10 @@ class BoardMemory:
         Raises:
             KvhmaError: nothing can be read there.
         """
+        with self._lock:
+            to_close, self._to_close = self._to_close, set()
+        for one in to_close:
+            one.close()
         place = self._take_place()
         try:
             local = Region(self._boards[place].ctypes.data, BOARD_BYTES)
@@ -123,6 +131,11 @@ class BoardMemory:
     def copy(self, place: int) -> bytes:
         """Return what is in a place."""
         return self._boards[place].tobytes()
+
+    def close_later(self, reader: BoardReader) -> None:
+        """Close a reader again when the next one is made."""
+        with self._lock:
+            self._to_close.add(reader)
 
     def free(self, place: int) -> None:
         """Nothing is read into a place any more."""

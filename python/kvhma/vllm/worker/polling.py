@@ -222,15 +222,17 @@ class LoadPoller:
                     self._ask_engine(engine, to_ask)
 
     def _not_shown(self, engine: PrefillEngine, loads: list[ActiveLoad]) -> list[ActiveLoad]:
-        """Look at P's board; return the loads of which P has to be asked. Others may have to wait for the board."""
-        if engine.board is None or loads[0].has_digest:  # for a digest P has to be asked anyway
+        """Look at P's boards; return the loads of which P has to be asked. Others may have to wait for the boards."""
+        if not engine.boards or loads[0].has_digest:  # for a digest P has to be asked anyway
             return loads
         new = [active for active in loads if active.shown is None]
         if new:
-            shown_at, board = engine.board.look(max(active.read_at or 0.0 for active in new))
+            since = max(active.read_at or 0.0 for active in new)
+            shown_at, boards = zip(*(board.look(since) for board in engine.boards), strict=True)
             for active in new:
-                if (active.read_at or 0.0) < shown_at:
-                    active.shown = _mark_of(active.load) in board
+                if (active.read_at or 0.0) < min(shown_at):
+                    mark = _mark_of(active.load)
+                    active.shown = all(mark in board for board in boards)
         return [active for active in loads if active.shown is False]
 
     def _ask_engine(self, engine: PrefillEngine, loads: Sequence[ActiveLoad]) -> None:

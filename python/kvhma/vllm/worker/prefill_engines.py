@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -54,7 +55,7 @@ class PrefillEngine:
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
         proving: how its answers are proved; None where a secret does that.
-        board: where it shows what it holds; None if it has to be asked.
+        boards: where its workers show what they hold, of each that is read from; empty if it has to be asked.
         hello_bytes: of its workers' hellos, most of which are kept with the peers.
         active_loads: loads that have acquired it and not released it yet.
         used_at: when it was last acquired or released, on the monotonic clock.
@@ -66,7 +67,7 @@ class PrefillEngine:
     peers: list[Peer | None]
     clients: ClientPool
     proving: Proving | None
-    board: BoardReader | None
+    boards: tuple[BoardReader, ...]
     hello_bytes: int
     active_loads: int = 0
     used_at: float = field(default_factory=time.monotonic)
@@ -158,16 +159,11 @@ class PrefillEngines:
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
             self._forget(engine)
-        if engine.board is not None and engine.board.in_flight:
-            in_thread("kvhma-disconnect", lambda: self._disconnect(engine))  # which waits for it
-        else:
-            self._disconnect(engine)
-
-    def reading_boards(self) -> int:
-        """Return how many lease boards are being read, which no load has to wait for."""
-        with self._lock:
-            boards = [one.board for one in self._engines.values() if one.board is not None]
-        return sum(board.in_flight for board in boards)
+        if any(board.in_flight for board in engine.boards):  # which is waited for
+            with contextlib.suppress(RuntimeError):  # there can be no more threads
+                in_thread("kvhma-disconnect", self._context.device.chosen(lambda: self._disconnect(engine)))
+                return
+        self._disconnect(engine)
 
     def unused(self, since: float) -> list[PrefillEngine]:
         """Return the engines that no load has acquired or released since a time on the monotonic clock."""
@@ -339,7 +335,7 @@ class PrefillEngines:
             plan, hellos = self._agree(remote, client)
             for index, hello in enumerate(hellos):
                 peers.append(self._agent.connect(hello.data, timeout=timeout) if index in plan.sources else None)
-            board = self._board_of(peers)
+            boards = self._boards_of(peers)
         except BaseException as error:
             client.close()
             self._disconnect_peers(peers)
@@ -351,24 +347,39 @@ class PrefillEngines:
         clients.release(client)
         proving = None if self._context.secrets.enabled else self._proving(hellos[0].engine_key)
         stored = sum(len(hello.data) for hello in hellos)
-        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, board, stored)
+        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, boards, stored)
 
-    def _board_of(self, peers: list[Peer | None]) -> BoardReader | None:
-        """Return a reader of the first board that can be read: all of an engine show the same.
+    def _boards_of(self, peers: list[Peer | None]) -> tuple[BoardReader, ...]:
+        """Return readers of the boards of all workers that are read from; none if one of these has none.
 
-        It is read once, so that what that takes is set up.
+        All boards of an engine show the same. But a stranger may repeat the hello of another engine's worker beside
+        that of its own, whose board it writes as it likes: what a board shows is true of the memory beside it only.
         """
+        boards: list[BoardReader] = []
         for peer in peers:
-            if peer is not None and (address := decode_extra(peer.payload.extra).board):
-                try:
-                    board = self._boards.reader(peer, address)
-                except KvhmaError as error:
-                    logger.info("kvhma: %r is asked for its leases: %s", peer.name, error)
-                    continue
-                board.look(time.monotonic())
-                if board.useful:
-                    return board
-                board.close()
+            if peer is None:
+                continue
+            if (board := self._board_of(peer)) is None:
+                for one in boards:
+                    one.close()
+                return ()
+            boards.append(board)
+        return tuple(boards)
+
+    def _board_of(self, peer: Peer) -> BoardReader | None:
+        """Return a reader of a worker's board, which has read it once: what that takes is set up then."""
+        address = decode_extra(peer.payload.extra).board
+        if not address:
+            return None
+        try:
+            board = self._boards.reader(peer, address)
+        except KvhmaError as error:
+            logger.info("kvhma: %r is asked for its leases: %s", peer.name, error)
+            return None
+        board.look(time.monotonic())
+        if board.useful:
+            return board
+        board.close()
         return None
 
     def _proving(self, engine_key: bytes) -> Proving:
@@ -404,11 +415,11 @@ class PrefillEngines:
 
     def _disconnect(self, engine: PrefillEngine) -> None:
         engine.clients.close()
-        if engine.board is not None:
-            engine.board.close()
+        for board in engine.boards:
+            board.close()
         self._disconnect_peers(engine.peers)
-        if engine.board is not None:
-            engine.board.close()  # a reading that was in flight has ended by now
+        for board in engine.boards:
+            board.close()  # a reading that was in flight has ended by now
 
     def _disconnect_peers(self, peers: list[Peer | None]) -> None:
         """Disconnect from workers that are no other known engine's too.

@@ -120,8 +120,8 @@ class KvhmaWorker:
         """
         if idle and (loads := self._results.unreported()):
             raise TransferError(f"the caches cannot be unregistered: {loads} loads have not been reported")
-        if idle and (boards := self._engines.reading_boards()):
-            raise TransferError(f"the caches cannot be unregistered: {boards} lease boards are being read")
+        if idle and (reads := self._agent.in_flight()):  # of lease boards, which no load waits for
+            raise TransferError(f"the caches cannot be unregistered: {reads} reads have not ended")
         self._loader.close()
         self._standstill.close()
         self._preconnector.close(self._stop_seconds)
