@@ -393,6 +393,30 @@ def test_a_conversation_without_anything_to_say_ends_and_so_do_threads(address, 
         renewer.close()
 
 
+def test_a_release_that_p_has_not_heard_is_said_once_more(address, renewer):
+    """P would keep for its lease what was read long ago."""
+    one = claim(key_of("a"))
+    renewer.release(address, one, Outcome.READ)
+    until(lambda: any(session.failed for session in renewer._sessions.values()))
+    service = LeaseService()
+    listener = listen(address, service)
+    try:
+        until(lambda: service.released == [(one, Outcome.READ)])
+    finally:
+        listener.close()
+
+
+def test_a_release_is_said_twice_at_most(address, renewer, monkeypatch):
+    tried = []
+    ask = LeaseRenewer._ask
+    monkeypatch.setattr(LeaseRenewer, "_ask", lambda self, *what: (tried.append(what), ask(self, *what))[1])
+    renewer.release(address, claim(key_of("a")), Outcome.READ)
+    until(lambda: len(tried) == 2)
+    (session,) = renewer._sessions.values()
+    until(lambda: not session.busy)
+    assert not session.releases
+
+
 def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same(address, renewer):
     """P's listener ends connections that are not used for long; what was said first over one of them was lost."""
     first, second = LeaseService(), LeaseService()

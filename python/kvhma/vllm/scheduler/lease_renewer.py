@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvhma.errors import HandshakeError
 from kvhma.vllm.counters import Counters
@@ -43,6 +43,21 @@ To choose among more would take longer, with a lock for which the engine's steps
 """
 
 AnswerT = TypeVar("AnswerT", Leases, Done)
+ItemT = TypeVar("ItemT")
+
+
+class _Released(NamedTuple):
+    """A claim that is not needed any more.
+
+    Attributes:
+        claim: it.
+        outcome: why.
+        again: whether P was told before, and has not answered. Later it is not told again: its lease ends without that.
+    """
+
+    claim: LeaseClaim
+    outcome: Outcome
+    again: bool = False
 
 
 class _Session:
@@ -66,7 +81,7 @@ class _Session:
         self.address = address
         self.claims: dict[LeaseClaim, LeaseState | None] = {}
         self.fresh: list[LeaseClaim] = []
-        self.releases: list[tuple[LeaseClaim, Outcome]] = []
+        self.releases: list[_Released] = []
         self.every = self.renew_at = math.inf
         self.retry_at = self.used_at = 0.0
         self.busy = False
@@ -91,11 +106,11 @@ class _Session:
     def release(self, claim: LeaseClaim, outcome: Outcome) -> None:
         """Release a claim, and renew it no more."""
         self.claims.pop(claim, None)
-        self.releases.append((claim, outcome))
+        self.releases.append(_Released(claim, outcome))
         if not self.claims:
             self.every = self.renew_at = math.inf
 
-    def take_work(self, now: float) -> tuple[list[LeaseClaim], list[tuple[LeaseClaim, Outcome]]]:
+    def take_work(self, now: float) -> tuple[list[LeaseClaim], list[_Released]]:
         """Return the claims to renew and those to release by now."""
         claims = [claim for claim in self.fresh if claim in self.claims]
         releases = self.releases
@@ -280,15 +295,17 @@ class LeaseRenewer:
         if ended:
             _disconnect(session)
             return
+        unsaid = list(releases)
         try:
             for some in _chunks(claims):
                 self._renew(session, some)
-            for outcome, released in groupby(releases, key=lambda release: release[1]):
-                for some in _chunks([claim for claim, _ in released]):
-                    self._ask(session, Release([write_claim(claim) for claim in some], outcome), Done)
+            for outcome, released in groupby(releases, key=lambda release: release.outcome):
+                for others in _chunks(list(released)):
+                    self._ask(session, Release([write_claim(one.claim) for one in others], outcome), Done)
+                    del unsaid[: len(others)]
         except HandshakeError as error:
             _disconnect(session)
-            self._note_end(session, begun, error)
+            self._note_end(session, begun, error, unsaid)
         else:
             self._note_end(session, begun, None)
 
@@ -315,8 +332,10 @@ class LeaseRenewer:
         session.client = Client(resolve(session.address, self._timeout), self._timeout, self._secrets)
         return session.client.ask(question, kind)
 
-    def _note_end(self, session: _Session, begun: float, error: HandshakeError | None) -> None:
-        """Take note of how a conversation went: who is late waits behind those that are prompt."""
+    def _note_end(
+        self, session: _Session, begun: float, error: HandshakeError | None, unsaid: Sequence[_Released] = ()
+    ) -> None:
+        """Take note of how a conversation went, and what is `unsaid`: late engines wait behind prompt ones."""
         now = time.monotonic()
         with self._changed:
             session.used_at = now
@@ -327,9 +346,9 @@ class LeaseRenewer:
                 if len(self._prompt) > _MAX_KNOWN:
                     self._prompt.popitem(last=False)
             if error is not None:
-                # Releases are not said again: P's leases end without them.
                 session.retry_at = now + (min(self._timeout, session.every) if was_prompt else self._timeout)
                 session.renew_at = 0.0 if session.claims else math.inf
+                session.releases[:0] = [one._replace(again=True) for one in unsaid if not one.again]
             first_failure = error is not None and not session.failed
             session.failed = error is not None
         if first_failure:
@@ -342,7 +361,7 @@ def _disconnect(session: _Session) -> None:
     session.client = None
 
 
-def _chunks(claims: list[LeaseClaim]) -> Iterator[list[LeaseClaim]]:
-    """Return the claims in messages that are not too long."""
-    for first in range(0, len(claims), MAX_CLAIMS):
-        yield claims[first : first + MAX_CLAIMS]
+def _chunks(items: list[ItemT]) -> Iterator[list[ItemT]]:
+    """Return claims in messages that are not too long."""
+    for first in range(0, len(items), MAX_CLAIMS):
+        yield items[first : first + MAX_CLAIMS]
