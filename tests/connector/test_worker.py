@@ -3,6 +3,7 @@
 
 import itertools
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -194,6 +195,18 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
     assert stats.data["group_descriptors"] == {"0 opaque": sum(stats.data["selected_descriptors"])}
     assert len(stats.data["load_seconds"]) == 6
     assert stats.data["handshakes"] == 1
+
+
+def test_the_loader_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
+    """Beside a step that computes it waited up to 5 ms for Python's lock, ten times for each load."""
+    intervals = []
+    post = loading.Loader._post
+    monkeypatch.setattr(loading.Loader, "_post", lambda *a: (intervals.append(sys.getswitchinterval()), post(*a))[1])
+    before = sys.getswitchinterval()
+    d.start(a=(p.remote("a", [1]), [1]))
+    assert d.ended("a") == {}
+    assert intervals == [pytest.approx(1e-4)]
+    until(lambda: sys.getswitchinterval() == before)
 
 
 def test_one_load_of_a_step_fails_alone(p, d):

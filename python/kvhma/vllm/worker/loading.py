@@ -20,7 +20,7 @@ from kvhma.nixl import TransferHandle
 from kvhma.permute import PermutedRead, permuted_reads
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.threads import SupervisedThread, short_turns
 from kvhma.vllm.worker.active_load import ActiveLoad, ReadPart, errors_end, parts_of
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.polling import LoadPoller
@@ -146,7 +146,8 @@ class Loader:
         while not self._closed.is_set():
             if not self._batch and not self._started:
                 self._take_batch()
-            self._start_batch()
+            with short_turns:  # each load takes Python's lock some ten times
+                self._start_batch()
         self._poller.finish()
 
     def _end_starting(self, error: BaseException) -> None:
