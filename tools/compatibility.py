@@ -120,8 +120,13 @@ def exists(test: str) -> bool:
 
 
 def merged(record: Record, name: str, new: Results) -> Record:
-    """Return a record with new results of one environment, without tests that are gone."""
-    both = record | {name: record.get(name, {}) | new}
+    """Return a record with new results of one environment, without tests that are gone.
+
+    A test that this machine cannot run keeps the result of one that could, and its date.
+    """
+    known = record.get(name, {})
+    said = {test: result for test, result in new.items() if result[0] != "skipped" or test not in known}
+    both = record | {name: known | said}
     kept = {
         run: {test: result for test, result in sorted(found.items()) if exists(test)} for run, found in both.items()
     }

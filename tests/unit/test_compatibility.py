@@ -111,6 +111,14 @@ def test_results_are_replaced_kept_and_dropped():
     assert compatibility.load(compatibility.dump(record)) == record
 
 
+def test_a_skipped_test_keeps_what_another_machine_found():
+    test = next(test for test in READ if "gone" not in test)
+    passed, skipped = ("passed", "2026-01-01"), ("skipped", "2026-02-02")
+    for known, new, expected in ((passed, skipped, passed), (skipped, passed, passed), (None, skipped, skipped)):
+        record = {RUN: {} if known is None else {test: known}}
+        assert compatibility.merged(record, RUN, {test: new}) == {RUN: {test: expected}}
+
+
 @pytest.mark.parametrize("text", ["", "<a", "<testsuites/>", REPORT.replace("timestamp", "when")])
 def test_reports_that_are_none(tmp_path, text):
     (tmp_path / "report.xml").write_text(text)
