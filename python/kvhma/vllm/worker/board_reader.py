@@ -98,7 +98,7 @@ class BoardReader:
 
 
 class BoardMemory:
-    """Memory that boards are read into: a place for each engine. Safe to use from several threads."""
+    """Memory that boards are read into: a place for each worker. Safe to use from several threads."""
 
     def __init__(self, agent: Agent) -> None:
         """Register nothing yet."""
