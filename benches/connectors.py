@@ -6,7 +6,7 @@ is timed outside of the connectors, around the calls that vLLM makes. Prints Mar
 benches/RESULTS_E2E.md holds, and draws docs/assets/waterfall.svg. Needs the engines of `make e2e`, and `tests` on the
 path.
 
-    python benches/connectors.py [--quick] [--only cold warm stall large] [--models gemma3 ...]
+    python benches/connectors.py [--quick] [--only cold warm stall rested large] [--models gemma3 ...]
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import platform
 import statistics
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from handoffs import waterfall
 from handoffs.alone import WIDE
@@ -40,10 +44,12 @@ TWO = ("gemma3", "nemotron_h")
 
 CONNECTORS = (OURS, THEIRS, EVEN)
 LENGTHS = (301, 2001)
+AT_ONCE = (1, 16)
 STARTS = 3
-ROUNDS = {1: 5, 16: 5}
-QUICK = {1: 2, 16: 1}
-"""Rounds, by how many requests are handed over at a time."""
+ROUNDS = 7
+LEAST_ROUNDS = 2
+ROW_SECONDS = 120
+"""After so long no further round is begun: processors without matrix instructions take minutes for some prompts."""
 
 PHASES = ("P, prefill", "P, hand-off", "D")
 LEAST_SECONDS = 5e-5
@@ -57,6 +63,8 @@ ORDER = ("load", "slowest load", "first token", "slowest first token", BEYOND, N
 
 WATERFALLS = 9
 STALL_ROUNDS = 5
+SHORT_SPIN = {"KVHMA_E2E_SPIN_SECONDS": "0.001"}
+"""VLLM's processes spin for a second while they wait. On two cores they take them from threads that load."""
 OTHER_TOKENS = 2000
 """Of the answer that D gives meanwhile, and that is aborted when the loads have ended."""
 
@@ -79,13 +87,12 @@ def warm(bench: Bench, name: str) -> None:
         set_up(pairs, name)
         for which in CONNECTORS:
             pairs.turn(which, prompts("first", [301]))
-        for at_once, rounds in (QUICK if bench.quick else ROUNDS).items():
+        for at_once in AT_ONCE:
             for index, length in enumerate(LENGTHS[:1] if bench.quick else LENGTHS):
                 before = {which: counted(pairs[which].d.engine, which) for which in CONNECTORS}
-                title = f"{name} ({MODELS[name]}): {at_once} at a time, {length:,} tokens, {rounds} rounds"
-                hit = pairs[HIT].hit_tokens(length)
-                title += f", own hit of {hit:,}" if hit else ", one token in place of an own hit"
-                print(*warm_tables(pairs, title, at_once, length, rounds), sep="\n", flush=True)
+                title = f"{name} ({MODELS[name]}): {at_once} at a time, {length:,} tokens"
+                rounds, tables = warm_tables(pairs, title, at_once, length, LEAST_ROUNDS if bench.quick else ROUNDS)
+                print(*tables, sep="\n", flush=True)
                 for which in CONNECTORS if at_once == 1 else ():
                     now = counted(pairs[which].d.engine, which)
                     for row, a, b in zip(counts[2 * index :], before[which], now, strict=False):
@@ -110,20 +117,22 @@ def set_up(pairs: Pairs, name: str) -> None:
     print(f"\n### {name}: D's set-up\n\n| | {' | '.join(found)} |\n{'|---' * (len(found) + 1)}|", *rows, sep="\n")
 
 
-def warm_tables(pairs: Pairs, title: str, at_once: int, length: int, rounds: int) -> tuple[str, str]:
-    """The tables of times and of processor times."""
+def warm_tables(pairs: Pairs, title: str, at_once: int, length: int, most: int) -> tuple[int, tuple[str, str]]:
+    """How many rounds there were, and the tables of times and of processor times."""
+    hit_tokens = pairs[HIT].hit_tokens(length)
+    rounds, begun = 0, time.monotonic()
     rows: dict[str, Row] = {}
     processor: dict[str, Row] = {}
 
     def add(what: str, column: str, value: float) -> None:
         rows.setdefault(what, Row(what)).add(column, value)
 
-    for number in range(rounds):
-        asked = prompts((length, at_once, number), [length] * at_once)
+    while rounds < most and (rounds < LEAST_ROUNDS or time.monotonic() - begun < ROW_SECONDS):
+        asked = prompts((length, at_once, rounds), [length] * at_once)
         floor = 0.0
         turns: dict[str, Turn] = {}
         # In a round all ask the same. The floor's engine takes its turn like the others.
-        for which in rotated((*CONNECTORS, HIT), number):
+        for which in rotated((*CONNECTORS, HIT), rounds):
             with pairs.only(which) as pair:
                 if which == HIT:
                     computed, prefills, spent = pair.compute(asked)
@@ -140,12 +149,15 @@ def warm_tables(pairs: Pairs, title: str, at_once: int, length: int, rounds: int
         for which, turn in turns.items():
             for what, value in measures(turn, floor).items():
                 add(what, which, value)
+        rounds += 1
+    title += f", {rounds} rounds, "
+    title += f"own hit of {hit_tokens:,}" if hit_tokens else "one token in place of an own hit"
     columns = (OURS, THEIRS, EVEN, HIT, COMPUTED)
     times = table(title, [rows[what] for what in ORDER if what in rows], columns)
     told = sorted(
         (row for row in processor.values() if row.most() >= LEAST_SECONDS), key=lambda row: by_phase(row.what)
     )
-    return times, table(f"{title}: processor time of a request", told, (OURS, THEIRS, EVEN, COMPUTED))
+    return rounds, (times, table(f"{title}: processor time of a request", told, (OURS, THEIRS, EVEN, COMPUTED)))
 
 
 def by_phase(label: str) -> tuple[int, bool, str]:
@@ -195,7 +207,7 @@ def cold(bench: Bench, name: str) -> None:
     print(table(f"{title}, handshake included", (load, token), columns), flush=True)
 
 
-def stall(bench: Bench, name: str) -> None:
+def stall(bench: Bench, name: str, how: str = "") -> None:
     """D's steps while 16 large loads run."""
     values: dict[str, Row] = {}
     rounds = 2 if bench.quick else STALL_ROUNDS
@@ -209,8 +221,13 @@ def stall(bench: Bench, name: str) -> None:
         nbytes = Row("bytes of 16 loads", "MiB")
         for which in CONNECTORS:
             nbytes.add(which, (counted(pairs[which].d.engine, which)[1] - before[which]) / rounds)
-    title = f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer, {rounds} rounds"
+    title = f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer, {rounds} rounds{how}"
     print(table(title, (*values.values(), nbytes)), flush=True)
+
+
+def rested(bench: Bench, name: str) -> None:
+    """D's steps while 16 large loads run, with engines that do not spin for long, as where each of their processes has a core."""
+    stall(bench, name, f", processes that spin for {float(SHORT_SPIN['KVHMA_E2E_SPIN_SECONDS']) * 1e3:g} ms")
 
 
 def stalled(turn: Turn) -> dict[str, float]:
@@ -251,23 +268,37 @@ def large_pool(bench: Bench, name: str) -> None:
     print(table(f"{name}: a pool of {blocks:,} blocks", rows), flush=True)
 
 
+class Part(NamedTuple):
+    """What is measured, with which models, and in what environment the engines start."""
+
+    measure: Callable[[Bench, str], None]
+    models: tuple[str, ...]
+    env: Mapping[str, str] = MappingProxyType({})
+
+
 def main() -> None:
-    parts = {"cold": (cold, TWO), "warm": (warm, MODELS), "stall": (stall, TWO), "large": (large_pool, TWO[:1])}
+    parts: dict[str, Part] = {
+        "cold": Part(cold, TWO),
+        "warm": Part(warm, tuple(MODELS)),
+        "stall": Part(stall, TWO),
+        "rested": Part(rested, TWO, SHORT_SPIN),
+        "large": Part(large_pool, TWO[:1]),
+    }
     parser = argparse.ArgumentParser(description="Hand-offs between real engines, beside vLLM's own.")
     parser.add_argument("--only", nargs="*", choices=[*parts], default=[*parts], help="which measures")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--quick", action="store_true", help="few rounds of one request: whether it runs, no numbers")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
-        with Zygote(Path(folder) / "zygote.log", path) as zygote:
-            bench = Bench(zygote, Path(folder), options.quick)
-            print(HEAD.format(machine=machine()))
-            for part in options.only:
-                measure, models = parts[part]
-                for name in models:
-                    if name in options.models:
-                        measure(bench, name)
+    path = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
+    print(HEAD.format(machine=machine()), flush=True)
+    for part in (parts[name] for name in options.only):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Zygote(Path(folder) / "zygote.log", {**path, **part.env}) as zygote,
+        ):
+            for name in part.models:
+                if name in options.models:
+                    part.measure(Bench(zygote, Path(folder), options.quick), name)
     print(HOW_TO_READ)
 
 
