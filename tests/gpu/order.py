@@ -86,19 +86,23 @@ def _zero_then_read_then_kernel(place: Place, outcome: Outcome) -> None:
     step = busy(place)
     with connected(place, 64) as (p, d, peer):
         memory = DeviceMemory(d.geometry, {"layer": d.content})
-        for _ in range(place.size(50, 5)):
+        rounds, early = place.size(50, 5), 0
+        for _ in range(rounds):
             step()
             d.content.fill_(7)  # by a step before
             mark = memory.device.mark()
             step()
+            later = memory.device.mark()
             wait(memory.zero(rows_of(place.region(d.content), range(32)), mark))
             done(d.read(peer, range(16), range(16)))
+            early += later is not None and not later.query()
             found = d.content.clone().view(-1, PAGE)  # by the next step
             place.settle()
             assert torch.equal(found[:16], p.content.view(-1, PAGE)[:16])
             assert not found[16:32].any()
             assert (found[32:] == 7).all()
     outcome.add("zero, read and use in order", "always")
+    outcome.add("loads that ended before the step launched after them", f"{early} of {rounds}")
 
 
 @contextlib.contextmanager

@@ -45,9 +45,10 @@ def markdown(results: Sequence[Result], device: str) -> str:
             lines.append(f"| {' | '.join((*first, what, found))} |")
     lines += ["", "## What is settled by that", "", "| page | what it says | |", "|---|---|---|"]
     for result in results:
-        for page, claim in STEPS[result.number - 1].settles:
-            shown = "not: host memory" if device == "cpu" else "shown" if not result.problem else "not shown"
-            lines.append(f"| {page} | {claim} | {shown} (step {result.number}) |")
+        for claim in STEPS[result.number - 1].settles:
+            found = "shown" if claim.is_asserted else "measured, see above"
+            shown = "not: host memory" if device == "cpu" else found if not result.problem else "not shown"
+            lines.append(f"| {claim.page} | {claim.text} | {shown} (step {result.number}) |")
     return "\n".join(lines) + "\n"
 
 

@@ -56,14 +56,19 @@ def test_without_a_device_one_line_says_so(monkeypatch, capsys):
 def test_what_was_found_is_written(monkeypatch, tmp_path, capsys):
     good, bad = Outcome(), Outcome()
     good.time("a read", 0.002, 4_000_000)
-    found = {1: results.Result(1, good), 2: results.Result(2, bad, "Traceback\nValueError: a | b")}
+    found = {
+        1: results.Result(1, good),
+        2: results.Result(2, bad, "Traceback\nValueError: a | b"),
+        8: results.Result(8, good),
+    }
     monkeypatch.setattr(runner, "run", lambda number, device: found[number])
-    assert runner.main(["--device", "cuda:0", "--steps", "1,2", "--output", str(tmp_path)]) == 1
+    assert runner.main(["--device", "cuda:0", "--steps", "1,2,8", "--output", str(tmp_path)]) == 1
     text = (tmp_path / "RESULTS_GPU.md").read_text()
     assert "| 1. what is there | passed | a read | 2.000 ms, 2.00 GB/s |" in text
     assert "| failed |  | Traceback<br>ValueError: a \\| b |" in text
-    assert "shown (step 1)" in text
-    assert "not shown (step 2)" in text
+    assert "| measured, see above (step 1) |" in text
+    assert "| not shown (step 2) |" in text
+    assert "| shown (step 8) |" in text
     assert "1. a read" in (tmp_path / "gpu.svg").read_text()
     assert runner.main(["--device", "cpu", "--steps", "1"]) == 0
     assert "not: host memory (step 1)" in capsys.readouterr().out
