@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import agent as agent_module
+from kvhma.tensors import indices
 from kvhma.tensors.storages import Storages
 from kvhma.vllm import KvhmaConnector, accelerator, connector, memory, staging
 from kvhma.vllm.formats import Writer
@@ -55,6 +56,7 @@ from support.simulated_device import (
     SimulatedDevice,
     Stream,
     on_device,
+    plain,
 )
 
 BLOCKS, BLOCK, LAYERS = 8, 16, ("a", "b")
@@ -319,8 +321,8 @@ def test_a_load_that_failed_is_not_reported_while_the_device_may_write(p, d, dev
         return then(active)
 
     if where == "in the load":
-        is_zeroed = ActiveLoad.is_zeroed
-        monkeypatch.setattr(ActiveLoad, "is_zeroed", lambda active: raise_once(active, is_zeroed))
+        is_done = ActiveLoad.is_device_done
+        monkeypatch.setattr(ActiveLoad, "is_device_done", lambda active: raise_once(active, is_done))
     else:
         loader = d.connector._worker._loader
 
@@ -355,35 +357,124 @@ def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expect
     assert len(waits) == expected
 
 
-def test_blocks_that_come_through_the_host_are_copied_after_the_steps_before(device, monkeypatch):
-    monkeypatch.setattr(staging, "torch", device)
-    monkeypatch.setattr(device, "empty", lambda *of, pin_memory, **more: torch.empty(*of, **more), raising=False)
-    cache = on_device(torch.zeros(4, 16, dtype=torch.uint8))
+@pytest.fixture
+def copies(device, monkeypatch):
+    """The device, which does copies too in the order of its streams, and finds those that would wait for one."""
+    monkeypatch.setattr(OnDevice, "simulated", device)
+    for module in (staging, indices):
+        monkeypatch.setattr(module, "torch", device)
+    return device
+
+
+def pool_over(cache, slots):
+    """Slots for blocks of sixteen bytes."""
     part = Part("kv", "uint8", 1, 0, (Axis("tokens", 1, 16), Axis("content", 16, 1)))
     region = Region(cache.data_ptr(), cache.nbytes, "VRAM", 1)
-    geometry = Geometry((region,), (Group("full", 1),), (Layer("a", 0, 0, 0, 4, 16, Page((part,))),))
-    pool = staging.StagingPool(geometry, {"a": cache}, SlotRanges.of(1, 2))
-    copied = threading.Event()
-    own = []
+    layer = Layer("a", 0, 0, 0, len(cache), 16, Page((part,)))
+    return staging.StagingPool(Geometry((region,), (Group("full", 1),), (layer,)), {"a": cache}, slots)
 
-    def copy(places, spans):
-        own.append(device.current())
-        device.current().put(copied.set)
 
-    monkeypatch.setattr(pool, "_to_device", copy)
+def test_blocks_come_from_the_host_after_the_steps_before_and_no_thread_waits(copies):
+    cache = on_device(torch.zeros(8, 16, dtype=torch.uint8))
+    pool = pool_over(cache, SlotRanges.of(1, 4))
+    pool._bytes.view(6, -1)[2:, :16] = torch.arange(4, dtype=torch.uint8)[:, None] + 1
     go_on = threading.Event()
-    device.engine.put(lambda: None, go_on.is_set)
-    after = pool.device.mark()
-    thread = threading.Thread(target=pool.copy_in, args=([Span(0, [1])], [Span(0, [2])], after))
-    thread.start()
+    copies.engine.put(lambda: plain(cache).fill_(9), go_on.is_set)
+    done = pool.copy_in([Span(0, [2, 3, 5])], [Span(0, [6, 1, 4])], pool.device.mark())
     time.sleep(0.1)
-    assert not copied.is_set()
-    assert thread.is_alive()
+    assert not done.query()
+    assert not plain(cache).any()
+    go_on.set()
+    until(done.query)
+    assert plain(cache)[:, 0].tolist() == [9, 1 + 1, 9, 9, 4, 9, 1, 9]
+    assert plain(cache)[:, 15].tolist() == plain(cache)[:, 0].tolist()
+    asked = {call.what for call in copies.calls}
+    assert asked & {"synchronize", "wait for an event"} == set()
+    streams = {id(call.of) for call in copies.calls if call.what in ("copy_", "index_copy_")}
+    assert streams == {id(pool.device._stream)}
+
+
+def test_blocks_go_to_the_host_on_the_engines_stream_which_is_waited_for(copies):
+    cache = on_device(torch.zeros(8, 16, dtype=torch.uint8))
+    pool = pool_over(cache, SlotRanges.of(4, 1))
+    pool._bytes.fill_(77)
+    copies.engine.put(lambda: plain(cache).copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, 16)))
+    pool.copy_out([Span(0, [6, 1, 4])], [Span(0, [1, 2, 4])])
+    assert pool._bytes.view(6, -1)[:, 0].tolist() == [77, 6, 1, 77, 4, 77]
+    assert {call.of for call in copies.calls if call.what == "index_select"} == {copies.engine}
+    assert "synchronize" not in {call.what for call in copies.calls}
+
+
+def test_few_blocks_are_copied_aside_at_a_time(copies, monkeypatch):
+    monkeypatch.setattr(staging, "_ASIDE_BYTES", 200)  # slots are 64 bytes
+    cache = on_device(torch.zeros(8, 16, dtype=torch.uint8))
+    pool = pool_over(cache, SlotRanges.of(1, 7))
+    pool._bytes.view(9, -1)[2:, :16] = torch.arange(7, dtype=torch.uint8)[:, None] + 1
+    until(pool.copy_in([Span(0, range(2, 9))], [Span(0, [7, 6, 5, 4, 3, 2, 1])]).query)
+    assert plain(cache)[:, 3].tolist() == [0, 7, 6, 5, 4, 3, 2, 1]
+    assert [call.what for call in copies.calls].count("index_copy_") == 3
+
+
+def test_what_was_launched_is_waited_for_if_the_rest_raises(copies, monkeypatch):
+    cache = on_device(torch.zeros(8, 16, dtype=torch.uint8))
+    pool = pool_over(cache, SlotRanges.of(1, 4))
+    within = []
+    monkeypatch.setattr(staging, "_within", lambda *of: within.append(of) or 1 // 0)
+    go_on = threading.Event()
+    copies.engine.put(lambda: None, go_on.is_set)
+    after, raised = pool.device.mark(), []
+
+    def copy_in():
+        with pytest.raises(ZeroDivisionError):
+            pool.copy_in([Span(0, [2])], [Span(0, [6])], after)
+        raised.append(all(not stream.queue for stream in copies.streams))
+
+    thread = threading.Thread(target=copy_in)
+    thread.start()
+    until(lambda: within)
+    time.sleep(0.1)
+    assert not raised
     go_on.set()
     thread.join(10)
-    assert copied.is_set()
-    assert own[0] is not device.engine
-    assert "synchronize" not in {call.what for call in device.calls}
+    assert raised == [True]
+
+
+def test_a_load_through_the_host_is_reported_when_its_blocks_are_there(copies, start):
+    """And others are reported meanwhile: no thread waits for the device."""
+    p, d = start(Prefill, host_staged=True), start(Engine, "d", host_staged=True)
+    before = [cache.clone() for cache in d.caches]
+    expected = expected_after_loading(p, before, TOKENS)
+    slots = (Span(0, [2, 3, 1]),)
+    p.connector.bind_connector_metadata(StepMetadata(copy_to_host=[((Span(0, THEIRS),), slots)]))
+    p.connector.wait_for_save()
+    go_on = threading.Event()
+    copies.engine.put(lambda: None, go_on.is_set)
+    d.step(p.load("r", theirs=[2, 3, 1]))
+    unknown = p.load("unknown", theirs=[2, 3, 1], blocks=[5, 1, 3])
+    d.step(unknown._replace(remote=unknown.remote._replace(lease_key=LeaseKey("unknown", 1))))
+    assert d.until_received("unknown") == {"unknown"}
+    time.sleep(0.1)
+    assert d.step(idle=True).finished_recving == set()
+    assert equal(d.caches, before)
+    go_on.set()
+    assert d.until_received("r") == set()
+    assert equal(d.caches, expected)
+    assert "synchronize" not in {call.what for call in copies.calls}
+
+
+def test_blocks_are_permuted_and_no_thread_waits(copies, monkeypatch):
+    cache = on_device(torch.arange(24, dtype=torch.uint8))
+    region = Region(cache.data_ptr(), cache.nbytes, "VRAM", 1)
+    part = Part("kv", "uint8", 1, 0, (Axis("tokens", 1, 24), Axis("content", 24, 1)))
+    geometry = Geometry((region,), (Group("full", 1),), (Layer("a", 0, 0, 0, 1, 24, Page((part,))),))
+    held = memory.DeviceMemory(geometry, {"a": cache.view(1, 24)})
+    copies.idle()
+    # Two heads of three blocks: block by block as they were read, head by head as they belong.
+    done = held.permute(np.array([[cache.data_ptr(), 1, 3, 2, 4]], np.uint64))
+    until(done.query)
+    expected = torch.arange(24, dtype=torch.uint8).view(3, 2, 4).transpose(0, 1).reshape(-1)
+    assert torch.equal(plain(cache), expected)
+    assert {call.what for call in copies.calls} & {"synchronize", "wait for an event"} == set()
 
 
 def test_what_is_simulated_is_torchs():

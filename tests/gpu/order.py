@@ -22,9 +22,9 @@ from kvhma.vllm.staging import StagingPool
 _STEP_SECONDS = 0.01
 
 
-def wait(zeroed: torch.Event | None) -> None:
+def wait(launched: torch.Event | None) -> None:
     """Wait as a loading thread does, only more impatiently."""
-    while zeroed is not None and not zeroed.query():
+    while launched is not None and not launched.query():
         time.sleep(1e-5)
 
 
@@ -179,7 +179,7 @@ def staging(place: Place, outcome: Outcome) -> None:
     before = cache.clone()
     cache.zero_()
     mark = made.device.mark()
-    outcome.time("blocks to the device", seconds_of(lambda: made.copy_in(places, spans, mark)), nbytes)
+    outcome.time("blocks to the device", seconds_of(lambda: wait(made.copy_in(places, spans, mark))), nbytes)
     place.settle()
     assert torch.equal(cache[ids], before[ids])
     assert not cache[::2].any()

@@ -24,10 +24,29 @@ DEVICE = torch.device("cuda", 1)
 
 
 class OnDevice(torch.Tensor):
-    """A tensor in host memory that says it is on the device."""
+    """A tensor in host memory that says it is on the device.
+
+    Attributes:
+        simulated: on whose streams copies from, to and within such tensors are launched; None if they are done at once.
+    """
 
     device = DEVICE
     is_cuda = True
+    simulated: SimulatedDevice | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls.simulated is not None and func in _COPIES:
+            return cls.simulated.launch_copy(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+_COPIES = (torch.Tensor.copy_, torch.Tensor.index_copy_, torch.Tensor.index_select)
+
+
+def plain(value: Any) -> Any:
+    """Return the same memory as an ordinary tensor; anything else as it is."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,10 +139,12 @@ class SimulatedDevice:
     Attributes:
         calls: what was asked, in order.
         engine: the stream of the engine's thread; other threads have a default stream each.
+        pinned: memory of the host that is.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.pinned: list[torch.UntypedStorage] = []
         self.local = threading.local()
         self.accelerator = Accelerators(self)
         self.streams: list[Stream] = []
@@ -156,6 +177,29 @@ class SimulatedDevice:
         assert device == DEVICE == self.local.device
         self.note("first operation")
 
+    def empty(self, *shape: int, pin_memory: bool, **more: Any) -> torch.Tensor:
+        """Memory that is pinned, without a driver that could do it."""
+        made = torch.empty(*shape, **more)
+        if pin_memory:
+            self.pinned.append(made.untyped_storage())
+        return made
+
+    def launch_copy(self, func: Any, args: Any, more: dict[str, Any]) -> torch.Tensor:
+        """Launch a copy on the current stream. One from or to memory that is not pinned would wait for the stream."""
+        on_host = [one for one in args if isinstance(one, torch.Tensor) and not isinstance(one, OnDevice)]
+        pinned = {storage.data_ptr() for storage in self.pinned}
+        assert all(one.untyped_storage().data_ptr() in pinned for one in on_host), "memory that is not pinned"
+        assert not on_host or more.get("non_blocking"), "a copy that is waited for"
+        stream, found = self.current(), args[0]
+        self.note(func.__name__, stream)
+        if func is torch.Tensor.index_select:
+            tensor, dimension, indices = args
+            found = on_device(plain(tensor).new_empty((len(indices), *tensor.shape[1:])))
+            stream.put(lambda: plain(found).copy_(plain(tensor).index_select(dimension, plain(indices))))
+        else:
+            stream.put(lambda: func(*map(plain, args), **more))
+        return found
+
     def _foreach_zero_(self, tensors: list[torch.Tensor]) -> None:
         stream = self.current()
         self.note("zero", stream)
@@ -184,8 +228,10 @@ class SimulatedDevice:
         while not self._closed.wait(1e-4):
             for stream in list(self.streams):
                 while stream.queue and stream.queue[0][0]():
-                    _, work = stream.queue.popleft()
-                    work()
+                    _, work = stream.queue[0]
+                    with torch.inference_mode():  # as it was launched
+                        work()
+                    stream.queue.popleft()
 
     def idle(self) -> None:
         """Wait until all that was launched is done."""

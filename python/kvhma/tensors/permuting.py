@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvhma.errors import GeometryError
+from kvhma.tensors.indices import indices_beside
 from kvhma.tensors.storages import Storages
 
 _BATCH_BYTES = 64 << 20
@@ -38,7 +39,7 @@ def launch_permute(permutes: NDArray[np.uint64], storages: Storages) -> None:
     """Launch it: two launches for a batch of ranges in a storage."""
     batches = [batch for ranges in _by_storage(permutes, storages) for batch in _batches(*ranges)]
     for rows, to, start in batches:
-        rows.index_copy_(0, to.to(rows.device), rows.index_select(0, start.to(rows.device)))
+        rows.index_copy_(0, indices_beside(rows, to), rows.index_select(0, indices_beside(rows, start)))
 
 
 def _by_storage(
@@ -61,7 +62,7 @@ def _by_storage(
 
 def _batches(
     whole: torch.Tensor, offsets: NDArray[np.int64], shapes: NDArray[np.int64]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]]:
     """Yield a storage as rows of equal bytes, the rows to write, and those that belong there.
 
     A row is the longest of which every range, and every head in it, is a number of, counted from the same byte.
@@ -78,7 +79,7 @@ def _batches(
         start.append(lies.reshape(blocks, heads, -1).swapaxes(0, 1).ravel())
         size += blocks * heads * nbytes
         if size >= _BATCH_BYTES:
-            yield rows, torch.from_numpy(np.concatenate(to)), torch.from_numpy(np.concatenate(start))
+            yield rows, np.concatenate(to), np.concatenate(start)
             to, start, size = [], [], 0
     if to:
-        yield rows, torch.from_numpy(np.concatenate(to)), torch.from_numpy(np.concatenate(start))
+        yield rows, np.concatenate(to), np.concatenate(start)

@@ -51,6 +51,8 @@ class Accelerator(CacheDevice):
     def launch(self, work: Callable[[], None], after: torch.Event | None) -> torch.Event:
         """Launch work on the connector's own stream; return the event after it.
 
+        What `work` has launched before it raised is waited for: nobody would know of it.
+
         Args:
             work: what launches, on torch's current stream.
             after: what the device has to have done before; None if nothing.
@@ -59,7 +61,11 @@ class Accelerator(CacheDevice):
             self._stream.wait_event(after)
         # vLLM may have made its tensors in inference mode, and such a tensor is written in that mode only.
         with self._stream, torch.inference_mode():
-            work()
+            try:
+                work()
+            except BaseException:
+                self._stream.record_event().synchronize()
+                raise
         return self._stream.record_event()
 
 

@@ -49,8 +49,11 @@ class Memory(Protocol):
             GeometryError: a range that is not in the caches. Nothing was zeroed.
         """
 
-    def permute(self, permutes: NDArray[np.uint64]) -> None:
-        """Put ranges of what was read into order: :attr:`kvhma.permute.PermutedRead.permutes`. Done when it returns.
+    def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
+        """Begin to put ranges of what was read into order: :attr:`kvhma.permute.PermutedRead.permutes`.
+
+        Returns:
+            What the device has to have done before they are in order; None if they are.
 
         Raises:
             GeometryError: a range that is not in the memory.
@@ -66,13 +69,18 @@ class Memory(Protocol):
     def release(self, places: Sequence[Span]) -> None:
         """Take places back: nothing is read into them any more."""
 
-    def copy_in(self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None) -> None:
-        """Bring what was read to where the engine uses it. Done when it returns.
+    def copy_in(
+        self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None
+    ) -> torch.Event | None:
+        """Begin to bring what was read to where the engine uses it.
 
         Args:
             places: that were taken for the blocks.
             spans: the blocks.
             after: what the device has to have done before, since it may write there; None if nothing.
+
+        Returns:
+            What the device has to have done before it is there, and the places are free; None if it is.
         """
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
@@ -104,12 +112,12 @@ class DeviceMemory:
         pieces = self._storages.pieces(rows)
         return self.device.launch(lambda: _zero_all(pieces), after)
 
-    def permute(self, permutes: NDArray[np.uint64]) -> None:
+    def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
         """See :class:`Memory`. Nothing else is launched that writes there: blocks are zeroed before they are read."""
         if isinstance(self.device, Accelerator):
-            self.device.launch(lambda: launch_permute(permutes, self._storages), None).synchronize()
-        else:
-            launch_permute(permutes, self._storages)
+            return self.device.launch(lambda: launch_permute(permutes, self._storages), None)
+        launch_permute(permutes, self._storages)
+        return None
 
     def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
         """Blocks are read into themselves."""
@@ -118,8 +126,11 @@ class DeviceMemory:
     def release(self, places: Sequence[Span]) -> None:
         """They are the engine's."""
 
-    def copy_in(self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None) -> None:
+    def copy_in(
+        self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None
+    ) -> torch.Event | None:
         """Blocks are where they belong."""
+        return None
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
         """Blocks are where they belong."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Layer, Page, Region, Span
 from kvhma.geometry import Memory as MemoryKind
+from kvhma.tensors.indices import indices_beside
 from kvhma.tensors.permuting import launch_permute
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.accelerator import Accelerator, device_of
@@ -19,6 +21,8 @@ from kvhma.vllm.memory import zero_host
 from kvhma.vllm.slots import SlotRanges, Slots
 
 _ALIGN = 64
+_ASIDE_BYTES = 64 << 20
+"""Copied aside on the device at a time."""
 _ITEMS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,8 +55,8 @@ class StagingPool:
         """
         self.device = device_of(caches.values())
         self._slots = Slots(slots.loads)
-        room, layers = _pool_layers(geometry, slots.count)
-        self._bytes = torch.empty(slots.count * room, dtype=torch.uint8, pin_memory=not self.device.is_host)
+        self._room, layers = _pool_layers(geometry, slots.count)
+        self._bytes = torch.empty(slots.count * self._room, dtype=torch.uint8, pin_memory=not self.device.is_host)
         region = Region(self._bytes.data_ptr(), self._bytes.nbytes)
         self.geometry = replace(geometry, regions=(region,), layers=layers)
         storages = Storages(caches)
@@ -77,38 +81,69 @@ class StagingPool:
         zero_host(rows)
         return None
 
-    def permute(self, permutes: NDArray[np.uint64]) -> None:
+    def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
         """See :class:`kvhma.vllm.memory.Memory`."""
         launch_permute(permutes, self._pool)
+        return None
 
-    def copy_in(self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None) -> None:
+    def copy_in(
+        self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None
+    ) -> torch.Event | None:
         """Copy slots to the device, on the connector's stream."""
         if isinstance(self.device, Accelerator):
-            self.device.launch(lambda: self._to_device(places, spans), after).synchronize()
-        else:
-            self._to_device(places, spans)
+            return self.device.launch(lambda: self._to_device(places, spans), after)
+        self._to_device(places, spans)
+        return None
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
         """Copy blocks to slots, on the stream of the calling thread, which waits for it."""
         for parts, blocks, slots in self._moves(spans, places):
-            for on_device, on_host in parts:
-                found = on_device.index_select(0, blocks.to(on_device.device))
-                on_host.index_copy_(0, slots, found.to("cpu"))
+            copies = self._copies(parts[0][0], len(slots))
+            indices = indices_beside(copies, blocks)
+            for on_device, in_slots in parts:
+                _within(copies, in_slots).copy_(on_device.index_select(0, indices))
+            for rows, of_copies in self._runs(slots):
+                rows.copy_(copies[of_copies], non_blocking=True)
+        if (done := self.device.mark()) is not None:
+            done.synchronize()
 
     def _to_device(self, places: Sequence[Span], spans: Sequence[Span]) -> None:
         for parts, blocks, slots in self._moves(spans, places):
-            for on_device, on_host in parts:
-                found = on_host.index_select(0, slots).to(on_device.device)
-                on_device.index_copy_(0, blocks.to(on_device.device), found)
+            copies = self._copies(parts[0][0], len(slots))
+            for rows, of_copies in self._runs(slots):
+                copies[of_copies].copy_(rows, non_blocking=True)
+            indices = indices_beside(copies, blocks)
+            for on_device, in_slots in parts:
+                on_device.index_copy_(0, indices, _within(copies, in_slots))
 
     def _moves(
         self, spans: Sequence[Span], places: Sequence[Span]
-    ) -> Iterable[tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor, torch.Tensor]]:
-        """Yield the parts of each group's layers, its blocks, and their slots."""
+    ) -> Iterable[tuple[list[tuple[torch.Tensor, torch.Tensor]], NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the parts of each group's layers, some of its blocks and their slots, few enough to copy aside."""
+        most = max(1, _ASIDE_BYTES // self._room)
         for parts, span, place in zip(self._parts, spans, places, strict=True):
-            blocks, slots = (torch.as_tensor(np.asarray(of.ids, dtype=np.int64)) for of in (span, place))
-            if len(blocks):
-                yield parts, blocks, slots
+            blocks, slots = (np.asarray(of.ids, dtype=np.int64) for of in (span, place))
+            for start in range(0, len(blocks) if parts else 0, most):
+                yield parts, blocks[start : start + most], slots[start : start + most]
+
+    def _copies(self, beside: torch.Tensor, count: int) -> torch.Tensor:
+        """Return room for copies of slots on the device, of shape (count, bytes of a slot).
+
+        Others can read what lies between pages too: it is nothing.
+        """
+        return beside.new_zeros((count, self._room), dtype=torch.uint8)
+
+    def _runs(self, slots: NDArray[np.int64]) -> Iterable[tuple[torch.Tensor, slice]]:
+        """Yield slots that lie one after the other, of shape (n, bytes of a slot), and which of `slots` they are.
+
+        Whole slots are what a copy engine takes out of pinned memory by itself: parts of them a thread would gather in
+        memory that is not pinned.
+        """
+        rows = self._bytes.view(-1, self._room)
+        ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+        for start, end in itertools.pairwise([0, *ends]):
+            first = int(slots[start])
+            yield rows[first : first + end - start], slice(start, end)
 
 
 def _pool_layers(geometry: Geometry, slots: int) -> tuple[int, tuple[Layer, ...]]:
@@ -163,6 +198,12 @@ def _parts(storages: Storages, geometry: Geometry, layer: Layer) -> dict[str, to
         strides = (layer.block_stride, geometry.kernel_stride(layer), *(axis.stride for axis in part.axes), 1)
         found[part.name] = within.as_strided(shape, strides, within.storage_offset())
     return found
+
+
+def _within(copies: torch.Tensor, in_slots: torch.Tensor) -> torch.Tensor:
+    """Return the part of copied slots that lies in the pool as `in_slots` does."""
+    shape = (len(copies), *in_slots.shape[1:])
+    return copies.view(in_slots.dtype).as_strided(shape, in_slots.stride(), in_slots.storage_offset())
 
 
 def _as_items(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

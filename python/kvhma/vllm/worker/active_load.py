@@ -76,7 +76,7 @@ class ActiveLoad:
         load: what the scheduler ordered.
         ordered_at: when it did.
         after: what the device has to have done before anything is written to its blocks; None if nothing.
-        zeroing: the same, and what was begun to be zeroed since; None if the device has done it.
+        launched: the same, and what was launched for it since; None if the device has done it.
         handshakes: how many it has waited for.
         lost: why its last lost part was; None if none was.
         resumes: how often lost parts were read again.
@@ -86,6 +86,8 @@ class ActiveLoad:
         waits_for_device: whether the device had not zeroed by then.
         places: where it is read into, for each group; None before they are taken.
         permutes: what has to be put into order once it was read.
+        permuted: whether that was begun.
+        copied: whether it was begun to bring what was read from its places to its blocks.
         parts: what it reads, in the order in which it is posted; none before it is planned.
         posted_at: when the last one was.
         post_seconds: how long posting took.
@@ -100,7 +102,7 @@ class ActiveLoad:
     load: Load
     ordered_at: float
     after: torch.Event | None = None
-    zeroing: torch.Event | None = None
+    launched: torch.Event | None = None
     handshakes: int = 0
     lost: KvhmaError | None = None
     resumes: int = 0
@@ -110,6 +112,8 @@ class ActiveLoad:
     planned_at: float = 0.0
     waits_for_device: bool = False
     permutes: NDArray[np.uint64] | None = None
+    permuted: bool = False
+    copied: bool = False
     parts: list[ReadPart] = field(default_factory=list)
     posted_at: float = 0.0
     post_seconds: float = 0.0
@@ -136,13 +140,13 @@ class ActiveLoad:
         """Whether P sums what it holds."""
         return self.load.remote.content_seed is not None
 
-    def is_zeroed(self) -> bool:
+    def is_device_done(self) -> bool:
         """Whether nothing is launched any more that writes to its blocks: only then they are read into, or given up."""
-        if self.zeroing is not None:
+        if self.launched is not None:
             with errors_end(self):  # after an error of the device nothing runs there any more
-                if not self.zeroing.query():
+                if not self.launched.query():
                     return False
-            self.zeroing = None
+            self.launched = None
         return True
 
     @property

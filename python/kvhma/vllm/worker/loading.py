@@ -127,7 +127,7 @@ class Loader:
                 return False
             self._plan(active)
         if active.error is None:
-            if active.transfer is None or active.zeroing is not None:
+            if active.transfer is None or active.launched is not None:
                 return False  # the loader's thread waits for room, or for the device
             with errors_end(active):
                 self._post(active)
@@ -193,7 +193,7 @@ class Loader:
 
     def _post_zeroed(self) -> None:
         """Post the reads of loads into whose blocks the device writes nothing any more."""
-        for active in [one for one in self._zeroing if one.is_zeroed()]:
+        for active in [one for one in self._zeroing if one.is_device_done()]:
             self._starting = active
             self._zeroing.remove(active)
             with errors_end(active):
@@ -224,8 +224,8 @@ class Loader:
             return
         active.transfer, active.parts, active.permutes = transfer, parts_of(reads), permutes
         active.planned_at = time.monotonic()
-        active.zeroing = self._memory.zero(active.transfer.zero, active.after)
-        active.waits_for_device = not active.is_zeroed()
+        active.launched = self._memory.zero(active.transfer.zero, active.after)
+        active.waits_for_device = not active.is_device_done()
 
     def _reads(
         self, engine: PrefillEngine, transfer: Transfer

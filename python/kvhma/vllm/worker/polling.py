@@ -152,15 +152,19 @@ class LoadPoller:
 
     def _poll_reads(self, active: ActiveLoad) -> None:
         active.poll()
-        if active.read_at is None and active.has_read and not active.may_resume and active.is_zeroed():
+        if active.read_at is not None or not active.has_read or active.may_resume or not active.is_device_done():
+            return
+        if active.error is None and not active.permuted and active.permutes is not None and len(active.permutes):
+            active.permuted = True
             with errors_end(active):
-                if active.error is None and active.permutes is not None and len(active.permutes):
-                    self._memory.permute(active.permutes)
-            active.read_at = time.monotonic()
-            self._results.note_read()
-            if active.has_digest and active.error is None:
-                with errors_end(active):
-                    self._sum(active)
+                active.launched = self._memory.permute(active.permutes)
+            if not active.is_device_done():
+                return
+        active.read_at = time.monotonic()
+        self._results.note_read()
+        if active.has_digest and active.error is None:
+            with errors_end(active):
+                self._sum(active)
 
     def _resume(self, active: ActiveLoad) -> bool:
         """Have lost parts of a load read again, once the engine is connected again; return whether there are some."""
@@ -249,7 +253,7 @@ class LoadPoller:
         """Report a load, if it has ended; return whether it has been reported."""
         if active.read_at is None:
             return False
-        if not (active.reported or active.shown or active.load.piece) and active.error is None:
+        if not (active.copied or active.shown or active.load.piece) and active.error is None:
             if active.question is None:
                 return False
             question, index = active.question
@@ -260,8 +264,18 @@ class LoadPoller:
                 if active.sums is not None and not self._has_sums(active, active.sums, question.content(index)):
                     return False
         if not active.reported:
+            if not self._has_copied(active):
+                return False
             self._report(active)
         return True
+
+    def _has_copied(self, active: ActiveLoad) -> bool:
+        """Return whether what was read is where the engine uses it; nothing of a load that failed is brought there."""
+        if active.error is None and not active.copied and active.places is not None:
+            active.copied = True
+            with errors_end(active):
+                active.launched = self._memory.copy_in(active.places, active.load.spans, active.after)
+        return active.is_device_done()
 
     def _has_sums(self, active: ActiveLoad, sums: LoadSums, content: bytes | None) -> bool:
         """Return whether both sums of a load are there; if P has none yet, it is asked again."""
@@ -283,9 +297,7 @@ class LoadPoller:
                 active.question[0].close()  # without effect, unless what was raised came from it
         with errors_end(active):
             if active.error is None and active.transfer is not None and active.places is not None:
-                spans = active.load.spans
-                self._memory.copy_in(active.places, spans, active.after)
-                first_tokens = first_filled_tokens(self._geometry, spans, active.transfer.first_tokens)
+                first_tokens = first_filled_tokens(self._geometry, active.load.spans, active.transfer.first_tokens)
         with errors_end(active):
             if active.sums is not None:
                 active.sums.close()
