@@ -168,7 +168,8 @@ e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=
 .PHONY: rolling
 rolling: dev ## engines of every two versions of vLLM hand over to each other (sets up an environment for each)
 	$(foreach version,$(call version,*v["VLLM"]),$(MAKE) VLLM=$(version) e2e-environment &&) true
-	$(BIN)/python -m pytest -q -n 0 tests/e2e/test_rolling_upgrade.py $(ARGS)
+	mkdir -p $(REPORTS)
+	KVHMA_E2E_ALL_VERSIONS=1 $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/rolling.xml tests/e2e/test_rolling_upgrade.py $(ARGS)
 
 .PHONY: e2e-environment
 e2e-environment: $(E2E)/.ready

@@ -7,6 +7,7 @@ Each version has an environment of its own, which `make .venv-e2e-0.31.0/.ready 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,8 @@ def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Zygo
     """One of each version that is installed."""
     folder = tmp_path_factory.mktemp("zygotes")
     found = {version: python for version in VLLM if (python := python_of(version)).exists()}
+    if os.environ.get("KVHMA_E2E_ALL_VERSIONS") and len(found) < len(VLLM):
+        pytest.fail(f"of vLLM {', '.join(VLLM)} there is {', '.join(found)} only")
     if len(found) < 2:
         pytest.skip(f"there is {', '.join(found) or 'no version'} of vLLM only: make rolling")
     with ExitStack() as stack:
