@@ -32,7 +32,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.engine_config import rank_info_of
 from kvhma.vllm.layer_parts import RankInfo
 from support.cache.engine import own_config_of
-from support.parallel import Engine, Model, Split, prefill, prompt, slots, starting
+from support.parallel import Engine, Model, ProcessWorker, Split, prefill, prompt, slots, starting
 
 MLA = Model(("mla",) * 3)
 ONE_HEAD = Model(("full",) * 2, heads=1)
@@ -153,6 +153,15 @@ def test_ranks(start, pair):
         d.run("alone")
         hand_over(p, d, "again", prompt(3, 170) + prompt(4, 70))
         assert d.loads[-1].cached == 170 // (of_d.block * of_d.dcp) * of_d.block * of_d.dcp > 0
+    all_free(p, d)
+
+
+@pytest.mark.parametrize("pair", ["latents, 2 to 3", "states, 1 of 2 to 2", "prefill ranks that share, 4 to 2"])
+def test_ranks_in_processes_of_their_own(start, pair):
+    model, of_p, of_d = PAIRS[pair]
+    p, d = (start(name, model, split, worker=ProcessWorker) for name, split in (("p", of_p), ("d", of_d)))
+    for number, length in enumerate((1, 17, 230)):
+        hand_over(p, d, f"r{number}", prompt(number, length))
     all_free(p, d)
 
 

@@ -4,6 +4,7 @@
 `support.parallel` says what is vLLM's own here: all but the bytes.
 """
 
+import os
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma.errors import TransferError
-from support.parallel import Model, Split, prefill, prompt, starting
+from support.parallel import Model, ProcessWorker, Split, prefill, prompt, starting
 
 FULL = Model(("full",) * 7)
 GEMMA = Model(("sliding", "sliding", "full", "sliding", "sliding", "full", "sliding"))
@@ -71,6 +72,17 @@ def test_stages(start, pair):
         d.run("alone")
         hand_over(p, d, "again", prompt(3, 150) + prompt(4, 70))
         assert d.loads[-1].cached >= 64
+    all_free(p, d)
+
+
+@pytest.mark.parametrize("pair", ["2 of 2 to 3 of 1", "windows, 2 to 3", "states, 2 to 2"])
+def test_stages_in_processes_of_their_own(start, pair):
+    model, of_p, of_d = PAIRS[pair]
+    p, d = (start(name, model, split, worker=ProcessWorker) for name, split in (("p", of_p), ("d", of_d)))
+    pids = {worker.pid for worker in (*p.workers, *d.workers)} | {os.getpid()}
+    assert len(pids) == len(p.workers) + len(d.workers) + 1
+    for number, length in enumerate((1, 17, 230)):
+        hand_over(p, d, f"r{number}", prompt(number, length))
     all_free(p, d)
 
 
@@ -165,14 +177,14 @@ def test_a_wrong_byte_is_seen(start):
     (cache,) = {cache.untyped_storage().data_ptr(): cache for cache in d.workers[1].caches.values()}.values()
     assert cache is not None
     d.add("r", tokens, 2, params)
-    step = d._forward
+    step = d.workers[1].step
 
-    def spoiled(worker, work):
-        if worker is d.workers[1] and work:
+    def spoiled(metadata, forward):
+        if forward.work:
             cache.untyped_storage()[d._tables["r"][0][3] * cache.stride(0) * cache.element_size() + 5] ^= 1
-        step(worker, work)
+        return step(metadata, forward)
 
-    d._forward = spoiled
+    d.workers[1].step = spoiled
     with pytest.raises(AssertionError, match=r"reads other bytes of .* tokens \[48\] of"):
         d.run("r")
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import multiprocessing
 import os
 import pickle
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -229,11 +232,11 @@ class Worker:
         (engine,) = self.connector._worker._engines._engines.values()
         return {number for number, peer in enumerate(engine.peers) if peer is not None}
 
-    def step(self, metadata: Any, forward: Any) -> KVConnectorOutput:
+    def step(self, metadata: Any, forward: Forward) -> KVConnectorOutput:
         """What vLLM's runner does with the connector in a step."""
         connector = self.connector
         connector.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
-        forward(self)
+        forward.run(self)
         connector.start_load_kv(None)
         connector.wait_for_save()
         results = connector.get_transfer_results(set())
@@ -248,6 +251,88 @@ class Worker:
         return output
 
 
+class Forward(NamedTuple):
+    """What a forward pass works on.
+
+    Attributes:
+        engine: its name.
+        work: requests, and their tokens from and to.
+        tables: blocks of each request, by group.
+        texts: what the requests have said.
+    """
+
+    engine: str
+    work: list[tuple[str, int, int]]
+    tables: dict[str, list[list[int]]]
+    texts: dict[str, Text]
+
+    def run(self, worker: Worker) -> None:
+        """Check what a worker's caches have of the tokens before, and write what it computes."""
+        for index, group in enumerate(worker.layout.kv_cache_groups):
+            for layer in group.layer_names:
+                for name, start, stop in self.work:
+                    table, text = self.tables[name][index], self.texts[name]
+                    if start and (wrong := worker.wrong(layer, table, text, start)):
+                        raise AssertionError(
+                            f"{self.engine} {worker.rank}: {name} reads other bytes of {layer} than were computed: "
+                            f"tokens {wrong} of {start}, blocks {table}"
+                        )
+                    worker.write(layer, table, text, start, stop)
+
+
+class ProcessWorker:
+    """A worker in a process of its own, as the scheduler of its engine sees it."""
+
+    def __init__(self, engine: Engine, rank: Rank, number: int, layout: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # They are imported once, and not by each process. What only tests find is not found there.
+        context.set_forkserver_preload(["kvhma.vllm", "vllm.v1.core.sched.scheduler", "vllm.v1.worker.utils"])
+        self.rank, self.connector = rank, self
+        self._pipe, other = context.Pipe()
+        told = SimpleNamespace(
+            split=engine.split, model=engine.model, config=engine.config, kinds=engine.kinds, checked=0
+        )
+        self._process = context.Process(target=_serve, args=(other, told, rank, number, layout), daemon=True)
+        self._process.start()
+        other.close()
+        self.pid = self._process.pid
+
+    def get_handshake_metadata(self) -> Any:
+        """Wait until the worker has its caches; return what it says to others."""
+        return self._answer()
+
+    def step(self, metadata: Any, forward: Forward) -> KVConnectorOutput:
+        """Have it do a step."""
+        self._pipe.send((metadata, forward))
+        found: KVConnectorOutput = self._answer()
+        return found
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(60), f"worker {self.rank} does not answer"
+        found = self._pipe.recv()
+        if isinstance(found, str):
+            raise AssertionError(found)
+        return found
+
+    def shutdown(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(30)
+        self._process.kill()
+
+
+def _serve(pipe: Connection, engine: Any, rank: Rank, number: int, layout: Any) -> None:
+    worker = Worker(engine, rank, number, layout)
+    pipe.send(worker.connector.get_handshake_metadata())
+    while (order := pipe.recv()) is not None:
+        try:
+            pipe.send(worker.step(*order))
+        except BaseException:  # whatever it is, it is the test's
+            pipe.send(traceback.format_exc())
+    worker.connector.shutdown()
+
+
 @dataclass(eq=False)
 class Engine:
     """Drives one scheduler and all of its workers, one step at a time.
@@ -258,6 +343,8 @@ class Engine:
         split: how it is divided.
         blocks: of the pool.
         extra: settings of the connector.
+        recompute: whether a prompt is computed if its load fails.
+        worker: what its workers are: :class:`Worker`, in this process, or :class:`ProcessWorker`.
     """
 
     name: str
@@ -266,6 +353,7 @@ class Engine:
     blocks: int = 600
     extra: dict[str, Any] = field(default_factory=dict)
     recompute: bool = True
+    worker: Any = Worker
 
     def __post_init__(self) -> None:
         self.checked = 0
@@ -293,7 +381,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, layout, _grammars(), block_size=block_size, hash_block_size=hash_size)
         self._hasher = get_request_block_hasher(hash_size, sha256)
         ranks = enumerate(split.ranks())
-        self.workers = [Worker(self, rank, number, self.layouts[number]) for number, rank in ranks]
+        self.workers = [self.worker(self, rank, number, self.layouts[number]) for number, rank in ranks]
         self.connector: Any = self.scheduler.connector
         self.publish(self.workers)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, len(self.workers))
@@ -361,9 +449,11 @@ class Engine:
             self._tables.pop(name, None)
         start = self._update(output)
         work = [(name, start[name], start[name] + count) for name, count in output.num_scheduled_tokens.items()]
-        outputs = [
-            worker.step(output.kv_connector_metadata, lambda of: self._forward(of, work)) for worker in self.workers
-        ]
+        names = [name for name, _, _ in work]
+        forward = Forward(
+            self.name, work, {name: self._tables[name] for name in names}, {name: self.texts[name] for name in names}
+        )
+        outputs = [worker.step(output.kv_connector_metadata, forward) for worker in self.workers]
         sampled = []
         for name, first, last in work:
             self.computed[name] += last - first
@@ -406,18 +496,6 @@ class Engine:
                 for table, more in zip(self._tables[name], blocks, strict=True):
                     table.extend(more)
         return computed
-
-    def _forward(self, worker: Worker, work: Sequence[tuple[str, int, int]]) -> None:
-        for index, group in enumerate(worker.layout.kv_cache_groups):
-            for layer in group.layer_names:
-                for name, start, stop in work:
-                    table, text = self._tables[name][index], self.texts[name]
-                    if start and (wrong := worker.wrong(layer, table, text, start)):
-                        raise AssertionError(
-                            f"{self.name} {worker.rank}: {name} reads other bytes of {layer} than were computed: "
-                            f"tokens {wrong} of {start}, blocks {table}"
-                        )
-                    worker.write(layer, table, text, start, stop)
 
     def run(self, *names: str, seconds: float = 30.0) -> None:
         """Step until requests have ended."""
