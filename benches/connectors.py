@@ -226,7 +226,7 @@ def stall(bench: Bench, name: str, how: str = "") -> None:
 
 
 def rested(bench: Bench, name: str) -> None:
-    """D's steps while 16 large loads run, with engines that do not spin for long, as where each of their processes has a core."""
+    """The same as :func:`stall` with engines that do not spin for long, as where each process has a core."""
     stall(bench, name, f", processes that spin for {float(SHORT_SPIN['KVHMA_E2E_SPIN_SECONDS']) * 1e3:g} ms")
 
 

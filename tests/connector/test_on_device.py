@@ -462,7 +462,7 @@ def test_a_load_through_the_host_is_reported_when_its_blocks_are_there(copies, s
     assert "synchronize" not in {call.what for call in copies.calls}
 
 
-def test_blocks_are_permuted_and_no_thread_waits(copies, monkeypatch):
+def test_blocks_are_permuted_and_no_thread_waits(copies):
     cache = on_device(torch.arange(24, dtype=torch.uint8))
     region = Region(cache.data_ptr(), cache.nbytes, "VRAM", 1)
     part = Part("kv", "uint8", 1, 0, (Axis("tokens", 1, 24), Axis("content", 24, 1)))

@@ -114,10 +114,7 @@ class DeviceMemory:
 
     def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
         """See :class:`Memory`. Nothing else is launched that writes there: blocks are zeroed before they are read."""
-        if isinstance(self.device, Accelerator):
-            return self.device.launch(lambda: launch_permute(permutes, self._storages), None)
-        launch_permute(permutes, self._storages)
-        return None
+        return self.device.launch(lambda: launch_permute(permutes, self._storages), None)
 
     def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
         """Blocks are read into themselves."""

@@ -16,7 +16,7 @@ from kvhma.geometry import Memory as MemoryKind
 from kvhma.tensors.indices import indices_beside
 from kvhma.tensors.permuting import launch_permute
 from kvhma.tensors.storages import Storages
-from kvhma.vllm.accelerator import Accelerator, device_of
+from kvhma.vllm.accelerator import device_of
 from kvhma.vllm.memory import zero_host
 from kvhma.vllm.slots import SlotRanges, Slots
 
@@ -90,15 +90,13 @@ class StagingPool:
         self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None
     ) -> torch.Event | None:
         """Copy slots to the device, on the connector's stream."""
-        if isinstance(self.device, Accelerator):
-            return self.device.launch(lambda: self._to_device(places, spans), after)
-        self._to_device(places, spans)
-        return None
+        return self.device.launch(lambda: self._to_device(places, spans), after)
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
         """Copy blocks to slots, on the stream of the calling thread, which waits for it."""
         for parts, blocks, slots in self._moves(spans, places):
-            copies = self._copies(parts[0][0], len(slots))
+            # Zeros: others can read what lies between pages too.
+            copies = parts[0][0].new_zeros((len(slots), self._room), dtype=torch.uint8)
             indices = indices_beside(copies, blocks)
             for on_device, in_slots in parts:
                 _within(copies, in_slots).copy_(on_device.index_select(0, indices))
@@ -109,7 +107,7 @@ class StagingPool:
 
     def _to_device(self, places: Sequence[Span], spans: Sequence[Span]) -> None:
         for parts, blocks, slots in self._moves(spans, places):
-            copies = self._copies(parts[0][0], len(slots))
+            copies = parts[0][0].new_empty((len(slots), self._room), dtype=torch.uint8)
             for rows, of_copies in self._runs(slots):
                 copies[of_copies].copy_(rows, non_blocking=True)
             indices = indices_beside(copies, blocks)
@@ -125,13 +123,6 @@ class StagingPool:
             blocks, slots = (np.asarray(of.ids, dtype=np.int64) for of in (span, place))
             for start in range(0, len(blocks) if parts else 0, most):
                 yield parts, blocks[start : start + most], slots[start : start + most]
-
-    def _copies(self, beside: torch.Tensor, count: int) -> torch.Tensor:
-        """Return room for copies of slots on the device, of shape (count, bytes of a slot).
-
-        Others can read what lies between pages too: it is nothing.
-        """
-        return beside.new_zeros((count, self._room), dtype=torch.uint8)
 
     def _runs(self, slots: NDArray[np.int64]) -> Iterable[tuple[torch.Tensor, slice]]:
         """Yield slots that lie one after the other, of shape (n, bytes of a slot), and which of `slots` they are.
