@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -20,7 +22,7 @@ from kvhma.geometry import Span
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
 
 
 class Load(NamedTuple):
@@ -132,6 +134,41 @@ class StepMetadata(KVConnectorMetadata):
     digests: list[DigestOrder] = field(default_factory=list)
     verdicts: dict[str, Failure | None] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without names of fields and classes: a worker gets one in every step, and waits for it."""
+        loads, *others = vars(self).values()
+        packed = msgspec.msgpack.encode(loads, enc_hook=_id_bytes) if loads else b""
+        return _step, (packed, *others)
+
+
+def _step(loads: bytes, *others: Any) -> StepMetadata:
+    return StepMetadata([_load(row) for row in msgspec.msgpack.decode(loads)] if loads else [], *others)
+
+
+def _load(row: Sequence[Any]) -> Load:
+    """Return what `row` was before it was packed: every tuple with a name is a list in it, and arrays are bytes."""
+    load, remote = Load(*row), PrefillParams(*row[Load._fields.index("remote")])
+    return load._replace(
+        remote=remote._replace(
+            address=Address(*remote.address),
+            lease_key=LeaseKey(*remote.lease_key),
+            spans=_spans(remote.spans),
+            prefixes=tuple(Prefix(*prefix) for prefix in remote.prefixes),
+        ),
+        spans=_spans(load.spans),
+        outcome=None if load.outcome is None else Outcome(load.outcome),
+        trace=None if load.trace is None else Trace(*load.trace),
+        held=_spans(load.held),
+    )
+
+
+def _id_bytes(ids: Any) -> bytes:
+    return np.asarray(ids, np.int64).tobytes()
+
+
+def _spans(rows: Sequence[Any]) -> tuple[Span, ...]:
+    return tuple(Span(first, np.frombuffer(ids, np.int64) if isinstance(ids, bytes) else ids) for first, ids in rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -176,6 +213,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     digests: dict[str, LoadDigest] = field(default_factory=dict)
     prefill_digests: dict[LeaseKey, tuple[ContentDigest, int]] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as :class:`StepMetadata` is."""
+        return WorkerReport, tuple(vars(self).values())
 
     @property
     def is_empty(self) -> bool:

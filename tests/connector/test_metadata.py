@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler and its workers exchange comes out of a pickle as it went in, with its types."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+from kvhma.geometry import Span
+from kvhma.vllm.metadata import DigestOrder, Failure, Load, StepMetadata, WorkerReport
+from kvhma.vllm.tracing import Trace
+from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
+
+REMOTE = PrefillParams(
+    address=Address("fe80::1%eth0", 65535),
+    engine_id="p ü",
+    incarnation_id=(1 << 64) - 1,
+    lease_key=LeaseKey("request", 1 << 63),
+    lease=30.5,
+    num_tokens=1 << 40,
+    prompt="0" * 32,
+    spans=(Span(3, np.array([7, 8, (1 << 31) - 1], np.int64)), Span(0, np.array([], np.int64)), Span(1, [9])),
+)
+FULL = REMOTE._replace(
+    tp_size=2,
+    pp_size=3,
+    digest=bytes(range(16)),
+    prefixes=(Prefix(5, "1" * 32), Prefix(6, "2" * 32)),
+    epoch=4,
+    content_seed=(1 << 64) - 2,
+)
+LOADS = [
+    Load("a", REMOTE, 0, 17, 1, (Span(2, [5, 6]), Span(0, [])), None),
+    Load("b", FULL, (1 << 64) - 1, 1, 0, (Span(0, np.array([1, 2], np.int32)),), Outcome.READ_SHARED),
+    Load("c", FULL, 1, 1, 0, (), Outcome.UNREAD, Trace("00-1-2-01", 0.25), True, True, (Span(1, [4]),)),
+]
+
+
+def plain(value: Any) -> Any:
+    """The value with what would not compare, and with the type of each tuple."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple):
+        return type(value).__name__, [plain(one) for one in value]
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("again", [lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy])
+def test_orders_of_a_step_come_as_they_were_given(again):
+    key = LeaseKey("p", 1)
+    given = StepMetadata(
+        LOADS,
+        {"r": "why"},
+        ["g"],
+        ["s"],
+        [((Span(0, [1]),), (Span(0, [2]),))],
+        idle=True,
+        step=5,
+        digests=[DigestOrder(key, 1, 2, (Span(0, [3]),))],
+        verdicts={"v": Failure("digest", "text", passing=True), "w": None},
+    )
+    got = again(given)
+    assert type(got) is StepMetadata
+    assert {name: plain(value) for name, value in vars(got).items()} == {
+        name: plain(value) for name, value in vars(given).items()
+    }
+
+
+def test_an_empty_step_stays_empty():
+    assert pickle.loads(pickle.dumps(StepMetadata())) == StepMetadata()
+
+
+def test_reports_come_as_they_were_given():
+    failure = Failure("transfer", "text", passing=True, optional=True)
+    given = WorkerReport({"f": failure}, {"a": {0: 3}}, {"p": 1}, {"l": "lost"}, 7, {"s"})
+    got = pickle.loads(pickle.dumps(given))
+    assert got == given
+    assert got.aggregate(WorkerReport(shown={"t"})).shown == {"s", "t"}
+    assert pickle.loads(pickle.dumps(WorkerReport())).is_empty
