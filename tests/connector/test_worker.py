@@ -126,11 +126,11 @@ class Decode:
         self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
         self.worker.be_ready()
 
-    def start(self, *, at_once: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
+    def start(self, *, at_once: bool = False, idle: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
         """Order loads; short ones are read by the calling thread, `at_once`, or by the loader's."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
-            self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()]))
+            self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
 
     def ended(self, *names: str) -> dict[str, str]:
         """Wait until loads have ended, each once; return the causes of those that failed."""
@@ -555,14 +555,20 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
         ({}, "MainThread"),
         ({"may_wait": False}, "kvhma-load"),
         ({"short": 1}, "kvhma-load"),
+        ({"short": 1, "idle": PAGE}, "MainThread"),
+        ({"short": 1, "idle": 1}, "kvhma-load"),
         ({"no_room": True}, "kvhma-load"),
         ({"at_once": False}, "kvhma-load"),
     ],
     ids=str,
 )
 def test_who_reads_a_load(p, monkeypatch, changes, thread):
-    """A step is kept by short loads only, for a bounded time, and not at all if other engines may wait for it."""
+    """A step is kept by short loads only, for a bounded time, and not at all if other engines may wait for it.
+
+    One that computes nothing is kept by longer ones too.
+    """
     monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
+    monkeypatch.setattr(loading, "_IDLE_BYTES", changes.get("idle", PAGE))
     d = Decode(may_wait=changes.get("may_wait", True))
     try:
         d.start(met=(p.remote("met", [1]), [1]))
@@ -580,13 +586,13 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         )
         full = [None] if changes.get("no_room") else []
         monkeypatch.setattr(d.worker._loader._memory, "take", lambda spans: full.pop() if full else take(spans))
-        d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True))
+        d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True), idle="idle" in changes)
         if thread == "MainThread":
             assert d.worker._results.take()[0] == {"a"}, "it had ended when it was ordered"
         else:
             assert d.ended("a") == {}
         assert names == [thread]
-        if "short" in changes:
+        if "short" in changes and thread != "MainThread":
             assert planned == ["kvhma-load"], "what is not short costs the engine nothing"
         assert np.array_equal(d.pages([2]), p.memory.reshape(PAGES, PAGE)[[2]])
     finally:

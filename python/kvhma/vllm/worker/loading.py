@@ -40,6 +40,9 @@ _SHORT_BLOCKS = 1024
 _SHORT_BYTES = 4 << 20
 """Of a load that the engine's thread plans and reads: a transport may copy the bytes within the post, in about 1 ms."""
 
+_IDLE_BYTES = 32 << 20
+"""The same in a step that computes nothing: only requests that arrive meanwhile wait, and no longer than for a load."""
+
 _AT_ONCE_SECONDS = 2e-2
 """How long the engine's thread goes on to start loads of one step."""
 
@@ -88,7 +91,9 @@ class Loader:
             "kvhma-load", memory.device.chosen(self._run), results.stats, recover=self._end_starting
         )
 
-    def add(self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False) -> None:
+    def add(
+        self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False, idle: bool = False
+    ) -> None:
         """Take loads.
 
         Args:
@@ -96,12 +101,14 @@ class Loader:
             after: what the device has to have done before anything is written to their blocks.
             at_once: whether the calling thread starts the short ones itself, for 20 ms at most. Nothing has to be woken
                 for them and nothing shares their core, so they end earlier than in the loader's thread.
+            idle: whether that thread computes nothing in this step, so that longer ones are short.
         """
         now = time.monotonic()
+        most = _IDLE_BYTES if idle else _SHORT_BYTES
         started = []
         for load in loads:
             active = ActiveLoad(load, now, after)
-            may_start = at_once and self._is_short(load) and time.monotonic() - now < _AT_ONCE_SECONDS
+            may_start = at_once and self._is_short(load, most) and time.monotonic() - now < _AT_ONCE_SECONDS
             if may_start and self._start_at_once(active):
                 started.append(active)
             else:
@@ -112,11 +119,11 @@ class Loader:
                 left = self._poller.stay_with(started, lambda: True)
             self._poller.add(left)
 
-    def _is_short(self, load: Load) -> bool:
-        """Return whether the blocks that a load fills are few and small. It is not planned for that."""
+    def _is_short(self, load: Load, most: int) -> bool:
+        """Return whether the blocks that a load fills are few, of `most` bytes together. It is not planned for that."""
         blocks = [len(span.ids) for span in load.spans]
         nbytes = sum(count * size for count, size in zip(blocks, self._block_bytes, strict=True))
-        return sum(blocks) <= _SHORT_BLOCKS and nbytes <= _SHORT_BYTES
+        return sum(blocks) <= _SHORT_BLOCKS and nbytes <= most
 
     def _start_at_once(self, active: ActiveLoad) -> bool:
         """Start a load in the calling thread; return whether nothing is left for the loader's to do."""

@@ -86,7 +86,8 @@ class KvhmaWorker:
             self._results.fail(request_id, Failure("refused", text, passing=False))
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
-            self._loader.add(metadata.loads, after, at_once=self._may_wait and self._device.is_host)
+            at_once = self._may_wait and self._device.is_host
+            self._loader.add(metadata.loads, after, at_once=at_once, idle=metadata.idle)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
