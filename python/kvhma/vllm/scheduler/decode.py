@@ -302,8 +302,9 @@ class DecodeScheduler:
 
     def _taken(self, remote: PrefillParams) -> PrefillParams:
         """Return parameters as they count here: with a lease within bounds, and a digest only if it is compared."""
-        seed = remote.content_seed if self._context.settings.content_digests else None
-        return _bounded(remote)._replace(content_seed=seed)
+        remote = _bounded(remote)
+        is_compared = self._context.settings.content_digests or remote.content_seed is None
+        return remote if is_compared else remote._replace(content_seed=None)
 
     def _claim(self, load: PendingLoad, remote: PrefillParams) -> None:
         every = max(_MIN_RENEWAL_SECONDS, remote.lease / _RENEWALS)
@@ -577,4 +578,5 @@ class DecodeScheduler:
 
 def _bounded(remote: PrefillParams) -> PrefillParams:
     """Return parameters whose lease is one that counts."""
-    return remote._replace(lease=min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS))
+    lease = min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
+    return remote if lease == remote.lease else remote._replace(lease=lease)

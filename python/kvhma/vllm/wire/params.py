@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ from kvhma.vllm.wire.secrets import Secrets
 
 VERSION = 3
 """Version of the ``kvhma`` dictionary."""
+
+_HEX_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_HEX_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 _MAX_ID = (1 << 31) - 1
 
@@ -233,13 +236,10 @@ class PrefillParams(NamedTuple):
             spans=(),
             tp_size=tp_size,
             pp_size=pp_size,
+            prefixes=_prefixes(own, tokens) if "prefixes" in own else (),
+            epoch=_integer(own, "kvhma.epoch", 1, _MAX_TOKENS) if "epoch" in own else 0,
+            content_seed=_random_id(own, "kvhma.content") if "content" in own else None,
         )
-        if "prefixes" in own:
-            remote = remote._replace(prefixes=_prefixes(own, tokens))
-        if "epoch" in own:
-            remote = remote._replace(epoch=_integer(own, "kvhma.epoch", 1, _MAX_TOKENS))
-        if "content" in own:
-            remote = remote._replace(content_seed=_random_id(own, "kvhma.content"))
         rows = _span_rows(own)
         digest = bytes.fromhex(_hex_digest(own, "kvhma.digest"))
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)
@@ -259,7 +259,7 @@ def read_address(params: Mapping[str, Any]) -> Address:
 
 def random_id() -> int:
     """Return a random number of 64 bits."""
-    return random.SystemRandom().getrandbits(64)
+    return int.from_bytes(os.urandom(8), "little")
 
 
 def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
@@ -351,13 +351,13 @@ def _seconds(values: Mapping[str, Any], key: str) -> float:
 
 def _random_id(values: Mapping[str, Any], key: str) -> int:
     value = _get(values, key)
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value, re.ASCII):
+    if not isinstance(value, str) or not _HEX_ID.fullmatch(value):
         raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 16 hexadecimal digits")
     return int(value, 16)
 
 
 def _hex_digest(values: Mapping[str, Any], key: str) -> str:
     value = _get(values, key)
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value, re.ASCII):
+    if not isinstance(value, str) or not _HEX_DIGEST.fullmatch(value):
         raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 32 hexadecimal digits")
     return value
