@@ -45,10 +45,15 @@ TWO = ("gemma3", "nemotron_h")
 CONNECTORS = (OURS, THEIRS, EVEN)
 LENGTHS = (301, 2001)
 AT_ONCE = (1, 16)
-STARTS = 3
-ROUNDS = 7
+COLD_STARTS = 3
+STARTS = 4
+"""Of all engines: one that computes the same is some percent faster or slower from start to start."""
+
+ROUNDS = 2
+"""Of each start."""
+
 LEAST_ROUNDS = 2
-ROW_SECONDS = 120
+ROW_SECONDS = 150
 """After so long no further round is begun: processors without matrix instructions take minutes for some prompts."""
 
 PHASES = ("P, prefill", "P, hand-off", "D")
@@ -63,6 +68,10 @@ ORDER = ("load", "slowest load", "first token", "slowest first token", BEYOND, N
 
 WATERFALLS = 9
 STALL_ROUNDS = 5
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""Of all engines. Else a step returns memory to the system and faults it in again, one engine's thousands of pages more
+than another's, as its heap happens to lie. VLLM asks for tcmalloc on CPUs, which keeps memory too."""
+
 SHORT_SPIN = {"KVHMA_E2E_SPIN_SECONDS": "0.001"}
 """VLLM's processes spin for a second while they wait. On two cores they take them from threads that load."""
 OTHER_TOKENS = 2000
@@ -78,86 +87,110 @@ PICTURED = "gemma3"
 
 def warm(bench: Bench, name: str) -> None:
     """Later requests, beside their floors."""
-    counts = [
-        Row(f"{length:,} tokens: {what}", unit)
-        for length in LENGTHS
-        for what, unit in (("descriptors posted", ""), ("bytes", "MiB"))
-    ]
-    with bench.pairs(name, *CONNECTORS, HIT) as pairs:
-        set_up(pairs, name)
-        for which in CONNECTORS:
-            pairs.turn(which, prompts("first", [301]))
-        for at_once in AT_ONCE:
-            for index, length in enumerate(LENGTHS[:1] if bench.quick else LENGTHS):
-                before = {which: counted(pairs[which].d.engine, which) for which in CONNECTORS}
-                title = f"{name} ({MODELS[name]}): {at_once} at a time, {length:,} tokens"
-                rounds, tables = warm_tables(pairs, title, at_once, length, LEAST_ROUNDS if bench.quick else ROUNDS)
-                print(*tables, sep="\n", flush=True)
-                for which in CONNECTORS if at_once == 1 else ():
-                    now = counted(pairs[which].d.engine, which)
-                    for row, a, b in zip(counts[2 * index :], before[which], now, strict=False):
-                        row.add(which, (b - a) / rounds)
-        print(table(f"{name}: descriptors and bytes of a request", counts))
-        stages = {which: watched(pairs, which, 2 if bench.quick else WATERFALLS) for which in CONNECTORS}
+    lengths = LENGTHS[:1] if bench.quick else LENGTHS
+    found = {(at_once, length): Warm(at_once, length) for at_once in AT_ONCE for length in lengths}
+    stages: dict[str, dict[str, float]] = {}
+    starts = 1 if bench.quick else STARTS
+    for start in range(starts):
+        order = rotated((*CONNECTORS, HIT), start)
+        with bench.pairs(name, *order) as pairs:
+            set_up(pairs, name, told=start > 0)
+            for which in CONNECTORS:
+                pairs.turn(which, prompts("first", [301]))
+            for rows in found.values():
+                rows.measure(pairs)
+            if start == starts - 1:
+                stages = {which: watched(pairs, which, 2 if bench.quick else WATERFALLS) for which in CONNECTORS}
+    for (at_once, length), rows in found.items():
+        title = f"{name} ({MODELS[name]}): {at_once} at a time, {length:,} tokens"
+        print(*rows.tables(title), sep="\n")
+    counts = [row for (at_once, _), rows in found.items() if at_once == 1 for row in rows.counts]
+    print(table(f"{name}: descriptors and bytes of a request", counts))
     title = f"{name}: a request of 301 tokens, from D's client to its first token"
     print(f"\n### {title}\n\n{waterfall.lines(stages)}", flush=True)
     if name == PICTURED and not bench.quick:
         PICTURE.write_text(waterfall.draw(title, stages), encoding="utf-8")
 
 
-def set_up(pairs: Pairs, name: str) -> None:
-    """Print what could differ between the engines, and refuse those that hold different caches."""
-    found = {which: pairs[which].d.set_up() for which in (*CONNECTORS, HIT)}
-    if len({told["groups"] for told in found.values()}) > 1:
-        raise RuntimeError(f"the engines do not hold the same: {found}")
-    # Names without a blank are code: only then they are cut where a table is too wide.
-    cells = {what: [str(told.get(what, "–")) for told in found.values()] for what in found[OURS]}
-    cells["groups"] = [f"`{text}`" for text in cells["groups"]]
-    rows = [f"| {f'`{what}`' if '_' in what else what} | {' | '.join(texts)} |" for what, texts in cells.items()]
-    print(f"\n### {name}: D's set-up\n\n| | {' | '.join(found)} |\n{'|---' * (len(found) + 1)}|", *rows, sep="\n")
+class Warm:
+    """What was measured of so many requests at a time, of one length."""
 
+    def __init__(self, at_once: int, length: int) -> None:
+        self.at_once, self.length = at_once, length
+        self.rounds = self.starts = 0
+        self._seconds = 0.0
+        self.counts = [Row(f"{length:,} tokens: descriptors posted", ""), Row(f"{length:,} tokens: bytes", "MiB")]
+        self._hit_tokens = 0
+        self._times: dict[str, Row] = {}
+        self._processor: dict[str, Row] = {}
 
-def warm_tables(pairs: Pairs, title: str, at_once: int, length: int, most: int) -> tuple[int, tuple[str, str]]:
-    """How many rounds there were, and the tables of times and of processor times."""
-    hit_tokens = pairs[HIT].hit_tokens(length)
-    rounds, begun = 0, time.monotonic()
-    rows: dict[str, Row] = {}
-    processor: dict[str, Row] = {}
+    def measure(self, pairs: Pairs) -> None:
+        """Take some more rounds, with engines that have just started."""
+        self._hit_tokens = pairs[HIT].hit_tokens(self.length)
+        before = {which: counted(pairs[which].d.engine, which) for which in CONNECTORS}
+        taken = 0
+        while taken < ROUNDS and (self._seconds < ROW_SECONDS or (not taken and self.rounds < LEAST_ROUNDS)):
+            begun = time.monotonic()
+            self._round(pairs, prompts((self.length, self.at_once, self.rounds), [self.length] * self.at_once))
+            self._seconds += time.monotonic() - begun
+            self.rounds += 1
+            taken += 1
+        if taken:
+            self.starts += 1
+            for which in CONNECTORS:
+                now = counted(pairs[which].d.engine, which)
+                for row, a, b in zip(self.counts, before[which], now, strict=True):
+                    row.add(which, (b - a) / (taken * self.at_once))
 
-    def add(what: str, column: str, value: float) -> None:
-        rows.setdefault(what, Row(what)).add(column, value)
-
-    while rounds < most and (rounds < LEAST_ROUNDS or time.monotonic() - begun < ROW_SECONDS):
-        asked = prompts((length, at_once, rounds), [length] * at_once)
+    def _round(self, pairs: Pairs, asked: list[list[int]]) -> None:
+        """All columns are asked the same. The floor's engine takes its turn like the others."""
         floor = 0.0
         turns: dict[str, Turn] = {}
-        # In a round all ask the same. The floor's engine takes its turn like the others.
-        for which in rotated((*CONNECTORS, HIT), rounds):
+        for which in rotated((*CONNECTORS, HIT), self.rounds):
             with pairs.only(which) as pair:
                 if which == HIT:
                     computed, prefills, spent = pair.compute(asked)
-                    add("first token", COMPUTED, statistics.median(computed))
-                    add(PREFILL, COMPUTED, statistics.median(prefills))
+                    self._add("first token", COMPUTED, statistics.median(computed))
+                    self._add(PREFILL, COMPUTED, statistics.median(prefills))
                 else:
                     turns[which] = pair.turn(asked)
                     spent = turns[which].processor
                 hit = pair.hit(asked)
             for what, seconds in spent.items():
-                processor.setdefault(what, Row(what)).add(COMPUTED if which == HIT else which, seconds)
-            add(OWN_HIT, which, statistics.median(hit))
+                self._processor.setdefault(what, Row(what)).add(COMPUTED if which == HIT else which, seconds)
+            self._add(OWN_HIT, which, statistics.median(hit))
             floor = statistics.median(hit) if which == HIT else floor
         for which, turn in turns.items():
             for what, value in measures(turn, floor).items():
-                add(what, which, value)
-        rounds += 1
-    title += f", {rounds} rounds, "
-    title += f"own hit of {hit_tokens:,}" if hit_tokens else "one token in place of an own hit"
-    columns = (OURS, THEIRS, EVEN, HIT, COMPUTED)
-    times = table(title, [rows[what] for what in ORDER if what in rows], columns)
-    told = sorted(
-        (row for row in processor.values() if row.most() >= LEAST_SECONDS), key=lambda row: by_phase(row.what)
-    )
-    return rounds, (times, table(f"{title}: processor time of a request", told, (OURS, THEIRS, EVEN, COMPUTED)))
+                self._add(what, which, value)
+
+    def _add(self, what: str, column: str, value: float) -> None:
+        self._times.setdefault(what, Row(what)).add(column, value)
+
+    def tables(self, title: str) -> tuple[str, str]:
+        """The tables of times and of processor times."""
+        title += f", {self.rounds} rounds of {self.starts} starts"
+        title += f", own hit of {self._hit_tokens:,}" if self._hit_tokens else ", one token in place of an own hit"
+        columns = (OURS, THEIRS, EVEN, HIT, COMPUTED)
+        times = table(title, [self._times[what] for what in ORDER if what in self._times], columns)
+        told = sorted(
+            (row for row in self._processor.values() if row.most() >= LEAST_SECONDS), key=lambda row: by_phase(row.what)
+        )
+        return times, table(f"{title}: processor time of a request", told, (OURS, THEIRS, EVEN, COMPUTED))
+
+
+def set_up(pairs: Pairs, name: str, *, told: bool) -> None:
+    """Refuse engines that hold different caches; print what else could differ, if that was not `told` yet."""
+    found = {which: pairs[which].d.set_up() for which in (*CONNECTORS, HIT)}
+    if len({one["groups"] for one in found.values()}) > 1:
+        raise RuntimeError(f"the engines do not hold the same: {found}")
+    if told:
+        return
+    # Names without a blank are code: only then they are cut where a table is too wide.
+    cells = {what: [str(one.get(what, "–")) for one in found.values()] for what in found[OURS]}
+    cells["groups"] = [f"`{text}`" for text in cells["groups"]]
+    rows = [f"| {f'`{what}`' if '_' in what else what} | {' | '.join(texts)} |" for what, texts in cells.items()]
+    print(f"\n### {name}: D's set-up\n\n| | {' | '.join(found)} |\n{'|---' * (len(found) + 1)}|", *rows, sep="\n")
 
 
 def by_phase(label: str) -> tuple[int, bool, str]:
@@ -195,7 +228,7 @@ def cold(bench: Bench, name: str) -> None:
     """The first request that two engines hand over."""
     load, token = Row("first load"), Row("its time to first token, less that of a warm one")
     columns = (OURS, MET, THEIRS, EVEN)
-    starts = 1 if bench.quick else STARTS
+    starts = 1 if bench.quick else COLD_STARTS
     for start in range(starts):
         with bench.pairs(name, *columns) as pairs:
             blocks = pairs[OURS].d.engine.state()["all_blocks"]
@@ -289,12 +322,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--quick", action="store_true", help="few rounds of one request: whether it runs, no numbers")
     options = parser.parse_args()
-    path = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
+    env = ALLOCATOR | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
     print(HEAD.format(machine=machine()), flush=True)
     for part in (parts[name] for name in options.only):
         with (
             tempfile.TemporaryDirectory() as folder,
-            Zygote(Path(folder) / "zygote.log", {**path, **part.env}) as zygote,
+            Zygote(Path(folder) / "zygote.log", {**env, **part.env}) as zygote,
         ):
             for name in part.models:
                 if name in options.models:
@@ -322,8 +355,8 @@ HOW_TO_READ = """
 ### How to read this
 
 Columns are medians; behind one of vLLM's connector is the median of its ratios to kvhma in each round, with their quartiles in
-brackets: above 1 is better for kvhma, and a tie is where the quartiles have 1 between them. Counts, and the large pool, were taken
-once and have none. A difference that is not positive has no ratio.
+brackets: above 1 is better for kvhma, and a tie is where the quartiles have 1 between them. What was taken
+once has none. A difference that is not positive has no ratio.
 
 *NixlConnector* is vLLM's as it is. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's and whose worker may
 use all cores. *Own hit* is an engine without a connector that has the prompt, cut to whole blocks and one token, in its prefix cache;
