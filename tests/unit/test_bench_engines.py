@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benches"))
 
+import connectors
 from handoffs import cpu, pairs, tables, waterfall
 from handoffs.tables import EVEN, HIT, OURS, THEIRS, Row
 from support.engines import Answer
@@ -225,3 +227,33 @@ def test_a_turn_whose_loads_failed_is_none(more: dict[str, object], error: str) 
     answer = Answer([1], [], [], "length", None, None, None, first_seconds=1.0, seconds=1.0)
     with pytest.raises(RuntimeError, match=error):
         pairs.summary([{"steps": [step], "events": []}], [answer], [], {})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "starts"),
+    [(1.0, connectors.ROUNDS * connectors.STARTS, connectors.STARTS), (1000.0, connectors.LEAST_ROUNDS, 2)],
+)
+def test_a_row_has_rounds_of_several_starts_however_long_one_takes(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: int, starts: int
+) -> None:
+    now = [0.0]
+    posted = [0.0]
+
+    class Pairs(dict):
+        def __missing__(self, _: str) -> SimpleNamespace:
+            return SimpleNamespace(hit_tokens=lambda _: 0, d=SimpleNamespace(engine=None))
+
+    class Warm(connectors.Warm):
+        def _round(self, *_: object) -> None:
+            now[0] += seconds
+            posted[0] += 3 * 16
+
+    monkeypatch.setattr(connectors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(connectors, "counted", lambda *_: (posted[0], posted[0] * 2**20))
+    warm = Warm(16, 301)
+    for _ in range(connectors.STARTS):
+        warm.measure(Pairs())
+    assert (warm.rounds, warm.starts) == (rounds, starts)
+    for row in warm.counts:
+        assert [len(values) for values in row.values.values()] == [starts] * 3
+    assert warm.counts[0].values[OURS] == [3.0] * starts
