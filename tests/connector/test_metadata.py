@@ -73,6 +73,12 @@ def test_orders_of_a_step_come_as_they_were_given(again):
     }
 
 
+def test_numbers_of_numpy_stay_numbers():
+    given = Load("a", REMOTE, 0, np.int64(17), np.int32(1), (Span(np.int64(2), [np.int64(5)]),), None)
+    (got,) = pickle.loads(pickle.dumps(StepMetadata([given]))).loads
+    assert (got.num_tokens, got.cached, got.spans) == (17, 1, (Span(2, [5]),))
+
+
 def test_an_empty_step_stays_empty():
     assert pickle.loads(pickle.dumps(StepMetadata())) == StepMetadata()
 

@@ -137,7 +137,7 @@ class StepMetadata(KVConnectorMetadata):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without names of fields and classes: a worker gets one in every step, and waits for it."""
         loads, *others = vars(self).values()
-        packed = msgspec.msgpack.encode(loads, enc_hook=_id_bytes) if loads else b""
+        packed = msgspec.msgpack.encode(loads, enc_hook=_packed) if loads else b""
         return _step, (packed, *others)
 
 
@@ -162,8 +162,9 @@ def _load(row: Sequence[Any]) -> Load:
     )
 
 
-def _id_bytes(ids: Any) -> bytes:
-    return np.asarray(ids, np.int64).tobytes()
+def _packed(value: Any) -> bytes | int:
+    """Return an array of ids as bytes, and a number of numpy's as Python's: msgspec asks for what it does not know."""
+    return np.asarray(value, np.int64).tobytes() if value.ndim else int(value)
 
 
 def _spans(rows: Sequence[Any]) -> tuple[Span, ...]:
