@@ -24,7 +24,7 @@ VERSION = 3
 """Version of the ``kvhma`` dictionary."""
 
 _HEX_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_HEX_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_HEX_DIGITS = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 _MAX_ID = (1 << 31) - 1
 
@@ -232,7 +232,7 @@ class PrefillParams(NamedTuple):
             lease_key=LeaseKey(_text(params, "remote_request_id"), _random_id(own, "kvhma.generation")),
             lease=_seconds(own, "kvhma.lease"),
             num_tokens=tokens,
-            prompt=_hex_digest(own, "kvhma.prompt"),
+            prompt=hex_digits(own, "kvhma.prompt"),
             spans=(),
             tp_size=tp_size,
             pp_size=pp_size,
@@ -241,7 +241,7 @@ class PrefillParams(NamedTuple):
             content_seed=_random_id(own, "kvhma.content") if "content" in own else None,
         )
         rows = _span_rows(own)
-        digest = bytes.fromhex(_hex_digest(own, "kvhma.digest"))
+        digest = bytes.fromhex(hex_digits(own, "kvhma.digest"))
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)
         if tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
@@ -255,6 +255,18 @@ def read_address(params: Mapping[str, Any]) -> Address:
         RequestError: they do not say.
     """
     return Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535))
+
+
+def hex_digits(values: Mapping[str, Any], key: str) -> str:
+    """Return the 32 hexadecimal digits that parameters of anybody have for 16 bytes.
+
+    Raises:
+        RequestError: they are not.
+    """
+    value = _get(values, key)
+    if not isinstance(value, str) or not _HEX_DIGITS.fullmatch(value):
+        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 32 hexadecimal digits")
+    return value
 
 
 def random_id() -> int:
@@ -305,7 +317,7 @@ def _prefixes(own: Mapping[str, Any], tokens: int) -> tuple[Prefix, ...]:
         values = {"tokens": row[0], "digest": row[1]}
         least = found[-1].num_tokens + 1 if found else 1
         count = _integer(values, "kvhma.prefixes.tokens", least, tokens - 1)
-        found.append(Prefix(count, _hex_digest(values, "kvhma.prefixes.digest")))
+        found.append(Prefix(count, hex_digits(values, "kvhma.prefixes.digest")))
     return tuple(found)
 
 
@@ -354,10 +366,3 @@ def _random_id(values: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, str) or not _HEX_ID.fullmatch(value):
         raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 16 hexadecimal digits")
     return int(value, 16)
-
-
-def _hex_digest(values: Mapping[str, Any], key: str) -> str:
-    value = _get(values, key)
-    if not isinstance(value, str) or not _HEX_DIGEST.fullmatch(value):
-        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 32 hexadecimal digits")
-    return value

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvhma.errors import RequestError
-from kvhma.text import quote
-from kvhma.vllm.wire.params import Address, read_address
+from kvhma.vllm.wire.params import Address, hex_digits, read_address
 
 TICKET = "kvhma_ticket"
 """Key of the ticket that a proxy draws when it asks P and D at once."""
-
-_TICKET = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class Ticket(NamedTuple):
@@ -35,12 +30,7 @@ def read_ticket_id(params: Mapping[str, Any]) -> bytes | None:
     Raises:
         RequestError: it is none.
     """
-    text = params.get(TICKET)
-    if text is None:
-        return None
-    if not isinstance(text, str) or _TICKET.fullmatch(text) is None:
-        raise RequestError(f"kv_transfer_params: {TICKET} is {quote(text)}, expected 32 hexadecimal digits")
-    return bytes.fromhex(text)
+    return None if params.get(TICKET) is None else bytes.fromhex(hex_digits(params, TICKET))
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket | None:
