@@ -40,6 +40,7 @@ from kvhma.vllm.worker.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.identity import EXTRA, IDENTITY
 from support.pairs import heads, latent, rank, state
+from support.schedulers import manager
 
 TOKENS = 40
 NAMES = itertools.count()
@@ -94,6 +95,7 @@ class Engine:
             transfer_groups=(0, 1, 2, 3),
         )
         self.scheduler = KvhmaScheduler(read, Secrets(), facts)
+        self.scheduler.context.manager = manager()
         self.scheduler.serve({(0, index): one.hello for index, one in enumerate(self.ranks)})
         self.ended: dict[str, bool] = {}
         self.failures: dict[str, Failure] = {}
@@ -128,7 +130,6 @@ class Engine:
         output = SimpleNamespace(
             finished_recving=done,
             failed_recving=done & self._failed,
-            finished_sending=set(),
             kv_connector_worker_meta=None if total.is_empty else total,
         )
         self._failed -= done
@@ -179,8 +180,8 @@ def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
     """Let P's ranks hold a prompt, and have its scheduler hand it over."""
     asked = request(name, {"do_remote_decode": True})
     p.scheduler.add(asked)
-    held, params = p.scheduler.finish(asked, tables(1))
-    assert held
+    params = p.scheduler.finish(asked, tables(1))
+    assert params is not None
     remote = PrefillParams.from_params(params, Secrets(), num_prompt_tokens=TOKENS + 1)
     for one in p.ranks:
         fill_source(one.memory, one.geometry, remote.spans)

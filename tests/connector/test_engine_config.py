@@ -14,6 +14,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvhma.errors import UnsupportedPairError
+from kvhma.versions import series
 from kvhma.vllm import engine_config
 from kvhma.vllm.engine_config import check_config, writer_of
 from kvhma.vllm.formats import Writer
@@ -24,7 +25,7 @@ def config(**more):
     speculative = more.get("speculative_config")
     names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     parallel = dict.fromkeys(names, 1)
-    model = {"enable_return_routed_experts": False}
+    model = {"enable_return_routed_experts": False, "disable_cascade_attn": True}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: more.get(name, value) for name, value in parallel.items()}),
         model_config=SimpleNamespace(**{name: more.get(name, value) for name, value in model.items()}),
@@ -45,6 +46,16 @@ def test_a_plain_engine():
 def test_refused(name, found, needed):
     with pytest.raises(UnsupportedPairError, match=f"{name} is {found}, the kvhma connector supports only {needed}"):
         check_config(config(**{name: found}))
+
+
+def test_cascade_attention():
+    """0.31 counts who uses a block, blocks that are kept too: it took those of some requests for those of all."""
+    asked = config(disable_cascade_attn=False)
+    if series(vllm.__version__) < (0, 32):
+        with pytest.raises(UnsupportedPairError, match=r"disable_cascade_attn is False, .* supports only True"):
+            check_config(asked)
+    else:
+        check_config(asked)
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])

@@ -11,7 +11,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.metadata import WorkerReport
-from support.schedulers import STEP, blocks, output, request, scheduler, tables, until
+from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables, until
 
 TICKET = "0123456789abcdef" * 2
 N = 10 * 16
@@ -22,7 +22,7 @@ class Manager:
 
     def __init__(self):
         self.tables = {}
-        self.block_pool = SimpleNamespace(num_gpu_blocks=1000)
+        self.block_pool = manager().block_pool
 
     def get_blocks(self, request_id):
         tables = self.tables[request_id]
@@ -74,7 +74,7 @@ class Prefill:
         )
 
     def finish(self, asked, **more):
-        return self.scheduler.finish(asked, self.manager.tables[asked.request_id])[1]
+        return self.scheduler.finish(asked, self.manager.tables[asked.request_id])
 
     def params_of_d(self, ticket=TICKET):
         address = self.scheduler.context.engine.address

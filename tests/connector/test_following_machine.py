@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
 
 from kvhma.vllm.metadata import WorkerReport
-from support.schedulers import STEP, output, request, scheduler
+from support.schedulers import STEP, manager, output, request, scheduler
 
 SIZE = 16
 BLOCKS = 12
@@ -32,8 +32,7 @@ class Machine:
         self.rng = random.Random(f"following {seed}")
         self.p, self.d = scheduler(), scheduler(ranks=1, piece_tokens=SIZE * self.rng.randrange(1, 4))
         self.ticket = f"{seed:032x}"
-        self.p.context.manager = SimpleNamespace(
-            block_pool=SimpleNamespace(num_gpu_blocks=1000),
+        self.p.context.manager = manager(
             get_blocks=lambda name: SimpleNamespace(
                 blocks=tuple([SimpleNamespace(block_id=one) for one in row] for row in self.tables)
             ),
@@ -121,7 +120,7 @@ class Machine:
         asked.status.name = status
         asked.num_computed_tokens = self.computed
         self.over = status
-        if self.p.finish(asked, self.tables)[1] is None:
+        if self.p.finish(asked, self.tables) is None:
             self.junk.update(block for table in self.tables for block in table)
 
     # --- and at D

@@ -12,7 +12,7 @@ from itertools import count, repeat
 import pytest
 
 from kvhma.vllm.scheduler import lease_table
-from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
+from kvhma.vllm.scheduler.lease_table import EndedLease, LeaseEnd, LeaseTable
 from kvhma.vllm.wire.params import LeaseKey
 from support.lease_protocol import DIGEST, LEASE, Clock, Explorer, Phase, Rules, World
 
@@ -23,7 +23,7 @@ HONEST = Rules()
 class FreesWithoutEnding(LeaseTable):
     """Gives blocks back, and goes on to extend the lease."""
 
-    def drain_ended(self) -> dict[LeaseEnd, list[str]]:
+    def drain_ended(self) -> dict[LeaseEnd, list[EndedLease]]:
         kept = dict(self._held)
         ended = super().drain_ended()
         self._held = kept

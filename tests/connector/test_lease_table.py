@@ -10,6 +10,7 @@ from kvhma.vllm.scheduler import lease_table
 from kvhma.vllm.scheduler.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseEnd, LeaseTable, LeaseUsage
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
+from support.leases import ended
 
 HELD, ENDED, OTHER, FULL = LeaseState.HELD, LeaseState.ENDED, LeaseState.OTHER, LeaseState.FULL
 LEASE = 30.0
@@ -58,11 +59,6 @@ def claim(key, reader=1, digest=None):
 def renew(table, key, reader=1):
     (state,) = table.renew([claim(key, reader)])
     return state
-
-
-def ended(table):
-    """What has ended, without the reasons that nothing ended for."""
-    return {why: names for why, names in table.drain_ended().items() if names}
 
 
 def pass_overdue(table, clock):
@@ -236,7 +232,7 @@ def test_who_is_told_held_has_been_so_all_the_time(table, clock):
             table.release([claim(key, reader)], rng.choice(list(Outcome)))
             if len(table) == 0:
                 break
-        for names in table.drain_ended().values():
+        for names in ended(table).values():
             given_back.update(names)
         # One that a release ended is gone before the next step reports it.
         given_back.update(key.request_id for key in keys if key not in table._held)
@@ -440,11 +436,11 @@ def test_several_threads_at_once():
     reported = []
     for key in keys:
         table.add(key, digest_of(key), [key.generation % 50, 50 + key.generation])
-        reported += [name for names in table.drain_ended().values() for name in names]
+        reported += [name for names in ended(table).values() for name in names]
     for thread in threads:
         thread.join()
     table.release([claim(key) for key in keys], Outcome.READ)
-    reported += [name for names in table.drain_ended().values() for name in names]
+    reported += [name for names in ended(table).values() for name in names]
     assert errors == []
     assert sorted(reported, key=int) == [key.request_id for key in keys]
     assert table.usage() == LeaseUsage(0, 0, 0.0)

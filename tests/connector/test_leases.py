@@ -36,6 +36,7 @@ from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker.lease import LeaseQuestion
 from support.counted import Counted
 from support.engines.engine import free_port
+from support.leases import ended
 from support.listening import hostile
 
 DIGEST = b"d" * 16
@@ -131,7 +132,7 @@ def test_the_renewer_keeps_a_lease_and_releases_it(address, renewer):
         until(lambda: end_of(table, key) > expires + 0.5)
         renewer.release(address, claim(key), Outcome.READ)
         until(lambda: len(table) == 0)
-        assert table.drain_ended()[LeaseEnd.READ] == ["a"]
+        assert ended(table)[LeaseEnd.READ] == ["a"]
     finally:
         listener.close()
 
@@ -509,7 +510,7 @@ def test_who_has_read_releases_with_the_same_question(clients, table):
     question.check(2)
     with pytest.raises(LeaseEndedError):
         question.check(1)
-    assert table.drain_ended() == {LeaseEnd.READ: ["a"]}
+    assert ended(table) == {LeaseEnd.READ: ["a"]}
     assert len(table) == 1, "one of several readers keeps it a little longer"
 
 
@@ -517,9 +518,9 @@ def test_a_reader_that_releases_leaves_the_others_theirs(clients, table):
     key = add(table, "a")
     ask(clients, claim(key, 1))
     ask(clients, claim(key, 2), outcomes=[Outcome.READ]).check(0)
-    assert table.drain_ended() == {}
+    assert ended(table) == {}
     ask(clients, claim(key, 1), outcomes=[Outcome.READ]).check(0)
-    assert table.drain_ended() == {LeaseEnd.READ: ["a"]}
+    assert ended(table) == {LeaseEnd.READ: ["a"]}
 
 
 def test_each_claim_has_an_outcome(clients, table):
@@ -532,7 +533,7 @@ def test_each_claim_has_an_outcome(clients, table):
 
 def test_what_is_not_held_after_the_read_may_have_been_lost(clients, table):
     key = add(table, "a")
-    until(lambda: table.drain_ended().get(LeaseEnd.UNCLAIMED))
+    until(lambda: ended(table).get(LeaseEnd.UNCLAIMED))
     with pytest.raises(LeaseEndedError, match="P does not hold 'a' for this reader: its lease has ended") as caught:
         ask(clients, claim(key)).check(0)
     assert not isinstance(caught.value, LeaseUnknownError)

@@ -59,7 +59,6 @@ def test_orders_of_a_step_come_as_they_were_given(again):
         LOADS,
         {"r": "why"},
         ["g"],
-        ["s"],
         [((Span(0, [1]),), (Span(0, [2]),))],
         idle=True,
         step=5,

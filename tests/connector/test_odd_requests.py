@@ -57,7 +57,7 @@ def staging_scheduler(slots=1000, **more):
 
 
 def scheduled(p, name, count, held):
-    p.context.manager = SimpleNamespace(get_block_ids=lambda _: held)
+    p.context.manager.get_block_ids = lambda _: held
     return p.step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).copy_to_host
 
 
@@ -75,8 +75,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
         assert [len(span.ids) for span in copied] == [len(span.ids) for span in slots]
         assert copied[0].ids[0] == after[0][0]
         asked.num_computed_tokens = 40
-        held, params = p.finish(asked, after)
-        assert held
+        params = p.finish(asked, after)
         named = [text for _, text in params["kvhma"]["spans"]]
         assert [ids_to_text(span.ids) for span in slots] == named
     finally:
@@ -91,7 +90,7 @@ def handed_over(p, name):
     asked.num_computed_tokens = 0
     copied = scheduled(p, name, 40, tables(p))
     asked.num_computed_tokens = 40
-    _, params = p.finish(asked, tables(p))
+    params = p.finish(asked, tables(p))
     return params, {slot for _, slots in copied for span in slots for slot in span.ids}
 
 
@@ -143,7 +142,7 @@ def test_a_request_that_nobody_reads_gives_its_slots_back():
         asked.num_computed_tokens = 0
         scheduled(p, "r", 40, tables(p))
         asked.status = SimpleNamespace(name="FINISHED_ABORTED")
-        assert p.finish(asked, tables(p)) == (False, None)
+        assert p.finish(asked, tables(p)) is None
         assert len(p.prefill._slots._free) == 1000
     finally:
         p.close()
@@ -158,7 +157,7 @@ def test_a_prompt_is_copied_once():
             asked.num_computed_tokens = computed
             assert len(scheduled(p, "r", count, tables(p))) == copies
         asked.num_computed_tokens = 42
-        assert p.finish(asked, tables(p))[0]
+        assert p.finish(asked, tables(p)) is not None
         assert (p.prefill._to_stage, p.prefill._staged) == ({}, {})
     finally:
         p.close()
@@ -174,7 +173,7 @@ def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
         assert len(scheduled(p, "r", 1, tables(p))) == 1
         asked._all_token_ids.extend(range(4))
         asked.num_computed_tokens = 4
-        assert p.finish(asked, tables(p)) == (False, None)
+        assert p.finish(asked, tables(p)) is None
     finally:
         p.close()
 

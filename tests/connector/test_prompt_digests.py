@@ -56,8 +56,8 @@ def go_on(monkeypatch):
 def params(p):
     asked = request("at p", params={"do_remote_decode": True})
     p.add(asked)
-    held, params = p.finish(asked, tables(p))
-    assert held
+    params = p.finish(asked, tables(p))
+    assert params is not None
     return json.loads(json.dumps(params))
 
 
@@ -123,7 +123,7 @@ def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
         d.allocated(asked, blocks(d), 0)
     else:
         asked.status.name = "FINISHED_ABORTED"
-    assert d.finish(asked, tables(d)) == (False, None)
+    assert d.finish(asked, tables(d)) is None
     assert (d.decode.pending, d.decode._uncompared) == ({}, {})
     assert (told, d.decode.renewer._sessions) == ([], {})
     assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
@@ -134,7 +134,7 @@ def test_one_that_ends_before_it_is_compared_lets_p_go(params, p, d, go_on, told
     asked = request(params=params, status="FINISHED_ABORTED")
     d.add(asked)
     go_on.set()
-    assert d.finish(asked, tables(d)) == (False, None)
+    assert d.finish(asked, tables(d)) is None
     assert told == [Outcome.READ]
     until(lambda: len(p.context.leases) == 0)
 
@@ -178,7 +178,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
         asked.num_computed_tokens = 50  # what is handed over is something else than was expected
     else:
         asked.status.name = "FINISHED_ABORTED"
-    _, params = p.finish(asked, tables(p))
+    params = p.finish(asked, tables(p))
     if end == "aborted":
         assert params is None
     else:

@@ -21,7 +21,7 @@ from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_c
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
-from support.schedulers import BUSY, STEP, blocks, output, request, scheduler, tables, until
+from support.schedulers import BUSY, STEP, blocks, frees, kept, manager, output, request, scheduler, tables, until
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def d():
 def finished_at(p, **more):
     asked = request("at p", params={"do_remote_decode": True}, **more)
     p.add(asked)
-    held, params = p.finish(asked, tables(p))
-    assert held
+    params = p.finish(asked, tables(p))
+    assert params is not None
     return json.loads(json.dumps(params))
 
 
@@ -55,13 +55,13 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
     (load,) = d.step(STEP).loads
     assert (load.num_tokens, load.cached) == (40, 0)
     assert d.step(STEP).loads == []
-    assert p.step(STEP).sent == []
+    assert frees(p, [])
     d.results(output(["r"]))
     until(lambda: len(p.context.leases) == 0)
-    assert p.step(STEP).sent == ["at p"]
-    assert p.step(STEP).sent == []
+    assert frees(p, tables(p))
+    assert kept(p) == set()
     assert d.matched_tokens(asked, 0) == (0, False)
-    assert d.finish(asked, tables(d)) == (False, None)
+    assert d.finish(asked, tables(d)) is None
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
         assert leases.finish([claim], [order.outcome]) == [LeaseState.HELD]
         assert leases.renew([claim]) == [LeaseState.HELD], "kept for other samples"
         d.results(output(["0_r"]))
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
     finally:
         d.close()
 
@@ -251,7 +251,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     d.allocated(other, blocks(d), 0)
     metadata = d.step(STEP)
     assert (metadata.loads, metadata.refusals) == ([], {})
-    assert d.finish(other, tables(d)) == (False, None)
+    assert d.finish(other, tables(d)) is None
     assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
     assert d.decode.renewer._sessions == {}, "P has not heard of it"
     right = request(params=params)
@@ -259,7 +259,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     load(d, right)
     d.results(output(["r"]))
     until(lambda: len(p.context.leases) == 0)
-    assert p.step(STEP).sent == ["at p"]
+    assert frees(p, tables(p))
     assert p.take_stats() is None, "no lease ended unread"
 
 
@@ -299,7 +299,7 @@ def test_samples_of_one_prompt(p, d):
     for number, asked in enumerate(samples):
         assert len(p.context.leases) == 1, number
         d.results(output([asked.request_id]))
-    until(lambda: p.step(STEP).sent == ["at p"])
+    until(lambda: frees(p, tables(p)))
 
 
 def test_samples_on_two_engines(p, d):
@@ -313,9 +313,9 @@ def test_samples_on_two_engines(p, d):
         other.add(there)  # after the first has been read
         load(other, there)
         time.sleep(0.2)
-        assert p.step(STEP).sent == []
+        assert frees(p, [])
         other.results(output([there.request_id]))
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
     finally:
         other.close()
 
@@ -326,11 +326,11 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
     d.add(first)
     load(d, first)
     d.results(output([first.request_id]))
-    until(lambda: p.step(STEP).sent == ["at p"])
+    until(lambda: frees(p, tables(p)))
     d.add(late)
     until(lambda: d.matched_tokens(late, 0) == (0, False))
     d.allocated(late, blocks(d), 0)
-    assert d.finish(late, tables(d)) == (False, None)
+    assert d.finish(late, tables(d)) is None
     assert d.decode.pending == {}
     assert d.take_stats().data["computed_prompts"]["late_reader"] == 1
 
@@ -355,7 +355,7 @@ def test_parameters_that_come_twice(p, d):
     d.allocated(first, blocks(d), 40)
     d.results(output(["b"]))
     d.results(output(["a"]))
-    until(lambda: p.step(STEP).sent == ["at p"])
+    until(lambda: frees(p, tables(p)))
 
 
 @pytest.mark.parametrize("what", ["fail", "recompute", "aborted"])
@@ -375,15 +375,15 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
             first.finish(asked, tables(first))
         first.results(output(["r"], ["r"], {"r": Failure("unsupported", "no", passing=False)}))
         if what != "fail":  # answered, or not wanted any more
-            until(lambda: p.step(STEP).sent == ["at p"])
+            until(lambda: frees(p, tables(p)))
             return
         until(lambda: not any(held.readers for held in p.context.leases._held.values()))
-        assert p.step(STEP).sent == []
+        assert frees(p, [])
         again = request(params=params)
         second.add(again)
         load(second, again)
         second.results(output(["r"]))
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
     finally:
         first.close()
         second.close()
@@ -398,8 +398,7 @@ def test_p_that_went_one_token_too_far(has_state):
         asked.get_skip_reading_prefix_cache = lambda: True
         p.add(asked)
         assert asked.num_prompt_tokens == 40
-        held, params = p.finish(asked, tables(p))
-        assert held
+        params = p.finish(asked, tables(p))
         assert params["kvhma"]["tokens"] == (40 if has_state else 39)
         at_d = request(params=json.loads(json.dumps(params)))
         d.add(at_d)
@@ -409,7 +408,7 @@ def test_p_that_went_one_token_too_far(has_state):
         else:
             assert load(d, at_d, 39).num_tokens == 39
             d.results(output(["r"]))
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
     finally:
         p.close()
         d.close()
@@ -421,7 +420,8 @@ def test_a_window_that_p_has_passed_is_not_handed_on(p):
     p.add(asked)
     full, sliding, state = tables(p)
     for passed, held in ((1, True), (2, False)):
-        assert p.finish(asked, [full, [0] * passed + sliding[passed:], state])[0] is held
+        params = p.finish(asked, [full, [0] * passed + sliding[passed:], state])
+        assert (params is not None) is held
 
 
 def test_fewer_tokens_than_p_has():
@@ -444,7 +444,7 @@ def test_windows_that_are_ahead_are_computed_here(p):
         d.add(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
         assert d.take_stats().data["computed_prompts"]["state_ahead"] == 1
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
     finally:
         d.close()
 
@@ -453,7 +453,7 @@ def test_windows_that_are_ahead_are_computed_here(p):
 def test_what_did_not_end_well_is_not_held(p, status):
     asked = request(params={"do_remote_decode": True}, status=status)
     p.add(asked)
-    assert p.finish(asked, tables(p)) == (False, None)
+    assert p.finish(asked, tables(p)) is None
 
 
 def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
@@ -462,8 +462,8 @@ def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
         made = scheduler(has_state=True, drafted_state=drafted)
         decoded = request("decoded", tokens=43, params=wanted)
         decoded.num_prompt_tokens = 40
-        assert made.finish(request("prompt", params=wanted), tables(made))[0]
-        assert made.finish(decoded, tables(made))[0] is not drafted
+        assert made.finish(request("prompt", params=wanted), tables(made)) is not None
+        assert (made.finish(decoded, tables(made)) is None) is drafted
         made.close()
     assert "it decoded 3 tokens with speculative_config" in caplog.text
 
@@ -501,11 +501,11 @@ def test_a_lease_that_ends_is_reported_once(caplog):
         finished_at(p)
         assert p.take_stats() is None
         time.sleep(1.1)
-        assert p.step(STEP).sent == [], "a renewal may be waiting"
+        assert frees(p, []), "a renewal may be waiting"
         assert p.take_stats().data["held_leases"] == 1
         time.sleep(OVERDUE_SECONDS)
-        assert p.step(STEP).sent == ["at p"]
-        assert p.step(STEP).sent == []
+        assert frees(p, tables(p))
+        assert frees(p, [])
         data = p.take_stats().data
         assert (data["expired"], data["held_leases"]) == ({"unclaimed": 1}, 0)
         assert p.take_stats() is None
@@ -523,7 +523,7 @@ def test_the_reason_of_a_lease_that_ends_is_logged(d, caplog):
         d.step(STEP)  # it was not scheduled, so it is claimed
         until(lambda: any(held.readers for held in p.context.leases._held.values()))
         d.close()  # it is killed
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
         assert p.take_stats().data["expired"] == {"not_renewed": 1}
     finally:
         p.close()
@@ -540,7 +540,7 @@ def test_names_of_clients_do_not_fill_the_log(p, caplog):
         held.expires = 0
     p.step(STEP)
     time.sleep(OVERDUE_SECONDS)
-    assert len(p.step(STEP).sent) == 100
+    assert frees(p, tables(p)), "all 100 have the same"
     (line,) = [record.getMessage() for record in caplog.records if "the lease ended" in record.getMessage()]
     assert "100 requests" in line
     assert line.isprintable()
@@ -548,19 +548,21 @@ def test_names_of_clients_do_not_fill_the_log(p, caplog):
 
 
 def bind(p, num_gpu_blocks):
+    """Bind a manager of so many blocks; in the tests there is room for all requests."""
     single = SimpleNamespace(num_cached_block={}, block_size=16)
     coordinator = SimpleNamespace(single_type_managers=[single], enable_partial_hash_hits=False)
-    p.bind(SimpleNamespace(coordinator=coordinator, block_pool=SimpleNamespace(num_gpu_blocks=num_gpu_blocks)))
+    p.bind(manager(num_gpu_blocks, coordinator=coordinator))
+    p.context.manager = manager()
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0.5, 5), (0.25, 2), (1.0, 10)])
-def test_unread_requests_keep_a_share_of_the_blocks_only(caplog, share, kept):
+@pytest.mark.parametrize(("share", "count"), [(0.5, 5), (0.25, 2), (1.0, 10)])
+def test_unread_requests_keep_a_share_of_the_blocks_only(caplog, share, count):
     """20 requests that nobody reads pinned 95 % of P's blocks until their leases ended."""
     p = scheduler(max_held_share=share)
     groups = len(p.context.geometry.groups)
     try:
         bind(p, 1 + 10 * 10 * groups)
-        told = []
+        every = []
         for at in range(20):
             asked = request(f"at p {at}", params={"do_remote_decode": True})
             p.add(asked)
@@ -568,18 +570,16 @@ def test_unread_requests_keep_a_share_of_the_blocks_only(caplog, share, kept):
                 [1 + block for block in range(10 * (at * groups + group), 10 * (at * groups + group + 1))]
                 for group in range(groups)
             ]
-            held, params = p.finish(asked, table)
-            assert held
-            told.append(params)
-            assert len(p.context.leases) <= kept
-        sent = p.step(STEP).sent
-        assert sent == [f"at p {at}" for at in range(20 - kept)], "the oldest go first"
-        assert p.take_stats().data["held_dropped"] == 20 - kept
+            assert p.finish(asked, table) is not None
+            every += table
+            assert len(p.context.leases) <= count
+        assert frees(p, every[: (20 - count) * groups]), "the oldest go first"
+        assert p.take_stats().data["held_dropped"] == 20 - count
         usage = p.context.leases.usage()
-        assert (usage.requests, usage.blocks) == (kept, 10 * groups * kept)
+        assert (usage.requests, usage.blocks) == (count, 10 * groups * count)
     finally:
         p.close()
-    assert f"({20 - kept} requests: at p 0, at p 1" in caplog.text
+    assert f"({20 - count} requests: at p 0, at p 1" in caplog.text
 
 
 def test_requests_that_are_claimed_stay_however_many_there_are(d):
@@ -594,11 +594,12 @@ def test_requests_that_are_claimed_stay_however_many_there_are(d):
         for at in range(8):
             asked = request(f"more {at}", params={"do_remote_decode": True})
             p.add(asked)
-            assert p.finish(asked, tables(p, 100 * at + 100))[0]
-        assert "at p" not in p.step(STEP).sent
+            assert p.finish(asked, tables(p, 100 * at + 100)) is not None
+        p.step(STEP)
+        assert set(tables(p)[0]) <= kept(p)
         load(d, first)
         d.results(output(["first"]))
-        until(lambda: "at p" in p.step(STEP).sent)
+        until(lambda: frees(p, tables(p)))
         assert "expired" not in p.take_stats().data
     finally:
         p.close()
@@ -627,7 +628,7 @@ def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(
     digest, which has no secret. P held his request, so D loaded the other tenant's cache and continued its prompt."""
     victim = request("victim", params={"do_remote_decode": True})
     p.add(victim)
-    _, theirs = p.finish(victim, tables(p, start=300))
+    theirs = p.finish(victim, tables(p, start=300))
     mine = finished_at(p)
     params = forged(mine, theirs)
     assert params["kvhma"]["spans"] == json.loads(json.dumps(theirs["kvhma"]["spans"]))
@@ -656,7 +657,7 @@ def test_engines_that_share_a_secret():
         d.add(asked)
         load(d, asked)
         d.results(output(["r"]))
-        until(lambda: p.step(STEP).sent == ["at p"])
+        until(lambda: frees(p, tables(p)))
         own = request(params=finished_at(without))
         d.add(own)
         d.allocated(own, blocks(d), 40)

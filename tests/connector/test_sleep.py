@@ -21,9 +21,11 @@ from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
 from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.scheduler.kept_blocks import keep_blocks
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
 from support.engines.engine import free_port
+from support.schedulers import kept, manager
 
 BLOCKS, TOKENS = 16, 32
 DIGEST = b"d" * 16
@@ -46,6 +48,7 @@ class Engine:
         self.worker = KvhmaConnector(config, WORKER, layout)
         self.scheduler = KvhmaConnector(config, SCHEDULER, layout)
         self.worker.register_kv_caches({"layer": self.cache})
+        self.scheduler._scheduler.context.manager = manager(BLOCKS)
         self.publish()
 
     def publish(self) -> None:
@@ -66,7 +69,8 @@ class Engine:
     def hold(self, name: str, blocks: list[int]) -> PrefillParams:
         """Parameters of a request whose blocks are held."""
         key = LeaseKey(name, random_id())
-        self.leases.add(key, DIGEST, blocks)
+        pool = self.scheduler._scheduler.context.manager.block_pool
+        self.leases.add(key, DIGEST, keep_blocks(pool, [blocks], 0))
         return PrefillParams(
             address=self.address,
             engine_id=self.scheduler._engine_id,
@@ -132,7 +136,8 @@ def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):
     assert d.load("asleep", old, [1, 2, 3]) is not None
     p.wake()
     assert d.load("awake", old, [1, 2, 3]) == "handshake"
-    assert "held" in p.scheduler.build_connector_meta(step_of()).sent, "or vLLM kept its blocks for ever"
+    p.scheduler.build_connector_meta(step_of())
+    assert kept(p.scheduler._scheduler) == set(), "or its blocks were kept for ever"
     assert len(p.leases) == 0
     assert_read(p, d, "after")
 

@@ -42,6 +42,7 @@ from support.counted import Counted
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
+from support.leases import ended
 
 PAGE = 4096
 PAGES = 64
@@ -416,7 +417,7 @@ def test_a_read_during_which_d_stood_still_is_not_believed(p, d, held_reads, mon
     p.listen()
     stop_clock(monkeypatch)
     d.start(a=(p.remote("a", [1]), [1]))
-    until(lambda: ["a"] in p.leases.drain_ended().values())  # P frees the blocks
+    until(lambda: ["a"] in ended(p.leases).values())  # P frees the blocks
     p.memory[PAGE : 2 * PAGE] = 0  # and another request writes there
     held_reads.set()
     assert d.ended("a") == {"a": "expired"}

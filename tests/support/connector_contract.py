@@ -66,7 +66,7 @@ HOOKS = (
     Hook("request_finished_all_groups", "(request, block_ids)", True, "whether blocks are held, and the parameters"),
     Hook("register_finished_partial_tail", "(request, block_ids, partial_tail_offloads)", False, "none is offloaded"),
     Hook("has_pending_block_frees", "()", True, "whether answers were given up for a request that lacks blocks"),
-    Hook("has_pending_push_work", "()", False, "False: nothing is pushed"),
+    Hook("has_pending_push_work", "()", True, "blocks that are kept let vLLM's loop rest, unless a step is due"),
     Hook("take_events", "()", False, "vLLM itself tells of the blocks that it caches after a load"),
     Hook("reset_cache", "()", False, "there is no cache beside vLLM's, and what is held is not in its reach"),
     # The worker's side.

@@ -94,9 +94,8 @@ def compare(
 ) -> None:
     """Hand over prompts of some lengths, one after the other, and compare each with the plain engine.
 
-    Where `ranks_differ` from the plain engine's, sums are rounded otherwise. The plain engine answers first: an engine
-    that holds blocks steps without a pause, and on two cores it and one that computes beside it can keep everything
-    else from running for as long as the blocks are held.
+    Where `ranks_differ` from the plain engine's, sums are rounded otherwise. The plain engine answers first, so that
+    nothing computes beside a hand-off.
     """
     worst = 0.0
     for prompt in prompts(name, lengths):

@@ -241,7 +241,6 @@ class Worker:
         connector.wait_for_save()
         results = connector.get_transfer_results(set())
         output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             kv_connector_stats=connector.get_kv_connector_stats(),

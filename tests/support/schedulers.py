@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+from vllm.v1.core.block_pool import BlockPool
+
 from kvhma import Geometry
 from kvhma.nixl import encode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
@@ -56,9 +58,28 @@ def scheduler(
         may_wait=may_wait,
     )
     made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)
+    made.context.manager = manager()
     hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
     made.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
     return made
+
+
+def manager(num_gpu_blocks=4000, **more):
+    """A manager of blocks of which the pool is there, vLLM's own. No request of the test has any of its blocks."""
+    return SimpleNamespace(block_pool=BlockPool(num_gpu_blocks, True, 16), **more)
+
+
+def kept(of):
+    """The blocks that are kept for others."""
+    pool = of.context.manager.block_pool
+    return {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null}
+
+
+def frees(of, tables):
+    """Whether a step without work frees just these blocks."""
+    before = kept(of)
+    of.step(STEP)
+    return before - kept(of) == {block for table in tables for block in table}
 
 
 def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):

@@ -105,7 +105,6 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
         self._hello: WorkerHello | None = None
-        self._sent: set[str] = set()
         self._report: WorkerReport | None = None
         self._memory: Memory | None = None
         self._caches: dict[str, torch.Tensor] = {}
@@ -166,18 +165,22 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.results(connector_output)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks of answers will be free soon, so that no request has to be preempted for others."""
+        """Whether the next step has more blocks, so that no request has to be preempted for others."""
         return self._scheduler.make_room()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether to step on with nothing to compute. Nothing is pushed; blocks that are kept need no steps."""
+        return self._scheduler.needs_step()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Take note of the end of a request of an engine with one group."""
-        return self._scheduler.finish(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take note of the end of a request."""
-        return self._scheduler.finish(request, block_ids)
+        """Take note of the end of a request. What others read is kept by the connector, so vLLM keeps nothing."""
+        return False, self._scheduler.finish(request, block_ids)
 
     # --- worker's side -------------------------------------------------------------------------------------
 
@@ -291,10 +294,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the loads of this step; returns at once. The step may have been launched by now."""
         metadata = self._get_connector_metadata()
-        if isinstance(metadata, StepMetadata):
-            self._sent.update(metadata.sent)
-            if self._worker is not None:
-                self._worker.start_loads(metadata)
+        if isinstance(metadata, StepMetadata) and self._worker is not None:
+            self._worker.start_loads(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before a request is scheduled."""
@@ -311,16 +312,15 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return what has ended, each request once; failed ones are among the received."""
-        sent, self._sent = self._sent, set()
         if self._worker is None:
-            return KVConnectorTransferResults(finished_sending=sent)
+            return KVConnectorTransferResults()
         metadata = self._connector_metadata
         metadata = metadata if isinstance(metadata, StepMetadata) else StepMetadata()
         received, report = self._worker.collect(idle=metadata.idle)
         report.step = metadata.step
         self._report = None if report.is_empty else report
         failed = {request_id for request_id, failure in report.failures.items() if not failure.optional}
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what the scheduler has to know of loads that ended."""

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import SettingsError, UnsupportedPairError
@@ -68,6 +69,9 @@ def check_config(config: VllmConfig) -> None:
     # Before 0.33 vLLM says nothing when it remaps the caches, and other engines would read what is there instead.
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         required.append(("enable_sleep_mode", getattr(model, "enable_sleep_mode", False), False))
+    # In 0.31 it takes a block for one of all running requests by how many use it, and does not know who keeps blocks.
+    if hasattr(FullAttentionManager, "get_num_common_prefix_blocks"):
+        required.append(("disable_cascade_attn", getattr(model, "disable_cascade_attn", True), True))
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         found = getattr(parallel, name, 1)
         if found > 1 and (speculative := getattr(config, "speculative_config", None)) is not None:

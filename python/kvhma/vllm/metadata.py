@@ -115,7 +115,6 @@ class StepMetadata(KVConnectorMetadata):
         loads: requests to read.
         refusals: requests that cannot be read, and why; the workers report them as failed.
         given_up: requests that have ended before all of them was read, and of which nothing is read any more.
-        sent: requests whose blocks are not kept for others any more, to be reported as sent.
         copy_to_host: blocks to copy to host memory after this step, and the slots to copy them to: for each request, a
             span for each group.
         idle: whether nothing is computed in this step.
@@ -127,7 +126,6 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
-    sent: list[str] = field(default_factory=list)
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
     step: int | None = None

@@ -462,7 +462,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to do, and nobody's blocks are kept."""
-        return not self.scheduler.requests and not self._loading and not self._in_flight
+        return not (self.scheduler.requests or self.kvhma.needs_step() or self._loading or self._in_flight)
 
     def garbage(self, blocks: Any) -> None:
         """Overwrite blocks."""
@@ -478,10 +478,8 @@ class Engine:
 
     def forget(self) -> None:
         """Reset the prefix cache, for which vLLM preempts what runs; it cannot while blocks are loaded or kept."""
-        kept = any(
-            request.is_finished()
-            or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            or request.num_computed_tokens
+        kept = self.kvhma.needs_step() or any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens
             for request in self.scheduler.requests.values()
             if request not in self.scheduler.running
         )
@@ -679,7 +677,6 @@ class Engine:
                     report = report.aggregate(WorkerReport({name: loading.failure}))
         self.counts.failed += len(failed)
         return KVConnectorOutput(
-            finished_sending=set(metadata.sent),
             finished_recving=received,
             failed_recving=failed,
             kv_connector_worker_meta=report if report.failures or report.first_tokens else None,

@@ -22,10 +22,21 @@ def _state(self: Any) -> dict[str, Any]:
         "scheduler": type(scheduler).__name__,
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
-        "requests": {request.request_id: request.status.name for request in scheduler.requests.values()},
+        "requests": {request.request_id: request.status.name for request in scheduler.requests.values()} | _kept(self),
         "free_blocks": pool.get_num_free_blocks(),
         "all_blocks": pool.num_gpu_blocks,
     }
+
+
+def _kept(self: Any) -> dict[str, str]:
+    """Requests that have ended, whose blocks kvhma's connector keeps, or has not freed yet."""
+    connector = self.scheduler.connector
+    for one in (connector, *getattr(connector, "_connectors", ())):
+        if (ours := getattr(one, "_kvhma_scheduler", None)) is not None:
+            leases = ours.context.leases
+            ended = (lease.key for found in leases._ended.values() for lease in found)
+            return {key.request_id: "kept" for key in (*leases._held, *ended)}
+    return {}
 
 
 def _blocks(self: Any, request_id: str) -> list[list[int]]:

@@ -11,16 +11,17 @@ read. P asks D first, and computes what it cannot have.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvhma._kvhma import first_entries, join_tables
+from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError, OtherPromptError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.vllm.scheduler.context import SchedulerContext
+from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY
+from kvhma.vllm.scheduler.kept_blocks import keep_blocks
 from kvhma.vllm.scheduler.lease_table import Blocks
 from kvhma.vllm.scheduler.pending_load import is_sample
 from kvhma.vllm.scheduler.prefill import FINISHED_WELL, PrefillScheduler
@@ -29,32 +30,31 @@ from kvhma.vllm.wire.peer_log import logger
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _MAX_PREFIXES = 16
 _PREFIX_TOKENS = 64
 """How many parts of an answer are named for a next prompt that differs further on, and tokens between two at least."""
 
-_SETTLE_SECONDS = 10.0
-"""How long an answer is kept that a step may still write to. Such a step ends long before, or never."""
-
 _ROOM_SHARE = 1 / 32
 """Share of the blocks that is given up at once where a request that runs lacks blocks."""
-
-_FREE_SECONDS = 2.0
-"""How long others are kept from being preempted, waiting for blocks that were given up: workers report them at once."""
 
 
 @dataclass(frozen=True)
 class _Settling:
-    """An answer whose state is written by a step that has not ended. It is nobody's to read before."""
+    """An answer whose state is written by a step that has not ended. It is nobody's to read before.
 
-    request: Request
+    Attributes:
+        key: names it.
+        digest: of its parameters.
+        blocks: that are kept for it.
+        step: number of the last step that was built when it ended.
+    """
+
     key: LeaseKey
     digest: bytes
     blocks: Blocks
-    until: float
+    step: int
 
 
 class AnswerKeeper:
@@ -65,13 +65,13 @@ class AnswerKeeper:
         self._context = context
         self._prefill = prefill
         self._settling: list[_Settling] = []
-        self._freeing: set[str] = set()
-        """Answers that were given up, and whose blocks vLLM has not freed yet."""
-        self._freeing_since = 0.0
+        self._steps = 0
+        """That were built."""
         self._unplaced: Request | None = None
         """The request that vLLM has asked about last and given no blocks."""
-        self._loaded: set[str] = set()
-        """Requests that were loaded, and of which no step has computed anything since."""
+        self._placed: dict[str, Request] = {}
+        self._loaded: dict[str, Request] = {}
+        """Requests that are loaded, and those that were and of which no step has computed anything since."""
 
     def finish(
         self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
@@ -86,8 +86,8 @@ class AnswerKeeper:
         Returns:
             ``kv_transfer_params`` for the prefill of the next turn; None if the blocks are not kept.
         """
-        geometry, asked = self._context.geometry, request.kv_transfer_params
-        if not isinstance(asked, dict) or not asked.get("do_remote_prefill") or geometry is None:
+        geometry, manager, asked = self._context.geometry, self._context.manager, request.kv_transfer_params
+        if not isinstance(asked, dict) or not asked.get("do_remote_prefill") or geometry is None or manager is None:
             return None
         # Of several samples vLLM names the blocks of one at most. What was given as embeddings comes back as tokens.
         if (
@@ -105,10 +105,9 @@ class AnswerKeeper:
             return None
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=1, next_turn=True)  # see `no_answers`
-        blocks = join_tables(tables, geometry.null_block)
+        blocks = keep_blocks(manager.block_pool, tables, geometry.null_block)
         if engine.has_state and _in_flight(request):
-            until = time.monotonic() + _SETTLE_SECONDS
-            self._settling.append(_Settling(request, remote.lease_key, digest, blocks, until))
+            self._settling.append(_Settling(remote.lease_key, digest, blocks, self._steps))
         else:
             self._keep(remote.lease_key, digest, blocks)
         return params
@@ -175,76 +174,81 @@ class AnswerKeeper:
         """Take note that vLLM is about to look for blocks for a request that waits."""
         self._unplaced = request
 
-    def placed(self) -> None:
+    def placed(self, request: Request) -> None:
         """Take note that it has found them."""
         self._unplaced = None
+        self._placed[request.request_id] = request
 
     def loaded(self, request_ids: Set[str]) -> None:
         """Take note of requests that were loaded. VLLM does not ask about them again before it places the rest."""
-        self._loaded |= request_ids
+        self._loaded |= {name: self._placed[name] for name in request_ids & self._placed.keys()}
 
     def ended(self, request_id: str) -> None:
         """Take note that a request has ended."""
-        self._loaded.discard(request_id)
+        self._placed.pop(request_id, None)
+        self._loaded.pop(request_id, None)
 
-    def step(self, output: SchedulerOutput) -> list[str]:
-        """Give up answers if others lack blocks; return requests whose blocks were never anybody's to read."""
-        over = self._settle() if self._settling else []
-        self._loaded -= output.num_scheduled_tokens.keys()
+    @property
+    def is_settling(self) -> bool:
+        """Whether a step that is under way may still write to an answer."""
+        return bool(self._settling)
+
+    def step(self, output: SchedulerOutput, *, freed: bool) -> None:
+        """Give up answers if others lack blocks; `freed`: some were freed since vLLM has looked for any."""
+        self._steps += 1
+        if self._settling:
+            self._settle()
+        for name in output.num_scheduled_tokens:
+            self.ended(name)
         request, self._unplaced = self._unplaced, None
         if request is not None:
-            self._make_room(self._blocks_lacking(request))
-        elif output.preempted_req_ids or self._loaded:
+            self._give_up(max(0 if freed else 1, self._blocks_lacking(request)))  # vLLM gave it none
+        elif output.preempted_req_ids:
             self.make_room()
-        return over
-
-    def results(self, output: KVConnectorOutput) -> None:
-        """Take note that vLLM frees blocks."""
-        if self._freeing:
-            self._freeing -= output.finished_sending or set()
+        elif self._loaded:  # they may lack a seat only
+            self._give_up(self._room + max(map(self._blocks_lacking, self._loaded.values())))
 
     def make_room(self) -> bool:
-        """Give up some answers; return whether blocks will be free soon."""
-        manager = self._context.manager
-        if manager is not None:
-            self._make_room(int(manager.block_pool.num_gpu_blocks * _ROOM_SHARE) + 1)
-        return bool(self._freeing) and time.monotonic() - self._freeing_since < _FREE_SECONDS
+        """Give up some answers; return whether there were any."""
+        return self._give_up(self._room)
 
-    def _make_room(self, blocks: int) -> None:
-        """Give up answers that alone keep some blocks, the oldest first."""
+    @property
+    def _room(self) -> int:
         manager = self._context.manager
-        if manager is None or self._freeing:
-            return
-        pool = manager.block_pool.blocks
-        self._freeing_since = time.monotonic()
-        for key, held in self._context.leases.answers():
+        return 0 if manager is None else int(manager.block_pool.num_gpu_blocks * _ROOM_SHARE) + 1
+
+    def _give_up(self, blocks: int) -> bool:
+        """Give up answers that alone keep so many blocks, the oldest first; return whether there were any."""
+        manager = self._context.manager
+        if manager is None or blocks <= 0:
+            return False
+        answers, pool = self._context.leases.answers(), manager.block_pool.blocks
+        for key, held in answers:
             if blocks <= 0:
-                return
+                break
             self._context.leases.give_up(key)
-            self._freeing.add(key.request_id)
             blocks -= sum(pool[block].ref_cnt == 1 for block in held.tolist())
+        return bool(answers)
 
     def _blocks_lacking(self, request: Request) -> int:
-        """Return how many blocks a request needs beyond those that are free; at least 1, for vLLM gave it none."""
+        """Return how many blocks a request needs beyond its own and those that are free."""
         manager, geometry = self._context.manager, self._context.geometry
         if manager is None or geometry is None:
             return 0
         needed: int = sum(-(-request.num_tokens // group.block_size) + 1 for group in geometry.groups)
+        own = sum(map(len, self._context.transfer_tables(manager.get_block_ids(request.request_id))))
         free: int = manager.block_pool.get_num_free_blocks()
-        return max(1, needed - free)
+        return needed - own - free
 
-    def _settle(self) -> list[str]:
-        """Keep the answers that are written by now; return those that never will be."""
-        now, waiting, over = time.monotonic(), [], []
+    def _settle(self) -> None:
+        """Have the answers read that are written by now."""
+        waiting = []
         for one in self._settling:
-            if not _in_flight(one.request):
+            if self._steps - one.step >= STEPS_UNDER_WAY:
                 self._keep(one.key, one.digest, one.blocks)
-            elif now > one.until:
-                over.append(one.key.request_id)
             else:
                 waiting.append(one)
         self._settling = waiting
-        return over
 
 
 def _in_flight(request: Request) -> int:

@@ -8,6 +8,7 @@ D   its workers read, sum, ask P for its sum -> both reach the scheduler -> it c
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 from kvhma.digests import ContentDigest, Difference, differences
@@ -32,6 +33,7 @@ class PrefillDigests:
         """Start without requests."""
         self._context = context
         self._orders: list[DigestOrder] = []
+        self._wait_until = 0.0
         self._sums: dict[LeaseKey, tuple[ContentDigest, int] | None] = {}
 
     def choose(self, remote: PrefillParams) -> PrefillParams:
@@ -42,9 +44,19 @@ class PrefillDigests:
         chosen = remote._replace(content_seed=random_id())
         self._orders.append(DigestOrder(remote.lease_key, chosen.content_seed or 0, remote.num_tokens, remote.spans))
         self._sums[remote.lease_key] = None
+        self._wait_until = time.monotonic() + self._context.settings.handshake_timeout
         if len(self._sums) > _WAITING:
             del self._sums[next(iter(self._sums))]
         return chosen
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether workers have to be told of requests, or to tell what they have summed. D does not ask for longer."""
+        return bool(self._sums) and time.monotonic() < self._wait_until
+
+    def forget(self, key: LeaseKey) -> None:
+        """Forget a request that is not kept any more."""
+        self._sums.pop(key, None)
 
     def take_orders(self) -> list[DigestOrder]:
         """Return the requests whose blocks the workers have to sum."""

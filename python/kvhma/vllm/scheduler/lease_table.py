@@ -2,9 +2,9 @@
 """P's table of the finished requests whose blocks it keeps for others, and for how long.
 
 P keeps a request's blocks until it has been read and no reader is left, or until its lease ends. Whether they are still
-kept is known here and nowhere else; the workers report a request as sent only after it has left the table. So a reader
-that is told `held` after its read, or sees its mark on the lease board, knows that the blocks were kept all the time,
-whatever any clock says.
+kept is known here and nowhere else; blocks are freed only after their request has left the table. So a reader that is
+told `held` after its read, or sees its mark on the lease board, knows that the blocks were kept all the time, whatever
+any clock says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,13 @@ ANSWER_ENDS = {
     LeaseEnd.SLEPT: LeaseEnd.ANSWER_GIVEN_UP,
 }
 """Why an answer left the table, by why another request would have."""
+
+
+class EndedLease(NamedTuple):
+    """A request that has left the table, and its blocks, which are to be freed."""
+
+    key: LeaseKey
+    blocks: Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +193,7 @@ class LeaseTable:
         self._has_ended = threading.Condition(self._lock)
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
-        self._ended: dict[LeaseEnd, list[str]] = {}
+        self._ended: dict[LeaseEnd, list[EndedLease]] = {}
         self._without_reader = BlockUsers()
         self._kept = BlockUsers()
         self._boards = LeaseBoards()
@@ -212,7 +219,7 @@ class LeaseTable:
         Args:
             key: names it, with a new generation.
             digest: of the parameters that are handed out for it.
-            blocks: ids of the blocks that vLLM keeps for it, each once, in any order.
+            blocks: ids of the blocks that are kept for it, each once, in any order.
             answer_seconds: for how long it is kept if nobody claims it; None if it is no answer, but for a lease.
         """
         now = time.monotonic()
@@ -352,13 +359,14 @@ class LeaseTable:
                 self._end(claim.key, LeaseEnd.READ)
 
     def _end(self, key: LeaseKey, why: LeaseEnd) -> None:
-        held = self._held.pop(key)
+        held = self._held[key]
         self._boards.hide(held.place)  # before anybody can hear that the blocks may be freed
         self._kept.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
         why = LeaseEnd.READ if held.read else why
-        self._ended.setdefault(ANSWER_ENDS[why] if held.answer else why, []).append(key.request_id)
+        self._ended.setdefault(ANSWER_ENDS[why] if held.answer else why, []).append(EndedLease(key, held.blocks))
+        del self._held[key]  # after that: who sees it in neither frees nothing, and may rest for long
         self._has_ended.notify()
 
     def wait_for_end(self, seconds: float) -> None:
@@ -367,9 +375,20 @@ class LeaseTable:
             if self._held:
                 self._has_ended.wait_for(lambda: bool(self._ended), seconds)
 
-    def drain_ended(self) -> dict[LeaseEnd, list[str]]:
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept, and nothing has ended since :meth:`drain_ended`. Takes no lock."""
+        return not self._held and not self._ended
+
+    def has_ended(self) -> bool:
+        """Return whether :meth:`drain_ended` has something to do: requests that have left, or whose time is up."""
+        now = time.monotonic()
+        with self._lock:
+            return bool(self._ended) or any(held.expires <= now for held in self._held.values())
+
+    def drain_ended(self) -> dict[LeaseEnd, list[EndedLease]]:
         """Return the requests that are not kept any more since the last call, each once, by why they ended."""
-        if not self._held and not self._ended:  # most steps of most engines
+        if self.is_empty:  # most steps of most engines
             return {}
         now = time.monotonic()
         with self._lock:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvhma._kvhma import first_entries, join_tables
+from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
@@ -16,8 +17,9 @@ from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import PrefillDigests
+from kvhma.vllm.scheduler.kept_blocks import free_blocks, keep_blocks
 from kvhma.vllm.scheduler.lease_boards import LeaseBoards
-from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, LeaseEnd
+from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, EndedLease, LeaseEnd
 from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log
@@ -71,7 +73,7 @@ class PrefillScheduler:
         self._staged: dict[str, tuple[int, tuple[Span, ...] | None]] = {}
         """How often a request had been preempted when its blocks were copied, and to which slots; None: to none."""
         self._slots = Slots(context.engine.staging.reads)
-        self._slots_held: dict[str, tuple[Span, ...]] = {}
+        self._slots_held: dict[LeaseKey, tuple[Span, ...]] = {}
         """Slots of requests that others read."""
 
     def close(self) -> None:
@@ -124,13 +126,11 @@ class PrefillScheduler:
             self._context.prompts.begin(request, total)
 
     def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Tell the workers which requests are not kept any more, and what to copy to host memory."""
+        """Free the blocks that are not kept any more, and tell the workers what to sum and to copy to host memory."""
         metadata.step = self.settling.step(output)
-        leases = self._context.leases
         metadata.digests = self.digests.take_orders()
-        if ended := leases.drain_ended():
-            metadata.sent = self._note_ended(ended)
-        if refused := leases.take_digests_refused():
+        self.free_ended()
+        if refused := self._context.leases.take_digests_refused():
             self._context.stats.count("digest_refused", refused)
             peer_log.logger.warning(
                 "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
@@ -138,29 +138,37 @@ class PrefillScheduler:
         if self._to_stage:
             metadata.copy_to_host = self._finished_prefills(output)
 
-    def _note_ended(self, ended: Mapping[LeaseEnd, Sequence[str]]) -> list[str]:
-        """Return the requests that are not kept any more; count and log those that were not read."""
-        stats = self._context.stats
+    def free_ended(self) -> bool:
+        """Free the blocks that are not kept any more; return whether there were any."""
+        ended = self._context.leases.drain_ended()
+        if ended:
+            self._note_ended(ended)
+        return bool(ended)
+
+    def _note_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
+        """Free the blocks of requests that are not kept any more; count and log those that were not read."""
+        stats, manager = self._context.stats, self._context.manager
         for why, text in _UNREAD.items():
-            if names := ended.get(why):
-                stats.count("expired", len(names), label=why.value)
+            if unread := ended.get(why):
+                stats.count("expired", len(unread), label=why.value)
                 logger.warning(
-                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(names)
+                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(unread)
                 )
-        if names := ended.get(LeaseEnd.DROPPED):
-            stats.count("held_dropped", len(names))
+        if dropped := ended.get(LeaseEnd.DROPPED):
+            stats.count("held_dropped", len(dropped))
             peer_log.logger.warning(
                 "kvhma: the oldest requests that no decode engine has asked for are given up, since they keep more "
                 "blocks than max_held_share allows (%d requests: %s)",
-                *_some(names),
+                *_some(dropped),
             )
         for why in set(ANSWER_ENDS.values()):
             if answers := ended.get(why):
                 stats.count("answers", len(answers), label=why.value.removesuffix(" answer"))
-        found = [name for names in ended.values() for name in names]
-        for name in found:
-            self._slots.release(self._slots_held.pop(name, ()))
-        return found
+        for key, blocks in itertools.chain.from_iterable(ended.values()):
+            self._slots.release(self._slots_held.pop(key, ()))
+            self.digests.forget(key)
+            if manager is not None:
+                free_blocks(manager.block_pool, blocks)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Keep the blocks of a request that has ended, if a decode engine is to read them.
@@ -177,20 +185,20 @@ class PrefillScheduler:
     def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[dict[str, Any], LeaseClaim] | None:
         """Keep the blocks of a request; return its parameters and what its readers claim, as no reader of them."""
         self._to_stage.pop(request.request_id, None)
-        remote, geometry = self._describe(request, tables), self._context.geometry
+        remote, geometry, manager = self._describe(request, tables), self._context.geometry, self._context.manager
         if remote is not None:
             remote = self.digests.choose(remote)
         self._shortened.discard(request.request_id)
         _, slots = self._staged.pop(request.request_id, (0, None))
-        if remote is None or geometry is None:
+        if remote is None or geometry is None or manager is None:
             self._slots.release(slots or ())
             return None
         if slots is not None:
-            self._slots_held[request.request_id] = slots
+            self._slots_held[remote.lease_key] = slots
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
-        # All that vLLM keeps, of groups that take no part too.
-        self._context.leases.add(remote.lease_key, digest, join_tables(tables, geometry.null_block))
+        # All that the request has, of groups that take no part too.
+        self._context.leases.add(remote.lease_key, digest, keep_blocks(manager.block_pool, tables, geometry.null_block))
         return params, LeaseClaim(remote.lease_key, 0, digest)
 
     def _describe(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
@@ -321,10 +329,10 @@ class PrefillScheduler:
         return slots
 
 
-def _some(names: Sequence[str]) -> tuple[int, str]:
+def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:
     """Return how many requests there are, and the first of their names, which clients may have chosen."""
-    more = ", ..." if len(names) > _MAX_NAMES else ""
-    return len(names), ", ".join(one_line(name) for name in names[:_MAX_NAMES]) + more
+    more = ", ..." if len(ended) > _MAX_NAMES else ""
+    return len(ended), ", ".join(one_line(key.request_id) for key, _ in ended[:_MAX_NAMES]) + more
 
 
 def shorten_prompt(request: Request, num_tokens: int) -> None:

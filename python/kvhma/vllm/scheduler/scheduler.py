@@ -12,6 +12,7 @@ from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.decode import DecodeScheduler
+from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY, EngineLoop
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefill import PrefillScheduler
 from kvhma.vllm.scheduler.prefix_cache import check_manager, hits_may_differ
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-
-_UNDER_WAY = 2
-"""Steps that vLLM has under way at most, with asynchronous scheduling."""
 
 _END_SECONDS = 5e-4
 """How long a step that has nothing else to do waits for an engine to have read what is kept for it. A new request may
@@ -54,11 +52,13 @@ class KvhmaScheduler:
         self.decode = DecodeScheduler(self.context)
         self.answers = AnswerKeeper(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
+        self._loop = EngineLoop(leases, stats)
         self._idle_steps = 0
         """In a row."""
 
     def close(self) -> None:
         """Stop the threads."""
+        self._loop.close()
         self.decode.close()
         self.prefill.close()
         self.context.prompts.close()
@@ -109,24 +109,31 @@ class KvhmaScheduler:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill."""
         if self.answers is not None:
-            self.answers.placed()
+            self.answers.placed(request)
         self.decode.allocated(request, blocks, external)
 
     def make_room(self) -> bool:
-        """Give up answers for a request that lacks blocks; return whether some will be free soon."""
-        return self.answers is not None and self.answers.make_room()
+        """Free blocks for a request that lacks some, and give up answers; return whether the next step has more."""
+        return self.prefill.free_ended() or (self.answers is not None and self.answers.make_room())
+
+    def needs_step(self) -> bool:
+        """Return whether vLLM has to make a step though there is nothing to compute."""
+        if self.prefill.digests.is_waiting or (self.answers is not None and self.answers.is_settling):
+            return True
+        return self._loop.goes_on()
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
+        self._loop.stepped()
         idle = output.total_num_scheduled_tokens == 0
         self._idle_steps = self._idle_steps + 1 if idle else 0
-        if self._idle_steps > _UNDER_WAY and self.context.engine.may_wait:
+        if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
             self._wait()
         metadata = self.decode.take_metadata()
         metadata.idle = idle
-        over = [] if self.answers is None else self.answers.step(output)
+        if self.answers is not None:
+            self.answers.step(output, freed=self.prefill.free_ended())
         self.prefill.step(output, metadata)
-        metadata.sent += over
         return metadata
 
     def _wait(self) -> None:
@@ -147,21 +154,20 @@ class KvhmaScheduler:
             done = (output.finished_recving or set()) - (output.failed_recving or set())
             pending = self.decode.pending  # forgets them below
             self.answers.loaded({one for one in done if one in pending and not pending[one].finished})
-            self.answers.results(output)
         self.decode.results(output)
 
-    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Take note that a request has ended; return whether its blocks are kept, and the parameters to read them."""
+    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Take note that a request has ended; return the parameters to read its blocks, None if they are not kept."""
         if self.answers is not None:
             self.answers.ended(request.request_id)
         unfilled = self.decode.unfilled.pop(request.request_id, {})
         if self.decode.finish(request):
             self.prefill.forget(request.request_id)
-            return False, None
+            return None
         params = self.prefill.finish(request, tables)
         if params is None and self.answers is not None:
             params = self.answers.finish(request, tables, unfilled)
-        return params is not None, params
+        return params
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call."""

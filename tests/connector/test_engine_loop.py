@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own loop and the connector's scheduler: how often an engine steps that only keeps blocks for others."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+
+import queue
+from types import SimpleNamespace
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+from kvhma.vllm.scheduler import engine_loop
+from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
+from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.params import PrefillParams
+from kvhma.vllm.wire.secrets import Secrets
+from support.schedulers import STEP, kept, request, scheduler, tables, until
+
+
+class Loop(EngineCoreProc):
+    """vLLM's loop, and in place of its scheduler and model what counts steps."""
+
+    def __init__(self, kvhma):
+        self.kvhma = kvhma
+        self.steps = 0
+        self.stuck = threading.Event()
+        self.stuck.set()
+        self.scheduler = SimpleNamespace(
+            has_requests=lambda: bool(self.asked) or kvhma.needs_step(),
+            get_num_unfinished_requests=lambda: 0,
+            finish_requests=lambda *_: [],
+            set_pause_state=lambda state: setattr(self.scheduler, "pause_state", state),
+            pause_state=PauseState.UNPAUSED,
+        )
+        self.asked = []
+        """Requests that wait for a step."""
+        self.input_queue, self.output_queue, self.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
+        self.engines_running = self.publish_dp_lb_stats = self.has_coordinator = False
+        self.batch_queue = None
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.process_input_queue_block = True
+        self._idle_state_callbacks = []
+        self.step_fn = self._step
+        self.vllm_config = SimpleNamespace(shutdown_timeout=0)
+        self.ended = Future()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.run_busy_loop()
+        except SystemExit:
+            self.ended.set_result(None)
+        except BaseException as error:
+            self.ended.set_exception(error)
+
+    def _step(self):
+        self.steps += 1
+        for name in self.asked:
+            asked = request(name, params={"do_remote_decode": True})
+            self.kvhma.add(asked)
+            self.params = self.kvhma.finish(asked, tables(self.kvhma))
+        self.asked.clear()
+        self.kvhma.step(STEP)
+        self.stuck.wait()
+        return {}, False
+
+    def post_step(self, model_executed):
+        pass
+
+    def _finish_pause(self, clear_cache):
+        pass
+
+    def _send_abort_outputs(self, aborted):
+        pass
+
+    def tell(self, method, *args):
+        """Have the loop call a method between two steps, as a utility of vLLM's; return what it returned."""
+        found = Future()
+        self.call = lambda: found.set_result(getattr(self, method)(*args))
+        self.input_queue.put((b"call", None))
+        return found.result(10)
+
+    def _handle_client_request(self, request_type, request):
+        if request_type == b"call":
+            self.call()
+        elif request_type == b"ask":
+            self.asked.append(request)
+        else:
+            super()._handle_client_request(request_type, request)
+
+    def keep(self, name="at p"):
+        """Have it end a request, whose blocks are kept; return the claim of its reader."""
+        before = self.steps
+        self.input_queue.put((b"ask", name))
+        until(lambda: self.steps > before and not self.asked)
+        return PrefillParams.from_params(self.params, Secrets(), num_prompt_tokens=40).claim(reader=1)
+
+    def release(self, claim):
+        self.kvhma.context.leases.renew([claim])
+        self.kvhma.context.leases.release([claim], Outcome.READ)
+
+    def close(self):
+        for key in list(self.kvhma.context.leases._held):
+            self.kvhma.context.leases.give_up(key)
+        self.shutdown_state = EngineShutdownState.REQUESTED
+        self.input_queue.put((b"call", None))
+        self.call = lambda: None
+        self.ended.result(10)
+
+
+@pytest.fixture
+def loop():
+    kvhma = scheduler()
+    made = Loop(kvhma)
+    yield made
+    made.close()
+    kvhma.close()
+
+
+def steps_in(loop, seconds):
+    before = loop.steps
+    time.sleep(seconds)
+    return loop.steps - before
+
+
+def test_an_engine_that_keeps_blocks_rests(loop):
+    """It stepped about 400 times a second, in its scheduler and in each worker, until its lease ended or was read."""
+    claim = loop.keep()
+    assert steps_in(loop, 1.5) <= 1
+    loop.release(claim)
+    assert kept(loop.kvhma), "nobody needs them at once"
+    before = loop.steps
+    until(lambda: not kept(loop.kvhma))
+    until(lambda: loop.steps > before)
+    assert steps_in(loop, 1.5) == 0
+    assert loop.steps - before == 1
+
+
+def test_a_step_of_its_own_frees_what_has_ended(loop):
+    loop.release(loop.keep("a"))
+    loop.keep("b")
+    assert len(loop.kvhma.context.leases) == 1
+    assert set(loop.kvhma.context.leases._ended) == set()
+
+
+def test_a_lease_that_ends_wakes_it_up(loop, caplog):
+    loop.kvhma.context.leases._lease = 0.5
+    loop.keep()
+    until(lambda: not kept(loop.kvhma))
+    assert loop.steps <= 3 + (OVERDUE_SECONDS + 0.5) / engine_loop._TICK_SECONDS
+    assert "no decode engine has asked for it" in caplog.text
+
+
+def test_numbers_are_told_meanwhile(loop, monkeypatch):
+    monkeypatch.setattr(engine_loop, "_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.2)
+    loop.keep()
+    before = loop.steps
+    until(lambda: loop.steps > before + 3)
+    assert 0 < steps_in(loop, 1.0) <= 5
+
+
+def test_it_is_asked_to_step_once_however_long_the_step_takes(loop, monkeypatch):
+    monkeypatch.setattr(engine_loop, "_TICK_SECONDS", 0.01)
+    first, second = loop.keep("a"), loop.keep("b")
+    loop.stuck.clear()
+    before = loop.steps
+    loop.release(first)
+    until(lambda: loop.steps > before)
+    loop.release(second)
+    time.sleep(0.3)
+    assert loop.input_queue.qsize() <= 1
+    loop.stuck.set()
+    until(lambda: not kept(loop.kvhma))
+
+
+def test_a_pause_waits_until_nothing_is_kept(loop):
+    """VLLM clears its caches then, and may give their memory back: who reads them has to have read them."""
+    claim = loop.keep()
+    paused = loop.tell("pause_scheduler", "wait", True)
+    assert paused is not None
+    assert steps_in(loop, 0.3) > 20, "it waits for that as it did"
+    assert not paused.done()
+    loop.release(claim)
+    paused.result(10)
+    assert not kept(loop.kvhma)
+
+
+def test_an_engine_that_is_shut_down_waits_for_readers(loop):
+    """For as long as vLLM lets it."""
+    claim = loop.keep()
+    loop.shutdown_state = EngineShutdownState.REQUESTED
+    loop.tell("is_running")
+    assert steps_in(loop, 0.3) > 20
+    assert not loop.ended.done()
+    loop.release(claim)
+    loop.ended.result(10)
+
+
+def test_what_was_never_kept_has_no_thread(loop):
+    assert steps_in(loop, 0.1) == 0
+    assert "kvhma-leases" not in {one.name for one in threading.enumerate()}
+    loop.keep()
+    until(lambda: "kvhma-leases" in {one.name for one in threading.enumerate()})
+
+
+class SlowBoards:
+    """Boards at which a listener's thread loses Python's lock while a lease ends."""
+
+    def __init__(self, boards):
+        self.boards = boards
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def hide(self, place):
+        self.boards.hide(place)
+        self.entered.set()
+        self.go_on.wait(20)
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_lease_is_never_seen_in_neither_place(loop, pauses, monkeypatch):
+    """In between it was not kept and had not ended: the loop rested for good, and a pause was over at once."""
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
+    claim, leases = loop.keep(), loop.kvhma.context.leases
+    slow = leases._boards = SlowBoards(leases._boards)
+    leases.renew([claim])
+    listener = threading.Thread(target=leases.release, args=([claim], Outcome.READ))
+    listener.start()
+    slow.entered.wait()
+    assert not leases.is_empty
+    if pauses:
+        assert loop.tell("pause_scheduler", "wait", True) is not None
+    else:
+        loop.tell("is_running")  # the loop looks whether it may rest
+    slow.go_on.set()
+    listener.join()
+    until(lambda: not kept(loop.kvhma))
+
+
+@pytest.mark.parametrize("missing", ["the loop", "its queue"])
+def test_without_a_loop_that_is_known_it_steps_on(missing, monkeypatch):
+    """As where engine and front end are one process, or where a later vLLM has other names."""
+    kvhma = scheduler()
+    try:
+        asked = request("at p", params={"do_remote_decode": True})
+        kvhma.add(asked)
+        assert not kvhma.needs_step()
+        kvhma.finish(asked, tables(kvhma))
+        if missing == "its queue":
+            monkeypatch.setattr(engine_loop, "_USED", ("no_such_name",))
+            loop = Loop(kvhma)
+            until(lambda: loop.steps > 20)
+            loop.close()
+        else:
+            assert kvhma.needs_step()
+    finally:
+        kvhma.close()
+
+
+def test_workers_that_sum_are_stepped_for():
+    """Their sums come with the results of a step; one that cannot sum says so in its log only."""
+    kvhma = scheduler(content_digests=1.0)
+    loop = Loop(kvhma)
+    try:
+        loop.keep()
+        assert steps_in(loop, 0.3) > 20
+        time.sleep(kvhma.context.settings.handshake_timeout)
+        assert steps_in(loop, 1.0) <= 1, "D has given up by now"
+    finally:
+        loop.close()
+        kvhma.close()
