@@ -6,7 +6,7 @@ is timed outside of the connectors, around the calls that vLLM makes. Prints Mar
 benches/RESULTS_E2E.md holds, and draws docs/assets/waterfall.svg. Needs the engines of `make e2e`, and `tests` on the
 path.
 
-    python benches/connectors.py [--quick] [--only cold warm stall rested large] [--models gemma3 ...]
+    python benches/connectors.py [--quick] [--only cold warm apart kept stall rested large] [--models gemma3 ...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,9 @@ ROUNDS = 2
 """Of each start."""
 
 LEAST_ROUNDS = 2
+APART_STARTS = 2
+"""Of engines that have cores of their own: less of what they take depends on the start."""
+
 ROW_SECONDS = 150
 """After so long no further round is begun: processors without matrix instructions take minutes for some prompts."""
 
@@ -66,6 +69,13 @@ PREFILL = "P's answer"
 NEXT = "second token, after the first"
 ORDER = ("load", "slowest load", "first token", "slowest first token", BEYOND, NEXT, OWN_HIT, PREFILL)
 
+KEPT_SECONDS = 10.0
+"""How long P keeps a request that nobody reads; twice its rest between two steps."""
+
+REST_SECONDS = 3.0
+"""After it was read: a step that frees its blocks, and what worker and scheduler spin after that."""
+
+KEPT_ROUNDS = 3
 WATERFALLS = 9
 STALL_ROUNDS = 5
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
@@ -87,24 +97,17 @@ PICTURED = "gemma3"
 
 def warm(bench: Bench, name: str) -> None:
     """Later requests, beside their floors."""
-    lengths = LENGTHS[:1] if bench.quick else LENGTHS
-    found = {(at_once, length): Warm(at_once, length) for at_once in AT_ONCE for length in lengths}
+    found = rows_of(bench, CONNECTORS)
     stages: dict[str, dict[str, float]] = {}
-    starts = 1 if bench.quick else STARTS
-    for start in range(starts):
-        order = rotated((*CONNECTORS, HIT), start)
-        with bench.pairs(name, *order) as pairs:
+    for start in range(starts := 1 if bench.quick else STARTS):
+        with bench.pairs(name, *rotated((*CONNECTORS, HIT), start)) as pairs:
             set_up(pairs, name, told=start > 0)
-            for which in CONNECTORS:
-                pairs.turn(which, prompts("first", [301]))
-            for rows in found.values():
-                rows.measure(pairs)
+            measure(found, pairs)
             if start == starts - 1:
                 stages = {which: watched(pairs, which, 2 if bench.quick else WATERFALLS) for which in CONNECTORS}
-    for (at_once, length), rows in found.items():
-        title = f"{name} ({MODELS[name]}): {at_once} at a time, {length:,} tokens"
-        print(*rows.tables(title), sep="\n")
-    counts = [row for (at_once, _), rows in found.items() if at_once == 1 for row in rows.counts]
+    for rows in found:
+        print(*rows.tables(f"{name} ({MODELS[name]}): {rows.what}"), sep="\n")
+    counts = [row for rows in found if rows.at_once == 1 for row in rows.counts]
     print(table(f"{name}: descriptors and bytes of a request", counts))
     title = f"{name}: a request of 301 tokens, from D's client to its first token"
     print(f"\n### {title}\n\n{waterfall.lines(stages)}", flush=True)
@@ -112,11 +115,37 @@ def warm(bench: Bench, name: str) -> None:
         PICTURE.write_text(waterfall.draw(title, stages), encoding="utf-8")
 
 
-class Warm:
-    """What was measured of so many requests at a time, of one length."""
+def apart(bench: Bench, name: str) -> None:
+    """The same with P and D on cores of their own, as if neither shared any with the other."""
+    columns = (OURS, EVEN)
+    found = rows_of(bench, columns)
+    for start in range(1 if bench.quick else APART_STARTS):
+        with bench.pairs(name, *rotated((*columns, HIT), start), apart=True) as pairs:
+            measure(found, pairs)
+    for rows in found:
+        times, _ = rows.tables(f"{name} ({MODELS[name]}), P and D on cores of their own: {rows.what}")
+        print(times, flush=True)
 
-    def __init__(self, at_once: int, length: int) -> None:
-        self.at_once, self.length = at_once, length
+
+def rows_of(bench: Bench, columns: Sequence[str]) -> list[Warm]:
+    lengths = LENGTHS[:1] if bench.quick else LENGTHS
+    return [Warm(columns, at_once, length) for at_once in AT_ONCE for length in lengths]
+
+
+def measure(found: Sequence[Warm], pairs: Pairs) -> None:
+    """Take some more rounds of each row, with engines that have just started."""
+    for which in found[0].columns:
+        pairs.turn(which, prompts("first", [301]))
+    for rows in found:
+        rows.measure(pairs)
+
+
+class Warm:
+    """What was measured of so many requests at a time, of one length, with some connectors and an engine without."""
+
+    def __init__(self, columns: Sequence[str], at_once: int, length: int) -> None:
+        self.columns, self.at_once, self.length = columns, at_once, length
+        self.what = f"{at_once} at a time, {length:,} tokens"
         self.rounds = self.starts = 0
         self._seconds = 0.0
         self.counts = [Row(f"{length:,} tokens: descriptors posted", ""), Row(f"{length:,} tokens: bytes", "MiB")]
@@ -127,7 +156,7 @@ class Warm:
     def measure(self, pairs: Pairs) -> None:
         """Take some more rounds, with engines that have just started."""
         self._hit_tokens = pairs[HIT].hit_tokens(self.length)
-        before = {which: counted(pairs[which].d.engine, which) for which in CONNECTORS}
+        before = {which: counted(pairs[which].d.engine, which) for which in self.columns}
         taken = 0
         while taken < ROUNDS and (self._seconds < ROW_SECONDS or (not taken and self.rounds < LEAST_ROUNDS)):
             begun = time.monotonic()
@@ -137,7 +166,7 @@ class Warm:
             taken += 1
         if taken:
             self.starts += 1
-            for which in CONNECTORS:
+            for which in self.columns:
                 now = counted(pairs[which].d.engine, which)
                 for row, a, b in zip(self.counts, before[which], now, strict=True):
                     row.add(which, (b - a) / (taken * self.at_once))
@@ -146,7 +175,7 @@ class Warm:
         """All columns are asked the same. The floor's engine takes its turn like the others."""
         floor = 0.0
         turns: dict[str, Turn] = {}
-        for which in rotated((*CONNECTORS, HIT), self.rounds):
+        for which in rotated((*self.columns, HIT), self.rounds):
             with pairs.only(which) as pair:
                 if which == HIT:
                     computed, prefills, spent = pair.compute(asked)
@@ -171,12 +200,12 @@ class Warm:
         """The tables of times and of processor times."""
         title += f", {self.rounds} rounds of {self.starts} starts"
         title += f", own hit of {self._hit_tokens:,}" if self._hit_tokens else ", one token in place of an own hit"
-        columns = (OURS, THEIRS, EVEN, HIT, COMPUTED)
+        columns = (*self.columns, HIT, COMPUTED)
         times = table(title, [self._times[what] for what in ORDER if what in self._times], columns)
         told = sorted(
             (row for row in self._processor.values() if row.most() >= LEAST_SECONDS), key=lambda row: by_phase(row.what)
         )
-        return times, table(f"{title}: processor time of a request", told, (OURS, THEIRS, EVEN, COMPUTED))
+        return times, table(f"{title}: processor time of a request", told, (*self.columns, COMPUTED))
 
 
 def set_up(pairs: Pairs, name: str, *, told: bool) -> None:
@@ -238,6 +267,24 @@ def cold(bench: Bench, name: str) -> None:
                 token.add(which, first.first_tokens[0] - statistics.median(turn.first_tokens[0] for turn in others))
     title = f"{name} ({MODELS[name]}): first request, 301 tokens, {starts} starts, {blocks:,} blocks"
     print(table(f"{title}, handshake included", (load, token), columns), flush=True)
+
+
+def kept(bench: Bench, name: str) -> None:
+    """What P takes while it keeps a request that nobody reads yet, and after it was read."""
+    steps = Row("steps of its worker in a second", "")
+    rows: dict[str, Row] = {}
+    rounds = 1 if bench.quick else KEPT_ROUNDS
+    with bench.pairs(name, *CONNECTORS, HIT) as pairs:
+        for number in range(rounds):
+            for which in rotated((*CONNECTORS, HIT), number):
+                with pairs.only(which) as pair:
+                    made, taken = pair.keep(prompts((which, number), [301])[0], KEPT_SECONDS, REST_SECONDS)
+                if which in CONNECTORS:
+                    steps.add(which, made)
+                for what, seconds in taken.items():
+                    rows.setdefault(what, Row(what)).add(which, seconds)
+    title = f"{name}: P keeps a request for {KEPT_SECONDS:g} s, {rounds} rounds"
+    print(table(title, (steps, *rows.values()), (*CONNECTORS, HIT)), flush=True)
 
 
 def stall(bench: Bench, name: str, how: str = "") -> None:
@@ -313,6 +360,8 @@ def main() -> None:
     parts: dict[str, Part] = {
         "cold": Part(cold, TWO),
         "warm": Part(warm, tuple(MODELS)),
+        "apart": Part(apart, tuple(MODELS), SHORT_SPIN),
+        "kept": Part(kept, TWO[:1]),
         "stall": Part(stall, TWO),
         "rested": Part(rested, TWO, SHORT_SPIN),
         "large": Part(large_pool, TWO[:1]),

@@ -46,7 +46,6 @@ def step(engine: Engine) -> tuple[set[str], float]:
     pieces = {load.request_id: 1 for load in metadata.loads if load.piece}
     whole = {load.request_id for load in metadata.loads if not load.piece}
     report = KVConnectorOutput(
-        finished_sending=set(metadata.sent) or None,
         finished_recving=whole or None,
         kv_connector_worker_meta=WorkerReport(step=metadata.step, pieces=pieces),
     )

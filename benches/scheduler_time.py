@@ -41,7 +41,7 @@ with redirect_stdout(sys.stderr):
 import kvhma
 from kvhma.nixl import encode_handshake
 from kvhma.vllm.metadata import WorkerHello
-from kvhma.vllm.scheduler import decode
+from kvhma.vllm.scheduler import decode, prefill
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefill import PrefillScheduler
@@ -75,6 +75,7 @@ PARTS: dict[str, tuple[Any, Sequence[str]]] = {
     "P: which blocks, and whether its windows are all there": (PrefillScheduler, ["_spans_to_hand_over"]),
     "P and D: digest of the prompt, or its hand-over to the thread": (PromptDigests, ["begin", "take"]),
     "P: parameters written and signed": (PrefillParams, ["to_params"]),
+    "P: its blocks kept, and freed": (prefill, ["keep_blocks", "free_blocks"]),
     "P: lease, and its blocks counted": (LeaseTable, ["add"]),
     "P: leases that have ended": (LeaseTable, ["drain_ended"]),
     "D: parameters read, bounded and verified": (PrefillParams, ["from_params"]),
@@ -213,6 +214,8 @@ class Engine:
             hello = encode_handshake(b"x", geometry_of(kinds, blocks), name="a", incarnation=1)
             made._scheduler.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
         self.clock.watch(made)
+        manager = self.scheduler.kv_cache_manager
+        setattr(manager, "free", self.clock.timed("KVCacheManager.free", manager.free))  # noqa: B010
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int, params: dict[str, Any]) -> None:
         sampling = SamplingParams(
@@ -264,19 +267,21 @@ def hand_off(p: Engine, d: Engine, name: str, prompt: list[int]) -> None:
     while name not in ended:
         ended = d.step()
     p.step(sent=release(p, name, params, len(prompt)))
+    pool = p.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert name not in p.scheduler.requests
     assert name not in d.scheduler.requests
 
 
 def release(p: Engine, name: str, params: dict[str, Any], length: int) -> list[str]:
-    """P's worker reports what was read: of kvhma after its scheduler has told it so, in a step, which is timed, too."""
+    """Tell P that a request was read; return what its worker reports as sent: kvhma keeps and frees blocks itself."""
     own = getattr(p.scheduler.connector, "_scheduler", None)
     if own is None:
         return [name]
     remote = READ_PARAMS(params, own.context.secrets, num_prompt_tokens=length)
     states = own.context.leases.finish([remote.claim(1)], [Outcome.READ])  # the listener's thread does it
     assert states == [LeaseState.HELD]
-    return list(p.scheduler.schedule().kv_connector_metadata.sent)
+    return []
 
 
 # --- what is measured ----------------------------------------------------------------------------------------------
@@ -395,7 +400,7 @@ Made by `benches/scheduler_time.py` (`make bench-scheduler`). The machine is sha
 """
 
 NOTES = """
-Processor time of the thread that calls, summed over every call that vLLM's Scheduler makes of the connector, for one request from its arrival at P to the release of its blocks, and from its arrival at D to its
+Processor time of the thread that calls, summed over every call that vLLM's Scheduler makes of the connector, and of its manager to free a request's blocks (kvhma keeps and frees P's itself), for one request from its arrival at P to the release of its blocks, and from its arrival at D to its
 last of {decoded} tokens. Medians of {rounds} rounds of {in_a_row} requests each; ratios are those of each round, with their quartiles in brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits. Between
 two schedules of an engine 2 ms pass, as a model takes: other threads of the process run then, and calls find cold caches, of both connectors. Left out, at both, is what other
 threads of the scheduler's process do (listeners, renewals), and what workers do."""

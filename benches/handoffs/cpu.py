@@ -42,6 +42,7 @@ def spent(before: Times, after: Times) -> Times:
 CALLS = "in calls of the connector"
 """Label of the time that the engine's own threads spend in a connector; it is part of theirs."""
 
+ALL = "all threads"
 FRONT_END = "front end"
 
 _CONNECTOR = "NixlConnector's own"
@@ -76,5 +77,5 @@ def by_group(times: Times, roles: Mapping[int, str], names: Mapping[int, Mapping
     for (pid, thread), seconds in times.items():
         role = roles.get(pid, FRONT_END)
         name = names.get(pid, {pid: "MainThread"}).get(thread, "ended or new")
-        found[f"{role}: {'all threads' if role == FRONT_END else group(name, role)}"] += seconds
+        found[f"{role}: {ALL if role == FRONT_END else group(name, role)}"] += seconds
     return dict(found)

@@ -38,6 +38,7 @@ CALLS = (
     "get_block_ids_with_load_errors",
     "get_kv_connector_stats",
     "build_connector_worker_meta",
+    "has_pending_push_work",
 )
 """What vLLM asks a connector in every step or for every request, on both of its sides; both sides count."""
 

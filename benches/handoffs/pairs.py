@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -118,6 +119,12 @@ class Watched:
             self._roles = {worker: "worker", cpu.parent(worker): "scheduler"}
         return self._roles
 
+    def pin(self, core: int) -> None:
+        """Let all its threads run on one core only."""
+        for pid in self.engine.pids():
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {core})
+
     def moment(self) -> Moment:
         """How long its threads have run by now, without asking it."""
         if not self._pids:
@@ -208,6 +215,36 @@ class Pair:
             side.ask_both("bench_take")
         return summary(taken["D"], answers, firsts(told), processor)
 
+    def keep(self, prompt: list[int], seconds: float, after: float) -> tuple[float, dict[str, float]]:
+        """Let P keep a prompt's cache, then D read it; without a connector there is nothing to keep.
+
+        Returns:
+            Steps that P's worker makes in a second, and the processor time that P takes in a second of it and in the
+            time `after` it was read.
+        """
+        p, d = self.p, self.d
+        (told,) = ask(p.engine, [prompt], 1, **({"kv_transfer_params": REMOTE_DECODE} if p.recorded else {}))
+        params = sound(told.result(120)).kv_transfer_params
+        time.sleep(QUIET_SECONDS)
+        p.ask_both("bench_take")
+        begun = p.moment()
+        time.sleep(seconds)
+        until = p.moment()
+        steps = [len(record["steps"]) for record in p.ask_both("bench_take")[:1]]
+        if p.recorded:
+            sound(ask(d.engine, [prompt], 2, kv_transfer_params=params)[0].result(120))
+        read = p.moment()
+        time.sleep(after)
+        ended = p.moment()
+        p.engine.idle()
+        found = {
+            f"processor time in a second: {what}": taken / seconds
+            for what, taken in processor_times({"P": p.spent(begun, until, [])}, 1).items()
+            if what.endswith(("all processes", cpu.ALL))
+        }
+        last = processor_times({"P": p.spent(read, ended, [])}, 1)["P: all processes"]
+        return sum(steps) / seconds, found | {f"processor time in {after:g} s after it was read": last}
+
     def hit_tokens(self, length: int) -> int:
         """Tokens of a prompt that D can find in its own prefix cache: whole blocks, and not the last token."""
         if not self.d.engine.engine_args["enable_prefix_caching"]:
@@ -251,6 +288,9 @@ def processor_times(phases: dict[str, dict[str, float]], requests: int) -> dict[
     for phase, groups in phases.items():
         threads = {label: seconds for label, seconds in groups.items() if not label.endswith(cpu.CALLS)}
         found[f"{phase}: all processes"] = sum(threads.values())
+        for process in ("scheduler", "worker"):
+            own = [seconds for label, seconds in threads.items() if label.startswith(f"{process}: ")]
+            found[f"{phase}, {process}: {cpu.ALL}"] = sum(own)
         if threads.keys() != groups.keys():
             added = [seconds for label, seconds in groups.items() if cpu.of_connector(label)]
             found[f"{phase}: the connector's calls and threads, and NIXL's"] = sum(added)
@@ -320,9 +360,9 @@ class Bench:
     quick: bool
 
     @contextlib.contextmanager
-    def pairs(self, name: str, *which: str, **more: Any) -> Iterator[Pairs]:
+    def pairs(self, name: str, *which: str, apart: bool = False, **more: Any) -> Iterator[Pairs]:
         """Engines of some connectors; those of `MET` are a decode engine beside the ones of `OURS`, `HIT` is one
-        without a connector."""
+        without a connector. `apart`: prefill engines have the first core for themselves, the others the last one."""
         base = arguments(name) | SAME | {"enable_prefix_caching": name not in UNCACHED} | more
         port = free_port()
         offered: dict[str, dict[str, Any]] = {
@@ -343,6 +383,10 @@ class Bench:
                 side: Watched(engine, engine.kv_transfer_config is not None)
                 for side, engine in zip(settings, made, strict=True)
             }
+            if apart:
+                first, *_, last = sorted(os.sched_getaffinity(0))
+                for side, one in sides.items():
+                    one.pin(first if side.startswith("p ") else last)
             of = {one: [sides[side] for side in offered[one]] for one in which}
             if MET in of:
                 of[MET] = [of[OURS][0], *of[MET]]

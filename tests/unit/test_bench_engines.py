@@ -98,7 +98,9 @@ def test_a_request_s_processor_time_counts_calls_inside_of_the_engine_s_thread_o
         "D: all processes": 3.5,
         "D: the connector's calls and threads, and NIXL's": 0.875,
         "D, front end: all threads": 1.0,
+        "D, scheduler: all threads": 0.0,
         "D, scheduler: in calls of the connector": 0.125,
+        "D, worker: all threads": 2.5,
         "D, worker: in calls of the connector": 0.25,
         "D, worker: kvhma-load": 0.5,
         "D, worker: the worker's own thread": 2.0,
@@ -250,7 +252,7 @@ def test_a_row_has_rounds_of_several_starts_however_long_one_takes(
 
     monkeypatch.setattr(connectors.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(connectors, "counted", lambda *_: (posted[0], posted[0] * 2**20))
-    warm = Warm(16, 301)
+    warm = Warm(connectors.CONNECTORS, 16, 301)
     for _ in range(connectors.STARTS):
         warm.measure(Pairs())
     assert (warm.rounds, warm.starts) == (rounds, starts)
