@@ -292,24 +292,48 @@ def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
         d.worker.close()
 
 
-def test_a_step_waits_for_loads_that_it_ordered_and_an_idle_one_for_all(p, d, silent, monkeypatch):
-    waits = []
+@pytest.fixture
+def waits(d, monkeypatch):
+    """How long the worker's steps waited for the next load, each time."""
+    found = []
     wait_for = d.worker._results._has_ended.wait_for
-    monkeypatch.setattr(d.worker._results._has_ended, "wait_for", lambda *a: (waits.append(a[1]), wait_for(*a)))
+    monkeypatch.setattr(d.worker._results._has_ended, "wait_for", lambda *a: (found.append(a[1]), wait_for(*a)))
+    return found
+
+
+def test_an_idle_step_waits_for_all_loads(d, silent, waits):
     assert d.worker.collect(idle=True) == (set(), WorkerReport())
     assert not waits, "there is nothing to wait for"
     d.start(silent=(silent, [1]))
-    assert d.worker.collect(idle=False) == (set(), WorkerReport())
-    assert len(waits) == 1, "nothing was read meanwhile"
-    assert d.worker.collect(idle=False) == (set(), WorkerReport())
-    assert len(waits) == 1, "one wait for each load, not one for each step"
     assert d.worker.collect(idle=True) == (set(), WorkerReport())
-    assert len(waits) == 2
+    assert len(waits) == 1, "nothing was read meanwhile"
     assert d.ended("silent") == {"silent": "handshake"}
     d.worker.start_loads(StepMetadata(refusals={"r": "no"}))
     waits.clear()
     assert d.ended("r") == {"r": "refused"}
     assert not waits
+
+
+def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, waits, monkeypatch):
+    """Each that ordered loads kept the engine 2 ms for those of the loader's thread, which take longer (P1)."""
+    monkeypatch.setattr(loading, "_SHORT_BLOCKS", 1)
+    d.start(met=(p.remote("met", [1]), [1]))
+    assert d.ended("met") == {}
+    waits.clear()
+    go_on = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        read = Agent.read
+        patch.setattr(Agent, "read", lambda *args, **more: HeldRead(read(*args, **more), go_on))
+        d.start(long=(p.remote("long", [2, 3]), [2, 3]), at_once=True)
+        assert d.worker.collect(idle=False) == (set(), WorkerReport())
+        assert not waits
+        d.start(short=(p.remote("short", [4]), [4]), at_once=True)
+        assert d.worker.collect(idle=False) == (set(), WorkerReport())
+        assert len(waits) == 1, "nothing was read meanwhile"
+        assert d.worker.collect(idle=False) == (set(), WorkerReport())
+        assert len(waits) == 1, "one wait for each load, not one for each step"
+        go_on.set()
+        assert d.ended("long", "short") == {}
 
 
 def test_engines_of_the_setting_are_known_in_each_of_their_incarnations(p, monkeypatch):

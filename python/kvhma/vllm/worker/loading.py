@@ -93,8 +93,8 @@ class Loader:
 
     def add(
         self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False, idle: bool = False
-    ) -> None:
-        """Take loads.
+    ) -> bool:
+        """Take loads; return whether the calling thread has started some that have not ended.
 
         Args:
             loads: that were ordered.
@@ -105,7 +105,7 @@ class Loader:
         """
         now = time.monotonic()
         most = _IDLE_BYTES if idle else _SHORT_BYTES
-        started = []
+        started, left = [], []
         for load in loads:
             active = ActiveLoad(load, now, after)
             may_start = at_once and self._is_short(load, most) and time.monotonic() - now < _AT_ONCE_SECONDS
@@ -118,6 +118,7 @@ class Loader:
             with errors_end(*started):
                 left = self._poller.stay_with(started, lambda: True)
             self._poller.add(left)
+        return bool(left)
 
     def _is_short(self, load: Load, most: int) -> bool:
         """Return whether the blocks that a load fills are few, of `most` bytes together. It is not planned for that."""

@@ -56,7 +56,7 @@ class KvhmaWorker:
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
         self._standstill = StandstillWatch(stats)
-        self._new_loads = False
+        self._short_loads = False
         self._was_idle = False
         self._mark: torch.Event | None = None
 
@@ -74,7 +74,6 @@ class KvhmaWorker:
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step. On CPUs short ones are read at once, where :meth:`collect` would wait for them."""
-        self._new_loads = bool(metadata.loads)
         self._prefill_sums.start(metadata.digests)
         self._results.judge(metadata.verdicts)
         if not (metadata.loads or metadata.refusals or metadata.given_up):  # most steps
@@ -87,22 +86,23 @@ class KvhmaWorker:
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
             at_once = self._may_wait and self._device.is_host
-            self._loader.add(metadata.loads, after, at_once=at_once, idle=metadata.idle)
+            self._short_loads = self._loader.add(metadata.loads, after, at_once=at_once, idle=metadata.idle)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
 
         An `idle` step, which has nothing to compute, waits for loads a little: the engine would only ask again. On CPUs
-        so does the step that ordered them, since small loads end with it or just after it. On a device it would keep
-        what it has computed from being sampled. With data parallel no step waits: engines that are not idle would wait
-        for this one to join their next step. With pipeline stages none does either: the next batch is on its way.
+        so does the step that has started short ones itself, if they go on: they end just after it. What the loader's
+        thread reads lasts longer; and on a device a step that waits keeps what it has computed from being sampled. With
+        data parallel no step waits: engines that are not idle would wait for this one to join their next step. With
+        pipeline stages none does either: the next batch is on its way.
 
         Pieces are waited for if the step before was idle too: with asynchronous scheduling the results of a busy one
         may be taken after this one, and nobody is served by a piece alone.
         """
-        new_loads, self._new_loads = self._new_loads, False
+        short_loads, self._short_loads = self._short_loads, False
         was_idle, self._was_idle = self._was_idle, idle
-        if self._may_wait and (idle or (new_loads and self._device.is_host)):
+        if self._may_wait and (idle or short_loads):
             self._results.wait(for_pieces=idle and was_idle)
         return self._results.take()
 
