@@ -10,10 +10,16 @@ def test_defaults():
     assert Settings.read({}) == Settings()
 
 
+@pytest.mark.parametrize(
+    ("given", "host", "delay"), [({}, True, 100_000), ({}, False, 1000), ({"progress_delay_us": 0}, True, 0)]
+)
+def test_the_progress_thread_sleeps_longer_where_the_reader_copies(given, host, delay):
+    assert Settings.read(given).progress_delay(host=host) == delay
+
+
 def test_given():
     found = Settings.read({"kv_lease_duration": 5, "backends": ["UCX", "GDS"], "host_staged": True, "num_threads": 4})
-    assert (found.num_threads, found.progress_delay_us) == (4, 1000)
-    assert Settings.read({"progress_delay_us": 0}).progress_delay_us == 0
+    assert found.num_threads == 4
     assert Settings.read({"prewarm": True, "switch_interval_us": 500}) == Settings(prewarm=True, switch_interval_us=500)
     assert found.kv_lease_duration == 5.0
     assert found.backends == ("UCX", "GDS")

@@ -198,7 +198,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_digests(self._settings, geometry, place.cp_tp_size)
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
-        agent = self._agent(f"kvhma-{self._engine_id[:64]}-{parallel.rank}", public_key)
+        name = f"kvhma-{self._engine_id[:64]}-{parallel.rank}"
+        agent = self._agent(name, public_key, host=self._memory.device.is_host)
         if self._memory.scratch is not None:
             agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
@@ -263,12 +264,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         staging = StagingPool(geometry, caches, staging_slots(config, layout, self._settings))
         return staging.geometry, staging
 
-    def _agent(self, name: str, public_key: bytes) -> Agent:
+    def _agent(self, name: str, public_key: bytes, *, host: bool) -> Agent:
         settings = self._settings
         choose_devices(settings, side_channel_of(self._vllm_config, settings).host)
-        options = AgentOptions(
-            settings.backends, settings.num_threads, settings.progress_delay_us, package=nixl_package()
-        )
+        delay = settings.progress_delay(host=host)
+        options = AgentOptions(settings.backends, settings.num_threads, delay, package=nixl_package())
         before = listening_sockets()
         agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)
         warn_of_open_ports(listening_sockets() - before)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvhma.errors import SettingsError
-from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
+from kvhma.nixl.library import HOST_PROGRESS_DELAY_US, MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.wire.params import Address
@@ -47,7 +47,8 @@ class Settings:
         permute_bytes: bytes of blocks of P that are permuted here to save a descriptor, see :mod:`kvhma.permute`.
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
-        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause.
+        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause,
+            None for what suits the memory, see :meth:`progress_delay`.
         prewarm: whether a worker prewarms its transport when it starts, see :meth:`kvhma.nixl.Agent.prewarm_transport`.
         switch_interval_us: microseconds after which a Python thread of the engine's processes gives way to another one
             that waits, see :func:`sys.setswitchinterval`; None to leave it as it is.
@@ -87,7 +88,7 @@ class Settings:
     permute_bytes: int = 0
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
-    progress_delay_us: int = PROGRESS_DELAY_US
+    progress_delay_us: int | None = None
     prewarm: bool = False
     switch_interval_us: int | None = None
     side_channel_host: str | None = None
@@ -141,6 +142,12 @@ class Settings:
                 raise _wrong(name, value, meaning)
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
         return cls(**given, ignored=tuple(ignored))
+
+    def progress_delay(self, *, host: bool) -> int:
+        """Return microseconds that NIXL's progress thread sleeps, in an engine whose caches are in `host` memory."""
+        if self.progress_delay_us is not None:
+            return self.progress_delay_us
+        return HOST_PROGRESS_DELAY_US if host else PROGRESS_DELAY_US
 
     def allows(self, address: Address) -> bool:
         """Return whether a request may be loaded from the engine at an address. Nothing is looked up.
