@@ -311,6 +311,7 @@ def rested(bench: Bench, name: str) -> None:
 
 
 def stalled(turn: Turn) -> dict[str, float]:
+    processor = {what: seconds * len(turn.loads) for what, seconds in turn.processor.items()}
     return {
         "longest time of the connector in a step": max(turn.calls),
         "longest time of it in a step before the loads": max(turn.quiet_calls),
@@ -320,6 +321,8 @@ def stalled(turn: Turn) -> dict[str, float]:
         "that gap, less the median one before": max(turn.gaps) - statistics.median(turn.quiet),
         "load, median of 16": statistics.median(turn.loads),
         "load, slowest of 16": max(turn.loads),
+        "processor time of D, all processes": processor["D: all processes"],
+        "processor time of NIXL's threads in D": processor.get("D, worker: NIXL", 0.0),
     }
 
 
