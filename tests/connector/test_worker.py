@@ -324,16 +324,28 @@ def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, waits, monk
     with pytest.MonkeyPatch.context() as patch:
         read = Agent.read
         patch.setattr(Agent, "read", lambda *args, **more: HeldRead(read(*args, **more), go_on))
-        d.start(long=(p.remote("long", [2, 3]), [2, 3]), at_once=True)
-        assert d.worker.collect(idle=False) == (set(), WorkerReport())
-        assert not waits
-        d.start(short=(p.remote("short", [4]), [4]), at_once=True)
+        d.start(long=(p.remote("long", [2, 3]), [2, 3]), short=(p.remote("short", [4]), [4]), at_once=True)
         assert d.worker.collect(idle=False) == (set(), WorkerReport())
         assert len(waits) == 1, "nothing was read meanwhile"
         assert d.worker.collect(idle=False) == (set(), WorkerReport())
         assert len(waits) == 1, "one wait for each load, not one for each step"
+        d.start(another=(p.remote("another", [5, 6]), [5, 6]), at_once=True)
+        assert d.worker.collect(idle=False) == (set(), WorkerReport())
+        assert len(waits) == 1, "there is no short one"
         go_on.set()
-        assert d.ended("long", "short") == {}
+        assert d.ended("long", "short", "another") == {}
+
+
+def test_a_step_waits_for_its_own_loads_not_for_others(long_waits):
+    results = LoadResults()
+    results.expect([SimpleNamespace(request_id=name, piece=False) for name in ("short", "long")])
+    threading.Timer(0.1, results.succeed, ("short", {})).start()
+    began = time.monotonic()
+    results.wait({"short"})
+    assert 0.09 <= time.monotonic() - began < 20
+    results.wait({"short"})  # which was reported
+    results.wait(set())
+    assert time.monotonic() - began < 20
 
 
 def test_engines_of_the_setting_are_known_in_each_of_their_incarnations(p, monkeypatch):
@@ -584,13 +596,15 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
         ({"short": 1, "idle": 1}, "kvhma-load"),
         ({"no_room": True}, "kvhma-load"),
         ({"at_once": False}, "kvhma-load"),
+        ({"reading": True}, "kvhma-load"),
     ],
     ids=str,
 )
 def test_who_reads_a_load(p, monkeypatch, changes, thread):
     """A step is kept by short loads only, for a bounded time, and not at all if other engines may wait for it.
 
-    One that computes nothing is kept by longer ones too.
+    One that computes nothing is kept by longer ones too. While other reads go on it is not: NIXL copies for all
+    that are in flight, whichever is polled.
     """
     monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
     monkeypatch.setattr(loading, "_IDLE_BYTES", changes.get("idle", PAGE))
@@ -609,6 +623,8 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         monkeypatch.setattr(
             d.worker._loader, "_plan", lambda active: planned.append(threading.current_thread().name) or plan(active)
         )
+        if changes.get("reading"):
+            monkeypatch.setattr(Agent, "is_reading", True)
         full = [None] if changes.get("no_room") else []
         monkeypatch.setattr(d.worker._loader._memory, "take", lambda spans: full.pop() if full else take(spans))
         d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True), idle="idle" in changes)
@@ -826,7 +842,7 @@ def test_a_load_that_ends_while_a_piece_is_read_is_reported_at_once(long_waits):
 
 def test_pieces_are_waited_for_after_an_idle_step_only(d, monkeypatch):
     asked = []
-    monkeypatch.setattr(d.worker._results, "wait", lambda *, for_pieces: asked.append(for_pieces))
+    monkeypatch.setattr(d.worker._results, "wait", lambda _, *, for_pieces: asked.append(for_pieces))
     for idle in (True, True, False, True, True):
         d.worker.collect(idle=idle)
     assert asked == [False, True, False, True]

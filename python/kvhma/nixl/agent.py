@@ -452,6 +452,11 @@ class Agent:
 
     # --- state ---------------------------------------------------------------------------------------------
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a transfer was not seen to have ended. Nothing is polled for that."""
+        return self._in_flight.is_running
+
     def in_flight(self) -> int:
         """Return how many transfers have not ended: their memory may still be written to."""
         return sum(not transfer.drive() for transfer in self._in_flight.running())

@@ -214,6 +214,11 @@ class InFlight:
             what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
             raise self._session.failure(exc, what, peer, RequestError) from exc
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there are any that have not ended."""
+        return bool(self._running)
+
     def running(self, peer: Peer | None = None) -> list[TransferHandle]:
         """Return those that have not ended, of one peer or of all."""
         with self._session.lock:

@@ -93,8 +93,8 @@ class Loader:
 
     def add(
         self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False, idle: bool = False
-    ) -> bool:
-        """Take loads; return whether the calling thread has started some that have not ended.
+    ) -> set[str]:
+        """Take loads; return the requests of those that the calling thread has started and that have not ended.
 
         Args:
             loads: that were ordered.
@@ -105,20 +105,22 @@ class Loader:
         """
         now = time.monotonic()
         most = _IDLE_BYTES if idle else _SHORT_BYTES
-        started, left = [], []
+        # Who polls a read may copy for all that are in flight, so there must be none but the short ones.
+        at_once = at_once and not self._agent.is_reading
+        started: list[ActiveLoad] = []
+        others: list[ActiveLoad] = []
         for load in loads:
             active = ActiveLoad(load, now, after)
             may_start = at_once and self._is_short(load, most) and time.monotonic() - now < _AT_ONCE_SECONDS
-            if may_start and self._start_at_once(active):
-                started.append(active)
-            else:
-                self._queue.put(active)
+            (started if may_start and self._start_at_once(active) else others).append(active)
+        left = started
         if started:
-            left = started
             with errors_end(*started):
                 left = self._poller.stay_with(started, lambda: True)
             self._poller.add(left)
-        return bool(left)
+        for active in others:
+            self._queue.put(active)
+        return {active.load.request_id for active in left if not active.load.piece}
 
     def _is_short(self, load: Load, most: int) -> bool:
         """Return whether the blocks that a load fills are few, of `most` bytes together. It is not planned for that."""

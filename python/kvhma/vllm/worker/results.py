@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from kvhma.digests import ContentDigest
@@ -177,15 +177,16 @@ class LoadResults:
         self._has_ended.notify()
         return True
 
-    def wait(self, *, for_pieces: bool = False) -> None:
-        """Wait until every load is reported, but no longer than one more load is read every 2 ms, and at most 10 ms.
+    def wait(self, loads: Set[str] | None = None, *, for_pieces: bool = False) -> None:
+        """Wait until some loads are reported, but no longer than one more load is read every 2 ms, and at most 10 ms.
 
-        Without any, and with nothing to report, wait as long for a piece if that is wanted.
+        None are all. Without any, and with nothing to report, wait as long for a piece if that is wanted.
         """
 
         def is_over() -> bool:
             # Those that are to be judged do not end without another step.
-            if len(self._unreported) > len(self._unjudged):
+            awaited = self._unreported.keys() if loads is None else self._unreported.keys() & loads
+            if awaited - self._unjudged.keys():
                 return False
             return not (for_pieces and self._pieces) or bool(self._ended or self._report.pieces)
 

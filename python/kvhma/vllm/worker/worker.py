@@ -56,7 +56,7 @@ class KvhmaWorker:
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
         self._standstill = StandstillWatch(stats)
-        self._short_loads = False
+        self._short_loads: set[str] = set()
         self._was_idle = False
         self._mark: torch.Event | None = None
 
@@ -92,7 +92,7 @@ class KvhmaWorker:
         """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
 
         An `idle` step, which has nothing to compute, waits for loads a little: the engine would only ask again. On CPUs
-        so does the step that has started short ones itself, if they go on: they end just after it. What the loader's
+        so does the step that has started short ones itself, for those: they end just after it. What the loader's
         thread reads lasts longer; and on a device a step that waits keeps what it has computed from being sampled. With
         data parallel no step waits: engines that are not idle would wait for this one to join their next step. With
         pipeline stages none does either: the next batch is on its way.
@@ -100,10 +100,10 @@ class KvhmaWorker:
         Pieces are waited for if the step before was idle too: with asynchronous scheduling the results of a busy one
         may be taken after this one, and nobody is served by a piece alone.
         """
-        short_loads, self._short_loads = self._short_loads, False
+        short_loads, self._short_loads = self._short_loads, set()
         was_idle, self._was_idle = self._was_idle, idle
         if self._may_wait and (idle or short_loads):
-            self._results.wait(for_pieces=idle and was_idle)
+            self._results.wait(None if idle else short_loads, for_pieces=idle and was_idle)
         return self._results.take()
 
     def take_stats(self) -> TransferStats | None:
