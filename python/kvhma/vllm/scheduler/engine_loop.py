@@ -86,7 +86,8 @@ class EngineLoop:
 
     def _tick(self) -> None:
         while not self._closed.is_set():
-            self._resting.wait()
+            if self._leases.is_empty:  # else this has begun again
+                self._resting.wait()
             self._resting.clear()
             while not self._leases.is_empty and not self._closed.wait(_TICK_SECONDS):
                 if self._leases.has_ended() or time.monotonic() - self._stepped_at >= _STEP_SECONDS:
