@@ -18,7 +18,7 @@ from handoffs import DELAY, MODULE, cpu
 from handoffs.alone import alone
 from handoffs.tables import EVEN, HIT, MET, OURS, THEIRS
 from handoffs.waterfall import stages
-from kvhma.nixl.library import HOST_PROGRESS_DELAY_US
+from kvhma.nixl.library import READER_PROGRESS_DELAY_US
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, make_models
 from support.engines.engine import free_port
 from support.handoff import LEASE, arguments, prompts
@@ -402,7 +402,7 @@ def transfer(which: str, port: int) -> dict[str, Any] | None:
         return None
     extra: dict[str, Any] = {"kv_lease_duration": LEASE}
     if which == EVEN:
-        extra[DELAY] = HOST_PROGRESS_DELAY_US
+        extra[DELAY] = READER_PROGRESS_DELAY_US
     if which == MET:
         extra["prefill_engines"] = [f"localhost:{port}"]
     return {

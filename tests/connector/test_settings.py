@@ -11,10 +11,10 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("given", "host", "delay"), [({}, True, 100_000), ({}, False, 1000), ({"progress_delay_us": 0}, True, 0)]
+    ("given", "copies", "delay"), [({}, True, 100_000), ({}, False, 1000), ({"progress_delay_us": 0}, True, 0)]
 )
-def test_the_progress_thread_sleeps_longer_where_the_reader_copies(given, host, delay):
-    assert Settings.read(given).progress_delay(host=host) == delay
+def test_the_progress_thread_sleeps_longer_where_the_reader_copies(given, copies, delay):
+    assert Settings.read(given).progress_delay(copies=copies) == delay
 
 
 def test_given():

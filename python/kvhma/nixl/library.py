@@ -26,9 +26,9 @@ LOCAL_SIDE = "NIXL_INIT_AGENT"
 PROGRESS_DELAY_US = 1000
 """Default of :attr:`AgentOptions.progress_delay_us`; docs/nixl.md has the measurements."""
 
-HOST_PROGRESS_DELAY_US = 100_000
-"""The delay for agents whose caches are in host memory. There a reader's own thread copies, with UCX's lock. A progress
-thread that wakes meanwhile takes the lock in turns until nothing is in flight, and each of them spins for the other."""
+READER_PROGRESS_DELAY_US = 100_000
+"""The delay for agents whose own threads copy what they read. A copy has UCX's lock; a progress thread that wakes then
+takes the lock in turns with it until nothing is in flight, and each spins for the other."""
 
 MAX_PROGRESS_DELAY_US = 1_000_000
 """The longest delay: an event that the thread misses may cost as much."""

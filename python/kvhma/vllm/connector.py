@@ -199,7 +199,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
         name = f"kvhma-{self._engine_id[:64]}-{parallel.rank}"
-        agent = self._agent(name, public_key, host=self._memory.device.is_host)
+        copies = self._memory.device.is_host and self._kv_transfer_config.is_kv_consumer
+        agent = self._agent(name, public_key, copies=copies)
         if self._memory.scratch is not None:
             agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
@@ -264,10 +265,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         staging = StagingPool(geometry, caches, staging_slots(config, layout, self._settings))
         return staging.geometry, staging
 
-    def _agent(self, name: str, public_key: bytes, *, host: bool) -> Agent:
+    def _agent(self, name: str, public_key: bytes, *, copies: bool) -> Agent:
         settings = self._settings
         choose_devices(settings, side_channel_of(self._vllm_config, settings).host)
-        delay = settings.progress_delay(host=host)
+        delay = settings.progress_delay(copies=copies)
         options = AgentOptions(settings.backends, settings.num_threads, delay, package=nixl_package())
         before = listening_sockets()
         agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvhma.errors import SettingsError
-from kvhma.nixl.library import HOST_PROGRESS_DELAY_US, MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US
+from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.wire.params import Address
@@ -48,7 +48,7 @@ class Settings:
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
         progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause,
-            None for what suits the memory, see :meth:`progress_delay`.
+            None for what suits the engine, see :meth:`progress_delay`.
         prewarm: whether a worker prewarms its transport when it starts, see :meth:`kvhma.nixl.Agent.prewarm_transport`.
         switch_interval_us: microseconds after which a Python thread of the engine's processes gives way to another one
             that waits, see :func:`sys.setswitchinterval`; None to leave it as it is.
@@ -143,11 +143,15 @@ class Settings:
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
         return cls(**given, ignored=tuple(ignored))
 
-    def progress_delay(self, *, host: bool) -> int:
-        """Return microseconds that NIXL's progress thread sleeps, in an engine whose caches are in `host` memory."""
+    def progress_delay(self, *, copies: bool) -> int:
+        """Return microseconds that NIXL's progress thread sleeps.
+
+        Args:
+            copies: whether threads of the engine copy what it reads: it does read, and its caches are in host memory.
+        """
         if self.progress_delay_us is not None:
             return self.progress_delay_us
-        return HOST_PROGRESS_DELAY_US if host else PROGRESS_DELAY_US
+        return READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
 
     def allows(self, address: Address) -> bool:
         """Return whether a request may be loaded from the engine at an address. Nothing is looked up.
