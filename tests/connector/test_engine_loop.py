@@ -211,6 +211,26 @@ def test_what_was_never_kept_has_no_thread(loop):
     until(lambda: "kvhma-leases" in {one.name for one in threading.enumerate()})
 
 
+def test_a_thread_that_has_begun_again_still_wakes_the_loop_up(loop, monkeypatch):
+    """It waited to be told that the loop rests, which only the loop says, when it steps."""
+    monkeypatch.setattr(engine_loop, "_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
+    leases, failed = loop.kvhma.context.leases, threading.Event()
+    has_ended = leases.has_ended
+
+    def fails_once():
+        if failed.is_set():
+            return has_ended()
+        failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(leases, "has_ended", fails_once)
+    claim = loop.keep()
+    assert failed.wait(10)
+    loop.release(claim)
+    until(lambda: not kept(loop.kvhma))
+
+
 class SlowBoards:
     """Boards at which a listener's thread loses Python's lock while a lease ends."""
 
