@@ -640,6 +640,20 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         d.worker.close()
 
 
+def test_what_a_load_took_is_counted_beside_the_engine(p, d, monkeypatch):
+    """Its thread, which reads short loads, was kept by it from saying that they had ended."""
+    names, measure = [], d.worker._poller._measure
+    monkeypatch.setattr(
+        d.worker._poller, "_measure", lambda *of: (names.append(threading.current_thread().name), measure(*of))
+    )
+    d.start(met=(p.remote("met", [1]), [1]))
+    assert d.ended("met") == {}
+    d.start(a=(p.remote("a", [2]), [2]), at_once=True)
+    assert d.ended("a") == {}
+    counted(d, "load_seconds", 2)
+    assert names == ["kvhma-poll", "kvhma-poll"]
+
+
 def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
     """The long one between them is read by the loader's thread."""
     monkeypatch.setattr(loading, "_SHORT_BLOCKS", 2)

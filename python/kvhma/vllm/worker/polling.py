@@ -7,6 +7,7 @@ import logging
 import queue
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -75,6 +76,8 @@ class LoadPoller:
         self._incoming: queue.SimpleQueue[list[ActiveLoad] | None] = queue.SimpleQueue()
         self._active: list[ActiveLoad] = []
         self._finishing = False
+        self._unmeasured: deque[tuple[ActiveLoad, Transfer, float]] = deque()
+        """Loads that were reported, and when."""
         self._questions: WeakKeyDictionary[PrefillEngine, LeaseQuestion] = WeakKeyDictionary()
         """The last question to each engine."""
         self._thread = SupervisedThread("kvhma-poll", memory.device.chosen(self._run), results.stats)
@@ -118,16 +121,20 @@ class LoadPoller:
                 break
             self.wait_for_answers(loads)
             loads = self.advance(loads)
+        if self._unmeasured:
+            self._incoming.put([])  # the poller's thread measures them, while the engine goes on
         return loads
 
     def _run(self) -> None:
         while self._active or not self._finishing:
+            self._measure_reported()
             added = self._next()
             if added is None:
                 self._finishing = True
             else:
                 self._active += added
             self._active = self.advance(self._active)
+        self._measure_reported()
         self._spans.close(self._timeout)
 
     def _next(self) -> list[ActiveLoad] | None:
@@ -319,8 +326,12 @@ class LoadPoller:
         active.reported = True
         if active.load.trace is not None:
             self._spans.add(_times(active, active.load.trace, ended_at, self._rank))
-        if active.error is None and active.transfer is not None:  # the engine goes on meanwhile
-            self._measure(active, active.transfer, ended_at)
+        if active.error is None and active.transfer is not None:
+            self._unmeasured.append((active, active.transfer, ended_at))
+
+    def _measure_reported(self) -> None:
+        while self._unmeasured:
+            self._measure(*self._unmeasured.popleft())
 
     def _measure(self, active: ActiveLoad, transfer: Transfer, ended_at: float) -> None:
         load = active.load
