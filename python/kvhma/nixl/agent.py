@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import check_rows
 from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Memory, Region
-from kvhma.nixl.arrays import check_ids, check_rows, row_of
+from kvhma.nixl.arrays import check_ids, row_of
 from kvhma.nixl.handshake import WARM_UP, decode_handshake, encode_handshake
 from kvhma.nixl.library import (
     AgentOptions,
@@ -319,7 +320,7 @@ class Agent:
         Raises:
             PeerLostError: the peer is gone.
             RequestError: another form, or outside what is registered.
-            AddressOverflowError: a view ends after 2**64.
+            AddressOverflowError: a view ends after 2**64, or there are more than 2**31 - 1 entries.
         """
         return self._prepared.prepare(peer, views, memory)
 
@@ -490,8 +491,8 @@ def _reads_of(
     remote_memory: Memory,
 ) -> Callable[[NixlAgent], NixlHandle]:
     """Check the rows of a read, and return what makes it."""
-    check_rows(local, "local descriptors")
-    check_rows(remote, "remote descriptors")
+    check_rows("local descriptors", local)
+    check_rows("remote descriptors", remote)
     if len(local) != len(remote):
         raise RequestError(f"{len(local)} local and {len(remote)} remote descriptors")
 

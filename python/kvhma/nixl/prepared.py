@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import check_rows
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Memory
 from kvhma.lowlevel import expand_views
-from kvhma.nixl.arrays import check_rows, count_entries
+from kvhma.nixl.arrays import count_entries
 from kvhma.nixl.library import LOCAL_SIDE, NixlAgent, NixlHandle
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.session import Session
@@ -104,7 +105,7 @@ class Preparations:
     def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
         """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare` says."""
         what = "local views" if peer is None else f"views of {peer.name!r}"
-        check_rows(views, what, columns=5)
+        check_rows(what, views, 5)
         if not len(views):
             raise RequestError(f"{what}: no rows")
         nixl = self._session.usable(peer)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 use kvhma_core::View;
 use kvhma_core::lowlevel::{ids, permute, views};
-use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray2};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::Borrowed;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
@@ -342,6 +342,37 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
     };
     let list: Vec<View> = array.rows().into_iter().map(|row| [row[0], row[1], row[2], row[3], row[4]]).collect();
     expand(py, list)
+}
+
+const FEW_ROWS: usize = 4096;
+
+/// Check rows before NIXL gets them: it copies whatever has the right number of bytes, and lets addresses wrap.
+///
+/// Args:
+///     what: what the rows are, for the message.
+///     rows: address, length in bytes, device; with five columns also stride in bytes and count.
+///     columns: 3 or 5.
+///
+/// Raises:
+///     RequestError: no C-contiguous uint64 array of shape (n, columns); a length, stride or count of 0.
+///     AddressOverflowError: a row leaves the address space, or there are more than 2**31 - 1 entries.
+#[pyfunction]
+#[pyo3(signature = (what, rows, columns = 3))]
+pub(crate) fn check_rows(py: Python<'_>, what: &str, rows: &Bound<'_, PyAny>, columns: usize) -> PyResult<()> {
+    let array = rows.extract::<PyReadonlyArray2<'_, u64>>();
+    let array = array.as_ref().ok().filter(|array| array.is_c_contiguous() && array.shape()[1] == columns);
+    let Some(Ok(numbers)) = array.map(|array| array.as_slice()) else {
+        let expected = format!("expected a C-contiguous uint64 array of shape (n, {columns})");
+        return Err(type_error(py, what, "", &expected));
+    };
+    let rows = numbers.chunks_exact(columns).map(|row| match *row {
+        [address, length, device, stride, count] => [address, length, device, stride, count],
+        _ => [row[0], row[1], row[2], 1, 1],
+    });
+    let check = || views::check_views(&format!("{what}: row"), rows);
+    // Letting others run takes longer than looking at a few rows.
+    if numbers.len() > FEW_ROWS { py.detach(check) } else { check() }.or_raise(py)?;
+    Ok(())
 }
 
 /// Rows to read, local and remote, and ranges to permute once they have arrived.

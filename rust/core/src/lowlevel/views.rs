@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 
 /// Expands views to `(address, length, device)` rows, view after view. Fails if an address overflows.
 pub fn expand_views(views: &[View]) -> Result<Vec<Descriptor>> {
-    let total = check_views(views)?;
+    let total = check_views("view", views.iter().copied())?;
     let mut rows = Vec::with_capacity(total as usize);
     for &[address, length, device, stride, count] in views {
         rows.extend((0..count).map(|entry| [address + entry * stride, length, device]));
@@ -24,7 +24,7 @@ pub fn attention_views(
     let lists = [("lengths", lengths), ("strides", strides), ("counts", counts), ("devices", devices)];
     same_length(bases.len(), &lists)?;
     let views = (0..bases.len()).map(|i| [bases[i], lengths[i], devices[i], strides[i], counts[i]]).collect::<Vec<_>>();
-    check_views(&views)?;
+    check_views("view", views.iter().copied())?;
     Ok(views)
 }
 
@@ -47,7 +47,7 @@ pub fn state_views(
             views.push([address, length, devices[region], strides[region], counts[region]]);
         }
     }
-    check_views(&views)?;
+    check_views("view", views.iter().copied())?;
     Ok(views)
 }
 
@@ -58,24 +58,25 @@ fn same_length(expected: usize, lists: &[(&'static str, &[u64])]) -> Result<()> 
     }
 }
 
-/// Fails if a view is empty, has no stride, or leaves the address space.
-pub fn check_views(views: &[View]) -> Result<u64> {
+/// The entries of all views. Fails if a view is empty, has no stride, or leaves the address space; `what` and its index
+/// name it then.
+pub fn check_views(what: &str, views: impl IntoIterator<Item = View>) -> Result<u64> {
     let mut total = 0u64;
-    for (index, &[address, length, _, stride, count]) in views.iter().enumerate() {
+    for (index, [address, length, _, stride, count]) in views.into_iter().enumerate() {
         for (field, value) in [("length", length), ("stride", stride), ("count", count)] {
             if value == 0 {
-                return Err(Error::value(&format!("view {index}"), field, 0, "has to be at least 1".to_owned()));
+                return Err(Error::value(&format!("{what} {index}"), field, 0, "has to be at least 1".to_owned()));
             }
         }
         let end = (count - 1).checked_mul(stride).and_then(|far| far.checked_add(length)?.checked_add(address));
         if end.is_none() {
-            let what = format!("{address:#x} + ({count} - 1) x {stride} + {length}");
-            return Err(Error::overflow(&format!("view {index}"), what, 64));
+            let sum = format!("{address:#x} + ({count} - 1) x {stride} + {length}");
+            return Err(Error::overflow(&format!("{what} {index}"), sum, 64));
         }
         // Ids into a list are int32, so a longer list could never be addressed.
         total = total.saturating_add(count);
         if total > i32::MAX as u64 {
-            return Err(Error::overflow(&format!("view {index}"), format!("{total} descriptors"), 31));
+            return Err(Error::overflow(&format!("{what} {index}"), format!("{total} descriptors"), 31));
         }
     }
     Ok(total)
@@ -93,9 +94,9 @@ mod tests {
 
     #[test]
     fn the_last_entry_has_to_end_in_the_address_space() {
-        assert!(check_views(&[[u64::MAX - 24, 8, 0, 16, 2]]).is_ok());
-        assert!(check_views(&[[u64::MAX - 23, 8, 0, 16, 2]]).is_err());
-        assert!(check_views(&[[0, 0, 0, 16, 2]]).is_err());
+        assert!(check_views("view", [[u64::MAX - 24, 8, 0, 16, 2]]).is_ok());
+        assert!(check_views("view", [[u64::MAX - 23, 8, 0, 16, 2]]).is_err());
+        assert!(check_views("view", [[0, 0, 0, 16, 2]]).is_err());
     }
 
     #[test]
