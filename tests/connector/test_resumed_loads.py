@@ -144,8 +144,8 @@ def test_a_p_that_does_not_come_back_or_is_another_one(p, d, reads, is_back):
 def test_caches_that_lie_elsewhere_after_the_new_handshake(p, d, reads, monkeypatch):
     """What was read came from elsewhere than the rest would."""
     reads.lost = {1: PeerLostError("cut off")}
-    answers = iter((parts_of, lambda reads: parts_of(reads)[::-1]))
-    monkeypatch.setattr(loading, "parts_of", lambda reads: next(answers)(reads))
+    answers = iter((parts_of, lambda *of: parts_of(*of)[::-1]))
+    monkeypatch.setattr(loading, "parts_of", lambda *of: next(answers)(*of))
     d.start(a=(p.remote("a", BLOCKS), BLOCKS))
     assert d.ended("a") == {"a": "peer_lost"}
     assert len(reads.rows) == len(BLOCKS)
@@ -173,7 +173,7 @@ def test_parts_are_all_of_a_transfer_in_order(p, monkeypatch, part_bytes):
     transfer = plan(p.geometry, [p.geometry], max_descriptors=PAGES).transfer(
         len(BLOCKS), [Span(0, BLOCKS)], [Span(0, BLOCKS[::-1])]
     )
-    parts = parts_of(transfer.reads)
+    parts = parts_of(transfer.reads, transfer.bytes)
     for side in ("local", "remote"):
         whole = np.concatenate([getattr(read, side) for read in transfer.reads])
         assert np.array_equal(np.concatenate([getattr(part, side) for part in parts]), whole)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
 from kvhma.nixl.library import NixlAgent, NixlHandle, translate
@@ -19,8 +19,7 @@ _LONGEST_SLEEP = 1e-3
 _DRAIN_SLEEP = 5e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Telemetry:
+class Telemetry(NamedTuple):
     """What NIXL measured of a finished transfer.
 
     Attributes:

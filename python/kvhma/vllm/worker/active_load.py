@@ -51,13 +51,12 @@ class ReadPart:
         return self.source == other.source and all(np.array_equal(one, two) for one, two in pairs)
 
 
-def parts_of(reads: Iterable[Read | PermutedRead]) -> list[ReadPart]:
-    """Cut what a load reads into parts of :data:`PART_BYTES`; one row is never cut."""
+def parts_of(reads: Iterable[Read | PermutedRead], nbytes: int) -> list[ReadPart]:
+    """Cut what a load reads, `nbytes` in all, into parts of :data:`PART_BYTES`; one row is never cut."""
+    if nbytes <= PART_BYTES:  # nearly all
+        return [ReadPart(read.source, read.local, read.remote) for read in reads]
     parts = []
     for read in reads:
-        if read.local[:, 1].sum() <= PART_BYTES:  # nearly all
-            parts.append(ReadPart(read.source, read.local, read.remote))
-            continue
         #   bytes before each row   0 .... 40 .... 70 .... 130 MiB     rows of a part begin within the same 64 MiB
         before = np.cumsum(read.local[:, 1]) - read.local[:, 1]
         cuts = np.flatnonzero(np.diff(before // np.uint64(PART_BYTES))) + 1

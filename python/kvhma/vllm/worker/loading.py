@@ -124,9 +124,11 @@ class Loader:
 
     def _is_short(self, load: Load, most: int) -> bool:
         """Return whether the blocks that a load fills are few, of `most` bytes together. It is not planned for that."""
-        blocks = [len(span.ids) for span in load.spans]
-        nbytes = sum(count * size for count, size in zip(blocks, self._block_bytes, strict=True))
-        return sum(blocks) <= _SHORT_BLOCKS and nbytes <= most
+        blocks = nbytes = 0
+        for span, block_bytes in zip(load.spans, self._block_bytes, strict=True):
+            blocks += len(span.ids)
+            nbytes += len(span.ids) * block_bytes
+        return blocks <= _SHORT_BLOCKS and nbytes <= most
 
     def _start_at_once(self, active: ActiveLoad) -> bool:
         """Start a load in the calling thread; return whether nothing is left for the loader's to do."""
@@ -230,9 +232,9 @@ class Loader:
         transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
         reads, permutes = self._reads(active.engine, transfer)
         if active.transfer is not None:
-            active.check_same(parts_of(reads))
+            active.check_same(parts_of(reads, transfer.bytes))
             return
-        active.transfer, active.parts, active.permutes = transfer, parts_of(reads), permutes
+        active.transfer, active.parts, active.permutes = transfer, parts_of(reads, transfer.bytes), permutes
         active.planned_at = time.monotonic()
         active.launched = self._memory.zero(active.transfer.zero, active.after)
         active.waits_for_device = not active.is_device_done()

@@ -15,7 +15,6 @@ from kvhma._kvhma import Transfer
 from kvhma.digests import ContentDigest
 from kvhma.geometry import Geometry, Span
 from kvhma.vllm.memory import Memory
-from kvhma.vllm.metadata import Load
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.lease_board import mark_of
@@ -121,9 +120,12 @@ class LoadPoller:
                 break
             self.wait_for_answers(loads)
             loads = self.advance(loads)
-        if self._unmeasured:
-            self._incoming.put([])  # the poller's thread measures them, while the engine goes on
         return loads
+
+    def measure(self) -> None:
+        """Have the thread count what reported loads took, while the engine goes on."""
+        if self._unmeasured:
+            self._incoming.put([])
 
     def _run(self) -> None:
         while self._active or not self._finishing:
@@ -242,7 +244,8 @@ class LoadPoller:
             shown_at, boards = zip(*(board.look(since) for board in engine.boards), strict=True)
             for active in new:
                 if (active.read_at or 0.0) < min(shown_at):
-                    mark = _mark_of(active.load)
+                    remote = active.load.remote
+                    mark = mark_of(remote.lease_key, remote.digest)
                     active.shown = all(mark in board for board in boards)
         return [active for active in loads if active.shown is False]
 
@@ -384,11 +387,6 @@ class LoadPoller:
             for name, numbers in by_group.items():
                 for label, of_group in zip(self._group_labels, numbers, strict=True):
                     stats.count(name, of_group, label=label)
-
-
-def _mark_of(load: Load) -> bytes:
-    claim = load.remote.claim(load.reader)
-    return mark_of(claim.key, claim.digest)
 
 
 def _times(active: ActiveLoad, trace: Trace, ended_at: float, rank: str) -> LoadTimes:

@@ -107,7 +107,8 @@ class KvhmaWorker:
         return self._results.take()
 
     def take_stats(self) -> TransferStats | None:
-        """Return what was counted since the last call; None if nothing was."""
+        """Return what was counted since the last call; None if nothing was. Loads of this step are counted after it."""
+        self._poller.measure()
         return self._results.stats.take()
 
     def close(self, *, idle: bool = False) -> None:
