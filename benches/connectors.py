@@ -77,7 +77,10 @@ REST_SECONDS = 3.0
 
 KEPT_ROUNDS = 3
 WATERFALLS = 9
-STALL_ROUNDS = 5
+STALL_STARTS = 2
+STALL_ROUNDS = 4
+"""Of each start."""
+
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """Of all engines. Else a step returns memory to the system and faults it in again, one engine's thousands of pages more
 than another's, as its heap happens to lie. VLLM asks for tcmalloc on CPUs, which keeps memory too."""
@@ -290,18 +293,20 @@ def kept(bench: Bench, name: str) -> None:
 def stall(bench: Bench, name: str, how: str = "") -> None:
     """D's steps while 16 large loads run."""
     values: dict[str, Row] = {}
-    rounds = 2 if bench.quick else STALL_ROUNDS
-    with bench.pairs(name, *CONNECTORS, kv_cache_memory_bytes=2 << 30, **WIDE) as pairs:
-        before = {which: counted(pairs[which].d.engine, which)[1] for which in CONNECTORS}
-        for number in range(rounds):
-            for which in rotated(CONNECTORS, number):
-                turn = pairs.turn(which, prompts((name, number), [2001] * 16), beside=OTHER_TOKENS)
-                for what, value in stalled(turn).items():
-                    values.setdefault(what, Row(what)).add(which, value)
-        nbytes = Row("bytes of 16 loads", "MiB")
-        for which in CONNECTORS:
-            nbytes.add(which, (counted(pairs[which].d.engine, which)[1] - before[which]) / rounds)
-    title = f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer, {rounds} rounds{how}"
+    nbytes = Row("bytes of 16 loads", "MiB")
+    starts, rounds = (1, 2) if bench.quick else (STALL_STARTS, STALL_ROUNDS)
+    for start in range(starts):
+        with bench.pairs(name, *rotated(CONNECTORS, start), kv_cache_memory_bytes=2 << 30, **WIDE) as pairs:
+            before = {which: counted(pairs[which].d.engine, which)[1] for which in CONNECTORS}
+            for number in range(rounds):
+                for which in rotated(CONNECTORS, number):
+                    turn = pairs.turn(which, prompts((name, number), [2001] * 16), beside=OTHER_TOKENS)
+                    for what, value in stalled(turn).items():
+                        values.setdefault(what, Row(what)).add(which, value)
+            for which in CONNECTORS:
+                nbytes.add(which, (counted(pairs[which].d.engine, which)[1] - before[which]) / rounds)
+    title = f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer"
+    title += f", {starts * rounds} rounds of {starts} starts{how}"
     print(table(title, (*values.values(), nbytes)), flush=True)
 
 
@@ -321,6 +326,8 @@ def stalled(turn: Turn) -> dict[str, float]:
         "that gap, less the median one before": max(turn.gaps) - statistics.median(turn.quiet),
         "load, median of 16": statistics.median(turn.loads),
         "load, slowest of 16": max(turn.loads),
+        "first token, median of 16": statistics.median(turn.first_tokens),
+        "first token, slowest of 16": max(turn.first_tokens),
         "processor time of D, all processes": processor["D: all processes"],
         "processor time of NIXL's threads in D": processor.get("D, worker: NIXL", 0.0),
     }

@@ -146,6 +146,8 @@ def _spin_no_longer_than(seconds: float) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
+    # Who stops spinning so often misses a notification now and then, and looks again by itself only after 5 s.
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
 
 
 def _freeze() -> None:
