@@ -370,7 +370,7 @@ def main() -> None:
     parts: dict[str, Part] = {
         "cold": Part(cold, TWO),
         "warm": Part(warm, tuple(MODELS)),
-        "apart": Part(apart, tuple(MODELS), SHORT_SPIN),
+        "apart": Part(apart, TWO[:1], SHORT_SPIN),
         "kept": Part(kept, TWO[:1]),
         "stall": Part(stall, TWO),
         "rested": Part(rested, TWO, SHORT_SPIN),
