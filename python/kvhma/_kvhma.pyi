@@ -684,13 +684,16 @@ def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
         AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
     """
 
-def check_rows(what: str, rows: NDArray[np.uint64], columns: int = 3) -> None:
+def check_rows(what: str, rows: NDArray[np.uint64], columns: int = 3) -> int:
     """Check rows before NIXL gets them: it copies whatever has the right number of bytes, and lets addresses wrap.
 
     Args:
         what: what the rows are, for the message.
         rows: address, length in bytes, device; with five columns also stride in bytes and count.
         columns: 3 or 5.
+
+    Returns:
+        How many descriptors they stand for.
 
     Raises:
         RequestError: no C-contiguous uint64 array of shape (n, columns); a length, stride or count of 0.

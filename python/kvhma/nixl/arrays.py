@@ -29,8 +29,3 @@ def check_ids(array: Any, what: str) -> None:
 def row_of(region: Region, nbytes: int | None = None) -> NDArray[np.uint64]:
     """Return a region, or its first `nbytes` bytes, as uint64 of shape (1, 3): ``(addr, len, device)``."""
     return np.array([[region.base, region.bytes if nbytes is None else nbytes, region.device]], dtype=np.uint64)
-
-
-def count_entries(views: NDArray[np.uint64]) -> int:
-    """Return how many descriptors the rows of shape (n, 5) stand for, without wrapping."""
-    return sum(views[:, 4].tolist())

@@ -15,7 +15,6 @@ from kvhma._kvhma import check_rows
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Memory
 from kvhma.lowlevel import expand_views
-from kvhma.nixl.arrays import count_entries
 from kvhma.nixl.library import LOCAL_SIDE, NixlAgent, NixlHandle
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.session import Session
@@ -105,7 +104,7 @@ class Preparations:
     def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
         """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare` says."""
         what = "local views" if peer is None else f"views of {peer.name!r}"
-        check_rows(what, views, 5)
+        count = check_rows(what, views, 5)
         if not len(views):
             raise RequestError(f"{what}: no rows")
         nixl = self._session.usable(peer)
@@ -123,7 +122,7 @@ class Preparations:
             except KvhmaError:
                 handle.release()
                 raise
-            prepared = PreparedList(peer, count_entries(views), handle, self)
+            prepared = PreparedList(peer, count, handle, self)
             self._lists.add(prepared)
             return prepared
 

@@ -344,7 +344,8 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
     expand(py, list)
 }
 
-const FEW_ROWS: usize = 4096;
+/// So many are looked at sooner than others can be let run.
+const FEW_ROWS: usize = 1024;
 
 /// Check rows before NIXL gets them: it copies whatever has the right number of bytes, and lets addresses wrap.
 ///
@@ -353,12 +354,15 @@ const FEW_ROWS: usize = 4096;
 ///     rows: address, length in bytes, device; with five columns also stride in bytes and count.
 ///     columns: 3 or 5.
 ///
+/// Returns:
+///     How many descriptors they stand for.
+///
 /// Raises:
 ///     RequestError: no C-contiguous uint64 array of shape (n, columns); a length, stride or count of 0.
 ///     AddressOverflowError: a row leaves the address space, or there are more than 2**31 - 1 entries.
 #[pyfunction]
 #[pyo3(signature = (what, rows, columns = 3))]
-pub(crate) fn check_rows(py: Python<'_>, what: &str, rows: &Bound<'_, PyAny>, columns: usize) -> PyResult<()> {
+pub(crate) fn check_rows(py: Python<'_>, what: &str, rows: &Bound<'_, PyAny>, columns: usize) -> PyResult<u64> {
     let array = rows.extract::<PyReadonlyArray2<'_, u64>>();
     let array = array.as_ref().ok().filter(|array| array.is_c_contiguous() && array.shape()[1] == columns);
     let Some(Ok(numbers)) = array.map(|array| array.as_slice()) else {
@@ -370,9 +374,7 @@ pub(crate) fn check_rows(py: Python<'_>, what: &str, rows: &Bound<'_, PyAny>, co
         _ => [row[0], row[1], row[2], 1, 1],
     });
     let check = || views::check_views(&format!("{what}: row"), rows);
-    // Letting others run takes longer than looking at a few rows.
-    if numbers.len() > FEW_ROWS { py.detach(check) } else { check() }.or_raise(py)?;
-    Ok(())
+    if numbers.len() > FEW_ROWS * columns { py.detach(check) } else { check() }.or_raise(py)
 }
 
 /// Rows to read, local and remote, and ranges to permute once they have arrived.
