@@ -351,7 +351,7 @@ def test_a_device_that_fails_fails_its_loads(p, d, device, monkeypatch):
 def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expected):
     d = start(Engine, "d", data_parallel_size=engines)
     waits = []
-    monkeypatch.setattr(d.connector._worker._results, "wait", lambda *_, **__: waits.append(1))
+    monkeypatch.setattr(d.connector._worker._results, "wait", lambda _, *, for_pieces: waits.append(1))
     d.step(p.load("r"), idle=idle)
     d.step()
     assert len(waits) == expected

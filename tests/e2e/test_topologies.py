@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.engines import REMOTE_DECODE, Zygote, engines, free_port
+from support.engines import REMOTE_DECODE, Engine, Zygote, engines, free_port
 from support.handoff import (
     all_free,
     arguments,
@@ -109,6 +109,13 @@ def beside_an_offloading_connector(name: str) -> dict[str, Any]:
     return settings
 
 
+def forget_prefixes(*of: Engine) -> None:
+    """Empty the prefix caches of engines, but not what they keep in host memory."""
+    for engine in of:
+        all_free(engine)  # P rests, and frees what was read half a second later
+        assert engine.core("reset_prefix_cache")
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """vLLM itself keeps its two connectors that offload to host memory from CPUs."""
@@ -118,9 +125,7 @@ def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models
         first, end = prompts("offloading", [301, 40])
         same(name, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(), "handed over")
         assert (loads(d), d.loaded_tokens()) == (1, 300 if name == "gemma3" else 301)
-        for engine in (p, d):
-            all_free(engine)  # P rests, and frees what was read half a second later
-            assert engine.core("reset_prefix_cache")
+        forget_prefixes(p, d)
         # From host memory: what D was handed, and what P computed.
         longer = first[:288] + end
         expected = plain.generate(longer, max_tokens=16).result()
@@ -128,9 +133,7 @@ def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models
         same(name, d.generate(longer, max_tokens=16).result(), expected, "from D's host memory")
         assert d.loaded_tokens() - before >= 256
         assert loads(d) == 1
-        for engine in (p, d):
-            all_free(engine)  # P rests, and frees what was read half a second later
-            assert engine.core("reset_prefix_cache")
+        forget_prefixes(p, d)
         before = p.loaded_tokens()
         params = prefill(p, longer)
         assert p.loaded_tokens() - before >= 256
