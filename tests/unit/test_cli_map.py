@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 import kvhma
@@ -184,7 +185,7 @@ def test_sides_that_differ_much_have_scales_of_their_own(tmp_path: Path) -> None
     said = [text.text for text in texts(ET.parse(tmp_path / "m.svg").getroot()) if "px:" in text.text]
     assert said
     assert all(text.startswith("1 px: ") for text in said)
-    runs = [(1 << 20, 1 << 24, 64), ((1 << 20) + 64, (1 << 24) + 64_000, 64)]
+    runs = np.array([(1 << 20, 1 << 24, 64), ((1 << 20) + 64, (1 << 24) + 64_000, 64)], np.uint64)
     above, below = scales(runs)
     assert above.at((1 << 24) + 64_064) == below.at((1 << 20) + 128) == LEFT + SPAN
     page = Drawing(688, "", "")

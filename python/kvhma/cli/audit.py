@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from kvhma.cli.format import output_options, plural, print_json, printable, size, watched
-from kvhma.cli.pages import DrawnRank
+from kvhma.cli.pages import Addresses, DrawnRank, by_address
 from kvhma.cli.scene import Scene, draw
 from kvhma.cli.svg import check_drawing
 from kvhma.errors import RequestError
@@ -141,16 +142,16 @@ def _show(connector: str, traced: RankTrace, files: _Files, quiet: bool) -> None
 def _draw(traced: RankTrace, output: Path) -> None:
     """Draw what was transferred from the first source, or which blocks there are."""
     case, found = traced.case, judge(traced, with_plan=False)
-    source, rows = next(iter(sources_of(traced)), (0, []))
-    runs = [(to, start, length) for start, to, length in (row.tolist() for row in rows)]
+    source, rows = next(iter(sources_of(traced)), (0, np.empty((0, 3), np.uint64)))
+    runs = rows[:, [1, 0, 2]]
     remote_spans = by_source(case.remote_spans, len(case.remotes))[source]
-    local = _drawn(f"D rank {traced.rank}", case.local, case.local_spans, [(to, length) for to, _, length in runs])
-    remote = _drawn(f"P rank {source}", case.remotes[source], remote_spans, [(at, length) for _, at, length in runs])
+    local = _drawn(f"D rank {traced.rank}", case.local, case.local_spans, runs[:, [0, 2]])
+    remote = _drawn(f"P rank {source}", case.remotes[source], remote_spans, runs[:, [1, 2]])
     title = f"{traced.name}: {', '.join(found.signature) or 'right'}, {plural(case.num_tokens, 'token')}"
     page, height = draw(Scene(title, tuple(map(str, found.causes)), local, remote, source, runs), 6)
     page.save(output, height)
 
 
-def _drawn(name: str, geometry: Geometry, spans: Sequence[Span], runs: list[tuple[int, int]]) -> DrawnRank:
+def _drawn(name: str, geometry: Geometry, spans: Sequence[Span], runs: Addresses) -> DrawnRank:
     tables = [list(map(int, span.ids)) for span in spans]
-    return DrawnRank(name, geometry, tables, [set(table) for table in tables], sorted(runs))
+    return DrawnRank(name, geometry, tables, [set(table) for table in tables], by_address(runs))

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvhma.cli.compare.views import contiguous_pieces
 from kvhma.cli.format import ranges
@@ -19,6 +21,7 @@ SPAN = RIGHT - LEFT
 _MAX_PIECES = 48
 """Boxes in a block: more are drawn together."""
 
+Addresses: TypeAlias = NDArray[np.uint64]
 Piece: TypeAlias = tuple[int, int, int, str]
 """Index of the part, offset in the block, length, and what it is."""
 
@@ -32,14 +35,19 @@ class DrawnRank:
         geometry: the rank.
         tables: block tables by group.
         used: per group, ids that take part in the read.
-        runs: address and length of what is read, shape ``(n, 2)`` as lists, sorted by address.
+        runs: address and length of what is read, shape ``(n, 2)``, sorted by address.
     """
 
     name: str
     geometry: Geometry
     tables: Sequence[Sequence[int]]
     used: list[set[int]]
-    runs: list[tuple[int, int]]
+    runs: Addresses
+
+
+def by_address(runs: Addresses) -> Addresses:
+    """Return address and length of runs in the order of their addresses."""
+    return runs[np.argsort(runs[:, 0], kind="stable")]
 
 
 def color(group: int) -> str:
@@ -159,13 +167,11 @@ def _axes(part: Part) -> str:
     return f"{part.name}: {axes}, {part.dtype}, {part.nbytes:,} bytes"
 
 
-def _covered(runs: list[tuple[int, int]], start: int, length: int, scale: float) -> list[tuple[int, int]]:
+def _covered(runs: Addresses, start: int, length: int, scale: float) -> list[tuple[int, int]]:
     """Return what of ``start .. start + length`` the runs cover, as offsets; gaps that cannot be seen are closed."""
     found: list[tuple[int, int]] = []
-    first = max(bisect_right(runs, (start, 0)) - 1, 0)
-    for address, nbytes in runs[first:]:
-        if address >= start + length:
-            break
+    first, last = np.searchsorted(runs[:, 0], np.array((start, start + length), np.uint64))
+    for address, nbytes in runs[max(first - 1, 0) : last].tolist():
         begin, end = max(address - start, 0), min(address + nbytes - start, length)
         if begin >= end:
             continue

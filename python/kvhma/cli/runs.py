@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.cli.format import plural, size
-from kvhma.cli.pages import LEFT, RIGHT, SPAN, DrawnRank, color
+from kvhma.cli.pages import LEFT, RIGHT, SPAN, Addresses, DrawnRank, color
 from kvhma.cli.svg import BOX, Drawing
 from kvhma.geometry import Geometry
-
-Run: TypeAlias = tuple[int, int, int]
-"""Local address, remote address, length."""
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -30,11 +27,11 @@ _MAX_LAYERS = 6
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A rank of D, its source, and what is read."""
+    """A rank of D, its source, and what is read: a row of local address, remote address and length for each run."""
 
     local: DrawnRank
     remote: DrawnRank
-    runs: list[Run]
+    runs: Addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +67,23 @@ class _Band:
 
 def draw_runs(page: Drawing, y: float, reading: Reading, tensors: int) -> float:
     """Draw the runs of the first tensors: P's memory above, D's below, a band from one to the other."""
-    geometry = reading.local.geometry
-    by_region: dict[int, list[Run]] = {}
-    for run in reading.runs:
-        by_region.setdefault(_region(geometry, run[0]), []).append(run)
-    shown = sorted(by_region)[:tensors]
+    regions = _regions(reading.local.geometry, reading.runs[:, 0])
+    used = np.unique(regions).tolist()
+    shown = used[:tensors]
     count = plural(len(reading.runs), "run")
     title = f"What is read: {count}, from {reading.remote.name} (above) into {reading.local.name} (below)"
     y = page.paragraph(12, y, title, "head") + 4
     for region in shown:
-        _draw_tensor(page, y, reading, region, by_region[region], max(_MAX_BANDS // len(shown), 1))
+        runs = reading.runs[regions == region]
+        _draw_tensor(page, y, reading, region, runs, max(_MAX_BANDS // len(shown), 1))
         y += _HEIGHT + BOX + 40
-    if (more := len(by_region) - len(shown)) > 0:
+    if (more := len(used) - len(shown)) > 0:
         text = f"and {plural(more, 'tensor')} more, read in the same way; --tensors N draws more"
         y = page.paragraph(12, y, text, "soft")
     return y
 
 
-def _draw_tensor(page: Drawing, y: float, reading: Reading, region: int, runs: list[Run], most: int) -> None:
+def _draw_tensor(page: Drawing, y: float, reading: Reading, region: int, runs: Addresses, most: int) -> None:
     sides = scales(runs)
     bands = _bands(reading.local, region, runs, sides, most)
     edges = (y, y + _HEIGHT)
@@ -109,9 +105,10 @@ def _draw_tensor(page: Drawing, y: float, reading: Reading, region: int, runs: l
         page.run(ends[0], ends[1], f"{color(band.group)} {_shade(band)}", _hover(reading.local, region, band))
 
 
-def scales(runs: list[Run]) -> tuple[Scale, Scale]:
+def scales(runs: Addresses) -> tuple[Scale, Scale]:
     """Return P's and D's: one factor for both, unless one side would be a stripe."""
-    ends = [(min(run[at] for run in runs), max(run[at] + run[2] for run in runs)) for at in (1, 0)]
+    local, remote, length = runs.T
+    ends = [(int(starts.min()), int((starts + length).max())) for starts in (remote, local)]
     spans = [high - low for low, high in ends]
     if max(spans) < _NARROW * min(spans):
         spans = [max(spans)] * 2
@@ -119,13 +116,13 @@ def scales(runs: list[Run]) -> tuple[Scale, Scale]:
     return first, second
 
 
-def _bands(rank: DrawnRank, region: int, runs: list[Run], sides: tuple[Scale, Scale], most: int) -> list[_Band]:
+def _bands(rank: DrawnRank, region: int, runs: Addresses, sides: tuple[Scale, Scale], most: int) -> list[_Band]:
     """Return each run as a band, or if there are more than `most`, neighbours together.
 
     Runs are neighbours if they begin in the same stretch of pixels on P and on D; stretches get longer until the bands
     are few enough.
     """
-    local, remote, length = np.array(runs, np.uint64).astype(np.int64).T
+    local, remote, length = runs.T
     groups = _groups(rank, region, local)
     if len(runs) <= most:
         keys = np.arange(len(runs))
@@ -142,7 +139,7 @@ def _bands(rank: DrawnRank, region: int, runs: list[Run], sides: tuple[Scale, Sc
     firsts = np.flatnonzero(np.diff(keys[order], prepend=keys[order[:1]] - 1))
     counts = np.diff(firsts, append=len(runs))
 
-    def ends(starts: Ints) -> list[tuple[int, int]]:
+    def ends(starts: Addresses) -> list[tuple[int, int]]:
         low = np.minimum.reduceat(starts[order], firsts)
         return list(zip(low.tolist(), np.maximum.reduceat((starts + length)[order], firsts).tolist(), strict=True))
 
@@ -151,7 +148,7 @@ def _bands(rank: DrawnRank, region: int, runs: list[Run], sides: tuple[Scale, Sc
     return [_Band(*row) for row in zip(*columns, strict=True)]
 
 
-def _groups(rank: DrawnRank, region: int, addresses: Ints) -> Ints:
+def _groups(rank: DrawnRank, region: int, addresses: Addresses) -> Ints:
     """Return the group whose block each address lies in: a block belongs to one at a time.
 
     |layer 0: block 0|block 1|..|layer 1: block 0|block 1|..     block = (address - layer) // stride
@@ -162,7 +159,7 @@ def _groups(rank: DrawnRank, region: int, addresses: Ints) -> Ints:
     starts = np.array(sorted({layer.offset for layer in layers}), np.int64)
     if starts[-1] < stride:
         starts = starts[:1]
-    inside = addresses - rank.geometry.regions[region].base
+    inside = (addresses - np.uint64(rank.geometry.regions[region].base)).astype(np.int64)
     blocks = (inside - starts[np.searchsorted(starts, inside, side="right") - 1]) // stride
     owner = np.zeros(num_blocks, np.int64)
     for group, used in enumerate(rank.used):
@@ -186,8 +183,12 @@ def _hover(rank: DrawnRank, region: int, band: _Band) -> str:
     return "\n".join((f"group {band.group}: {band.count:,} runs, {band.nbytes:,} bytes", *sides))
 
 
-def _region(geometry: Geometry, address: int) -> int:
-    return next(i for i, r in enumerate(geometry.regions) if r.base <= address < r.base + r.bytes)
+def _regions(geometry: Geometry, addresses: Addresses) -> Ints:
+    """Return the region that each address lies in; regions do not overlap, and come in any order."""
+    bases = np.array([region.base for region in geometry.regions], np.uint64)
+    order = np.argsort(bases)
+    found: Ints = order[np.searchsorted(bases[order], addresses, side="right") - 1]
+    return found
 
 
 def _contents(rank: DrawnRank, region: int, address: int, length: int) -> str:

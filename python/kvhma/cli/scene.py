@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvhma.cli.blocks import draw_blocks
 from kvhma.cli.compare.block_tables import BlockTables
 from kvhma.cli.format import plural, size
 from kvhma.cli.hand_off import HandOff, PlanOptions
-from kvhma.cli.pages import LEFT, SPAN, DrawnRank, color, draw_pages, longest_block
-from kvhma.cli.runs import Reading, Run, draw_runs
+from kvhma.cli.pages import LEFT, SPAN, Addresses, DrawnRank, by_address, color, draw_pages, longest_block
+from kvhma.cli.runs import Reading, draw_runs
 from kvhma.cli.svg import COLUMN, Drawing
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
@@ -26,7 +28,7 @@ class Scene:
     local: DrawnRank
     remote: DrawnRank
     prefill_rank: int
-    runs: list[Run]
+    runs: Addresses
 
 
 def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions) -> Scene:
@@ -50,15 +52,12 @@ def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions
         has = ", ".join(map(str, reads)) or "none"
         raise RequestError(f"--source {chosen}: rank {rank} of D reads nothing from it; it reads from {has}")
     read = reads[chosen]
-    rows = zip(read.local.tolist(), read.remote.tolist(), strict=True)
-    runs = [(to[0], start[0], to[1]) for to, start in rows]
+    runs = np.stack([read.local[:, 0], read.remote[:, 0], read.local[:, 1]], axis=1)
     prefill_rank = hand_off.prefill_ranks[chosen]
     names = f"D rank {hand_off.decode_ranks[rank]}", f"P rank {prefill_rank}"
-    drawn_local = _drawn(names[0], local, hand_off.local_tables, local_spans, [(to, length) for to, _, length in runs])
+    drawn_local = _drawn(names[0], local, hand_off.local_tables, local_spans, runs[:, [0, 2]])
     remote = hand_off.prefill[chosen]
-    drawn_remote = _drawn(
-        names[1], remote, hand_off.remote_tables, remote_spans, [(start, length) for _, start, length in runs]
-    )
+    drawn_remote = _drawn(names[1], remote, hand_off.remote_tables, remote_spans, runs[:, [1, 2]])
     cached = f", {hand_off.cached:,} of them cached on D" if hand_off.cached else ""
     lines = (
         f"{drawn_local.name} of {len(hand_off.decode)} reads from {drawn_remote.name} of {len(hand_off.prefill)}: "
@@ -72,11 +71,9 @@ def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions
     )
 
 
-def _drawn(
-    name: str, geometry: Geometry, tables: BlockTables, spans: Sequence[Span], runs: list[tuple[int, int]]
-) -> DrawnRank:
+def _drawn(name: str, geometry: Geometry, tables: BlockTables, spans: Sequence[Span], runs: Addresses) -> DrawnRank:
     used = [set(map(int, span.ids)) for span in spans]
-    return DrawnRank(name, geometry, tables, used, sorted(runs))
+    return DrawnRank(name, geometry, tables, used, by_address(runs))
 
 
 def draw(drawn: Scene, tensors: int) -> tuple[Drawing, float]:
