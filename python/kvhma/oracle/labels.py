@@ -170,11 +170,15 @@ class Side:
     def _template(self, index: int, catalog: Catalog) -> Template:
         group = self.geometry.groups[index]
         columns: list[tuple[Ints, ...]] = []
+        known: dict[tuple[Part, int], tuple[Ints, Ints, Ints]] = {}  # most layers of a group are alike
         for layer, part in parts_of(self.geometry):
             if layer.group != index:
                 continue
             start = int(self.starts[layer.region]) + layer.offset
-            offset, byte, token = _part_bytes(part, group, self.geometry.kernel_stride(layer))
+            alike = part, self.geometry.kernel_stride(layer)
+            if alike not in known:
+                known[alike] = _part_bytes(part, group, alike[1])
+            offset, byte, token = known[alike]
             cut = any(axis.name == "tokens" for axis in part.axes)
             constants = (
                 layer.block_stride,
