@@ -117,6 +117,7 @@ class Memory:
     def __init__(self, geometry: Case) -> None:
         """Lay the regions of a rank out; all labels are 0."""
         self.geometry = geometry
+        self.spans: Sequence[Case] = ()
         self.starts = [0]
         for region in geometry["regions"]:
             self.starts.append(self.starts[-1] + region["bytes"])
@@ -136,6 +137,7 @@ class Memory:
 
     def fill(self, spans: Sequence[Case], source: Optional[int] = None) -> Memory:
         """Give P's memory the labels of what the request's blocks hold; all else is junk. D's is stale."""
+        self.spans = spans
         if source is not None:
             for flat, start, token, _ in self.content(spans):
                 self.labels[flat] = mix((start + token) & MASK)
@@ -374,12 +376,10 @@ def _held(want: Expected, found: int, flat: int = -1) -> str:
 
 
 def _source_name(memory: Memory, flat: int, found: int) -> str:
-    """Name a byte of P by trying tokens: the label says which one it is."""
-    for at, start, _, name in memory.content(None):
-        if at == flat:
-            for token in range(1 << 14):
-                if mix((start + token) & MASK) == found:
-                    return _name(name, memory.geometry["groups"][name[0]["group"]], token)
+    """Name a byte of P, by what the request's blocks hold."""
+    for at, start, token, name in memory.content(memory.spans):
+        if at == flat and mix((start + token) & MASK) == found:
+            return _name(name, memory.geometry["groups"][name[0]["group"]], token)
     return "no byte of the request"
 
 
