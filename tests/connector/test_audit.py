@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
@@ -44,6 +44,7 @@ def test_names_are_of_one_row_each() -> None:
     assert len(names) == len(set(names)) > 500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -95,6 +96,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.long
 @of_this_version
 @pytest.mark.parametrize("what", KNOWN)
 def test_what_is_known_to_be_wrong(what: str, tmp_path: Path) -> None:

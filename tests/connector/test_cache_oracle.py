@@ -3,13 +3,12 @@
 
 vLLM's real schedulers and block pools on both sides, our connector between them, and labels for bytes: after every
 step each block that a request could hit, and everything that a request attends to, holds the labels of the right
-tokens. KVHMA_CACHE_SEQUENCES=n runs another number of sequences.
+tokens.
 """
 
 import json
 import logging
 import math
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,15 +16,15 @@ from dataclasses import replace
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.scheduler import answers, decode, put_off
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.cache.mutants import MUTANTS, TURN_MUTANTS
 from support.cache.sequences import MIXES, PAIRS, Run, case_of, turns_of
+from support.tries import SEQUENCES
 
-SEQUENCES = int(os.environ.get("KVHMA_CACHE_SEQUENCES", "3000"))
 SLICES = 10
 
 
@@ -64,7 +63,7 @@ def test_all_pairs_and_mixes_are_among_the_sequences():
 @pytest.mark.parametrize("part", range(2))
 def test_engines_that_hand_nothing_over_are_right(part):
     # What is wrong here is wrong in vLLM, or in the imitation of its workers.
-    for seed in range(part, 300, 2):
+    for seed in range(part, SEQUENCES // 10, 2):
         case = case_of(seed)
         case.odds = {"d alone": 0.5, "p alone": 0.5}
         Run(case).play()
@@ -106,6 +105,7 @@ TAINTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sizes", "was"), TAINTED.items())
 def test_a_window_that_begins_inside_a_block_of_d(sizes, was, monkeypatch):
     now = later_hits("full+sliding", sizes, 40, plain=True)
@@ -117,6 +117,7 @@ def test_a_window_that_begins_inside_a_block_of_d(sizes, was, monkeypatch):
     assert (then.tainted > 0) == (not was.startswith("0"))
 
 
+@pytest.mark.long
 def test_hits_that_differ_by_group(monkeypatch):
     # At b9ed37e with vLLM's manager alone 2 of 331 hits read old bytes in a window; of these sequences 9 of 531.
     now = later_hits("full+sliding+state", (4, 4), 100, plain=False)
@@ -176,7 +177,9 @@ LACKS = {"nothing": 0, "it is put off": 1, "a second try has an end": 3}
 """What a failed load lacks, and in how many of 100 cases requests wait for ever then, at least."""
 
 
-@pytest.mark.parametrize("lacks", LACKS)
+@pytest.mark.parametrize(
+    "lacks", [lacks if lacks == "nothing" else pytest.param(lacks, marks=pytest.mark.long) for lacks in LACKS]
+)
 def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
     """After a partition a decode engine with little room gave no answer any more, until its clients hung up.
 
@@ -265,6 +268,7 @@ def test_what_is_read_of_answers_is_right(part, monkeypatch):
     assert ends["given up"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TURN_MUTANTS)
 def test_a_defect_of_next_turns_is_found(name, monkeypatch):
     monkeypatch.setattr(answers, "_PREFIX_TOKENS", 2)

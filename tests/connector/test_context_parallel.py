@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 torch = pytest.importorskip("torch")
 
@@ -156,6 +156,7 @@ def test_ranks(start, pair):
     all_free(p, d)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", ["latents, 2 to 3", "states, 1 of 2 to 2", "prefill ranks that share, 4 to 2"])
 def test_ranks_in_processes_of_their_own(start, pair):
     model, of_p, of_d = PAIRS[pair]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
 import vllm
@@ -41,6 +41,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
     pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="models are read as vLLM 0.32 reads them"),
 ]
+
+
+def long(tp: int) -> Any:
+    return pytest.param(tp, marks=pytest.mark.long)
 
 
 def place(name: str, spec: Any, layers: int) -> tuple[int, str]:
@@ -121,7 +125,7 @@ def same_page(layer: Layer, spec: Any, block: int) -> None:
     assert (axes["heads"].length if "heads" in axes else 1) == spec.num_kv_heads
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [long(1), 2, long(4), long(8)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, tp: int) -> None:
     same(FAMILIES[name], tp)
@@ -133,7 +137,7 @@ def test_families_with_the_block_outermost(name: str, tp: int) -> None:
     same(FAMILIES[name], tp, "BLNHC")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, long(2)])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "FP8" not in name])
 def test_models_of_the_table(name: str, tp: int) -> None:
     form = CONFIGS[name]

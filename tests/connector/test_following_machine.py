@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.metadata import WorkerReport
 from support.schedulers import STEP, manager, output, request, scheduler
+from support.tries import RUNS
 
 SIZE = 16
 BLOCKS = 12
 N = BLOCKS * SIZE - 5
-RUNS = 100
 MOST_CUTS = 4
 
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.errors import TransferError
 from support.parallel import Model, ProcessWorker, Split, prefill, prompt, starting
@@ -75,6 +75,7 @@ def test_stages(start, pair):
     all_free(p, d)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", ["2 of 2 to 3 of 1", "windows, 2 to 3", "states, 2 to 2"])
 def test_stages_in_processes_of_their_own(start, pair):
     model, of_p, of_d = PAIRS[pair]

@@ -18,7 +18,7 @@ from support.tables import count_blocks, draw_tables
 
 pytestmark = pytest.mark.nixl
 
-CACHE_BYTES = 128 << 20
+CACHE_BYTES = 32 << 20
 """Of one process, if possible. Where a model needs more, one rank of several takes the place of the only one."""
 
 MANY_TENSORS = 16

@@ -24,9 +24,10 @@ from kvhma.oracle.labels import blocks_of, parts_of
 from support.generate import Case, generate
 from support.mutate import mutations, plain
 from support.recipe import EQUAL_RANK, draw
+from support.tries import TRIES
 
 CHUNKS = 10
-PER_CHUNK = 60
+PER_CHUNK = 40 * TRIES
 SEED = 0x1234_5678_9ABC_DEF0
 
 Memory = list[NDArray[np.uint8]]
@@ -131,7 +132,7 @@ def other_kinds(case: Case) -> bool:
 @pytest.mark.parametrize("chunk", range(5))
 def test_every_mutation_of_a_transfer_shows_where_bytes_that_count_differ(chunk: int) -> None:
     counted: Counter[str] = Counter()
-    for seed in range(chunk * 30, (chunk + 1) * 30):
+    for seed in range(chunk * 20 * TRIES, (chunk + 1) * 20 * TRIES):
         case = generate(seed, draw(seed, EQUAL_RANK))
         if {"one-sided"} & {case.recipe.layers}:
             continue
@@ -220,7 +221,7 @@ def test_a_stale_block_swapped_heads_and_a_flipped_bit_show() -> None:
     rng = random.Random(5)
     for which, rank in enumerate(loaded):
         rest = [one for index, one in enumerate(sums) if index != which]
-        for _ in range(200):
+        for _ in range(60 * TRIES):
             memory = [region.copy() for region in rank.memory]
             region = rng.randrange(len(memory))
             memory[region][rng.randrange(memory[region].size)] ^= 1 << rng.randrange(8)

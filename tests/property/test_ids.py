@@ -12,10 +12,11 @@ from kvhma.errors import OracleError
 from kvhma.oracle import Oracle
 from support.generate import generate
 from support.recipe import EQUAL_RANK, draw
+from support.tries import TRIES
 from support.views import expand
 
 CHUNKS = 8
-PER_CHUNK = 250
+PER_CHUNK = 100 * TRIES
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

@@ -28,53 +28,63 @@ from support.generate import generate
 from support.mutate import mutations, plain
 from support.recipe import draw
 from support.reference import first_needed_token, spans_by_source
+from support.tries import TRIES
 from support.where import Place, addresses, copies, places, stands_for
 
 CHUNKS = 6
-PER_CHUNK = 50
+PER_CHUNK = 25 * TRIES
 MAX_TOKENS = 40
 
 
-def broken(
-    local: Geometry,
-    remotes: Sequence[Geometry],
-    tokens: int,
-    local_spans: Sequence[Span],
-    remote_spans: Sequence[Span] | Sequence[Sequence[Span]],
-    transfer: kvhma.Transfer,
-) -> list[str]:
-    """Return which invariants a transfer breaks, one line for the first byte of each."""
-    blocks = places(local, local_spans)
-    groups = {layer.name: local.groups[layer.group] for layer in local.layers}
-    own = {address: place for address, place in blocks.items() if not _gone(place, groups, tokens)}
-    sources = zip(remotes, spans_by_source(remote_spans, len(remotes)), strict=True)
-    remote_places = [places(remote, spans) for remote, spans in sources]
-    held = {place.content for source in remote_places for place in source.values()}
-    zeroed = addresses(transfer.zero)
-    read: dict[int, Place | None] = {}
-    lines: dict[str, str] = {}
-    for entry in transfer.reads:
-        for to, start in copies(entry.local, entry.remote):
-            if to in read:
-                lines.setdefault("read once", f"{to:#x} is read again, from {start:#x}")
-            read[to] = remote_places[entry.source].get(start)
-    for address in sorted(zeroed | set(read)):
-        if address not in own:
-            lines.setdefault("own blocks", f"{address:#x} is {blocks.get(address, 'padding or of nobody')}")
-    for address, place in read.items():
-        mine = own.get(address)
-        if mine is not None and (place is None or place.content != mine.content):
-            lines.setdefault("same token", f"{address:#x} is {mine}, gets {place}")
-    for address, place in own.items():
-        wanted = place.content in held and _matched(place, groups, tokens)
-        if wanted and address not in read:
-            lines.setdefault("covered", f"{address:#x} of {place} is not read")
-        if address not in read and address not in zeroed:
-            lines.setdefault("no stale byte", f"{address:#x} of {place} is neither read nor zeroed")
-    behind = sum(_behind(own[address], groups, tokens) for address in read if address in own)
-    if behind != transfer.excess_bytes:
-        lines["counted"] = f"{behind} bytes behind the last token, {transfer.excess_bytes} are told"
-    return [f"{name}: {text}" for name, text in lines.items()]
+class Invariants:
+    """What a request's blocks hold on both sides, and which invariants a transfer of it breaks."""
+
+    def __init__(
+        self,
+        local: Geometry,
+        remotes: Sequence[Geometry],
+        tokens: int,
+        local_spans: Sequence[Span],
+        remote_spans: Sequence[Span] | Sequence[Sequence[Span]],
+    ) -> None:
+        self.tokens = tokens
+        self.blocks = places(local, local_spans)
+        self.groups = groups = {layer.name: local.groups[layer.group] for layer in local.layers}
+        self.own = {address: place for address, place in self.blocks.items() if not _gone(place, groups, tokens)}
+        sources = zip(remotes, spans_by_source(remote_spans, len(remotes)), strict=True)
+        self.remote_places = [places(remote, spans) for remote, spans in sources]
+        held = {place.content for source in self.remote_places for place in source.values()}
+        self.wanted = [
+            address for address, place in self.own.items() if place.content in held and _matched(place, groups, tokens)
+        ]
+
+    def broken(self, transfer: kvhma.Transfer) -> list[str]:
+        """Return which invariants a transfer breaks, one line for the first byte of each."""
+        own = self.own
+        zeroed = addresses(transfer.zero)
+        read: dict[int, Place | None] = {}
+        lines: dict[str, str] = {}
+        for entry in transfer.reads:
+            for to, start in copies(entry.local, entry.remote):
+                if to in read:
+                    lines.setdefault("read once", f"{to:#x} is read again, from {start:#x}")
+                read[to] = self.remote_places[entry.source].get(start)
+        written = zeroed | read.keys()
+        for address in sorted(written - own.keys()):
+            lines.setdefault("own blocks", f"{address:#x} is {self.blocks.get(address, 'padding or of nobody')}")
+        for address, place in read.items():
+            mine = own.get(address)
+            if mine is not None and (place is None or place.content != mine.content):
+                lines.setdefault("same token", f"{address:#x} is {mine}, gets {place}")
+        for address in self.wanted:
+            if address not in read:
+                lines.setdefault("covered", f"{address:#x} of {own[address]} is not read")
+        for address in sorted(own.keys() - written):
+            lines.setdefault("no stale byte", f"{address:#x} of {own[address]} is neither read nor zeroed")
+        behind = sum(_behind(own[address], self.groups, self.tokens) for address in read.keys() & own.keys())
+        if behind != transfer.excess_bytes:
+            lines["counted"] = f"{behind} bytes behind the last token, {transfer.excess_bytes} are told"
+        return [f"{name}: {text}" for name, text in lines.items()]
 
 
 def _gone(place: Place, groups: dict[str, Group], tokens: int) -> bool:
@@ -105,9 +115,10 @@ def test_generated_pairs_keep_the_invariants(chunk: int) -> None:
     for seed in range(chunk * PER_CHUNK, (chunk + 1) * PER_CHUNK):
         case = generate(seed, draw(seed), max_tokens=MAX_TOKENS)
         request = (case.num_tokens, case.local_spans, case.remote_spans)
+        invariants = Invariants(case.local, case.remotes, *request)
         for descriptor_bytes in (0, DEFAULT_DESCRIPTOR_BYTES):
             plan = kvhma.plan(case.local, case.remotes, descriptor_bytes=descriptor_bytes)
-            found = broken(case.local, case.remotes, *request, plan.transfer(*request))
+            found = invariants.broken(plan.transfer(*request))
             assert not found, f"{case} descriptor_bytes={descriptor_bytes}: {found}"
 
 
@@ -116,9 +127,10 @@ def test_a_wrong_transfer_breaks_one() -> None:
     for seed in range(16):
         case = generate(seed, draw(seed), max_tokens=16)
         request = (case.num_tokens, case.local_spans, case.remote_spans)
+        invariants = Invariants(case.local, case.remotes, *request)
         good = plain(kvhma.plan(case.local, case.remotes, descriptor_bytes=0).transfer(*request))
         for name, wrong in mutations(random.Random(seed), good):
-            assert broken(case.local, case.remotes, *request, wrong), f"{case}: {name}"
+            assert invariants.broken(wrong), f"{case}: {name}"
             caught += 1
     assert caught > 80
 
@@ -174,13 +186,14 @@ def sweep(local_cut: tuple[int, int], remote_cut: tuple[int, int], tokens: int, 
 
 def keep(case: tuple[object, ...], by_byte: bool = True) -> None:
     local, remotes, *request = case
+    invariants = Invariants(*case) if by_byte else None
+    oracle = Oracle(local, remotes)
     for descriptor_bytes in (0, DEFAULT_DESCRIPTOR_BYTES):
         plan = kvhma.plan(local, remotes, descriptor_bytes=descriptor_bytes)
         transfer = plan.transfer(*request)
-        report = Oracle(local, remotes).check(*request, transfer)
+        report = oracle.check(*request, transfer)
         assert report.mergeable == 0
-        if by_byte:
-            assert not broken(local, remotes, *request, transfer)
+        assert invariants is None or not invariants.broken(transfer)
         # A latent is read once, whoever holds it; a state from every rank.
         assert [read.source for read in transfer.reads] == list(range(len(remotes)))
 

@@ -13,6 +13,7 @@ from support.generate import generate
 from support.recipe import draw
 from support.reference import layer_bytes
 from support.tiny import tiny_hybrid
+from support.tries import TRIES
 
 
 def expected_losses(case, failed):
@@ -42,7 +43,7 @@ def group_kind(case, name):
 @pytest.mark.parametrize("chunk", range(4))
 def test_failed_copies_are_found_again(chunk):
     rng = random.Random(chunk)
-    for seed in range(chunk * 30, chunk * 30 + 30):
+    for seed in range(chunk * 20 * TRIES, (chunk + 1) * 20 * TRIES):
         case = generate(seed, draw(seed), max_tokens=40)
         plan = kvhma.plan(case.local, case.remotes, descriptor_bytes=rng.choice([0, 1 << 30]))
         request = (case.num_tokens, case.local_spans, case.remote_spans)

@@ -20,9 +20,10 @@ from support.mutate import mutations, plain
 from support.recipe import EQUAL_RANK, draw
 from support.reference import Read, Transfer
 from support.show import show
+from support.tries import PAIRS, TRIES
 
 CHUNKS = 40
-PER_CHUNK = 250
+PER_CHUNK = -(-PAIRS // CHUNKS)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_every_byte_of_equal_ranks(chunk: int, counted: Counter[str]) -> None:
 
 def test_the_oracle_rejects_what_is_wrong(counted: Counter[str]) -> None:
     missed = []
-    for seed in range(150):
+    for seed in range(60 * TRIES):
         case = generate(seed, draw(seed, EQUAL_RANK) if seed % 2 else draw(seed))
         oracle, transfer = run(case, 0)
         good = plain(transfer)
@@ -153,7 +154,7 @@ def _slice(geometry: kvhma.Geometry, memory: list[NDArray[np.uint8]], row: list[
 
 
 def test_real_memory_agrees_with_labels() -> None:
-    for seed in range(300):
+    for seed in range(120 * TRIES):
         case = generate(seed, draw(seed, EQUAL_RANK) if seed % 2 else draw(seed))
         oracle, transfer = run(case, DEFAULT_DESCRIPTOR_BYTES)
         report = oracle.check(case.num_tokens, case.local_spans, case.remote_spans, transfer)

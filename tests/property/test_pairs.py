@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -16,10 +15,9 @@ from support.generate import generate
 from support.recipe import AXES, all_pairs, draw, pairs_of
 from support.save import saved
 from support.show import show
+from support.tries import PAIRS
 
 CHUNKS = 40
-PAIRS = int(os.environ.get("KVHMA_PAIRS", "6000"))
-"""At least 5,000 in every run, 100,000 in the long one."""
 PER_CHUNK = -(-PAIRS // CHUNKS)
 
 

@@ -13,9 +13,10 @@ import kvhma
 from kvhma.permute import permuted_reads
 from support.generate import generate
 from support.recipe import draw
+from support.tries import TRIES
 
 CHUNKS = 20
-PER_CHUNK = 150
+PER_CHUNK = 60 * TRIES
 Ints = NDArray[np.int64]
 
 

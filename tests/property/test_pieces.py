@@ -4,7 +4,6 @@ overwrites every byte that no rule keeps: what is not settled, windows and chunk
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from kvhma.pieces import piece, piece_end, rest, settled_tokens, settling_groups
 from support.generate import Case, generate
 from support.recipe import draw
 from support.show import show
+from support.tries import PAIRS
 
-PAIRS = int(os.environ.get("KVHMA_PAIRS", "6000"))
 CHUNKS = 24
 BYTES_EVERY = 6
 """Of so many pairs one is checked by its bytes too, which takes longer."""

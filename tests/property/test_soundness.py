@@ -18,9 +18,10 @@ from support.generate import generate
 from support.pairs import HERE, THERE, latent, rank
 from support.recipe import draw
 from support.save import as_case, is_sound
+from support.tries import TRIES
 
 CHUNKS = 4
-PER_CHUNK = 4000
+PER_CHUNK = 1500 * TRIES
 
 
 def outcome(case: Case) -> str:

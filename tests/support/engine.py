@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from kvhma.geometry import Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region
 from support.model import AxisSpec, Family, PartSpec
@@ -133,6 +134,7 @@ class Rank:
         self.tp_rank, self.cp_rank, self.stage = tp_rank, cp_rank, stage
         self.mine = set(names)
         self.areas: list[_Area] = []
+        self._page = cache(self._build_page)  # the same for all layers of a group
 
     def geometry(self) -> Geometry:
         """Lay out all groups and return the checked geometry."""
@@ -205,7 +207,7 @@ class Rank:
             size *= lengths[name][1]
         return size
 
-    def _page(self, group: GroupShape) -> tuple[Page, int]:
+    def _build_page(self, group: GroupShape) -> tuple[Page, int]:
         """Return a page whose bytes are in one piece, and its size."""
         if group.family.kind == "ssm":
             return self._state_page(group.family)

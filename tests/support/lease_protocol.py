@@ -10,7 +10,6 @@ lets it, which is when an adversary overwrites them; it may restart once, with a
 from __future__ import annotations
 
 import copy
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,12 +19,10 @@ from typing import NamedTuple, TypeVar
 from kvhma.vllm.scheduler.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseTable
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
+from support.tries import TICKS
 
 LEASE = 2
 """Ticks of P's lease; a tick is a second of the table's clock."""
-
-HORIZON = int(os.environ.get("KVHMA_TICKS", "4"))
-"""Ticks that are explored: a lease, a renewed one, and the graces of the table at their end."""
 
 DIGEST = bytes(16)
 
@@ -207,7 +204,7 @@ class Explorer:
     # --- what may happen next ------------------------------------------------------------------------------
 
     def _steps(self, world: World) -> Iterator[tuple[str, World]]:
-        if world.now < HORIZON:
+        if world.now < TICKS:
             yield "a tick", world._replace(now=world.now + 1)
         # P's scheduler asks which requests have ended, and frees them; the adversary overwrites their blocks.
         table, ended = self._at_p(world, lambda at: any(at.drain_ended().values()), "drain")

@@ -178,19 +178,29 @@ def layer_bytes(geometry: Geometry, layer: Layer, span: Span) -> Iterator[tuple[
     """Yield every content byte of a request's blocks in one layer: the definition, byte by byte."""
     for page in kernel_pages(geometry, layer, span):
         for part in layer.page.parts:
-            for item, address in part_items(part, layer.name, page.tokens, page.address):
-                for byte in range(part.item_bytes):
-                    yield item._replace(byte=byte), Byte(address + byte, layer.region)
+            for item, address in part_bytes(part, layer.name, page):
+                yield item, Byte(address, layer.region)
 
 
-def part_items(part: Part, layer: str, tokens: Sequence[int], page: int) -> Iterator[tuple[Item, int]]:
-    """Yield the items of a part in one kernel block, and their addresses."""
+def part_bytes(part: Part, layer: str, page: KernelPage) -> Iterator[tuple[Item, int]]:
+    """Yield every byte of a part in one kernel block, and its address."""
+    for token, coordinates, offset in _items(part):
+        for byte in range(part.item_bytes):
+            item = Item(layer, part.name, page.tokens[token], coordinates, byte)
+            yield item, page.address + offset + byte
+
+
+@cache
+def _items(part: Part) -> list[tuple[int, tuple[int, ...], int]]:
+    """Return token in the kernel block, other coordinates, and offset in the page of every item of a part."""
     axes = sorted(part.axes, key=lambda axis: axis.name)
+    items = []
     for local in product(*(range(_length(axis)) for axis in axes)):
         at = dict(zip((axis.name for axis in axes), local, strict=True))
         coordinates = tuple(axis.start + at[axis.name] for axis in axes if axis.name != "tokens")
-        address = page + part.offset + sum(at[axis.name] * axis.stride for axis in axes)
-        yield Item(layer, part.name, tokens[at.get("tokens", 0)], coordinates, 0), address
+        offset = part.offset + sum(at[axis.name] * axis.stride for axis in axes)
+        items.append((at.get("tokens", 0), coordinates, offset))
+    return items
 
 
 def _length(axis: Axis) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Group, Span
-from support.reference import Item, kernel_pages, part_items, spans_by_source
+from support.reference import Item, kernel_pages, part_bytes, spans_by_source
 
 
 class Place(NamedTuple):
@@ -48,9 +48,8 @@ def places(geometry: Geometry, spans: Sequence[Span]) -> dict[int, Place]:
         cut = {part.name: any(axis.name == "tokens" for axis in part.axes) for part in layer.page.parts}
         for page in kernel_pages(geometry, layer, spans[layer.group]):
             for part in layer.page.parts:
-                for item, address in part_items(part, layer.name, page.tokens, page.address):
-                    for byte in range(part.item_bytes):
-                        found[address + byte] = Place(item._replace(byte=byte), cut[part.name], page.kernel)
+                for item, address in part_bytes(part, layer.name, page):
+                    found[address] = Place(item, cut[part.name], page.kernel)
     return found
 
 

@@ -7,7 +7,9 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from support.pairs import HERE, THERE
 from support.recipe import draw
 from support.save import as_case
 from support.traced import RUNS, SSM, rows_of, small, steps_of, traced
+from support.tries import TRIES
 
 SEEDS = range(60)
 kit = runner()
@@ -102,16 +105,25 @@ NOT_READ = {
 """Rules that only move more, or zero less: D reads none of it."""
 
 
+@cache
+def posed(name: str) -> tuple[Case, Any]:
+    """A case of the kit, and what the kit expects of an answer."""
+    entry = next(entry for entry in ANSWERED if entry["id"] == name)
+    return Case.from_json(json.dumps(entry["case"])), kit.expected(entry)
+
+
 @pytest.mark.parametrize("name", [*QUESTIONS, *SPOILS])
 def test_it_agrees_with_the_kit_on_planners_that_are_wrong(name: str) -> None:
     """The kit's runner judges with labels of its own."""
     outcomes: Counter[str] = Counter()
     for entry in ANSWERED:
-        case = Case.from_json(json.dumps(entry["case"]))
+        if sum(outcomes.values()) == 20 * TRIES:
+            break
+        case, want = posed(entry["id"])
         rows = mutant(name, case)
-        if rows is None or any("refuse" in row for row in rows) or sum(outcomes.values()) == 40:
+        if rows is None or any("refuse" in row for row in rows):
             continue
-        verdict = kit.judge(entry, rows, NEEDED, kit.expected(entry))
+        verdict = kit.judge(entry, rows, NEEDED, want)
         found = judge(traced(case, answered_steps(rows)), with_plan=False)
         outcomes[found.outcome] += 1
         if found.outcome == "right" and verdict.outcome != "right":

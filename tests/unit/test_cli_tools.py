@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -325,16 +326,23 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.parent
 
 
+@cache
+def completion(program: Path) -> str:
+    """What a shell evaluates at its start."""
+    environment = os.environ | {"_KVHMA_COMPLETE": "bash_source"}
+    return subprocess.run([program / "kvhma"], capture_output=True, text=True, check=True, env=environment).stdout
+
+
 def complete(program: Path, *words: str) -> list[str]:
     """What the real bash puts into COMPREPLY for these words, which it has cut at every ``=``."""
     script = """
-    eval "$(_KVHMA_COMPLETE=bash_source kvhma)"
+    eval "$COMPLETION"
     COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
     _kvhma_completion kvhma 2>/dev/null
     printf '%s\\n' "${COMPREPLY[@]}"
     """
     command = ["bash", "-c", script, "bash", "kvhma", *words]
-    environment = os.environ | {"PATH": f"{program}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{program}:{os.environ['PATH']}", "COMPLETION": completion(program)}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
 
 
