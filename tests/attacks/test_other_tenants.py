@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.scheduler import lease_table
 from support.cache.engine import Engine, EngineShape, Violation

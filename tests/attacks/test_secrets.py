@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +49,8 @@ from support.listening import (
     listening,
     problem,
     said,
-    until,
 )
+from support.waiting import HANG_SECONDS, until
 
 A, B, C = (Secrets([letter * 32]) for letter in (b"a", b"b", b"c"))
 NONE = Secrets()
@@ -218,35 +219,30 @@ def test_what_is_changed_on_the_way_is_no_answer(address):
 
 
 def asks(address, secrets):
-    with Client(address, 20, secrets) as client:
+    # A side that waits for the other instead of being told hangs.
+    with Client(address, 10 * HANG_SECONDS, secrets) as client:
         client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
 
 
 def test_only_the_listener_has_a_secret(address):
-    began = time.monotonic()
     with pytest.raises(
         HandshakeError, match="this engine has a secret, and the question came without: set secret_file"
     ):
         asks(address, NONE)
-    assert time.monotonic() - began < 2
 
 
 def test_only_who_asks_has_a_secret(caplog):
-    began = time.monotonic()
     with (
         listening() as found,
         pytest.raises(HandshakeError, match="has no secret and this engine has one: set secret_file or KVHMA_SECRET"),
     ):
         asks(found.at, A)
-    assert time.monotonic() - began < 2
     assert "127.0.0.1 was refused: its questions are encrypted" in caplog.text
 
 
 def test_secrets_that_differ(address, caplog):
-    began = time.monotonic()
     with pytest.raises(HandshakeError, match=r"the secrets of .* and of this engine differ"):
         asks(address, B)
-    assert time.monotonic() - began < 2
     until(lambda: "its secret is another one" in caplog.text)
 
 
@@ -285,26 +281,22 @@ def test_a_listener_that_does_not_encrypt_is_told_nothing():
 
 
 def test_a_listener_that_says_nothing_during_the_handshake():
-    began = time.monotonic()
     with (
         hostile(lambda raw: raw.recv(10_000) and raw.recv(1000)) as address,
         pytest.raises(HandshakeTimeoutError, match=r"in 0\.3 s"),
     ):
         Client(address, 0.3, A)
-    assert time.monotonic() - began < 2
 
 
 def test_a_handshake_byte_by_byte_has_an_end():
     def serve(raw):
         raw.recv(10_000)
-        for byte in b"\x16\x03\x03\x20\x00\x02\x00\x1f\xfc" + bytes(500):
+        for byte in chain(b"\x16\x03\x03\x20\x00\x02\x00\x1f\xfc", repeat(0)):
             raw.sendall(bytes([byte]))
             time.sleep(0.02)
 
-    began = time.monotonic()
     with hostile(serve) as address, pytest.raises(HandshakeError):
         Client(address, 0.4, A)
-    assert time.monotonic() - began < 2
 
 
 # --- what strangers cost a listener with a secret ----------------------------------------------------------------

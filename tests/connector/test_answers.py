@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from support.cache.engine import Engine, EngineShape, Violation

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma import Span, plan
 from kvhma.oracle import cases
 from kvhma.vllm import case_folder
 from kvhma.vllm.case_folder import CaseFolder
 from support.cli_run import cli
-from support.listening import until
 from support.tiny import tiny_hybrid
+from support.waiting import HANG_SECONDS, until
 
 LOCAL = tiny_hybrid(10)
 REMOTE = tiny_hybrid(10, base=1 << 40)
@@ -67,19 +67,18 @@ def test_what_is_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_slow_disk_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is written at a time; what fails meanwhile is not."""
-    write, calls = case_folder._write, []
+    write, calls, go_on = case_folder._write, [], threading.Event()
 
     def slow(*arguments: object) -> None:
         calls.append(arguments)
-        time.sleep(0.5)
+        assert go_on.wait(HANG_SECONDS)
         write(*arguments)
 
     monkeypatch.setattr(case_folder, "_write", slow)
     planned, folder = plan(LOCAL, [REMOTE]), CaseFolder(str(tmp_path))
-    began = time.monotonic()
     for _ in range(5):
         folder.add(a_load(), planned, SPANS)
-    assert time.monotonic() - began < 0.4
+    go_on.set()
     folder.wait(10)
     assert len(calls) == len(written(tmp_path)) == 1
 

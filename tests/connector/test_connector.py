@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

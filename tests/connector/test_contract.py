@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+base = pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it"
+)
 
 import vllm
 

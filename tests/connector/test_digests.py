@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
 from kvhma.digests import ContentDigest, LayerSums, differences
@@ -41,6 +40,7 @@ from support.engines.engine import free_port
 from support.identity import EXTRA, IDENTITY
 from support.pairs import heads, latent, rank, state
 from support.schedulers import manager
+from support.waiting import until
 
 TOKENS = 40
 NAMES = itertools.count()
@@ -136,12 +136,11 @@ class Engine:
         self.scheduler.results(output)
 
     def steps(self, condition: Any, *others: Engine) -> None:
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline
-            self.step()
-            for other in others:
-                other.step()
+        def step() -> None:
+            for engine in (self, *others):
+                engine.step()
+
+        until(condition, step)
 
     def stats(self) -> dict[str, Any]:
         total = TransferStats()
@@ -358,10 +357,7 @@ def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
     metadata = d.scheduler.step(STEP)
     assert metadata.verdicts == {"r": None}
     d.ranks[0].worker.start_loads(metadata)
-    deadline = time.monotonic() + 10
-    while "r" not in d.ranks[0].worker.collect(idle=True)[0]:
-        assert time.monotonic() < deadline
-        p.step()
+    until(lambda: "r" in d.ranks[0].worker.collect(idle=True)[0], p.step)
 
 
 def test_a_verdict_may_come_first_or_last() -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 import queue
 from types import SimpleNamespace
@@ -20,7 +20,8 @@ from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
-from support.schedulers import STEP, kept, request, scheduler, tables, until
+from support.schedulers import STEP, kept, request, scheduler, tables
+from support.waiting import until
 
 
 class Loop(EngineCoreProc):

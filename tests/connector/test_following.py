@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.metadata import WorkerReport
-from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables, until
+from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables
+from support.waiting import until
 
 TICKET = "0123456789abcdef" * 2
 N = 10 * 16

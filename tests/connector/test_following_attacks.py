@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from connector.test_following import (  # noqa: F401
     TICKET,
@@ -24,7 +24,8 @@ from connector.test_following import (  # noqa: F401
 )
 from kvhma.vllm.metadata import WorkerHello
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from support.schedulers import STEP, kept, output, request, tables, until
+from support.schedulers import STEP, kept, output, request, tables
+from support.waiting import until
 
 STEP_OF_P = SimpleNamespace(
     num_scheduled_tokens={},

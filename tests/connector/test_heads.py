@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
 from vllm.config import VllmConfig, set_current_vllm_config

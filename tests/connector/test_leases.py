@@ -38,6 +38,7 @@ from support.counted import Counted
 from support.engines.engine import free_port
 from support.leases import ended
 from support.listening import hostile
+from support.waiting import HANG_SECONDS, until
 
 DIGEST = b"d" * 16
 OPEN = Secrets()
@@ -47,13 +48,6 @@ HELLOS = {(0, 0): (b"hello", new_agent_key()[0])}
 
 class Panic(BaseException):
     """As PyO3 raises one: no Exception."""
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def key_of(name):
@@ -169,10 +163,11 @@ def silent_listeners(stack_of, count):
     return addresses
 
 
-def test_addresses_that_never_answer_keep_no_good_claim_waiting(address):
+@pytest.mark.parametrize("they", ["never end", "end"])
+def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
     """64 requests with a bogus `remote_host` filled the renewer: the claims of no other engine were renewed (S10)."""
     sockets = []
-    renewer = make_renewer(timeout=4.0, max_peers=64)
+    renewer = make_renewer(timeout=10 * HANG_SECONDS if they == "never end" else 0.5, max_peers=64)
     service = LeaseService()
     known, fresh = Address("127.0.0.1", free_port()), address
     listeners = [listen(known, service), listen(fresh, service)]
@@ -182,14 +177,13 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address):
         until(lambda: renewer.held(known, good))
         for bogus in silent_listeners(sockets, 200):
             renewer.track(bogus, claim(key_of("bogus")), every=0.1)
-        begun, service.renewed = time.monotonic(), []
-        late = claim(key_of("fresh"))
-        renewer.track(fresh, late, every=0.1)
-        time.sleep(3.0)
-        times = [when - begun for when, claims in service.renewed if good in claims]
-        gaps = [after - before for before, after in itertools.pairwise([0.0, *times])]
-        assert max(gaps) < 2, "the claim of a prompt engine is renewed as if they were not there"
-        until(lambda: renewer.held(fresh, late), seconds=20)
+        if they == "never end":
+            service.renewed = []
+            until(lambda: sum(good in claims for _, claims in service.renewed) >= 20)
+        else:  # one that was never asked before waits for some of them, not for all
+            late = claim(key_of("fresh"))
+            renewer.track(fresh, late, every=0.1)
+            until(lambda: renewer.held(fresh, late))
         assert renewer._running <= 64
     finally:
         renewer.close()
@@ -274,7 +268,7 @@ def test_many_claims_are_all_renewed_and_each_new_one_alone(address, service, re
     claims = [claim(key_of("n" * 500 + str(number))) for number in range(MAX_CLAIMS + 10)]
     for one in claims:
         renewer.track(address, one, every=0.5)
-    until(lambda: all(renewer.held(address, one) for one in claims), seconds=20)
+    until(lambda: all(renewer.held(address, one) for one in claims))
     assert max(len(asked) for _, asked in service.renewed) <= MAX_CLAIMS
     service.renewed = []
     another = claim(key_of("another"))
@@ -387,7 +381,7 @@ def test_a_conversation_without_anything_to_say_ends_and_so_do_threads(address, 
         for name in ("no-such-host.invalid", address.host):
             renewer.release(Address(name, address.port), claim(key_of("a")), Outcome.READ)
         until(lambda: service.released)
-        until(lambda: not renewer._sessions and not renewer._running, seconds=20)
+        until(lambda: not renewer._sessions and not renewer._running)
         renewer.release(address, claim(key_of("b")), Outcome.READ)
         until(lambda: len(service.released) == 2)
     finally:
@@ -458,14 +452,12 @@ def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(ad
 
 def test_the_end_of_the_engine_waits_for_no_other_one():
     sockets = []
-    renewer = make_renewer(timeout=30, max_peers=8)
+    renewer = make_renewer(timeout=10 * HANG_SECONDS, max_peers=8)
     try:
         for bogus in silent_listeners(sockets, 8):
             renewer.track(bogus, claim(key_of("a")), every=1)
         until(lambda: renewer._running > 2)
-        begun = time.monotonic()
         renewer.close()
-        assert time.monotonic() - begun < 5
     finally:
         for one in sockets:
             one.close()
@@ -492,7 +484,7 @@ def table(address):
 def ask(clients, *claims, timeout=2.0, proving=None, outcomes=()):
     """Ask, and wait for the answer as the poller does."""
     question = LeaseQuestion(clients, claims, timeout, proving, outcomes)
-    until(question.poll, seconds=10)
+    until(question.poll)
     assert not question.open
     return question
 
@@ -622,11 +614,9 @@ def test_nobody_answers(address, kept):
     try:
         if kept:
             clients.release(clients.take())
-        begun = time.monotonic()
         question = LeaseQuestion(clients, [claim(key_of("a"))], 0.2, None)
         assert (question.fileno() is not None) == kept
         until(question.poll)
-        assert time.monotonic() - begun < 1
         with pytest.raises(LeaseUnknownError, match="P has not confirmed that the blocks were held"):
             question.check(0)
         assert clients.take_idle() is None

@@ -2,7 +2,6 @@
 """What others send through NIXL is dropped and counted."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from kvhma.vllm.worker.notifications import NotificationDrain
 from support.counted import Counted
 from support.fake_nixl import ERRORS, FakeNet, FakeNixl
 from support.flat import flat_geometry
+from support.waiting import until
 
 
 class Drained:
@@ -33,12 +33,6 @@ class Drained:
     def dropped(self):
         return self.counted.numbers["dropped_notifications"]
 
-    def wait(self, condition):
-        end = time.monotonic() + 5
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
 
 @pytest.fixture
 def drained(monkeypatch):
@@ -52,14 +46,14 @@ def test_strangers_fill_nothing(drained):
     """S12: notifications that peers sent piled up in NIXL for as long as the worker lived."""
     drained.nixl.inbox += [("stranger", bytes(1000))] * 5000
     drained.nixl.inbox += [("D", WARM_UP)] * 7
-    drained.wait(lambda: drained.dropped == 5000)
+    until(lambda: drained.dropped == 5000)
     assert not drained.nixl.inbox
 
 
 def test_errors_end_nothing(drained):
     drained.net.fail["get_new_notifs"] = [ERRORS["nixlBackendError"]("no"), SystemError("panic"), KeyboardInterrupt()]
     drained.nixl.inbox.append(("stranger", b"x"))
-    drained.wait(lambda: drained.dropped == 1)
+    until(lambda: drained.dropped == 1)
     assert not drained.net.fail["get_new_notifs"]
     assert drained.counted.by_label("thread_restarts") == {"kvhma-notifications": 1}, (
         "what is no Exception begins the thread anew"
@@ -73,4 +67,4 @@ def test_a_peer_that_sends_what_kvhma_does_not(drained):
     peer = d.connect(drained.agent.handshake_payload(geometry))
     for _ in range(3):
         d.notify(peer, b"\n" * 100)
-    drained.wait(lambda: drained.dropped == 3)
+    until(lambda: drained.dropped == 3)

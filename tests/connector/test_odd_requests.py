@@ -3,12 +3,11 @@
 
 import dataclasses
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -21,6 +20,7 @@ from kvhma._kvhma import ids_to_text
 from kvhma.vllm.slots import SlotRanges
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
+from support.waiting import until
 
 REMOTE = {"do_remote_decode": True}
 
@@ -102,11 +102,8 @@ def test_slots_are_of_one_request_until_others_have_read_it_or_its_lease_ended()
         assert first
         assert not first & second
         assert 0 not in first | second
-        until = time.monotonic() + 20
-        while p.prefill._slots_held:
-            assert time.monotonic() < until
-            p.step(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
-            time.sleep(0.05)
+        empty = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+        until(lambda: not p.prefill._slots_held, lambda: p.step(empty))
         assert handed_over(p, "c")[1] == first
     finally:
         p.close()
@@ -200,15 +197,15 @@ def test_two_engines_that_wait_for_each_others_blocks_end():
         other.step()
     other.add("x", prompts["x"], 2, one.finished.pop("x").kv_transfer_params)
     one.add("y", prompts["y"], 2, other.finished.pop("y").kv_transfer_params)
-    deadline = time.monotonic() + 5
-    while not ("y" in one.finished and "x" in other.finished):
-        assert time.monotonic() < deadline, [engine.pool.get_num_free_blocks() for engine in engines]
+
+    def step():
         for engine in engines:
             engine.step()
             # What the thread that tells of leases does.
             for load in engine.kvhma.decode.pending.values():
                 engine.source.kvhma.context.leases.renew([load.remote.claim(load.reader)])
-        time.sleep(0.01)
+
+    until(lambda: "y" in one.finished and "x" in other.finished, step)
     assert [str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)] == ["length", "length"]
 
 

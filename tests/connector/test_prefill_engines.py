@@ -41,7 +41,7 @@ from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
-from support.listening import until
+from support.waiting import until
 
 NOBODY = LeaseTable(30)
 NO_SECRET = Secrets()
@@ -428,10 +428,7 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
     finally:
         go_on.set()
     assert asked.count("silent") == 1
-    end = time.monotonic() + 10
-    while names._lookups:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not names._lookups)
 
 
 def test_names_of_a_strangers_choosing_leave_known_ones_their_room(monkeypatch):
@@ -455,10 +452,7 @@ def test_names_of_a_strangers_choosing_leave_known_ones_their_room(monkeypatch):
         assert names.resolve(known, 5).host == "127.0.0.1"
     finally:
         go_on.set()
-    end = time.monotonic() + 10
-    while names._lookups:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not names._lookups)
 
 
 def test_a_rank_that_nothing_is_read_from_is_not_connected(world):
@@ -594,10 +588,7 @@ def test_hellos_of_all_known_engines_together_are_bounded(world):
     with pytest.raises(HandshakeTimeoutError, match="with those of other engines it would be more than 300000"):
         world.acquire(second)
     assert world.counted.numbers["refused_engines"] == 1
-    end = time.monotonic() + 5
-    while len(world.agent._session.peers) > 3:
-        assert time.monotonic() < end, "what was refused is not kept"
-        time.sleep(0.01)
+    until(lambda: len(world.agent._session.peers) <= 3)
     for engine in (small, first):
         world.engines.release(engine)
     assert world.acquire(second).gone is None
@@ -645,9 +636,7 @@ def test_caches_of_another_model_are_refused(world, caplog, changes, text):
         world.acquire(world.prefill(*hellos))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 1000
-    until = time.monotonic() + 5
-    while "engine d cannot read our caches" not in caplog.text and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: "engine d cannot read our caches" in caplog.text)
     assert "of the model is" in caplog.text, "P's log says it too"
 
 

@@ -8,14 +8,15 @@ from collections import namedtuple
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.errors import RequestError
 from kvhma.vllm.scheduler import prompt_digests
 from kvhma.vllm.scheduler.prompt import prompt_digest
 from kvhma.vllm.scheduler.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import Outcome
-from support.schedulers import BUSY, STEP, blocks, request, scheduler, tables, until
+from support.schedulers import BUSY, STEP, blocks, request, scheduler, tables
+from support.waiting import until
 
 Done = namedtuple("Done", "done not_done")
 

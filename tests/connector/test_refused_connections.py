@@ -8,7 +8,8 @@ from kvhma.vllm.wire import connection, connections
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import MAX_QUESTION_BYTES, PROTOCOL, AskEngineInfo, EngineInfo, frame
 from kvhma.vllm.wire.secrets import Secrets
-from support.listening import answers, close_all, connect, has_ended, listening, until
+from support.listening import answers, close_all, connect, has_ended, listening
+from support.waiting import until
 
 SECRET = Secrets([b"a secret of the two of them"])
 OTHER = Secrets([b"a secret of somebody else's"])

@@ -6,10 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
-from connector.test_worker import PAGE, PAGES, Decode, Prefill, load, until
+from connector.test_worker import PAGE, PAGES, Decode, Prefill, load
 from kvhma import plan
 from kvhma.errors import PeerLostError, TransferError
 from kvhma.geometry import Span
@@ -20,6 +20,7 @@ from kvhma.vllm.wire.params import Address
 from kvhma.vllm.worker import active_load, loading
 from kvhma.vllm.worker.active_load import parts_of
 from support.engines.engine import free_port
+from support.waiting import until
 
 BLOCKS = [9, 3, 30, 12, 21, 6]
 """Of P, and of D in this order: no two of them are neighbours, so that each is a row."""

@@ -22,7 +22,8 @@ from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.secrets import Secrets
 from support.cluster import DecodeHost, PrefillHost, cluster
 from support.counted import Counted
-from support.listening import AnyLease, listening, until
+from support.listening import AnyLease, listening
+from support.waiting import until
 
 OPEN = Secrets()
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.metadata import Failure, WorkerReport
@@ -21,7 +21,8 @@ from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_c
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
-from support.schedulers import BUSY, STEP, blocks, frees, kept, manager, output, request, scheduler, tables, until
+from support.schedulers import BUSY, STEP, blocks, frees, kept, manager, output, request, scheduler, tables
+from support.waiting import until
 
 
 @pytest.fixture
@@ -265,10 +266,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
 
 def load(d, asked, tokens=40):
     """Have a request loaded; return the order."""
-    end = time.monotonic() + 5
-    while (matched := d.matched_tokens(asked, 0))[0] is None:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    matched = until(lambda: answer if (answer := d.matched_tokens(asked, 0))[0] is not None else None)
     assert matched == (tokens, True)
     d.allocated(asked, blocks(d), tokens)
     (order,) = d.step(STEP).loads

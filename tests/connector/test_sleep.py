@@ -5,10 +5,13 @@ Both halves of the connector as vLLM makes them, real agents and a real listener
 """
 
 import time
+from typing import Any
 
 import pytest
 
-base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+base = pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it"
+)
 torch = pytest.importorskip("torch")
 
 import vllm
@@ -26,6 +29,7 @@ from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
 from support.engines.engine import free_port
 from support.schedulers import kept, manager
+from support.waiting import until
 
 BLOCKS, TOKENS = 16, 32
 DIGEST = b"d" * 16
@@ -92,15 +96,15 @@ class Engine:
 
     def ended(self) -> str | None:
         """Wait until one load has ended; return why it failed, None if it did not."""
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
+
+        def collected() -> tuple[Any, Any] | None:
             results = self.worker.get_transfer_results(set())
             report = self.worker.build_connector_worker_meta()
-            if results.finished_recving:
-                (name,) = results.finished_recving
-                return report.failures[name].cause if results.failed_recving else None
-            time.sleep(0.01)
-        raise AssertionError("the load does not end")
+            return (results, report) if results.finished_recving else None
+
+        results, report = until(collected)
+        (name,) = results.finished_recving
+        return report.failures[name].cause if results.failed_recving else None
 
     def load(self, name: str, params: PrefillParams, blocks: list[int]) -> str | None:
         self.order(name, params, blocks)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # With its parts, since torch warns while they are imported, which is no error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
 import vllm

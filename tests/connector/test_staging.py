@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -17,7 +17,7 @@ import kvhma
 from connector import test_geometry, test_on_device
 from connector.test_geometry import chunked, full, gdn, mamba2, mla, sliding, tables_of, worker
 from connector.test_memory import DEVICES
-from connector.test_worker import PAGE, PAGES, HeldRead, Prefill, load, until
+from connector.test_worker import PAGE, PAGES, HeldRead, Prefill, load
 from kvhma.errors import RequestError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import Agent
@@ -37,6 +37,7 @@ from kvhma.vllm.worker.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.flat import flat_geometry
 from support.identity import IDENTITY
+from support.waiting import until
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -180,7 +181,7 @@ class Decode:
             causes.update({name: failure.cause for name, failure in report.failures.items()})
             return received >= set(names)
 
-        until(all_ended, 20)
+        until(all_ended)
         return causes
 
 

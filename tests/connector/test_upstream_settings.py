@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM; make e2e runs it")
+vllm = pytest.importorskip("vllm", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.settings import Settings
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make e2e runs it")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
 from kvhma.geometry import Geometry, Span
@@ -43,6 +43,7 @@ from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
 from support.leases import ended
+from support.waiting import until
 
 PAGE = 4096
 PAGES = 64
@@ -135,14 +136,15 @@ class Decode:
 
     def ended(self, *names: str) -> dict[str, str]:
         """Wait until loads have ended, each once; return the causes of those that failed."""
-        end = time.monotonic() + 20
         received: list[str] = []
         causes: dict[str, str] = {}
-        while len(received) < len(names):
-            assert time.monotonic() < end, received
+
+        def collect() -> None:
             some, report = self.worker.collect(idle=True)
-            received += some
-            causes |= {name: failure.cause for name, failure in report.failures.items()}
+            received.extend(some)
+            causes.update({name: failure.cause for name, failure in report.failures.items()})
+
+        until(lambda: len(received) >= len(names), collect)
         assert sorted(received) == sorted(names)
         return causes
 
@@ -282,11 +284,7 @@ def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
         second = p.remote("second", [2])
         p.listener.close()
         d.start(second=(second, [2]))
-        end = time.monotonic() + 20
-        failures = {}
-        while not failures:
-            assert time.monotonic() < end
-            failures = d.worker.collect(idle=True)[1].failures
+        failures = until(lambda: d.worker.collect(idle=True)[1].failures)
         assert (failures["second"].cause, failures["second"].passing) == ("expired", True)
     finally:
         d.worker.close()
@@ -342,10 +340,9 @@ def test_a_step_waits_for_its_own_loads_not_for_others(long_waits):
     threading.Timer(0.1, results.succeed, ("short", {})).start()
     began = time.monotonic()
     results.wait({"short"})
-    assert 0.09 <= time.monotonic() - began < 20
+    assert time.monotonic() - began >= 0.09
     results.wait({"short"})  # which was reported
     results.wait(set())
-    assert time.monotonic() - began < 20
 
 
 def test_engines_of_the_setting_are_known_in_each_of_their_incarnations(p, monkeypatch):
@@ -388,10 +385,7 @@ def test_who_claims_to_be_another_engine_is_read_only_by_those_who_name_its_addr
 
 def wait_for_handshake(d: Decode) -> None:
     """Wait until one handshake has been made since the last call, and no other one."""
-    end = time.monotonic() + 20
-    while (stats := d.worker.take_stats()) is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    stats = until(d.worker.take_stats)
     assert (stats.data["handshakes"], len(stats.data["handshake_seconds"])) == (1, 1)
 
 
@@ -425,13 +419,6 @@ def held_reads(monkeypatch):
     read = Agent.read
     monkeypatch.setattr(Agent, "read", lambda *args, **more: HeldRead(read(*args, **more), go_on))
     return go_on
-
-
-def until(condition, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def stop_clock(monkeypatch) -> None:
@@ -714,9 +701,7 @@ def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypat
     assert d.ended("read") == {}
     late = p.remote("late", [2])
     with p.leases._lock:  # P cannot answer
-        began = time.monotonic()
         d.start(late=(late, [2]), at_once=True)
-        assert time.monotonic() - began < 1
         assert d.worker._results.unreported() == 1
         assert d.worker.collect(idle=False)[0] == set()
     assert d.ended("late") == {}
@@ -833,15 +818,13 @@ def test_an_idle_step_waits_for_a_piece_and_for_nothing_after_it(long_waits):
     results.expect([PIECE])
     began = time.monotonic()
     results.wait()
-    assert time.monotonic() - began < 20
     threading.Timer(0.1, results.end_piece, ("followed", None)).start()
     began = time.monotonic()
     results.wait(for_pieces=True)
-    assert 0.09 <= time.monotonic() - began < 20
+    assert time.monotonic() - began >= 0.09
     results.wait(for_pieces=True)  # it is to be reported first
     assert results.take()[1].pieces == {"followed": 1}
     results.wait(for_pieces=True)
-    assert time.monotonic() - began < 20
 
 
 def test_a_load_that_ends_while_a_piece_is_read_is_reported_at_once(long_waits):
@@ -850,7 +833,7 @@ def test_a_load_that_ends_while_a_piece_is_read_is_reported_at_once(long_waits):
     threading.Timer(0.1, results.succeed, ("r", {})).start()
     began = time.monotonic()
     results.wait(for_pieces=True)
-    assert 0.09 <= time.monotonic() - began < 20
+    assert time.monotonic() - began >= 0.09
     assert results.take()[0] == {"r"}
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 20.0
-"""No answer takes longer; what is waited for takes milliseconds."""
+from support.waiting import HANG_SECONDS
 
 
 class Worker:
@@ -39,13 +38,13 @@ class Worker:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], HANG_SECONDS)
         line = self.process.stdout.readline() if ready else b""
         if not line:
             raise TimeoutError(f"the worker does not answer, exit code {self.process.poll()}")
         return line.decode()
 
-    def notifications(self, count: int, seconds: float = SECONDS) -> list[list[str]]:
+    def notifications(self, count: int, seconds: float = HANG_SECONDS) -> list[list[str]]:
         """Return what it was notified of, once there are `count`, or after `seconds`."""
         assert self.process.stdin is not None
         command = {"do": "notifications", "count": count, "seconds": seconds}
@@ -56,7 +55,7 @@ class Worker:
     def pause(self) -> None:
         """Stop it where it is: over TCP nobody serves its memory then, so transfers from it hang."""
         self.process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         tasks = Path(f"/proc/{self.process.pid}/task")
         # The signal stops the threads one by one, and the one that serves the memory need not be the first.
         while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
@@ -70,12 +69,12 @@ class Worker:
     def kill(self) -> None:
         """Let it die without a word; return when it is gone."""
         self.process.kill()
-        self.process.wait(SECONDS)
+        self.process.wait(HANG_SECONDS)
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
             self.process.kill()
-        self.process.wait(SECONDS)
+        self.process.wait(HANG_SECONDS)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -154,7 +154,7 @@ def test_a_read_that_does_not_end_is_handed_over(ranks: tuple[Rank, Rank, Rank])
     began = time.monotonic()
     with pytest.raises(TransferError, match=r"2 reads still write after 0\.05 s; keep their blocks"):
         _wait(handles, began + 0.05, 0.05, None)  # type: ignore[arg-type]
-    assert 0.05 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.05
     assert [handle.aborted for handle in handles] == [False, True, True]
 
 

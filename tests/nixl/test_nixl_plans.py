@@ -17,11 +17,11 @@ from kvhma.oracle import Request, check_memory, fill_source, fill_stale
 from support.flat import flat_geometry
 from support.generate import Case, generate
 from support.recipe import draw
+from support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.nixl
 ARENA = 64 << 20
 CASES = 16
-SECONDS = 20.0
 
 
 class Worker:
@@ -85,7 +85,7 @@ def run(world: World, case: Case, memory: list[NDArray[np.uint8]], seed: int, mo
         world.d.arena[at : at + nbytes] = 0
     for read in moved.reads:
         transfer = start(read)
-        assert transfer.wait(SECONDS)
+        assert transfer.wait(HANG_SECONDS)
         assert transfer.telemetry is not None
         assert (transfer.telemetry.descriptors, transfer.telemetry.nbytes) == (read.descriptors, read.bytes)
     request = (case.local, case.remotes, Request(case.num_tokens, case.local_spans, case.remote_spans))

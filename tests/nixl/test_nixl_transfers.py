@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from kvhma.lowlevel import expand_views
 from kvhma.nixl import Agent, AgentOptions, Peer, encode_handshake
 from support.fake_nixl import merge, runs_of_rows, runs_of_views
 from support.flat import flat_geometry, labelled, rows_of
+from support.waiting import until
 
 pytestmark = pytest.mark.nixl
 PAGE = 4096
@@ -175,10 +175,7 @@ def test_direct_reads_of_unequal_rows(pair):
 
 def wait_for_notifications(agent, count):
     news = []
-    deadline = time.monotonic() + 20
-    while len(news) < count and time.monotonic() < deadline:
-        news += agent.notifications()
-        time.sleep(0.001)
+    until(lambda: len(news) >= count, lambda: news.extend(agent.notifications()))
     return news
 
 

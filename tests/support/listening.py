@@ -8,7 +8,6 @@ import resource
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -163,14 +162,6 @@ def resident() -> int:
 def descriptors() -> int:
     """Open file descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def until(condition: Callable[[], object], seconds: float = 10) -> None:
-    """Wait for something to become true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.01)
 
 
 def close_all(sockets: Sequence[socket.socket]) -> None:

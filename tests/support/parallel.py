@@ -47,6 +47,7 @@ from support.cache.engine import _grammars, own_config_of
 from support.cache.labels import Text
 from support.engines.engine import free_port
 from support.vllm_grouping import get_kv_cache_configs
+from support.waiting import until
 
 WINDOW = 40
 HEAD = 8
@@ -496,17 +497,13 @@ class Engine:
                     table.extend(more)
         return computed
 
-    def run(self, *names: str, seconds: float = 30.0) -> None:
+    def run(self, *names: str) -> None:
         """Step until requests have ended."""
-        self.until(lambda: all(name in self.finished for name in names), seconds)
+        self.until(lambda: all(name in self.finished for name in names))
 
-    def until(self, done: Any, seconds: float = 30.0) -> None:
+    def until(self, done: Callable[[], object]) -> None:
         """Step until something is so."""
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, f"{self.name}: {list(self.scheduler.requests.values())}"
-            if not self.step():
-                time.sleep(0.002)
+        until(done, lambda: self.step() or time.sleep(0.002))
 
     def close(self) -> None:
         for worker in self.workers:

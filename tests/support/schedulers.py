@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 from vllm.v1.core.block_pool import BlockPool
@@ -121,10 +120,3 @@ def output(received=(), failed=(), failures=None):
         failed_recving=set(failed),
         kv_connector_worker_meta=WorkerReport(failures or {}),
     )
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -326,7 +326,7 @@ ELSEWHERE = {form.get("text_config", form)["model_type"] for form in FAMILIES.va
 @pytest.mark.parametrize("model_type", [kind for kind in ARCHITECTURES if kind not in ELSEWHERE])
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """An almost empty file gives what the architecture's own class has: layers, heads and their size, the window."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers; make e2e runs it")
+    transformers = pytest.importorskip("transformers", reason="needs transformers; make connector runs it")
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"no {model_type} in this version")
     own = transformers.CONFIG_MAPPING[model_type]()
@@ -380,7 +380,7 @@ STATES = {
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_states_are_those_of_vllm(model_type: str, tp_size: int) -> None:
     """vLLM's own model classes say how large a rank's state is."""
-    pytest.importorskip("vllm", reason="needs vLLM; make e2e runs it")
+    pytest.importorskip("vllm", reason="needs vLLM; make connector runs it")
     from importlib import import_module
     from types import SimpleNamespace
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -13,6 +12,7 @@ import pytest
 
 from kvhma.cli import serve_pair
 from support.cli_run import cli
+from support.waiting import until
 
 TP = {"prefill_tp": 1, "decode_tp": 1}
 
@@ -55,18 +55,14 @@ def test_what_one_has_started_ends_with_it(tmp_path):
     log = tmp_path / "a.log"
     with serve_pair.running([part(tmp_path, "a", SLEEPS_WITH_A_CHILD)]) as processes:
         (process, _) = processes["a"]
-        end = time.monotonic() + 30
-        while not log.read_text():
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: log.read_text())
         child = int(log.read_text())
         assert os.getpgid(child) == process.pid
         assert os.getsid(child) == os.getsid(0), "Linux would give each of two engines its time as a whole"
         serve_pair._check(processes)
     assert process.returncode is not None
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split(")")[1][:3]:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    stat = Path(f"/proc/{child}/stat")
+    until(lambda: not stat.exists() or "Z" in stat.read_text().split(")")[1][:3])
 
 
 def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path, capsys):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.engines.zygote import Zygote
+from support.waiting import HANG_SECONDS
 
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -137,7 +138,7 @@ class Engine:
         self._reader.start()
         return self
 
-    def ready(self, timeout: float = 120) -> Engine:
+    def ready(self, timeout: float = 3 * HANG_SECONDS) -> Engine:
         """Wait until it takes requests.
 
         Raises:
@@ -162,7 +163,7 @@ class Engine:
         logprobs: int = 2,
         priority: int = 0,
         rank: int | None = None,
-        timeout: float | None = 150,
+        timeout: float | None = 2 * HANG_SECONDS,
         adapter: tuple[str, Path] | None = None,
         pictures: Sequence[int] = (),
         **sampling: Any,
@@ -230,7 +231,7 @@ class Engine:
         """Prompt tokens that its requests so far got through the connector instead of computing them."""
         return int(self.sample("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
 
-    def idle(self, timeout: float = 30, *, free: int | None = None) -> dict[str, Any]:
+    def idle(self, timeout: float = HANG_SECONDS, *, free: int | None = None) -> dict[str, Any]:
         """Wait until the scheduler holds no request (and `free` blocks are free), and return its state.
 
         Raises:
@@ -341,7 +342,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engines(
-    zygote: Zygote, model_dir: Path, logs: Path, *, timeout: float = 120, **settings: dict[str, Any]
+    zygote: Zygote, model_dir: Path, logs: Path, *, timeout: float = 3 * HANG_SECONDS, **settings: dict[str, Any]
 ) -> Iterator[tuple[Engine, ...]]:
     """Engines started at the same time, in the order of the keywords; a keyword is also the name of the log.
 
