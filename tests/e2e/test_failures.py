@@ -29,10 +29,10 @@ from support.handoff import (
     prompts,
     same,
 )
-from support.listening import until
+from support.waiting import until
 
 Models = Callable[[str], Path]
-QUICK = {"handshake_timeout": 1}
+QUICK = {"handshake_timeout": 3}
 
 
 def replacement(engine: Engine, log: Path) -> Engine:
@@ -47,7 +47,7 @@ def replacement(engine: Engine, log: Path) -> Engine:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.smoke), "nemotron_h"])
 def test_p_killed_before_during_and_after_and_restarted(
     name: str, zygote: Zygote, model: Models, tmp_path: Path
 ) -> None:
@@ -213,6 +213,7 @@ def frozen(engine: Engine) -> Any:
     return Frozen()
 
 
+@pytest.mark.smoke
 def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "llama"
     extra = {"kv_lease_duration": 3}
@@ -229,6 +230,7 @@ def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         assert loads(other) == 1
 
 
+@pytest.mark.smoke
 def test_engines_that_are_connected_before_the_first_request(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     port = free_port()
     nobody = f"127.0.0.1:{free_port()}"

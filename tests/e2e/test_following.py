@@ -71,6 +71,7 @@ def new_ticket() -> str:
     return secrets.token_hex(16)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MODELS)
 def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
@@ -93,6 +94,7 @@ def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path:
             all_free(engine)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
@@ -111,6 +113,7 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
             all_free(engine)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "mine", "theirs"), [("llama", 32, 96), ("gemma3", 96, 32)])
 def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {

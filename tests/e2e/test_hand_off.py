@@ -12,6 +12,7 @@ from support.engines import Zygote, engines
 from support.engines.tiny import MODELS
 from support.handoff import all_free, arguments, compare, decode, failures, kvhma, loads, prefill, prompts, same
 
+pytestmark = pytest.mark.smoke
 Models = Callable[[str], Path]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from support.engines import Zygote, engines, free_port
 from support.handoff import all_free, arguments, decode, hand_over, kvhma, prefill, prompts, same
@@ -137,6 +138,7 @@ def talk(address: tuple[str, int]) -> None:
         raise AssertionError("the listener takes a message that it cannot want")
 
 
+@pytest.mark.smoke
 def test_the_side_channel(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     port = free_port()
     settings = {

@@ -21,8 +21,8 @@ import pytest
 
 from support.engines import Answer, Zygote, engines, free_port
 from support.engines.zygote import ENVIRONMENT, engine_python
-from support.handoff import LEASE, arguments, kvhma, noise, prompts
-from support.listening import until
+from support.handoff import arguments, kvhma, noise, prompts
+from support.waiting import until
 
 Models = Callable[[str], Path]
 
@@ -69,7 +69,7 @@ def until_healthy(url: str, seconds: float) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.smoke), "nemotron_h"])
 def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     folder = model(name)
     with engines(zygote, folder, tmp_path, plain=arguments(name)) as (plain,):
@@ -167,7 +167,7 @@ def clients_that_hang_up(proxy: int, engines: list[str], prompt: list[int]) -> N
         time.sleep(seconds)
         connection.close()
     held = ("vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kvhma_held_leases{")
-    until(lambda: all(sum(samples(url, *held)) == 0 for url in engines), LEASE + 20)
+    until(lambda: all(sum(samples(url, *held)) == 0 for url in engines))
 
 
 def samples(url: str, *names: str) -> list[float]:

@@ -29,9 +29,9 @@ from support.cli_run import cli
 from support.engines import free_port
 from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import prompts
-from support.listening import until
 from support.monitoring import EXAMPLES, alert_queries, dashboard_queries, metrics_of
 from support.tokenizer import with_tokenizer
+from support.waiting import until
 
 Models = Callable[[str], Path]
 
@@ -176,7 +176,7 @@ def test_a_load_is_in_the_clients_trace(pair: Pair) -> None:
     assert not any(names[0] in data for data in pair.traces)
     trace = random.randbytes(16)
     pair.ask(prompt, traceparent=f"00-{trace.hex()}-{random.randbytes(8).hex()}-01")
-    until(lambda: all(any(name in data for data in pair.traces) for name in (*names, b"llm_request")), 30)
+    until(lambda: all(any(name in data for data in pair.traces) for name in (*names, b"llm_request")))
     (data,) = [data for data in pair.traces if names[0] in data]
     assert data.count(trace) >= 6
     assert all(name in data for name in names)
@@ -224,13 +224,13 @@ def get(url: str, **parameters: str) -> Any:
 def test_the_dashboard_shows_hand_offs(pair: Pair, tmp_path: Path) -> None:
     """Every query is evaluated over live engines, and has data if its metrics have samples; a failed load alerts."""
     with prometheus(pair, tmp_path) as api:
-        until(lambda: ready(api), 60)
+        until(lambda: ready(api))
         for index, prompt in enumerate(prompts("dashboard", [90 + index for index in range(12)])):
             (pair.complete if index % 2 else pair.stream)(prompt)
             time.sleep(0.5)
         wrong = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 1}
         pair.ask([1, 2, 3, 4, 5], pair.http["D"], kv_transfer_params=wrong)
-        until(lambda: get(api + "query", query="vllm:kvhma_failed_loads_total")["result"], 30)
+        until(lambda: get(api + "query", query="vllm:kvhma_failed_loads_total")["result"])
         time.sleep(3)
         lines = "\n".join(metrics(port) for port in (*pair.http.values(), pair.proxy))
         samples = set(re.findall(r"^[\w:]+", lines, re.MULTILINE))
@@ -242,7 +242,7 @@ def test_the_dashboard_shows_hand_offs(pair: Pair, tmp_path: Path) -> None:
             assert bool(result) == (set(metrics_of(query)) <= samples), (title, query)
         moved = {title for (title, _), result in shown.items() if any(float(one["value"][1]) > 0 for one in result)}
         assert {"Loads", "Bytes", "Tokens", "Load", "Prompts, as the proxy sees them", "Bytes of a group"} <= moved
-        until(lambda: "KvhmaLoadsFail" in firing(api), 30)
+        until(lambda: "KvhmaLoadsFail" in firing(api))
         assert firing(api) == {"KvhmaLoadsFail"}
 
 

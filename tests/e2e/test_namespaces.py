@@ -14,6 +14,8 @@ import pytest
 from support.engines import Zygote, engines
 from support.handoff import all_free, arguments, compare, kvhma, loads
 
+pytestmark = pytest.mark.smoke
+
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)

@@ -15,6 +15,7 @@ from support.handoff import all_free, arguments, at_once, decode, hand_over, kvh
 Models = Callable[[str], Path]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_prefix_hits_and_chunks(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
@@ -95,6 +96,7 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
         all_free(p)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "ours", "theirs"), [("gemma3", 32, 128), ("gpt_oss", 32, 128), ("gemma3", 64, 96), ("gpt_oss", 64, 96)]
 )
@@ -126,6 +128,7 @@ def test_what_a_load_leaves_in_the_prefix_cache(
             all_free(engine)
 
 
+@pytest.mark.smoke
 def test_hits_after_a_load_with_equal_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """A window that begins in a block which P still holds is filled whole, and stays in D's prefix cache."""
     settings = {"p": kvhma("gemma3"), "d": kvhma("gemma3", enable_prefix_caching=True), "plain": arguments("gemma3")}

@@ -24,6 +24,7 @@ from support.handoff import (
     prompts,
     same,
 )
+from support.waiting import until
 from support.weights import adapter, fine_tune
 
 Models = Callable[[str], Path]
@@ -75,6 +76,7 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
             all_free(engine)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
 def test_another_prompts_parameters(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """The load failed, and its end gave back the blocks of the right prompt, which failed then too."""
@@ -116,10 +118,7 @@ def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote,
         params = prefill(p, second)
         dies.generate(first, max_tokens=2000)
         answer = decode(dies, second, params)  # it waits for the other one, and claims the blocks meanwhile
-        until = time.monotonic() + 10
-        while "readers={}" in str(p.core("e2e_connector", "_scheduler.context.leases._held")):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: "readers={}" not in str(p.core("e2e_connector", "_scheduler.context.leases._held")))
         dies.kill()
         assert answer.exception(10) is not None
         same(name, decode(d, second, params).result(), expected[1], "after another one died")
@@ -183,6 +182,7 @@ def test_two_models_of_one_shape(zygote: Zygote, model: Models, tmp_path: Path) 
         assert abs(mixed.logprobs[0] - expected.logprobs[0]) > 100 * noise(name), "these two are not"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
 def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """P cannot stop one token early for them; D refused a window or a state that was one token ahead."""

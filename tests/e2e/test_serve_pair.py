@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from support.engines import free_port
 from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import prompts
 from support.tokenizer import with_tokenizer
+from support.waiting import until
 
 Models = Callable[[str], Path]
 
@@ -61,10 +61,7 @@ def test_one_command_serves_a_pair(model: Models, tmp_path: Path) -> None:
             pair.send_signal(signal.SIGTERM)
             pair.wait(60)
     assert pair.returncode == 0
-    end = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
 def of_group_leaders(pid: int) -> list[int]:

@@ -25,13 +25,14 @@ from support.handoff import (
     prompts,
     same,
 )
-from support.listening import until
 from support.tokenizer import IMAGE, with_tokenizer
+from support.waiting import until
 
 Models = Callable[[str], Path]
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "nemotron_h"])
 def test_two_ranks_to_two(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {"p": kvhma(name, **TWO_RANKS), "d": kvhma(name, **TWO_RANKS), "plain": arguments(name)}
@@ -86,7 +87,7 @@ def test_data_parallel(zygote: Zygote, model: Models, tmp_path: Path) -> None:
             assert d.sample("vllm:kvhma_load_seconds_count", engine=number) > 2 * 2
         assert loads(d) == 2 * 12  # each of its engine's two ranks
         for engine in (p, d):
-            until(lambda engine=engine: all(map(empty, engine.cores("e2e_state"))), 30)
+            until(lambda engine=engine: all(map(empty, engine.cores("e2e_state"))))
 
 
 def empty(state: dict[str, Any]) -> bool:
@@ -142,6 +143,7 @@ def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models
             all_free(engine)
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(
     "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has caches of fp8 on processors with AVX-512 only"
 )
@@ -170,6 +172,7 @@ def test_caches_of_fp8(zygote: Zygote, model: Models, tmp_path: Path) -> None:
             all_free(engine)
 
 
+@pytest.mark.smoke
 def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """A prompt is its tokens and what its pictures are: those of another picture are of another prompt."""
     name = "llava"

@@ -14,6 +14,7 @@ import pytest
 
 from support.engines import REMOTE_DECODE, Engine, EngineFailed, Zygote, engines, free_port
 from support.handoff import all_free, arguments, decode, hand_over, kvhma, prompts, same
+from support.waiting import until
 
 Models = Callable[[str], Path]
 QUICK = {"handshake_timeout": 1, "kv_lease_duration": 10}
@@ -45,12 +46,9 @@ class Traffic:
         if self._wrong:
             raise self._wrong[0]
 
-    def until(self, outcome: str, times: int, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while self.ended[outcome] < times:
-            assert time.monotonic() < end, self.ended
-            assert not self._wrong, self._wrong
-            time.sleep(0.02)
+    def until(self, outcome: str, times: int) -> None:
+        until(lambda: self._wrong or self.ended[outcome] >= times)
+        assert not self._wrong, self._wrong
 
     def _ask(self, number: int) -> None:
         while not self._stop.is_set():
@@ -78,7 +76,7 @@ class Traffic:
         return "answered"
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=pytest.mark.smoke)])
 def test_p_restarts_in_the_middle_of_traffic(policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """Requests are answered rightly or fail as documented; those after the restart are answered, by a load."""
     name = "gemma3"

@@ -16,7 +16,7 @@ import pytest
 from support.engines import Engine, Zygote, engines
 from support.engines.compare import difference
 from support.handoff import all_free, arguments, decode, failures, hand_over, kvhma, noise, prefill, prompts, same
-from support.listening import until
+from support.waiting import until
 
 Models = Callable[[str], Path]
 
@@ -75,6 +75,7 @@ def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp
         all_free(strict)
 
 
+@pytest.mark.smoke
 def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """Whoever reached P's side channel had its hello, and whoever had parameters could write others."""
     name = "llama"
@@ -119,9 +120,7 @@ def test_requests_that_nobody_reads(zygote: Zygote, model: Models, tmp_path: Pat
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         total = p.state()["all_blocks"] - 1
         asked = prompts((name, "unread"), [97] * 20)
-        begun = time.monotonic()
         told = [prefill(p, prompt) for prompt in asked]  # 4 blocks each
-        assert time.monotonic() - begun < 60, "it is served, whoever leaves requests unread"
         assert total - p.state()["free_blocks"] <= total / 2 + 4
         dropped = p.sample("vllm:kvhma_held_dropped_total")
         assert dropped == 20 - total // 2 // 4

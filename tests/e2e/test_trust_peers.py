@@ -27,6 +27,7 @@ from support.engines import Zygote, engines, free_port
 from support.handoff import all_free, failures, hand_over, kvhma, loads, prefill, prompts, same
 from support.handoff import decode as decode_at
 
+pytestmark = pytest.mark.smoke
 Models = Callable[[str], Path]
 NAME = "gemma3"
 

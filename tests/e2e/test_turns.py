@@ -13,7 +13,7 @@ import pytest
 
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines, free_port
 from support.handoff import all_free, arguments, computed, decode, kvhma, loads, prompts, same
-from support.listening import until
+from support.waiting import until
 
 Models = Callable[[str], Path]
 TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "handshake_timeout": 2}
@@ -75,7 +75,9 @@ def settings_of(name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.smoke), "gpt_oss", "nemotron_h", "qwen3_next"]
+)
 def test_three_turns(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     with engines(zygote, model(name), tmp_path, **settings_of(name)) as (p, d, plain):
         chat = Chat(p, d, plain, name)

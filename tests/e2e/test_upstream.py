@@ -12,6 +12,7 @@ import pytest
 from support.engines import REMOTE_DECODE, Zygote, engines
 from support.engines.compare import difference, distance
 
+pytestmark = pytest.mark.smoke
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 

@@ -34,6 +34,7 @@ def tool(name: str) -> ModuleType:
 
 
 layers = tool("layers")
+skipped = tool("skipped")
 words = tool("words")
 
 
@@ -264,3 +265,34 @@ def test_a_wheel_has_the_files_of_one_version_and_what_another_has_compiled(
         if name != f"{about}/RECORD":
             expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
             assert (digest, size) == (f"sha256={expected}", str(len(data)))
+
+
+# --- what was skipped ----------------------------------------------------------------------------------
+
+
+def report(path: Path, tests: str) -> Path:
+    path.write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
+    return path
+
+
+def test_what_no_run_has_run_is_listed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = '<skipped message="no browser"/>'
+    pages = "".join(
+        f'<testcase classname="tests.unit.test_pages" name="test_page[{number}]">{lacks}</testcase>'
+        for number in range(3)
+    )
+    files = "".join(
+        f"""<testcase classname="" name="tests.connector.{name}"><skipped message="collection skipped">("{name}.py", 8,
+        'Skipped: needs vLLM')</skipped></testcase>"""
+        for name in ("test_run", "test_never")
+    )
+    first = report(tmp_path / "first.xml", pages + files + '<testcase classname="tests.unit.test_a" name="test"/>')
+    second = report(tmp_path / "second.xml", '<testcase classname="tests.connector.test_run" name="test_one"/>')
+    assert skipped.main([str(first), str(second)]) == 0
+    assert capsys.readouterr().out == (
+        "4 tests were skipped:\n"
+        "    1  tests/connector/test_never.py: needs vLLM\n"
+        "    3  tests/unit/test_pages.py: no browser\n"
+    )
+    assert skipped.main([str(second)]) == 0
+    assert capsys.readouterr().out == "0 tests were skipped\n"
