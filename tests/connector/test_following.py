@@ -133,6 +133,10 @@ def read(d, name="r", lost=""):
     d.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report))
 
 
+def conversation_of(d, name="r"):
+    return d.decode.pending[name].followed.conversation
+
+
 def entries(load):
     """Which positions of D's first group a load fills, and whether anything of the others."""
     full, *others = load.spans
@@ -220,7 +224,7 @@ def test_what_a_preemption_was_not_told_of_is_read_again(p, d):
     p.build(preempted=["at p"])  # the same blocks again, of which D has read what was overwritten
     p.results(p.build(at_p=160))
     p.finish(at_p)
-    time.sleep(0.05)
+    until(lambda: conversation_of(d).over)
     read(d)
     load = piece_of(d)
     assert not load.piece
@@ -279,7 +283,8 @@ def test_a_hit_on_blocks_of_the_step_before_waits_for_that(p, d):
 def test_d_may_come_first(p, d):
     asked = request("r", N, params=p.params_of_d())
     d.add(asked)
-    time.sleep(0.05)
+    assert waits(d, asked)
+    until(lambda: conversation_of(d).client)
     assert waits(d, asked)
     p.add()
     until(lambda: not waits(d, asked))
@@ -353,7 +358,8 @@ def test_followers_take_a_share_of_the_blocks_only(p, d):
     at_p = p.add()
     asked = request("r", N, params=p.params_of_d())
     d.add(asked)
-    time.sleep(0.05)
+    assert waits(d, asked)
+    until(lambda: conversation_of(d).source)
     assert waits(d, asked), "it would take 21 blocks of 20"
     p.results(p.build(at_p=160))
     p.finish(at_p)
@@ -367,7 +373,8 @@ def test_samples_read_at_the_end(p, d):
     both = [request(name, N, params=p.params_of_d()) for name in ("0_r", "1_r")]
     for asked in both:
         d.add(asked)
-    time.sleep(0.05)
+    assert all(waits(d, asked) for asked in both)
+    until(lambda: all(conversation_of(d, name).source for name in ("0_r", "1_r")))
     assert all(waits(d, asked) for asked in both)
     p.finish(at_p)
     for asked in both:
