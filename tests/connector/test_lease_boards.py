@@ -35,10 +35,18 @@ from kvhma.vllm.worker import board_reader, polling
 from kvhma.vllm.worker.board_reader import BoardMemory
 from support.engines.engine import free_port
 from support.identity import IDENTITY
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 ROOM = BOARD_BYTES // MARK_BYTES - 2
 FIRST = 2 * MARK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def patient(request, monkeypatch):
+    """A board is waited for as long as it takes to read it, but where a test keeps it from being read."""
+    if not {"stuck", "clock"} & set(request.fixturenames):
+        monkeypatch.setattr(board_reader, "_AT_ONCE_SECONDS", HANG_SECONDS)
+        monkeypatch.setattr(board_reader, "_LATE_SECONDS", HANG_SECONDS)
 
 
 @pytest.fixture
