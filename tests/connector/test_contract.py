@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed vLLM calls on a connector is what `support.connector_contract` lists, hook by hook."""
+"""What the installed vLLM calls on a connector, and what its requests bring, is what the contracts list, one by one."""
 
 from pathlib import Path
 
@@ -10,10 +10,15 @@ base = pytest.importorskip(
 )
 
 import vllm
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
 
+import kvhma.vllm.scheduler
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
-from support import connector_contract
+from support import connector_contract, request_contract
 from support.connector_contract import ATTRIBUTES, CALLERS, attributes, calls, holders, hooks, members, takes_all_of
 
 SERIES = "{}.{}".format(*series(vllm.__version__))
@@ -57,3 +62,20 @@ def test_what_is_ours_and_no_hook_is_private():
     """A name of ours that a later vLLM gives to a hook would be called by it."""
     own = {name for name in vars(KvhmaConnector) if not name.startswith("_")}
     assert own - {hook.name for hook in connector_contract.HOOKS} == set()
+
+
+@pytest.mark.parametrize(
+    "cls", [EngineCoreRequest, Request, SamplingParams, PoolingParams], ids=lambda one: one.__name__
+)
+def test_what_a_request_brings_is_listed(cls):
+    """A flag that vLLM began to send for rejected requests was compared as if it were a prompt."""
+    assert request_contract.fields(cls) == request_contract.listed(cls.__name__, SERIES)
+
+
+def test_what_the_connector_uses_of_a_request_is_listed():
+    """Methods and properties are no fields."""
+    folder = Path(kvhma.vllm.scheduler.__file__).parent
+    used = request_contract.used(folder)
+    fields = {name for name in used if not hasattr(Request, name)}
+    assert fields <= request_contract.listed("Request", SERIES)
+    assert {"abort_immediately", "kv_transfer_params", "cache_salt"} <= fields

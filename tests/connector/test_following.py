@@ -3,6 +3,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +354,39 @@ def test_another_prompt_is_computed_here(p, d):
     assert d.matched_tokens(asked, 0) == (0, False)
 
 
+def test_another_prompt_fails_where_policy_says_so(p, d):
+    d.context.engine = replace(d.context.engine, recompute=False)
+    p.add(tokens=N)
+    asked = request("r", N, params=p.params_of_d())
+    asked._all_token_ids[3] = 99
+    d.add(asked)
+    until(lambda: not waits(d, asked))
+    assert d.matched_tokens(asked, 0) == (1, True)
+    d.allocated(asked, blocks(d), 1)
+    assert d.step(STEP).refusals["r"].cause == "other_prompt"
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+@pytest.mark.parametrize("why", ["rejected", "computed"])
+def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
+    """It was rejected by vLLM, which sends one of one token, or its prompt's log-probabilities are asked for."""
+    table = p.scheduler.prefill.settling.tickets
+    at_p = p.add(tokens=N) if first == "p" else None
+    asked = request("r", 1 if why == "rejected" else N, params=p.params_of_d())
+    asked.abort_immediately = why == "rejected"
+    asked.get_skip_reading_prefix_cache = lambda: why == "computed"
+    d.add(asked)
+    assert d.decode.pending == {}
+    assert d.matched_tokens(asked, 0) == (0, False)
+    assert d.take_stats().data.get("computed_prompts", {}) == (
+        {} if why == "rejected" else {"skip_reading_prefix_cache": 1}
+    )
+    ticket = bytes.fromhex(TICKET)
+    until(lambda: table.is_dropped(ticket) if at_p is not None else ticket in table._dropped_early)
+    p.finish(at_p or p.add(tokens=N))
+    assert len(p.scheduler.context.leases) == 0, "it was kept for the whole lease"
+
+
 def test_followers_take_a_share_of_the_blocks_only(p, d):
     d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=21))
     at_p = p.add()
@@ -385,9 +419,9 @@ def test_samples_read_at_the_end(p, d):
 def test_a_ticket_that_is_none(p, d, ticket):
     asked = request("r", N, params=p.params_of_d() | {"kvhma_ticket": ticket})
     d.add(asked)
-    assert d.matched_tokens(asked, 0) == (N, True)
-    d.allocated(asked, blocks(d), N)
-    assert "kvhma_ticket" in d.step(STEP).refusals["r"]
+    assert d.matched_tokens(asked, 0) == (1, True)
+    d.allocated(asked, blocks(d), 1)
+    assert "kvhma_ticket" in d.step(STEP).refusals["r"].text
     p.add("odd", ticket=ticket)
     assert p.finish(request("odd", N, params={"do_remote_decode": True, "kvhma_ticket": ticket})) is not None
 

@@ -213,11 +213,11 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_is_not(p, d):
 def test_a_refusal_goes_the_way_of_a_failed_load(d):
     asked = request(params={"do_remote_prefill": True})
     d.add(asked)
-    assert d.matched_tokens(asked, 0) == (40, True)
+    assert d.matched_tokens(asked, 0) == FAILS
     d.allocated(asked, blocks(d), 40)
     metadata = d.step(STEP)
     assert metadata.loads == []
-    assert "kvhma is None" in metadata.refusals["r"]
+    assert "kvhma is None" in metadata.refusals["r"].text
 
 
 @pytest.mark.parametrize("params", [[], "x", 7, [1]])
@@ -225,7 +225,7 @@ def test_parameters_that_are_no_dictionary_never_reach_vllm(d, params):
     asked = request(params=params)
     d.add(asked)
     assert asked.kv_transfer_params is None
-    assert d.matched_tokens(asked, 0) == (40, True)
+    assert d.matched_tokens(asked, 0) == FAILS
 
 
 def changed(what, asked):
@@ -264,6 +264,130 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     assert p.take_stats() is None, "no lease ended unread"
 
 
+FAILS = (1, True)
+
+
+def fails(d, asked, cause):
+    """Whether a request is loaded only to fail: its load asks for one token, and reads nothing."""
+    until(lambda: d.matched_tokens(asked, 0) == FAILS)
+    d.allocated(asked, blocks(d), 1)
+    metadata = d.step(STEP)
+    assert (metadata.loads, [*metadata.refusals]) == ([], [asked.request_id])
+    failure = metadata.refusals[asked.request_id]
+    assert (failure.cause, failure.passing) == (cause, False)
+    d.results(output([asked.request_id], [asked.request_id], {asked.request_id: failure}))
+    assert d.decode.pending == {}
+    return d.take_stats() is None
+
+
+@pytest.mark.parametrize("what", ["tokens", "fewer tokens", "adapter", "salt"])
+def test_another_prompt_fails_where_policy_says_so(p, what):
+    """It was computed at D, whatever `kv_load_failure_policy` said."""
+    d = scheduler(recompute=False)
+    try:
+        params = finished_at(p)
+        other = changed(what, request("other", params=params))
+        d.add(other)
+        assert fails(d, other, "other_prompt"), "no prompt was computed here"
+        assert d.finish(other, tables(d)) is None
+        assert d.decode.renewer._sessions == {}, "P has not heard of it"
+        right = request(params=params)
+        d.add(right)
+        load(d, right)
+        d.results(output(["r"]))
+        until(lambda: frees(p, tables(p)))
+    finally:
+        d.close()
+
+
+def test_a_sample_that_comes_too_late_fails_where_policy_says_so(p):
+    d = scheduler(recompute=False)
+    try:
+        params = finished_at(p)
+        first, late = (request(f"{index}_parent", params=params) for index in range(2))
+        d.add(first)
+        load(d, first)
+        d.results(output([first.request_id]))
+        until(lambda: frees(p, tables(p)))
+        d.add(late)
+        assert fails(d, late, "late_reader")
+    finally:
+        d.close()
+
+
+def test_a_state_that_is_ahead_fails_where_policy_says_so():
+    p, d = scheduler(has_state=True), scheduler(backoff=3, has_state=True, recompute=False)
+    try:
+        asked = request(params=finished_at(p))
+        d.add(asked)
+        assert fails(d, asked, "state_ahead")
+        until(lambda: not d.decode.renewer._sessions or len(p.context.leases) == 1)
+        other = scheduler(has_state=True)
+        again = request(params=asked.kv_transfer_params)
+        other.add(again)
+        assert load(other, again).num_tokens == 40, "another engine may have the same parameters"
+        other.close()
+    finally:
+        p.close()
+        d.close()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
+    """VLLM computes all of a prompt whose log-probabilities are asked for; D said nothing of it, and P kept it."""
+    d = scheduler(recompute=recompute)
+    try:
+        asked = request(params=finished_at(p))
+        asked.get_skip_reading_prefix_cache = lambda: True
+        d.add(asked)
+        assert d.matched_tokens(asked, 0) == (0, False)
+        until(lambda: frees(p, tables(p)))
+        assert d.take_stats().data["computed_prompts"] == {"skip_reading_prefix_cache": 1}
+    finally:
+        d.close()
+
+
+@pytest.mark.parametrize("secrets", [(), [b"a secret of the two of them"]])
+def test_what_vllm_rejected_lets_p_go(secrets):
+    """For each request that its front end rejects vLLM sends one of one token with the same parameters, and aborts it.
+
+    D compared the prompts, and P kept the blocks for all of its lease.
+    """
+    p, d = scheduler(secrets=secrets), scheduler(secrets=secrets, recompute=False)
+    try:
+        params = finished_at(p)
+        rejected = request("rejected", tokens=1, params=params, status="FINISHED_ABORTED")
+        rejected.abort_immediately = True
+        d.add(rejected)
+        assert d.decode.pending == {}
+        assert d.finish(rejected, [[] for _ in tables(d)]) is None
+        until(lambda: frees(p, tables(p)))
+        assert (p.take_stats(), d.take_stats()) == (None, None), "nothing has failed or expired"
+    finally:
+        p.close()
+        d.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_port": 0},
+        {"kvhma": {}},
+        {"kvhma": None},
+        {"remote_request_id": "another's"},
+        {"do_remote_prefill": 0},
+    ],
+)
+def test_what_vllm_rejected_for_its_parameters_reaches_nobody(p, d, change):
+    params = finished_at(p) | change
+    rejected = request("rejected", tokens=1, params=params, status="FINISHED_ABORTED")
+    rejected.abort_immediately = True
+    d.add(rejected)
+    assert d.finish(rejected, [[] for _ in tables(d)]) is None
+    assert (d.decode.pending, d.decode.renewer._sessions) == ({}, {})
+    assert len(p.context.leases) == 1
+
+
 def load(d, asked, tokens=40):
     """Have a request loaded; return the order."""
     matched = until(lambda: answer if (answer := d.matched_tokens(asked, 0))[0] is not None else None)
@@ -278,9 +402,9 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
     params["kvhma"]["spans"][0][1] = "77"
     asked = request(params=params)
     d.add(asked)
-    assert d.matched_tokens(asked, 0) == (40, True)
+    assert d.matched_tokens(asked, 0) == FAILS
     d.allocated(asked, blocks(d), 40)
-    assert "kvhma.digest" in d.step(STEP).refusals["r"]
+    assert "kvhma.digest" in d.step(STEP).refusals["r"].text
     d.results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
     assert d.decode.renewer._sessions == {}
     assert len(p.context.leases) == 1
@@ -390,7 +514,7 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
 @pytest.mark.parametrize("has_state", [False, True])
 def test_p_that_went_one_token_too_far(has_state):
     """With `prompt_logprobs` P computes all of the prompt: D refused what it named."""
-    p, d = scheduler(backoff=1, has_state=has_state), scheduler(backoff=1, has_state=has_state, recompute=False)
+    p, d = scheduler(backoff=1, has_state=has_state), scheduler(backoff=1, has_state=has_state)
     try:
         asked = request("at p", params={"do_remote_decode": True})
         asked.get_skip_reading_prefix_cache = lambda: True
@@ -648,9 +772,9 @@ def test_engines_that_share_a_secret():
         for engine, text in ((other, "P's secret is none of this engine's"), (without, "this engine has none")):
             asked = request(params=params)
             engine.add(asked)
-            assert engine.matched_tokens(asked, 0) == (40, True)
-            engine.allocated(asked, blocks(engine), 40)
-            assert text in engine.step(STEP).refusals["r"]
+            assert engine.matched_tokens(asked, 0) == FAILS
+            engine.allocated(asked, blocks(engine), 1)
+            assert text in engine.step(STEP).refusals["r"].text
         asked = request(params=params)
         d.add(asked)
         load(d, asked)
@@ -659,7 +783,7 @@ def test_engines_that_share_a_secret():
         own = request(params=finished_at(without))
         d.add(own)
         d.allocated(own, blocks(d), 40)
-        assert "this engine has a secret, P has none" in d.step(STEP).refusals["r"]
+        assert "this engine has a secret, P has none" in d.step(STEP).refusals["r"].text
     finally:
         for engine in (p, d, other, without):
             engine.close()
@@ -705,14 +829,14 @@ def test_parameters_from_where_they_may_not_come(p, allowed):
     try:
         asked = request(params=finished_at(p))
         d.add(asked)
-        assert d.matched_tokens(asked, 0) == (40, True)
+        assert d.matched_tokens(asked, 0) == ((40, True) if allowed else FAILS)
         d.allocated(asked, blocks(d), 40)
         metadata = d.step(STEP)
         if allowed:
             assert len(metadata.loads) == 1
             return
         assert metadata.loads == []
-        assert "allowed_prefill_engines" in metadata.refusals["r"]
+        assert "allowed_prefill_engines" in metadata.refusals["r"].text
         assert d.decode.renewer._sessions == {}, "nobody was asked anything"
         assert d.take_stats().data["refused_sources"] == {"not_allowed": 1}
     finally:

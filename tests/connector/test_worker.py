@@ -123,7 +123,7 @@ class Decode:
         geometry = flat_geometry(self.memory)
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
-        read = Settings.read({"handshake_timeout": 2, **settings})
+        read = Settings.read({"handshake_timeout": 5, **settings})
         context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent, may_wait=may_wait)
         self.worker = KvhmaWorker(context, DeviceMemory(geometry, {}))
         self.worker.be_ready()
@@ -306,7 +306,7 @@ def test_an_idle_step_waits_for_all_loads(d, silent, waits):
     assert d.worker.collect(idle=True) == (set(), WorkerReport())
     assert len(waits) == 1, "nothing was read meanwhile"
     assert d.ended("silent") == {"silent": "handshake"}
-    d.worker.start_loads(StepMetadata(refusals={"r": "no"}))
+    d.worker.start_loads(StepMetadata(refusals={"r": Failure("refused", "no", passing=False)}))
     waits.clear()
     assert d.ended("r") == {"r": "refused"}
     assert not waits

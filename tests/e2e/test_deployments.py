@@ -47,7 +47,11 @@ def trio(zygote: Zygote, model: Models, tmp_path_factory: pytest.TempPathFactory
     each |= {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     ahead = each | {"async_scheduling": True, "scheduling_policy": "priority"}
     lease = {"kv_lease_duration": LEASE}
-    settings = {"p": kvhma(NAME, extra=lease, **ahead), "d": kvhma(NAME, **ahead), "plain": arguments(NAME, **each)}
+    settings = {
+        "p": kvhma(NAME, extra=lease, **ahead),
+        "d": kvhma(NAME, policy="recompute", **ahead),
+        "plain": arguments(NAME, **each),
+    }
     with engines(zygote, with_tokenizer(model(NAME), folder / "model"), folder, **settings) as trio:
         yield trio
 

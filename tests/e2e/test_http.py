@@ -83,7 +83,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
     with ExitStack() as stack:
         pids = {}
         for role in ("prefill", "decode-1", "decode-2"):
-            transfer = kvhma(name)["kv_transfer_config"]
+            transfer = kvhma(name, policy="recompute")["kv_transfer_config"]
             given = ["--model", str(served), "--served-model-name", "tiny", "--port", str(ports[role])]
             given += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", "32"]
             given += ["--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -114,6 +114,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
             (count,) = [line for line in metrics.splitlines() if line.startswith("vllm:kvhma_load_seconds_count")]
             assert float(count.split()[-1]) == 2, role
 
+        rejected_by_d(urls["prefill"], urls["decode-1"], many[1])
         several_of_one_body(completions, many, expected)
         assert [samples(urls[role], FAILED) for role in ("decode-1", "decode-2")] == [[], []]
         clients_that_hang_up(ports["proxy"], [urls[role] for role in pids], many[1])
@@ -134,6 +135,25 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
 
 
 FAILED = "vllm:kvhma_failed_loads_total{"
+
+
+def rejected_by_d(prefill: str, decode: str, prompt: list[int]) -> None:
+    """VLLM tells its connector of each request that its front end rejects: P kept the blocks for the whole lease."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    status, text = ask(prefill + "/v1/completions", body | {"kv_transfer_params": remote})
+    assert status == 200, text
+    until(lambda: samples(prefill, "vllm:kvhma_held_leases{") == [1])
+    given = json.loads(text)["kv_transfer_params"]
+    for wrong in ({"max_tokens": 100000}, {"temperature": -1}, {"prompt": [*prompt, 1 << 20]}):
+        status, text = ask(decode + "/v1/completions", body | {"kv_transfer_params": given} | wrong)
+        assert status == 400, text
+        until(lambda: samples(prefill, "vllm:kvhma_held_leases{") == [0])
+        status, text = ask(prefill + "/v1/completions", body | {"kv_transfer_params": remote})
+        given = json.loads(text)["kv_transfer_params"]
+    assert samples(decode, "vllm:kvhma_computed_prompts_total{") == []
+    status, text = ask(decode + "/v1/completions", body | {"kv_transfer_params": given})
+    assert status == 200, text
 
 
 def several_of_one_body(completions: str, many: list[list[int]], expected: list[Answer]) -> None:

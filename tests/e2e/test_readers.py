@@ -35,7 +35,8 @@ GRACE = 2.5
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
 def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """With n = 3 and policy `fail`, two of three samples were lost."""
-    settings = {"p": kvhma(name), "d": kvhma(name), "e": kvhma(name), "plain": arguments(name)}
+    reads = kvhma(name, policy="recompute")  # a late one is computed
+    settings = {"p": kvhma(name), "d": reads, "e": reads, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, e, plain):
         one, spread, many, late = prompts(name, [301, 150, 65, 33])
         expected = {len(prompt): plain.generate(prompt, max_tokens=16).result() for prompt in (one, spread, many, late)}
@@ -77,17 +78,21 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
-def test_another_prompts_parameters(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """The load failed, and its end gave back the blocks of the right prompt, which failed then too."""
-    both = kvhma(name)
-    with engines(zygote, model(name), tmp_path, p=both, d=both, plain=arguments(name)) as (p, d, plain):
+@pytest.mark.parametrize(("name", "policy"), [("gemma3", "recompute"), ("nemotron_h", "fail")])
+def test_another_prompts_parameters(name: str, policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Its end gave back the blocks of the right prompt, whose load failed then; `fail` computed it all the same."""
+    settings = {"p": kvhma(name), "d": kvhma(name, policy=policy), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         right, longer, shorter = prompts(name, [301, 400, 150])
         params = prefill(p, right)
         for number, other in enumerate((longer, shorter, [*right[:150], 1, *right[151:]]), 1):
             got = decode(d, other, params).result()
-            same(name, got, plain.generate(other, max_tokens=16).result(), "another prompt")
-            assert (loads(d), computed(d, "other_prompt")) == (0, number)
+            assert loads(d) == 0
+            if policy == "fail":
+                assert (got.finish_reason, failures(d, "other_prompt")) == ("error", number)
+            else:
+                same(name, got, plain.generate(other, max_tokens=16).result(), "another prompt")
+                assert computed(d, "other_prompt") == number
         assert len(p.state()["requests"]) == 1
         same(name, decode(d, right, params).result(), plain.generate(right, max_tokens=16).result(), "the right one")
         assert loads(d) == 1
@@ -131,7 +136,11 @@ def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -
     name = "llama"
     tuned = ("fine", adapter(tmp_path / "adapter", layers=3, hidden=128))
     able = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": True}
-    settings = {"p": kvhma(name, **able), "d": kvhma(name, **able), "plain": arguments(name, enable_lora=True)}
+    settings = {
+        "p": kvhma(name, **able),
+        "d": kvhma(name, policy="recompute", **able),
+        "plain": arguments(name, enable_lora=True),
+    }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         one, other, both = prompts(name, [301, 300, 299])
         expected = {
@@ -186,7 +195,8 @@ def test_two_models_of_one_shape(zygote: Zygote, model: Models, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
 def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """P cannot stop one token early for them; D refused a window or a state that was one token ahead."""
-    settings = {"p": kvhma(name, max_num_batched_tokens=128), "d": kvhma(name), "plain": arguments(name)}
+    recomputes = kvhma(name, policy="recompute")  # with `fail` a state that is ahead fails
+    settings = {"p": kvhma(name, max_num_batched_tokens=128), "d": recomputes, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         lengths = [65, 129, 257, 301]  # also with one token alone in the last chunk
         for length in lengths:
@@ -194,6 +204,11 @@ def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: 
             expected = plain.generate(prompt, max_tokens=16).result()
             got = decode(d, prompt, prefill(p, prompt, prompt_logprobs=1)).result()
             same(name, got, expected, f"of {length} tokens")
+            # Where D is asked for them too, vLLM computes all of the prompt there: P is let go at once.
+            asked = {"prompt_logprobs": 1}
+            same(name, decode(d, prompt, prefill(p, prompt, **asked), **asked).result(), expected, "asked of both")
+            all_free(p)
+        assert computed(d, "skip_reading_prefix_cache") == len(lengths)
         state = name == "nemotron_h"
         assert loads(d) == (0 if state else len(lengths))
         assert computed(d, "state_ahead") == (len(lengths) if state else 0)

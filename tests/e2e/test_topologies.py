@@ -177,7 +177,11 @@ def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """A prompt is its tokens and what its pictures are: those of another picture are of another prompt."""
     name = "llava"
     words = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
-    settings = {"p": kvhma(name, **words), "d": kvhma(name, **words), "plain": arguments(name, **words)}
+    settings = {
+        "p": kvhma(name, **words),
+        "d": kvhma(name, policy="recompute", **words),
+        "plain": arguments(name, **words),
+    }
     with engines(zygote, with_tokenizer(model(name), tmp_path / "model"), tmp_path, **settings) as (p, d, plain):
         one, two = prompts("pictures", [150, 100])
         prompt = [token % IMAGE for token in one] + [IMAGE] + [token % IMAGE for token in two] + [IMAGE, 7, 8, 9]

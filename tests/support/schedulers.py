@@ -98,6 +98,8 @@ def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):
         max_tokens=16,
         status=SimpleNamespace(name=status),
         get_skip_reading_prefix_cache=lambda: False,
+        abort_immediately=False,
+        resumable=False,
     )
 
 

@@ -124,7 +124,7 @@ class StepMetadata(KVConnectorMetadata):
     """
 
     loads: list[Load] = field(default_factory=list)
-    refusals: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, Failure] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
@@ -169,12 +169,16 @@ def _spans(rows: Sequence[Any]) -> tuple[Span, ...]:
     return tuple(Span(first, np.frombuffer(ids, np.int64) if isinstance(ids, bytes) else ids) for first, ids in rows)
 
 
+CLIENTS_CAUSES = ("refused", "other_prompt", "state_ahead", "late_reader", "no_room")
+"""Causes that the scheduler finds in what clients and proxies send: anybody may have them logged."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a load failed.
 
     Attributes:
-        cause: one of ``refused``, ``handshake``, ``unsupported``, ``request``, ``transfer``, ``peer_lost``,
+        cause: one of `CLIENTS_CAUSES`, ``handshake``, ``unsupported``, ``request``, ``transfer``, ``peer_lost``,
             ``expired``, ``digest``, ``internal``.
         text: one line.
         passing: whether it may pass, so that the load is tried again.

@@ -655,10 +655,10 @@ class Engine:
         received: set[str] = set()
         failed: set[str] = set()
         report = WorkerReport()
-        for name, text in metadata.refusals.items():
+        for name, failure in metadata.refusals.items():
             received.add(name)
             failed.add(name)
-            report.failures[name] = Failure("refused", text, passing=False)
+            report.failures[name] = failure
         for loading in list(self._loading):
             name = loading.load.request_id
             for rank, part in enumerate(loading.parts):

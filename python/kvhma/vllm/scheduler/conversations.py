@@ -245,9 +245,12 @@ class Conversations:
             self._conversations.remove(conversation)
         # The thread may be using the client; it closes it when it finds the conversation gone.
         if unwanted and not conversation.error:
-            # If there are too many, P finds out when its lease ends.
-            self._calls.start(conversation.ticket.address, lambda: self._unfollow(conversation.ticket))
+            self.give_up(conversation.ticket)
         self._wake()
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Tell P that a request is not wanted. If too many are told at a time, P finds out when its lease ends."""
+        self._calls.start(ticket.address, lambda: self._unfollow(ticket))
 
     def close(self) -> None:
         """Stop the thread."""

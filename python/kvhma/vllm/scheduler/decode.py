@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
-from kvhma.vllm.metadata import Load, StepMetadata, WorkerReport, later
+from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport, later
 from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import DecodeDigests
@@ -24,7 +24,7 @@ from kvhma.vllm.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
-from kvhma.vllm.wire.tickets import TICKET, read_ticket
+from kvhma.vllm.wire.tickets import TICKET, Ticket, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -47,6 +47,9 @@ _DIGEST_SECONDS = 5e-3
 
 _KEYS_REMEMBERED = 4096
 """Requests at P that are remembered, to know those that are read again."""
+
+_FAILS = (1, True)
+"""What vLLM hears of a load that fails. Only one that waits for tokens can fail; for one it needs the fewest blocks."""
 
 
 class DecodeScheduler:
@@ -115,7 +118,23 @@ class DecodeScheduler:
 
     def refuse(self, request_id: str, text: str) -> None:
         """Take a new request that cannot be loaded."""
-        self.pending[request_id] = PendingLoad(None, text)
+        self.pending[request_id] = PendingLoad(None, _refused(text))
+
+    def release_rejected(self, request: Request, params: dict[str, Any]) -> None:
+        """Tell P that a request will not be read, since vLLM has rejected it.
+
+        vLLM says so by a request of the same parameters and one token, which it aborts at once. What that is compared
+        with nothing: the parameters name what P holds, and only whom P gave them to can know them.
+        """
+        try:
+            if params.get(TICKET) is not None:
+                self._following.give_up(self._ticket(params))
+            else:
+                remote = PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=None)
+                self._check_source(remote.address)
+                self._release(PendingLoad(remote), read=True)
+        except KvhmaError as error:
+            logger.warning("kvhma: request %s was rejected, and P is not told: %s", request.request_id, error)
 
     def take_metadata(self) -> StepMetadata:
         """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules."""
@@ -152,16 +171,24 @@ class DecodeScheduler:
             self._end(request.request_id, read=load.aborted)
         return True
 
-    def _follow(self, request: Request, params: dict[str, Any]) -> PendingLoad:
+    def _follow(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
         """Begin to ask P about a request that it computes at the same time."""
         try:
-            ticket = read_ticket(params)
-            if ticket is None or params.get("do_remote_decode"):
-                raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
-            self._check_source(ticket.address)
+            ticket = self._ticket(params)
+            if request.get_skip_reading_prefix_cache():
+                self._compute_unread(request.request_id)
+                self._following.give_up(ticket)
+                return None
             return PendingLoad(None, followed=self._following.follow(request, ticket))
         except KvhmaError as error:
-            return PendingLoad(None, str(error))
+            return PendingLoad(None, _refused(str(error)))
+
+    def _ticket(self, params: dict[str, Any]) -> Ticket:
+        ticket = read_ticket(params)
+        if ticket is None or params.get("do_remote_decode"):
+            raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+        self._check_source(ticket.address)
+        return ticket
 
     def _look(self, request: Request, load: PendingLoad, followed: FollowedLoad) -> PendingLoad | None:
         """Return what is pending of a followed request, which may be computed here, or have been handed over."""
@@ -178,12 +205,12 @@ class DecodeScheduler:
             try:
                 load.num_tokens = self._following.look(request, followed) or 0
             except OtherPromptError as error:
-                self._compute_here(request_id, "other_prompt", str(error))
                 self._unfollow(request_id, load, "refused")
-                del self.pending[request_id]
+                if self._disagree(request_id, load, "other_prompt", str(error)) is None:
+                    del self.pending[request_id]
             except KvhmaError as error:
                 self._unfollow(request_id, load, "lost")
-                load.refusal = str(error)
+                load.refusal = _refused(str(error))
         return self.pending.get(request_id)
 
     def _unfollow(self, request_id: str, load: PendingLoad, end: str) -> None:
@@ -203,13 +230,13 @@ class DecodeScheduler:
             self._metadata.given_up.append(request_id)
         elif told.error:
             self._unfollow(request_id, load, "lost")
-            self._refuse(request_id, load, told.error)
+            self._refuse(request_id, load, _refused(told.error))
         elif params is not None:
             self._unfollow(request_id, load, "handed_over")
             try:
                 self._finish_following(request_id, load, followed, params)
             except KvhmaError as error:
-                self._refuse(request_id, load, str(error))
+                self._refuse(request_id, load, _refused(str(error)))
         elif (piece := followed.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
             self._metadata.loads.append(piece)
 
@@ -232,17 +259,18 @@ class DecodeScheduler:
     def _read(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
         """Return what is to be loaded, None if nothing is. P hears of a request only if the parameters are of it."""
         if params.get("do_remote_decode"):
-            return PendingLoad(None, "kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+            return PendingLoad(
+                None, _refused("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+            )
         try:
             remote = PrefillParams.from_params(
                 params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
             )
             self._check_source(remote.address)
         except OtherPromptError as error:
-            self._compute_here(request.request_id, "other_prompt", str(error))
-            return None
+            return self._disagree(request.request_id, PendingLoad(None), "other_prompt", str(error))
         except KvhmaError as error:
-            return PendingLoad(None, str(error))
+            return PendingLoad(None, _refused(str(error)))
         load = PendingLoad(self._taken(remote))
         if not self._context.prompts.begin(request, remote.num_tokens):
             return self._start(request, load)
@@ -269,35 +297,41 @@ class DecodeScheduler:
 
     def _start(self, request: Request, load: PendingLoad) -> PendingLoad | None:
         """Compare what P holds for a request with its prompt, and claim it; None if all of it is computed here."""
-        remote, engine = load.remote, self._context.engine
+        remote, engine, request_id = load.remote, self._context.engine, request.request_id
         assert remote is not None  # noqa: S101
         try:
             same = self._context.prompts.take(request, remote.num_tokens) == remote.prompt
         except KvhmaError as error:
-            load.remote, load.refusal = None, str(error)
+            load.remote, load.refusal = None, _refused(str(error))
             return load
         if not same:
-            text = f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P"
-            self._compute_here(request.request_id, "other_prompt", text)
+            text = (
+                f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P; of a "
+                "body with several prompts, vLLM hands over the parameters of the first"
+            )
+            return self._disagree(request_id, load, "other_prompt", text)
+        if request.get_skip_reading_prefix_cache():
+            self._compute_unread(request_id)
+            self._release(load, read=True)
             return None
         most = request.num_prompt_tokens - engine.backoff
         load.num_tokens = min(remote.num_tokens, most)
-        load.ask_first = self._is_shared(request.request_id, remote.lease_key)
+        load.ask_first = self._is_shared(request_id, remote.lease_key)
         if remote.num_tokens > most and (engine.has_state or engine.has_windows):
             text = (
                 f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most {most} can be "
                 f"taken over: the last {engine.backoff} are computed here, for a state, for a window or for "
                 "num_speculative_tokens, and P leaves as many with equal settings and without prompt_logprobs"
             )
-            self._compute_here(request.request_id, "state_ahead", text)
-            load.num_tokens = 0
+            self._release(load, read=engine.recompute)
+            return self._disagree(request_id, load, "state_ahead", text)
         if load.num_tokens <= 0:
             self._release(load, read=True)
             return None
         if load.ask_first:
             self._claim(load, remote)
         else:
-            self._unclaimed[request.request_id] = load
+            self._unclaimed[request_id] = load
         return load
 
     def _taken(self, remote: PrefillParams) -> PrefillParams:
@@ -330,6 +364,23 @@ class DecodeScheduler:
             self._shared.popitem(last=False)
         return self._shared[key]
 
+    def _disagree(self, request_id: str, load: PendingLoad, reason: str, text: str) -> PendingLoad | None:
+        """Have ``kv_load_failure_policy`` decide about a prompt that P has computed and that cannot be taken over.
+
+        Returns:
+            The load, which fails then; None if the prompt is computed here.
+        """
+        if self._context.engine.recompute:
+            self._compute_here(request_id, reason, text)
+            return None
+        load.remote, load.refusal = None, Failure(reason, text, passing=False)
+        return load
+
+    def _compute_unread(self, request_id: str) -> None:
+        """Take note that vLLM computes a prompt whatever is there: it is asked for all of its log-probabilities."""
+        text = "skip_reading_prefix_cache is set for it, which prompt_logprobs do"
+        self._compute_here(request_id, "skip_reading_prefix_cache", text)
+
     def _compute_here(self, request_id: str, reason: str, text: str) -> None:
         logger.warning("kvhma: request %s is computed here: %s", request_id, text)
         self._context.stats.count("computed_prompts", label=reason)
@@ -356,9 +407,7 @@ class DecodeScheduler:
                 return None, False
             return (wanted, True) if (wanted := load.num_tokens - local) > 0 else (0, False)
         if load.refusal or load.remote is None:
-            # The workers report it as a load that failed, so that kv_load_failure_policy decides about it.
-            wanted = request.num_prompt_tokens - local
-            return (wanted, True) if wanted > 0 else (0, False)
+            return _FAILS
         held = self._held_at_p(load, load.remote)
         if held is None:
             return None, False
@@ -377,6 +426,11 @@ class DecodeScheduler:
                 return (wanted, True) if wanted > 0 else (0, False)
             self._end(request.request_id, read=True)
             return 0, False
+        if load.prefilled is None and not self._context.engine.recompute:
+            self._unclaimed.pop(request.request_id, None)
+            self._release(load, read=False)
+            self._disagree(request.request_id, load, reason, text)
+            return _FAILS
         self._compute_here(request.request_id, reason, text)
         self._end(request.request_id, read=True)
         return 0, False
@@ -428,13 +482,13 @@ class DecodeScheduler:
                 load.tries += 1
                 self._metadata.loads.append(self._make_load(request_id, load, load.remote, blocks, external))
         except KvhmaError as error:
-            self._refuse(request_id, load, str(error))
+            self._refuse(request_id, load, _refused(str(error)))
 
-    def _refuse(self, request_id: str, load: PendingLoad, text: str) -> None:
+    def _refuse(self, request_id: str, load: PendingLoad, refusal: Failure) -> None:
         """Have the workers report a load as failed, so that ``kv_load_failure_policy`` decides about it."""
-        logger.warning("kvhma: request %s cannot be loaded: %s", request_id, text)
-        load.refusal = text
-        self._metadata.refusals[request_id] = text
+        logger.warning("kvhma: request %s cannot be loaded: %s", request_id, refusal.text)
+        load.refusal = refusal
+        self._metadata.refusals[request_id] = refusal
 
     def _make_load(
         self, request_id: str, load: PendingLoad, remote: PrefillParams | None, blocks: KVCacheBlocks, external: int
@@ -501,7 +555,7 @@ class DecodeScheduler:
             if load is not None:
                 load.lost = load.prefilled is not None
                 if not failure.passing:
-                    load.refusal = load.refusal or failure.text
+                    load.refusal = load.refusal or failure
         if self._context.settings.content_digests:
             self._metadata.verdicts |= self._digests.verdicts(report)
 
@@ -574,6 +628,10 @@ class DecodeScheduler:
         may_be_shared = any(one is not None and one.lease_key == remote.lease_key for one in uncompared)
         shared = may_be_shared or self._shared.get(remote.lease_key, False)
         return Outcome.READ_SHARED if shared else Outcome.READ
+
+
+def _refused(text: str) -> Failure:
+    return Failure("refused", text, passing=False)
 
 
 def _bounded(remote: PrefillParams) -> PrefillParams:

@@ -238,6 +238,11 @@ class FollowedLoads:
             self._context.stats.count("lost_pieces")
         followed.note_read(ranks, engine.tp_size * engine.pp_size * engine.pcp_size, lost)
 
+    def give_up(self, ticket: Ticket) -> None:
+        """Tell P that a request is not needed, of which it was not asked anything."""
+        self._conversations.give_up(ticket)
+        self._context.stats.count("followed", label="given_up")
+
     def stop(self, request_id: str, followed: FollowedLoad, end: str) -> None:
         """Ask P no more about a request; unless it has said all, it hears that the request is not needed.
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvhma.vllm.metadata import Failure
 from kvhma.vllm.scheduler.following import FollowedLoad
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.params import PrefillParams, random_id
@@ -42,7 +43,7 @@ class PendingLoad:
 
     Attributes:
         remote: what P said; None if it could not be read.
-        refusal: why it cannot be loaded; empty if it can.
+        refusal: why it cannot be loaded; None if it can.
         num_tokens: tokens to have afterwards.
         state: whether the workers load it.
         tries: loads so far.
@@ -63,7 +64,7 @@ class PendingLoad:
     """
 
     remote: PrefillParams | None
-    refusal: str = ""
+    refusal: Failure | None = None
     num_tokens: int = 0
     state: LoadState = LoadState.WANTED
     tries: int = 0

@@ -111,8 +111,8 @@ class PrefillScheduler:
 
     def add(self, request: Request) -> None:
         """Take a new request whose decode another engine does."""
-        # Log-probabilities of the prompt are wanted of all of its tokens.
-        if self._left_to_d(request) and not request.get_skip_reading_prefix_cache():
+        # Log-probabilities of the prompt are wanted of all of its tokens; one that is resumable goes on.
+        if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
             shorten_prompt(request, request.num_prompt_tokens - self._context.engine.backoff)
             self._shortened.add(request.request_id)
         if self._context.engine.host_staged:

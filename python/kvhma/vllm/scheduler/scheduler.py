@@ -92,6 +92,9 @@ class KvhmaScheduler:
             request.kv_transfer_params = None  # vLLM itself takes it for a dictionary
             text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
             self.decode.refuse(request.request_id, text)
+        elif request.abort_immediately:
+            if params.get("do_remote_prefill"):
+                self.decode.release_rejected(request, params)
         elif params.get("do_remote_prefill"):
             self.decode.add(request, params)
         elif params.get("do_remote_decode") is True:

@@ -95,6 +95,8 @@ class TicketTable:
         self._tickets: dict[bytes, _Ticket] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
         """Tickets of requests that are over, the oldest first."""
+        self._dropped_early: OrderedDict[bytes, None] = OrderedDict()
+        """Tickets that followers do not need and that are not known here yet, the oldest first."""
         self.on_news: Callable[[bytes], None] = lambda ticket: None
         self.on_unneeded: Callable[[LeaseClaim], None] = lambda claim: None
         """Called when a follower does not need what was handed over."""
@@ -112,7 +114,8 @@ class TicketTable:
                 if not self._over:
                     return False
                 self._forget_oldest()
-            self._tickets[ticket] = _Ticket(request_id, source, groups, total, prompt)
+            dropped = self._dropped_early.pop(ticket, False) is None
+            self._tickets[ticket] = _Ticket(request_id, source, groups, total, prompt, dropped=dropped)
         self.on_news(ticket)
         return True
 
@@ -188,7 +191,11 @@ class TicketTable:
         with self._lock:
             found = self._tickets.get(ticket)
             claim = None if found is None else found.claim
-            if found is not None and found.over_at is None:
+            if found is None:  # D may have rejected it before it came here
+                self._dropped_early[ticket] = None
+                if len(self._dropped_early) > MAX_TICKETS:
+                    self._dropped_early.popitem(last=False)
+            elif found.over_at is None:
                 found.dropped = True
         if claim is not None:
             self.on_unneeded(claim)

@@ -205,8 +205,12 @@ class PrefillParams(NamedTuple):
         return params, digest
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any], secrets: Secrets, *, num_prompt_tokens: int) -> PrefillParams:
+    def from_params(
+        cls, params: Mapping[str, Any], secrets: Secrets, *, num_prompt_tokens: int | None
+    ) -> PrefillParams:
         """Read and check parameters. Safe on any value; nothing is longer than `num_prompt_tokens` allow.
+
+        Without a prompt, for `num_prompt_tokens` None, the blocks are not read: `spans` is empty.
 
         Raises:
             RequestError: a key is missing, of the wrong type or out of range, was changed on the way, or was written by
@@ -243,9 +247,12 @@ class PrefillParams(NamedTuple):
         rows = _span_rows(own)
         digest = bytes.fromhex(hex_digits(own, "kvhma.digest"))
         _check_digest(own, secrets, remote._signed_bytes(rows), digest)
+        remote = remote._replace(digest=digest)
+        if num_prompt_tokens is None:
+            return remote
         if tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
-        return remote._replace(spans=_spans(rows, tokens), digest=digest)
+        return remote._replace(spans=_spans(rows, tokens))
 
 
 def read_address(params: Mapping[str, Any]) -> Address:

@@ -24,7 +24,7 @@ from kvhma.errors import (
 )
 from kvhma.text import one_line
 from kvhma.vllm.case_folder import CaseFolder
-from kvhma.vllm.metadata import Failure, Load, LoadDigest, WorkerReport
+from kvhma.vllm.metadata import CLIENTS_CAUSES, Failure, Load, LoadDigest, WorkerReport
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import LeaseKey
@@ -143,8 +143,7 @@ class LoadResults:
 
     def fail(self, request_id: str, failure: Failure) -> None:
         """Report a load that failed."""
-        # What is refused, clients decide.
-        log = peer_log.logger if failure.cause == "refused" else logger
+        log = peer_log.logger if failure.cause in CLIENTS_CAUSES else logger
         log.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
         with self._lock:
             load = one.load if (one := self._unreported.get(request_id)) is not None else None

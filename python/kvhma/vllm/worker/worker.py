@@ -19,7 +19,7 @@ import torch
 
 from kvhma.errors import TransferError
 from kvhma.vllm.memory import Memory
-from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.standstill import StandstillWatch
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.worker.active_load import ActiveLoad
@@ -81,8 +81,8 @@ class KvhmaWorker:
         self._results.expect(metadata.loads, [*metadata.refusals, *metadata.given_up])
         for request_id in metadata.given_up:
             self._results.succeed(request_id, {})
-        for request_id, text in metadata.refusals.items():
-            self._results.fail(request_id, Failure("refused", text, passing=False))
+        for request_id, failure in metadata.refusals.items():
+            self._results.fail(request_id, failure)
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
             at_once = self._may_wait and self._device.is_host
