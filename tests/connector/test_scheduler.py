@@ -333,6 +333,20 @@ def test_a_state_that_is_ahead_fails_where_policy_says_so():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
+def test_a_prompt_that_is_too_short_to_be_handed_over_is_nobodys_fault(recompute, caplog):
+    p, d = (scheduler(backoff=1, has_state=True, recompute=recompute) for _ in range(2))
+    try:
+        asked = request(tokens=1, params=finished_at(p, tokens=1))
+        d.add(asked)
+        assert d.matched_tokens(asked, 0) == (0, False)
+        until(lambda: frees(p, tables(p)))
+        assert (d.take_stats(), d.decode.pending, caplog.records) == (None, {}, [])
+    finally:
+        p.close()
+        d.close()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
 def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
     """VLLM computes all of a prompt whose log-probabilities are asked for; D said nothing of it, and P kept it."""
     d = scheduler(recompute=recompute)

@@ -201,3 +201,56 @@ def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         same(name, decode(d, prompt, params, pictures=(1, 2)).result(), right, "the right ones")
         for engine in (p, d):
             all_free(engine)
+
+
+@pytest.mark.smoke
+def test_pictures_that_only_p_has_seen(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Routers give D embeddings that say nothing, or P's expanded tokens alone: D answered from these.
+
+    What D has loaded is known by the picture, so that D finds it for whoever sends the picture itself.
+    """
+    name = "llava"
+    words = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
+    trusts = {"extra": {"mm_items": "trust_prefill"}}
+    settings = {
+        "p": kvhma(name, **trusts, **words),
+        "d": kvhma(name, **trusts, **words, enable_mm_embeds=True, enable_prefix_caching=True),
+        "strict": kvhma(name, **words, enable_mm_embeds=True),
+        "plain": arguments(name, **words),
+    }
+    with engines(zygote, with_tokenizer(model(name), tmp_path / "model"), tmp_path, **settings) as (
+        p,
+        d,
+        strict,
+        plain,
+    ):
+        one, two = prompts("placeholders", [150, 100])
+        one, two = ([token % IMAGE for token in part] for part in (one, two))
+        prompt, expanded = [*one, IMAGE, *two], [*one, *[IMAGE] * 16, *two]
+        right = {seed: plain.generate(prompt, max_tokens=16, pictures=(seed,)).result() for seed in (1, 2, 3)}
+        assert abs(right[1].logprobs[0] - right[2].logprobs[0]) > 100 * noise(name), "pictures that change nothing"
+        given: list[tuple[int, list[int], tuple[int, ...]]] = [
+            (1, prompt, (-7,)),
+            (2, prompt, (-7,)),  # another picture under the same placeholder
+            (3, expanded, ()),
+        ]
+        for number, (seed, tokens, pictures) in enumerate(given, 1):
+            params = prefill(p, prompt, pictures=(seed,))
+            got = decode(d, tokens, params, pictures=pictures).result()
+            same(name, got, right[seed], f"picture {seed}, given {pictures}")
+            assert loads(d) == number
+            all_free(p)
+            # Whoever sends D the picture itself finds its blocks.
+            before = d.sample("vllm:prefix_cache_hits_total")
+            again = d.generate(prompt, max_tokens=16, pictures=(seed,)).result()
+            same(name, again, right[seed], f"picture {seed} at D alone")
+            assert d.sample("vllm:prefix_cache_hits_total") - before > 150 + 16
+        alone = d.generate(prompt, max_tokens=16, pictures=(-7,)).result()
+        nothing = abs(alone.logprobs[0] - right[1].logprobs[0])
+        assert nothing > 100 * noise(name), "the placeholder by itself is no picture"
+        params = prefill(p, prompt, pictures=(1,))
+        assert decode(strict, prompt, params, pictures=(-7,)).result().finish_reason == "error"
+        assert failures(strict, "other_prompt") == 1
+        same(name, decode(d, prompt, params, pictures=(-7,)).result(), right[1], "whoever asks rightly")
+        for engine in (p, d, strict):
+            all_free(engine)

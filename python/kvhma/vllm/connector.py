@@ -29,6 +29,7 @@ from kvhma.vllm.devices import choose_devices, is_loopback, warn_of_open_ports
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
     check_config,
+    check_items,
     engine_facts,
     engine_id_of,
     host_staged,
@@ -98,6 +99,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
+        check_items(vllm_config, self._settings)
         if self._settings.switch_interval_us is not None:
             sys.setswitchinterval(self._settings.switch_interval_us * 1e-6)
         self._secrets = Secrets.load(self._settings)

@@ -86,6 +86,21 @@ def check_config(config: VllmConfig) -> None:
             raise UnsupportedPairError(f"{name} is {found}, {only}")
 
 
+def check_items(config: VllmConfig, settings: Settings) -> None:
+    """Refuse to compute prompts of which only P has seen the multimodal items.
+
+    Raises:
+        SettingsError: loads that fail are computed; the text names the settings.
+    """
+    transfer = _transfer_config(config)
+    if settings.trusts_items and transfer.is_kv_consumer and transfer.kv_load_failure_policy != "fail":
+        raise SettingsError(
+            f"kv_connector_extra_config: mm_items is {settings.mm_items!r} and kv_load_failure_policy is "
+            f"{transfer.kv_load_failure_policy!r}, expected 'fail': a decode engine cannot compute items that it was "
+            "not given"
+        )
+
+
 def rank_info_of(config: VllmConfig) -> RankInfo:
     """Return the rank of this worker, and what no spec says of the model's states.
 
@@ -250,6 +265,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         drafts=config.speculative_config is not None,
         max_model_len=config.model_config.max_model_len,
         keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
+        positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
     )
 

@@ -33,6 +33,7 @@ class EngineFacts:
         dcp_size: ranks that share the tokens of a cache.
         drafts: whether it decodes speculatively. A step's results may be back then before its drafts are: vLLM 0.32
             copies what was sampled first, and the layers of a draft model write their caches meanwhile.
+        positions_depend_on_items: whether the positions of tokens depend on the multimodal items before them (M-RoPE).
         may_wait: whether a step with nothing to compute may wait without keeping other engines or stages from theirs.
     """
 
@@ -53,6 +54,7 @@ class EngineFacts:
     pcp_size: int = 1
     dcp_size: int = 1
     drafts: bool = False
+    positions_depend_on_items: bool = False
     may_wait: bool = True
 
     @property

@@ -60,6 +60,8 @@ class Settings:
             instead of path and revision, and adapters by their name alone. None to compare these.
         host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
             ``kv_buffer_device`` is ``cpu`` and the caches are not.
+        mm_items: ``compare`` a request's multimodal items with P's, or ``trust_prefill``: a prefill engine names its
+            items, and a decode engine takes them over, whatever it was given in their places.
         case_folder: folder that loads which failed are written to as case files; None for none.
         content_digests: share of the requests whose blocks a prefill engine sums, see :mod:`kvhma.digests`, from 0
             (``off``) to 1 (``all``); a decode engine compares what it has loaded with the sums, unless it is 0 there.
@@ -96,6 +98,7 @@ class Settings:
     kv_cache_layout: str | None = None
     model_id: str | None = None
     host_staged: bool | None = None
+    mm_items: str = "compare"
     case_folder: str | None = None
     staging_blocks: int | None = None
     content_digests: float = 0.0
@@ -142,6 +145,11 @@ class Settings:
                 raise _wrong(name, value, meaning)
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
         return cls(**given, ignored=tuple(ignored))
+
+    @property
+    def trusts_items(self) -> bool:
+        """Whether the multimodal items of a prompt are P's."""
+        return self.mm_items == "trust_prefill"
 
     def progress_delay(self, *, copies: bool) -> int:
         """Return microseconds that NIXL's progress thread sleeps.
@@ -205,6 +213,7 @@ _TYPES: dict[str, type[str] | type[bool]] = {
     "side_channel_host": str,
     "kv_cache_layout": str,
     "model_id": str,
+    "mm_items": str,
     "case_folder": str,
     "host_staged": bool,
 }
@@ -217,6 +226,7 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
         "names with commas between, as in UCX_NET_DEVICES",
     ),
     "model_id": (re.compile(r"(?s).{1,512}"), "1..512 printable characters"),
+    "mm_items": (re.compile(r"compare|trust_prefill"), "compare or trust_prefill"),
 }
 
 

@@ -171,9 +171,9 @@ class Engine:
         """Ask for a completion, greedy and without end-of-sequence token unless `sampling` says otherwise.
 
         An `adapter` is its name and its folder, `rank` the data-parallel rank that is to answer, `pictures` are seeds
-        of pictures of noise. A request that takes longer than `timeout` seconds is aborted, and its answer says so in
-        `error`. What the front end raises is in the answer; the future itself fails with `EngineFailed` when the engine
-        ends.
+        of pictures of noise, or of embeddings in the place of one if they are negative. A request that takes longer
+        than `timeout` seconds is aborted, and its answer says so in `error`. What the front end raises is in the
+        answer; the future itself fails with `EngineFailed` when the engine ends.
         """
         return self._call(
             "generate",

@@ -151,7 +151,7 @@ def _request(
         lora = LoRARequest(adapter[0], _adapters.setdefault(adapter, len(_adapters) + 1), adapter[1])
     inputs: dict[str, Any] = {"prompt_token_ids": prompt}
     if pictures:
-        inputs["multi_modal_data"] = {"image": [_noise(seed) for seed in pictures]}
+        inputs["multi_modal_data"] = {"image": [(_noise if seed > 0 else _embeddings)(seed) for seed in pictures]}
     return {
         "prompt": inputs,
         "request_id": request_id or uuid.uuid4().hex,
@@ -166,6 +166,13 @@ def _noise(seed: int) -> Any:
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8))
+
+
+def _embeddings(seed: int) -> Any:
+    """What a router gives a decode engine instead of a picture: embeddings that say nothing, in as many tokens."""
+    import torch
+
+    return torch.randn(16, 128, generator=torch.Generator().manual_seed(-seed))
 
 
 def _take(answer: dict[str, Any], completion: Any, seconds: float) -> None:

@@ -16,6 +16,7 @@ from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import DecodeDigests
 from kvhma.vllm.scheduler.following import FollowedLoad, FollowedLoads
+from kvhma.vllm.scheduler.items import adopt_items
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.pending_load import LoadState, PendingLoad, is_sample
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
@@ -81,6 +82,8 @@ class DecodeScheduler:
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
         self.put_off = PutOffLoads(context)
+        self._items_end: dict[str, int] = {}
+        """Of requests with multimodal items that only P has seen, where the last one of them ends."""
         self._unclaimed: dict[str, PendingLoad] = {}
         """Pending loads that P has not heard of."""
         self._uncompared: dict[str, Request] = {}
@@ -162,6 +165,7 @@ class DecodeScheduler:
     def finish(self, request: Request) -> bool:
         """Take note that a request has ended; return whether it was one to be loaded."""
         self.put_off.forget(request.request_id)
+        self._items_end.pop(request.request_id, None)
         load = self._compare(request)
         if load is None:
             return False
@@ -267,6 +271,7 @@ class DecodeScheduler:
                 params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
             )
             self._check_source(remote.address)
+            remote = self._adopt_items(request, remote)
         except OtherPromptError as error:
             return self._disagree(request.request_id, PendingLoad(None), "other_prompt", str(error))
         except KvhmaError as error:
@@ -276,6 +281,16 @@ class DecodeScheduler:
             return self._start(request, load)
         self._uncompared[request.request_id] = request
         return load
+
+    def _adopt_items(self, request: Request, remote: PrefillParams) -> PrefillParams:
+        """Make a request's multimodal items those of P, if they are trusted. Whether the rest agrees is seen later."""
+        if self._context.settings.trusts_items and remote.items:
+            engine = self._context.engine
+            loaded = min(remote.num_tokens, request.num_prompt_tokens - engine.backoff)
+            depend = engine.positions_depend_on_items
+            if end := adopt_items(request, remote.items, loaded, positions_depend=depend):
+                self._items_end[request.request_id] = end
+        return remote._replace(items=())
 
     def _compare(self, request: Request) -> PendingLoad | None:
         """Return what is pending of a request; if its prompt was not compared yet it is now."""
@@ -315,6 +330,9 @@ class DecodeScheduler:
             self._release(load, read=True)
             return None
         most = request.num_prompt_tokens - engine.backoff
+        if most <= 0:  # too short to be handed over: that is no loss
+            self._release(load, read=True)
+            return None
         load.num_tokens = min(remote.num_tokens, most)
         load.ask_first = self._is_shared(request_id, remote.lease_key)
         if remote.num_tokens > most and (engine.has_state or engine.has_windows):
@@ -325,9 +343,6 @@ class DecodeScheduler:
             )
             self._release(load, read=engine.recompute)
             return self._disagree(request_id, load, "state_ahead", text)
-        if load.num_tokens <= 0:
-            self._release(load, read=True)
-            return None
         if load.ask_first:
             self._claim(load, remote)
         else:
@@ -394,8 +409,14 @@ class DecodeScheduler:
         if self.put_off.lets_others_go(request.request_id, loads=request.request_id in self.pending):
             return None, False
         load = self.pending.get(request.request_id)
+        if load is None and local < self._items_end.get(request.request_id, 0):
+            # It was preempted, and what it had loaded is not in the prefix cache any more.
+            self.refuse(request.request_id, "only P has seen its multimodal items, and what was loaded of them is lost")
+            return _FAILS
         if load is not None and load.followed is not None:
             load = self._look(request, load, load.followed)
+            if load is not None and load.followed is None and request.request_id in self._items_end:
+                return None, False  # vLLM has looked for its blocks by the items that it had before
         if request.request_id in self._uncompared:
             if not self._context.prompts.is_ready(request.request_id):
                 return None, False

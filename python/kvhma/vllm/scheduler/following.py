@@ -41,6 +41,7 @@ class FollowedLoad:
         order: what is to be filled, and with how many tokens; None before it has blocks.
         blocks: that it takes.
         checked: whether what P computes is what D asks for.
+        is_told_late: whether only what P hands over will say, since it may be the multimodal items that differ.
         epoch: of the pieces.
         done: tokens of the pieces that were read, and of the one that is being read.
         before: tokens of those without that one.
@@ -54,6 +55,7 @@ class FollowedLoad:
     order: Load | None = None
     blocks: int = 0
     checked: bool = False
+    is_told_late: bool = False
     epoch: int = 0
     done: int = 0
     before: int = 0
@@ -192,22 +194,27 @@ class FollowedLoads:
         if told.source is None:
             return None
         if not followed.checked:
-            self._check(request, told)
+            followed.is_told_late = self._check(request, told)
             followed.checked = True
+        if followed.is_told_late:
+            return None
         tokens = min(told.total, request.num_prompt_tokens - self._context.engine.backoff)
         return tokens if tokens > 0 and self._has_room(followed, tokens) else None
 
-    def _check(self, request: Request, told: Conversation) -> None:
-        """Compare what P computes with what is asked for."""
+    def _check(self, request: Request, told: Conversation) -> bool:
+        """Compare what P computes with what is asked for; return whether it takes P's multimodal items to do so."""
         engine = self._context.engine
         most = request.num_prompt_tokens - engine.backoff
         if told.total > request.num_prompt_tokens or (self._context.prompts.of(request, told.total) != told.prompt):
+            if self._context.settings.trusts_items and told.total <= request.num_prompt_tokens:
+                return True
             raise OtherPromptError(f"P computes {told.total} tokens, or its adapter, items or salt are others")
         if told.total > most and (engine.has_state or engine.has_windows):
             raise OtherPromptError(
                 f"P computes {told.total} tokens, of this prompt at most {most} can be taken over: the last "
                 f"{engine.backoff} are computed here, and P leaves as many with equal settings"
             )
+        return False
 
     def _has_room(self, followed: FollowedLoad, tokens: int) -> bool:
         """Return whether a request may take blocks before P has computed its prompt; else it does afterwards."""

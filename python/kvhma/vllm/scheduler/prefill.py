@@ -17,6 +17,7 @@ from kvhma.text import one_line
 from kvhma.vllm.metadata import StepMetadata, WorkerHello
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import PrefillDigests
+from kvhma.vllm.scheduler.items import items_of
 from kvhma.vllm.scheduler.kept_blocks import free_blocks, keep_blocks
 from kvhma.vllm.scheduler.lease_boards import LeaseBoards
 from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, EndedLease, LeaseEnd
@@ -210,7 +211,10 @@ class PrefillScheduler:
             return None
         tokens = self._tokens_to_hand_over(request)
         spans = None if tokens is None else self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
-        return None if tokens is None or spans is None else self.describe(request, tokens, spans)
+        if tokens is None or spans is None:
+            return None
+        items = items_of(request, tokens) if self._context.settings.trusts_items else ()
+        return self.describe(request, tokens, spans)._replace(items=items)
 
     def describe(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
         """Return what another engine has to know of a request, under a key that was never used."""

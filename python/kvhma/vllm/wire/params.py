@@ -33,6 +33,7 @@ _MAX_GROUPS = 256
 _MAX_NAME = 512
 _MAX_RANKS = 1 << 16
 _MAX_PREFIXES = 64
+_MAX_ITEMS = 4096
 _BLOCKS_PER_TOKEN = 4
 """Blocks of all groups for each token at most: a few groups may have blocks of one token."""
 
@@ -103,6 +104,22 @@ class Prefix(NamedTuple):
     digest: str
 
 
+class Item(NamedTuple):
+    """A multimodal item of a prompt: a picture, for example.
+
+    Attributes:
+        identifier: by which vLLM's prefix cache tells what it shows.
+        modality: ``image``, ``audio``, ``video`` and others, as vLLM names them.
+        offset: the first token that stands for it.
+        length: how many do.
+    """
+
+    identifier: str
+    modality: str
+    offset: int
+    length: int
+
+
 class PrefillParams(NamedTuple):
     """What a decode request has to know of its prefill, or the next turn's prefill of an answer.
 
@@ -123,6 +140,7 @@ class PrefillParams(NamedTuple):
         content_seed: seed of the digests of what the blocks hold, see :mod:`kvhma.digests`; None if P makes none.
         prefixes: of an answer, parts that may be read where the next prompt goes on otherwise; fewest tokens first.
         epoch: of the request's ticket when it was finished; 0 without one.
+        items: of its prompt, for a D that takes them over; empty unless P hands them out.
     """
 
     address: Address
@@ -139,6 +157,7 @@ class PrefillParams(NamedTuple):
     prefixes: tuple[Prefix, ...] = ()
     epoch: int = 0
     content_seed: int | None = None
+    items: tuple[Item, ...] = ()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -159,6 +178,8 @@ class PrefillParams(NamedTuple):
             fields.append({"epoch": self.epoch})
         if self.content_seed is not None:
             fields.append(["content", self.content_seed])
+        if self.items:
+            fields.append(["items", *self.items])
         return json.dumps(fields).encode()
 
     def to_params(
@@ -202,6 +223,8 @@ class PrefillParams(NamedTuple):
             params["kvhma"]["epoch"] = self.epoch
         if self.content_seed is not None:
             params["kvhma"]["content"] = f"{self.content_seed:016x}"
+        if self.items:
+            params["kvhma"]["items"] = [list(item) for item in self.items]
         return params, digest
 
     @classmethod
@@ -243,6 +266,7 @@ class PrefillParams(NamedTuple):
             prefixes=_prefixes(own, tokens) if "prefixes" in own else (),
             epoch=_integer(own, "kvhma.epoch", 1, _MAX_TOKENS) if "epoch" in own else 0,
             content_seed=_random_id(own, "kvhma.content") if "content" in own else None,
+            items=_items(own, tokens) if "items" in own else (),
         )
         rows = _span_rows(own)
         digest = bytes.fromhex(hex_digits(own, "kvhma.digest"))
@@ -325,6 +349,24 @@ def _prefixes(own: Mapping[str, Any], tokens: int) -> tuple[Prefix, ...]:
         least = found[-1].num_tokens + 1 if found else 1
         count = _integer(values, "kvhma.prefixes.tokens", least, tokens - 1)
         found.append(Prefix(count, hex_digits(values, "kvhma.prefixes.digest")))
+    return tuple(found)
+
+
+def _items(own: Mapping[str, Any], tokens: int) -> tuple[Item, ...]:
+    rows = own["items"]
+    if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_ITEMS:
+        raise RequestError(f"kv_transfer_params: kvhma.items is {quote(rows)}, expected a list of 1..{_MAX_ITEMS}")
+    found: list[Item] = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != len(Item._fields):
+            raise RequestError(f"kv_transfer_params: kvhma.items has {quote(row)}, expected {list(Item._fields)}")
+        values = dict(zip(Item._fields, row, strict=True))
+        # Audio may lie within its video.
+        offset = _integer(values, "kvhma.items.offset", found[-1].offset if found else 0, tokens - 1)
+        length = _integer(values, "kvhma.items.length", 1, _MAX_TOKENS)
+        found.append(
+            Item(_text(values, "kvhma.items.identifier"), _text(values, "kvhma.items.modality"), offset, length)
+        )
     return tuple(found)
 
 

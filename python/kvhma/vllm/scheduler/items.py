@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multimodal items of a request: D may take over P's, and then knows their caches without having seen them.
+
+A router may leave pictures, audio and video at P, and hand D placeholders: the prompt's tokens alone, or items that say
+nothing of what was seen. What vLLM's prefix cache knows a block by is the identifiers of its items among others. With
+those of P's, blocks that are loaded are known by what they hold, and not by a placeholder that others may send too::
+
+    P   tokens, item "sha of a cat"    hands over the blocks, and "sha of a cat" with its place
+    D   tokens, item "placeholder"     becomes: tokens, item "sha of a cat"; its blocks are hashed anew, then looked up
+
+D cannot compute such an item, only the tokens after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvhma.errors import OtherPromptError, RequestError
+from kvhma.vllm.wire.params import Item
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+
+def items_of(request: Request, num_tokens: int) -> tuple[Item, ...]:
+    """Return the items that begin among the first tokens of a request, in their order."""
+    return tuple(
+        Item(one.identifier, one.modality, one.mm_position.offset, one.mm_position.length)
+        for one in request.mm_features
+        if one.mm_position.offset < num_tokens
+    )
+
+
+def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, positions_depend: bool) -> int:
+    """Make a request's items those of P, before vLLM looks for its blocks.
+
+    Args:
+        request: of D. Nothing is changed unless it may be.
+        items: P's, in the order of their places.
+        num_tokens: tokens that are loaded: D computes those after them itself.
+        positions_depend: whether the positions of tokens depend on the items before them (M-RoPE).
+
+    Returns:
+        The end of the last item that D has not seen, in tokens; 0 if it has seen all of them.
+
+    Raises:
+        OtherPromptError: the request has items in other places.
+        RequestError: D would have to compute one of them, or cannot number the tokens after them.
+    """
+    own = items_of(request, request.num_prompt_tokens)
+    unseen = [item for item in items if item not in own]
+    if not unseen:
+        return 0
+    if own and _places(own) != _places(items):
+        raise OtherPromptError(f"its {len(own)} multimodal items are not where the {len(items)} of P are")
+    if not own and positions_depend:
+        raise RequestError(
+            f"mm_items is trust_prefill, and the prompt has none of P's {len(items)} multimodal items: with this model "
+            "(M-RoPE) the positions of tokens depend on the size of items, so D needs items of their size"
+        )
+    end = max(item.offset + item.length for item in unseen)
+    if end > num_tokens:
+        raise RequestError(
+            f"a multimodal item that only P has seen ends with token {end}, of this prompt {num_tokens} are loaded"
+        )
+    request.mm_features = _features(request, items)
+    # vLLM has hashed the blocks of the prompt already, and has looked for none of them.
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    return end
+
+
+def _places(items: Iterable[Item]) -> list[tuple[int, int]]:
+    return [(item.offset, item.length) for item in items]
+
+
+def _features(request: Request, items: Sequence[Item]) -> list[MultiModalFeatureSpec]:
+    if request.mm_features:
+        return [
+            replace(feature, identifier=item.identifier)
+            for feature, item in zip(request.mm_features, items, strict=True)
+        ]
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return [
+        MultiModalFeatureSpec(
+            data=None,
+            modality=item.modality,
+            identifier=item.identifier,
+            mm_position=PlaceholderRange(offset=item.offset, length=item.length),
+        )
+        for item in items
+    ]

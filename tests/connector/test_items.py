@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multimodal items that only P has seen: D takes over P's before it looks for blocks. Requests, hashes: vLLM's."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
+
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from kvhma.errors import SettingsError
+from kvhma.vllm.engine_config import check_items
+from kvhma.vllm.settings import Settings
+from support.schedulers import STEP, blocks, output, scheduler, tables
+from support.waiting import until
+
+BLOCK = 16
+TOKENS = list(range(80))
+CAT, DOG = "sha of a cat", "sha of a dog"
+
+
+def feature(identifier=CAT, offset=20, length=24, data=None):
+    return MultiModalFeatureSpec(data, "image", identifier, PlaceholderRange(offset=offset, length=length))
+
+
+def asked(name, params, *features, tokens=TOKENS, salt=None):
+    init_none_hash(sha256)
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(name, list(tokens), sampling, None, mm_features=list(features), block_hasher=hasher, cache_salt=salt)
+
+
+@pytest.fixture
+def p():
+    made = scheduler(mm_items="trust_prefill")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def d():
+    made = scheduler(mm_items="trust_prefill", recompute=False, ranks=1)
+    yield made
+    made.close()
+
+
+def handed_over(p, *features, tokens=TOKENS, **more):
+    """Have P compute a prompt; return what a proxy hands on."""
+    request = asked("at p", {"do_remote_decode": True}, *features, tokens=tokens, **more)
+    p.add(request)
+    request.num_computed_tokens = len(tokens)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    params = p.finish(request, tables(p))
+    assert params is not None
+    return json.loads(json.dumps(params))
+
+
+def hashes(*features, tokens=TOKENS):
+    return asked("alone", None, *features, tokens=tokens).block_hashes
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], [feature("a placeholder")], [feature(DOG)], [feature()]],
+    ids=["nothing", "a placeholder", "another picture", "the same"],
+)
+def test_blocks_are_known_by_what_p_has_seen(p, d, given):
+    request = asked("r", handed_over(p, feature()), *given)
+    d.add(request)
+    assert request.block_hashes == hashes(feature())
+    assert [one.identifier for one in request.mm_features] == [CAT]
+    assert d.matched_tokens(request, 0) == (80, True)
+    d.allocated(request, blocks(d), 80)
+    (order,) = d.step(STEP).loads
+    assert order.remote.items == ()
+    d.results(output(["r"]))
+    assert d.take_stats() is None
+
+
+def test_another_picture_under_the_same_placeholder(p, d):
+    found = []
+    for picture in (CAT, DOG):
+        request = asked(picture, handed_over(p, feature(picture)), feature("a placeholder"))
+        d.add(request)
+        assert d.matched_tokens(request, 0) == (80, True)
+        found.append(request.block_hashes)
+        assert found[-1] == hashes(feature(picture))
+    assert found[0][0] == found[1][0], "before the picture they are equal"
+    assert set(found[0][1:]).isdisjoint(found[1][1:])
+
+
+@pytest.mark.parametrize("what", ["tokens", "salt", "place", "number", "compares", "p compares"])
+def test_what_is_not_trusted(p, d, what):
+    """Tokens, adapter and salt are compared, and where items are."""
+    given, tokens = [feature("a placeholder")], TOKENS
+    if what == "tokens":
+        tokens = [*TOKENS[:50], 7, *TOKENS[51:]]
+    elif what == "place":
+        given = [feature("a placeholder", offset=21)]
+    elif what == "number":
+        given = [feature("one", length=12), feature("two", offset=32, length=12)]
+    if what in ("compares", "p compares"):
+        compares = p if what == "p compares" else d
+        compares.context.settings = replace(compares.context.settings, mm_items="compare")
+    request = asked("r", handed_over(p, feature()), *given, tokens=tokens, salt="tenant" if what == "salt" else None)
+    d.add(request)
+    assert d.matched_tokens(request, 0) == (1, True)
+    d.allocated(request, blocks(d), 1)
+    assert d.step(STEP).refusals["r"].cause == "other_prompt"
+
+
+@pytest.mark.parametrize("given", [[], [feature("a placeholder", offset=70, length=10)]])
+def test_an_item_that_d_would_have_to_compute(p, d, given):
+    d.context.engine = replace(d.context.engine, backoff=1)
+    request = asked("r", handed_over(p, feature(offset=70, length=10)), *given)
+    before = list(request.block_hashes)
+    d.add(request)
+    assert d.matched_tokens(request, 0) == (1, True)
+    d.allocated(request, blocks(d), 1)
+    assert "ends with token 80, of this prompt 79 are loaded" in d.step(STEP).refusals["r"].text
+    assert request.block_hashes == before
+
+
+@pytest.mark.parametrize("given", [[], [feature("a placeholder")]])
+def test_positions_that_depend_on_items(p, d, given):
+    d.context.engine = replace(d.context.engine, positions_depend_on_items=True)
+    request = asked("r", handed_over(p, feature()), *given)
+    d.add(request)
+    if given:
+        assert d.matched_tokens(request, 0) == (80, True)
+    else:
+        assert d.matched_tokens(request, 0) == (1, True)
+        d.allocated(request, blocks(d), 1)
+        assert "M-RoPE" in d.step(STEP).refusals["r"].text
+
+
+@pytest.mark.parametrize("hit", [0, 32, 48])
+def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
+    """Unless the prefix cache still has all of the items that only P has seen."""
+    request = asked("r", handed_over(p, feature()), feature("a placeholder"))
+    d.add(request)
+    assert d.matched_tokens(request, 0) == (80, True)
+    d.allocated(request, blocks(d), 80)
+    d.step(STEP)
+    d.results(output(["r"]))
+    assert d.decode.pending == {}
+    found = d.matched_tokens(request, hit)
+    if hit == 48:
+        assert found == (0, False)
+    else:
+        assert found == (1, True)
+        d.allocated(request, blocks(d), 1)
+        assert "only P has seen" in d.step(STEP).refusals["r"].text
+        d.results(output(["r"], ["r"], {}))
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    d.finish(request, tables(d))
+    assert d.decode._items_end == {}
+
+
+def test_p_names_its_items_only_if_they_are_trusted(p):
+    assert handed_over(p, feature())["kvhma"]["items"] == [[CAT, "image", 20, 24]]
+    assert "items" not in handed_over(p)["kvhma"]
+    p.context.settings = Settings()
+    assert "items" not in handed_over(p, feature())["kvhma"]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [],
+        {},
+        [[]],
+        [[CAT, "image", 20]],
+        [[CAT, "image", -1, 24]],
+        [[CAT, "image", 80, 24]],
+        [[CAT, "image", 20, 0]],
+        [[CAT, "image", 20.5, 24]],
+        [["", "image", 20, 24]],
+        [["x" * 513, "image", 20, 24]],
+        [[CAT, 7, 20, 24]],
+        [[CAT, "image", 30, 4], [DOG, "image", 20, 4]],
+        [[CAT, "image", 20, 24]] * 4097,
+        [[DOG, "image", 20, 24]],
+    ],
+)
+def test_items_that_somebody_has_made_up(p, d, items):
+    params = handed_over(p, feature())
+    params["kvhma"]["items"] = items
+    request = asked("r", params, feature("a placeholder"))
+    before = list(request.block_hashes)
+    d.add(request)
+    assert d.matched_tokens(request, 0) == (1, True)
+    d.allocated(request, blocks(d), 1)
+    assert d.step(STEP).refusals["r"].cause == "refused"
+    assert (request.block_hashes, request.mm_features[0].identifier) == (before, "a placeholder")
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_what_d_was_not_given_it_cannot_compute(role, policy):
+    consumes = role != "kv_producer"
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_consumer=consumes, kv_load_failure_policy=policy))
+    check_items(config, Settings())
+    if consumes and policy == "recompute":
+        with pytest.raises(
+            SettingsError, match=r"mm_items is 'trust_prefill' and kv_load_failure_policy is 'recompute'"
+        ):
+            check_items(config, Settings.read({"mm_items": "trust_prefill"}))
+    else:
+        check_items(config, Settings.read({"mm_items": "trust_prefill"}))
+
+
+@pytest.mark.parametrize("given", [[], [feature("a placeholder")]])
+def test_a_ticket_waits_for_what_p_has_seen(p, d, given):
+    """The items come with what P hands over; vLLM is asked to look for the blocks again."""
+    ticket = "0123456789abcdef" * 2
+    at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
+    p.add(at_p)
+    address = p.context.engine.address
+    params = {"do_remote_prefill": True, "kvhma_ticket": ticket, "remote_host": address.host}
+    request = asked("r", params | {"remote_port": address.port}, *given)
+    d.add(request)
+    (load,) = d.decode.pending.values()
+    until(lambda: d.matched_tokens(request, 0) == (None, False) and load.followed.is_told_late)
+    at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
+    assert p.finish(at_p, tables(p)) is not None
+    until(lambda: d.decode.pending["r"].followed is None, lambda: d.matched_tokens(request, 0))
+    assert request.block_hashes == hashes(feature())
+    assert d.matched_tokens(request, 0) == (80, True)
