@@ -53,7 +53,7 @@ PREFILL_PARAMS: dict[str, Any] = {
 }
 PASSED = ("Authorization", "traceparent", "tracestate")
 """Headers of clients that engines get."""
-ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo", "prompt_logprobs", "use_beam_search")
+ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo")
 MAX_BODY_BYTES = 64 << 20
 USAGE_BYTES = 4096
 """How much of an answer's end is looked at for how many tokens were cached: usage is its last field, or last event."""
@@ -75,6 +75,18 @@ class UpstreamError(Exception):
 def has_several_prompts(prompt: Any) -> bool:
     """Whether it is a list of prompts; a list of numbers is one."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+
+
+def is_computed_by_decode(body: dict[str, Any]) -> bool:
+    """Whether a decode engine computes the prompt itself, whatever a prefill engine holds for it.
+
+    vLLM computes all of a prompt whose log-probabilities are asked for. It hands over neither the beams of a search nor
+    the prompts of a body but for the first.
+    """
+    prompt: Any = body.get("prompt")
+    several = has_several_prompts(prompt) and len(prompt) > 1
+    scored = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
+    return bool(several or scored or body.get("use_beam_search"))
 
 
 class Metrics:
@@ -99,14 +111,18 @@ class Metrics:
         )
         self.prompts = Counter(
             "kvhma_proxy_prompts",
-            "Prompts that were to be handed over. The decode engine says that it had the cache of some of the tokens "
-            "(cached), loaded or its own; that it had none (computed); or nothing (unknown).",
+            "Bodies. The decode engine says that it had the cache of some of the tokens (cached), loaded or its own; "
+            "that it had none (computed); or nothing (unknown). It was to compute them itself (alone): several "
+            "prompts, prompt_logprobs, a beam search.",
             ["engine", "result"],
             registry=self.registry,
         )
 
-    def count_prompt(self, engine: str, end: bytes, request_id: str) -> None:
+    def count_prompt(self, engine: str, body: dict[str, Any], end: bytes, request_id: str) -> None:
         """Look at the end of a decode engine's answer for what became of the hand-off."""
+        if "kv_transfer_params" not in body:
+            self.prompts.labels(engine, "alone").inc()
+            return
         cached, prompt = CACHED.search(end), PROMPT.search(end)
         if cached is None or prompt is None or int(prompt[1]) < 3:  # of so few tokens there may be none to hand over
             self.prompts.labels(engine, "unknown").inc()
@@ -225,9 +241,12 @@ class Proxy:
             return invalid(f"the body is not JSON: {error}")
         if not isinstance(body, dict):
             return invalid("the body is not an object")
+        body.pop("kv_transfer_params", None)
         headers = headers_of(request)
         call = Call(self._session, self._metrics, request.path, headers)
         try:
+            if is_computed_by_decode(body):
+                return await call.decode(next(self._turns["decode"]), request, body)
             engine = next(self._turns["prefill"])
             if (address := self._address_for(engine, body)) is not None:
                 ticket = {"kvhma_ticket": secrets.token_hex(16)}
@@ -252,10 +271,7 @@ class Proxy:
 
     def _address_for(self, engine: str, body: dict[str, Any]) -> tuple[Any, Any] | None:
         """Return where a prefill engine can be followed; None for a request that is handed over in turns."""
-        several = (
-            isinstance(body.get("prompt"), list) and len(body["prompt"]) > 1 and has_several_prompts(body["prompt"])
-        )
-        if self._side_channels is None or several or body.get("n", 1) != 1 or body.get("use_beam_search"):
+        if self._side_channels is None or body.get("n", 1) != 1:
             return None
         return self._side_channels.find(engine)
 
@@ -359,8 +375,6 @@ class Call:
         """
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
         short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": asked}
-        if has_several_prompts(short.get("prompt")):
-            short["prompt"] = short["prompt"][0]
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
         async with await self.send("prefill", engine, json=short) as answer:
@@ -390,8 +404,7 @@ class Call:
         if answer.status != 200:
             raise UpstreamError(answer.status, f"decode engine {engine}: {text[:1000]}", "decode_failed")
         # What can be read of it stands behind its usage, and may be long.
-        several = has_several_prompts(body.get("prompt")) and len(body["prompt"]) > 1
-        self._metrics.count_prompt(engine, b"" if several else text.encode(), self.headers["X-Request-Id"])
+        self._metrics.count_prompt(engine, body, text.encode(), self.headers["X-Request-Id"])
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -494,8 +507,7 @@ class Call:
             finally:
                 self._count("decode", engine, outcome)
             if outcome == "ok":
-                several = has_several_prompts(body.get("prompt")) and len(body["prompt"]) > 1
-                self._metrics.count_prompt(engine, b"" if several else end, self.headers["X-Request-Id"])
+                self._metrics.count_prompt(engine, body, end, self.headers["X-Request-Id"])
             await passed.write_eof()
             return passed
 

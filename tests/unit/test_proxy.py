@@ -195,17 +195,48 @@ def test_a_hand_off_that_did_not_happen_is_told(said, result, stream, caplog):
     assert all("nothing was handed over" in line and "all 50 tokens" in line for line in told)
 
 
-def test_of_several_prompts_the_first_is_handed_over():
-    """The decode engine computes the others, as vLLM has no parameters for them: that is no loss."""
+@pytest.mark.parametrize("tickets", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt_logprobs": 0},
+        {"echo": True, "logprobs": 1},
+        {"use_beam_search": True, "n": 2},
+    ],
+)
+def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
+    """The prefill engine computed it too, and held the blocks for nobody."""
 
     async def test():
+        async with Fleet(usage(0), tickets=tickets) as fleet:
+            status, _ = await fleet.complete(**body, kv_transfer_params={"do_remote_prefill": True})
+            assert (status, fleet.prefill.asked) == (200, [])
+            assert "kv_transfer_params" not in fleet.decode[0].asked[-1][1]
+            assert await fleet.samples("kvhma_proxy_prompts_total") == {(fleet.decode[0].url, "alone"): 1}
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"]},
+        {"prompt": [[1, 2]]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": []},
+        {"prompt_logprobs": None},
+        {"echo": True},
+        {"use_beam_search": False},
+    ],
+)
+def test_what_is_handed_over(body):
+    async def test():
         async with Fleet(usage(0)) as fleet:
-            for prompt, first in (["a", "b"], "a"), ([[1, 2], [3]], [1, 2]), ([1, 2, 3], [1, 2, 3]):
-                await fleet.complete(prompt=prompt)
-                assert fleet.prefill.asked[-1][1]["prompt"] == first
-                assert fleet.decode[0].asked[-1][1]["prompt"] == prompt
-            found = await fleet.samples("kvhma_proxy_prompts_total")
-            assert found == {(fleet.decode[0].url, "unknown"): 2, (fleet.decode[0].url, "computed"): 1}
+            await fleet.complete(**body)
+            assert len(fleet.prefill.asked) == 1
+            assert fleet.decode[0].asked[-1][1]["kv_transfer_params"] == PARAMS
 
     run(test())
 
@@ -489,12 +520,11 @@ def test_each_request_has_a_ticket_of_its_own():
     run(test())
 
 
-@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": ["a", "b"]}, {"use_beam_search": True}])
-def test_samples_and_several_prompts_go_one_after_the_other(body):
+def test_samples_go_one_after_the_other():
     async def test():
         async with Fleet(tickets=True) as fleet:
             await fleet.complete()
-            await fleet.complete(**body)
+            await fleet.complete(n=2)
             assert "kvhma_ticket" not in params_of(fleet.prefill)
 
     run(test())
