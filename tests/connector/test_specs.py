@@ -191,7 +191,7 @@ def test_what_is_described(name, beside):
 
 def facts_of(config: VllmConfig, caches: KVCacheConfig) -> Any:
     config.kv_transfer_config = KVTransferConfig(kv_connector="KvhmaConnector", kv_role="kv_both", engine_id="e")
-    config.model_config = SimpleNamespace(max_model_len=1024)
+    config.model_config = SimpleNamespace(max_model_len=1024, uses_mrope=False)
     return engine_facts(config, caches, Settings())
 
 

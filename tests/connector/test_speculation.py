@@ -47,20 +47,23 @@ CHANNELS = HEADS * HEAD + 2 * GROUPS * STATE
 BLOCKS = 6
 WEIGHT = np.random.default_rng(7).standard_normal((CHANNELS, TAPS)).astype(np.float32)
 MAMBA2, GDN = MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN
+SHORT = MambaAttentionBackendEnum.SHORT_CONV
 
 
 def state_spec(drafts: int, order: str, kind: Any = MAMBA2, tp: int = 1, **more: Any) -> MambaSpec:
     """Shapes as vLLM's layers give them: a row of inputs more for each draft."""
     if kind is MAMBA2:
         channels = HEADS // tp * HEAD + 2 * max(1, GROUPS // tp) * STATE
+    elif kind is SHORT:
+        channels = HEADS * HEAD // tp
     else:
         channels = (HEADS * HEAD + 2 * HEADS * STATE) // tp
     rows = TAPS - 1 + drafts
     conv = (channels, rows) if order == "DS" else (rows, channels)
     return MambaSpec(
         block_size=16,
-        shapes=(conv, (HEADS // tp, HEAD, STATE)),
-        dtypes=(torch.float32, torch.float32),
+        shapes=(conv,) if kind is SHORT else (conv, (HEADS // tp, HEAD, STATE)),
+        dtypes=(torch.float32,) if kind is SHORT else (torch.float32, torch.float32),
         mamba_type=kind,
         num_speculative_blocks=drafts,
         **more,
@@ -164,7 +167,7 @@ def test_d_computes_what_it_would_have(p_drafts: int, d_drafts: int, here: str, 
 
 @pytest.mark.parametrize(("p_drafts", "d_drafts"), DRAFTS)
 @pytest.mark.parametrize(("here", "there"), ORDERS)
-@pytest.mark.parametrize("kind", [MAMBA2, GDN], ids=["mamba2", "gdn"])
+@pytest.mark.parametrize("kind", [MAMBA2, GDN, SHORT], ids=["mamba2", "gdn", "short"])
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (2, 1), (2, 2)])
 def test_over_ranks(p_drafts: int, d_drafts: int, here: str, there: str, kind: Any, mine: int, theirs: int) -> None:
     """Rows of the state and no others reach the rows of the state, whoever has how many for drafts."""
@@ -173,7 +176,7 @@ def test_over_ranks(p_drafts: int, d_drafts: int, here: str, there: str, kind: A
         """Each item says its global channel and its row."""
         layer = engine.geometry.layers[0]
         state, at = engine.conv(1), 0
-        for part in layer.page.parts[:-1]:
+        for part in (part for part in layer.page.parts if part.name != "ssm"):
             channels = part.axes[0]
             names = np.arange(channels.start, channels.start + channels.length) + 1000 * ord(part.name)
             rows = np.arange(TAPS - 1)

@@ -19,7 +19,12 @@ from kvhma.vllm.formats import Writer, encoding_of, is_by_head, kind_of, section
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
 """CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
 
-_STATES: dict[str, StateKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn"}
+_STATES: dict[str, StateKind] = {
+    "MAMBA1": "mamba1",
+    "MAMBA2": "mamba2",
+    "GDN_ATTN": "gdn",
+    "SHORT_CONV": "short_conv",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +213,8 @@ def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
 def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | None:
     """Return the state over all ranks and the order of its convolution, if both follow from the spec."""
     kind = _STATES.get(spec.mamba_type.name)
+    if kind == "short_conv":
+        return _short_convolution(spec, rank_info.tp_size)
     if kind is None or len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
         return None
     conv, ssm = spec.shapes
@@ -235,6 +242,23 @@ def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | No
             )
             return state, order
     return None
+
+
+def _short_convolution(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
+    """Return the state of a short convolution, whose kernel keeps the last inputs of each channel and nothing else.
+
+    A rank has neighbouring channels. Nothing but their number, which is the larger one, says which way they lie.
+    """
+    if len(spec.shapes) != 1 or len(set(spec.shapes[0])) != 2:
+        return None
+    rows, channels = sorted(spec.shapes[0])
+    drafts = spec.num_speculative_blocks
+    if rows <= drafts:
+        return None
+    dtype = str(spec.dtypes[0]).removeprefix("torch.")
+    total = channels * ranks
+    state = State("short_conv", total, rows - drafts + 1, total, 1, 0, 0, dtype, dtype, draft_rows=drafts)
+    return state, "DS" if spec.shapes[0] == (channels, rows) else "SD"
 
 
 def _state_groups(kind: StateKind, channels: int, d_state: int, rank_info: RankInfo) -> int | None:
