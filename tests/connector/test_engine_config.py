@@ -19,6 +19,7 @@ from kvhma.vllm import engine_config
 from kvhma.vllm.engine_config import check_config, writer_of
 from kvhma.vllm.formats import Writer
 from kvhma.vllm.settings import Settings
+from support.attention_backends import fake_backend
 
 
 def config(**more):
@@ -102,7 +103,7 @@ class Gpu:
 
 
 def layer(backend, **more):
-    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **more)
+    return SimpleNamespace(get_attn_backend=lambda: fake_backend(backend), **more)
 
 
 def written(monkeypatch, found, platform, *, indexer="fp8", mx=False):

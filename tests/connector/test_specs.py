@@ -25,7 +25,6 @@ from vllm.v1.worker.utils import allocate_kv_cache
 import kvhma
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.vllm import formats
 from kvhma.vllm.engine_config import engine_facts
 from kvhma.vllm.formats import KINDS, NOT_TRANSFERRED, REFUSED, Writer, encoding_of, transferred_groups
 from kvhma.vllm.geometry import geometry_of
@@ -139,15 +138,6 @@ def layers_of(name: str, beside: bool, **more: Any) -> dict[str, Any]:
     if beside:
         layers |= {f"model.layers.{index}.attn": spec_of("FullAttentionSpec") for index in range(2)}
     return layers
-
-
-def test_every_backend_of_the_lists_is_one_of_vllm_s():
-    named = re.compile(r'^ +return "([A-Z0-9_]+)"$', re.MULTILINE)
-    root = Path(vllm.__file__).parent
-    files = [*root.glob("v1/attention/backends/**/*.py"), *root.glob("models/**/*.py")]
-    found = {name for file in files for name in named.findall(file.read_text())}
-    newer = set() if SERIES == "0.33" else {"FLASH_ATTN_MLA_SPARSE_FA4"}
-    assert {*formats._BACKENDS_BY_HEAD, *formats._BACKENDS_OF_MLA} - found == newer
 
 
 PAGES = {

@@ -43,6 +43,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvhma.vllm import KvhmaConnector
+from support.attention_backends import fake_backend
 from support.cache.engine import _grammars, own_config_of
 from support.cache.labels import Text
 from support.engines.engine import free_port
@@ -163,7 +164,7 @@ class Worker:
         config.parallel_config.rank = number
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {
-            name: SimpleNamespace(get_attn_backend=lambda of=kind: SimpleNamespace(get_name=lambda: _BACKENDS[of]))
+            name: SimpleNamespace(get_attn_backend=lambda of=kind: fake_backend(_BACKENDS[of]))
             for name, kind in engine.kinds.items()
         }
         kernel = [

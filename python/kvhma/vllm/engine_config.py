@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.formats import Writer, kind_of, transferred_groups
+from kvhma.vllm.formats import Writer, backend_name, kind_of, transferred_groups
 from kvhma.vllm.identity import ModelIdentity
 from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.settings import Settings
@@ -137,7 +137,7 @@ def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
     def find(name: str) -> Writer:
         layer = context.get(name)
         get_backend = getattr(layer, "get_attn_backend", None)
-        backend = "" if get_backend is None else get_backend().get_name()
+        backend = "" if get_backend is None else backend_name(get_backend())
         return Writer(
             backend=backend,
             platform=platform,

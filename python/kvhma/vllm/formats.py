@@ -49,7 +49,9 @@ _SPECS_WITHOUT_HEADS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 
 _BACKENDS_BY_HEAD = frozenset(
     {
+        "CUTLASS_MSA",
         "FLASH_ATTN",
+        "FLASH_ATTN/Step5SplitKVFlashAttentionBackend",
         "FLASH_ATTN_DIFFKV",
         "FLASHINFER",
         "FLEX_ATTENTION",
@@ -58,8 +60,10 @@ _BACKENDS_BY_HEAD = frozenset(
         "MINIMAX_M3_SPARSE",
         "QWEN4_EXP_QSA_TRITON",
         "ROCM_AITER_UNIFIED_ATTN",
+        "STEP5_DSA",
         "TRITON_ATTN",
         "TRITON_ATTN_DIFFKV",
+        "TRITON_MSA",
     }
 )
 """Backends that address token and head by the strides of the view, with K of a token and head before its V."""
@@ -72,18 +76,21 @@ _BACKENDS_OF_MLA = frozenset(
         "CUTLASS_MLA",
         "DOTS3_NOTE_PADDED_MLA_SPARSE",
         "FLASHINFER_MLA",
-        "FLASHINFER_MLA_SPARSE",
+        "FLASHINFER_MLA_SPARSE/FlashInferMLASparseTRTLLMBackend",
         "FLASHINFER_MLA_SPARSE_SM120",
         "FLASHINFER_MLA_SPARSE_SM90",
         "FLASHMLA",
         "FLASHMLA_SPARSE",
+        "FLASHMLA_SPARSE/HYV4FlashMLASparseBackend",
         "FLASH_ATTN_MLA",
+        "FLASH_ATTN_MLA/XPUFlashAttnMLABackend",
         "FLASH_ATTN_MLA_SPARSE",
         "FLASH_ATTN_MLA_SPARSE_FA4",
         "ROCM_AITER_MLA",
         "ROCM_AITER_MLA_SPARSE",
         "TOKENSPEED_MLA",
         "TRITON_MLA",
+        "TRITON_MLA/Dots3NoteTritonMLABackend",
         "XPU_MLA_SPARSE",
     }
 )
@@ -104,12 +111,16 @@ _KNOWN_VERSIONS = frozenset(_V41_WINDOW_SECTIONS)
 """Versions of vLLM whose writers were read. Of others only what a spec itself promises is known."""
 
 
+_DECIDES_BYTES = frozenset({"customize_spec", "get_impl_cls"})
+"""Methods of a backend that decide the bytes of its cache: the page, and the class whose kernels write it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """What writes a layer's cache, which no spec says. What is empty is not known.
 
     Attributes:
-        backend: vLLM's name of the layer's attention backend.
+        backend: the name of what writes, as :func:`backend_name` returns it.
         platform: ``"cuda"``, ``"rocm"``, ``"xpu"`` or ``"cpu"``.
         capability: of the device, by which kernels are chosen, e.g. ``"9.0"``.
         cache_dtype: the cache type as vLLM calls it, with the platform's 8-bit float where it has one, e.g.
@@ -125,6 +136,29 @@ class Writer:
     cache_dtype: str = ""
     version: str = ""
     cpu_kernel: str | None = None
+
+
+def backend_name(backend: Any) -> str:
+    """Return the name by which formats are known of the class that writes the cache of an attention backend.
+
+    A composite backend lets one of its children write for both, so the name is the child's. A subclass may keep the
+    name of its base and yet bring a page or kernels of its own. The name then says the class too, as in
+    ``"FLASHMLA_SPARSE/HYV4FlashMLASparseBackend"``. So does the name of a class that is not vLLM's own.
+
+    Args:
+        backend: vLLM's class of the backend.
+    """
+    while (child := getattr(backend, "general_backend_cls", None)) is not None:
+        backend = child
+    name = str(backend.get_name())
+    for cls in backend.__mro__:
+        own = vars(cls).keys()
+        is_vllm = cls.__module__.partition(".")[0] == "vllm"
+        if "get_name" in own and is_vllm:
+            return name
+        if own & (_DECIDES_BYTES | {"get_name"}):
+            return f"{name}/{cls.__name__}"
+    return name
 
 
 def transferred_groups(config: Any) -> tuple[int, ...]:
