@@ -257,6 +257,10 @@ FORMATS = {
         writers.strided_rows(48),
         gpu("MINIMAX_M3_SPARSE_INDEXER"),
     ),
+    # Every rank holds the same, so what nobody read may be read at any number of ranks.
+    "rows that nobody read": Format(
+        latent(head_size=24, dtype=BF16), 48, writers.strided_rows(48), gpu("SOMEBODY_S_OWN"), whole=True
+    ),
     "columns on a CPU": VEC,
     "columns of 8-bit floats on a CPU": replace(
         VEC,
@@ -451,7 +455,7 @@ def test_kernel_blocks(name):
 def test_ranks(name, mine, theirs):
     form = FORMATS[name]
     decode, prefill = Engine(form, seed=1, tp=mine), Engine(form, seed=2, tp=theirs)
-    if form.whole and mine != theirs:
+    if form.whole and form.heads is not None and mine != theirs:
         with pytest.raises(UnsupportedPairError, match="content cannot be paired"):
             kvhma.plan(decode.geometries[0], prefill.geometries)
         return
@@ -468,6 +472,78 @@ def test_what_is_whole_says_in_which_order_it_is():
         else:
             with pytest.raises(UnsupportedPairError, match=r"(N8H2|H2N8).*(N8H2|H2N8)"):
                 kvhma.plan(decode.geometries[0], prefill.geometries)
+
+
+COMPRESSED = {
+    "DeepSeek-V4": ("FLASHMLA_SPARSE_DSV4", {**PACKED, "state_content_bytes": 584, "alignment": 576, "dtype": U8}),
+    "DeepSeek-V4, floats": ("FLASHMLA_SPARSE_DSV4", {"head_size": 512, "dtype": BF16, "alignment": 512}),
+    "indexer of DeepSeek-V4": ("DEEPSEEK_V4_INDEXER", {"head_size": 132, "dtype": U8, "alignment": 576}),
+    "indexer of GLM-5": ("DEEPSEEK_V32_INDEXER", {"head_size": 132, "dtype": U8}),
+}
+"""Specs of vLLM's models whose states stand for several tokens."""
+
+
+def blocks_of(spec: Any, backend: str, rank: int, tp: int, *, seed: int, **more: Any) -> tuple[Any, Any, Geometry]:
+    """Return a rank's memory of six blocks, its view and its geometry."""
+    raw = torch.zeros(6 * spec.page_size_bytes, dtype=torch.int8)
+    raw.numpy()[:] = np.random.default_rng(seed).integers(-128, 128, raw.numel(), dtype=np.int8)
+    strides = compute_layout_strides(spec, 6, 1, KVCacheLayout.LBNHC)
+    tensor = KVCacheTensor(raw.numel(), ["a"], layer_stride=strides[0], block_stride=strides[1])
+    (view,) = create_kv_cache_views(raw, spec, 6, KVCacheLayout.LBNHC, tensor)
+    config = KVCacheConfig(6, [tensor], [KVCacheGroupSpec(["a"], spec)])
+    rank_info = RankInfo(rank, tp, **more)
+    return raw, view, geometry_of(config, {"a": view}, rank_info, writer=lambda _: gpu(backend, DS_MLA))
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize(("mine", "theirs"), [(4, 4), (4, 8), (8, 4), (1, 2)])
+def test_what_every_rank_holds_is_read_at_any_number_of_ranks(name, mine, theirs):
+    """vLLM says of these caches that there is one shard over all ranks. Blocks arrive as they are, and no other."""
+    backend, more = COMPRESSED[name]
+    spec = MLAAttentionSpec(block_size=256, num_kv_heads=1, max_tp_shards=1, tokens_per_state=4, **more)
+    prefill = [blocks_of(spec, backend, rank, theirs, seed=5) for rank in range(theirs)]
+    remotes = [geometry for *_, geometry in prefill]
+    for rank in range(mine):
+        raw, view, local = blocks_of(spec, backend, rank, mine, seed=10 + rank)
+        before = raw.clone()
+        transfer = kvhma.plan(local, remotes).transfer(300, [kvhma.Span(0, [4, 1])], [kvhma.Span(0, [2, 5])])
+        execute(
+            transfer, local, raw.numpy().view(np.uint8), remotes, [raw.numpy().view(np.uint8) for raw, *_ in prefill]
+        )
+        assert torch.equal(view[4].view(torch.int8), prefill[0][1][2].view(torch.int8))
+        assert torch.equal(view[1].view(torch.int8), prefill[0][1][5].view(torch.int8))
+        page = spec.page_size_bytes
+        for block in (0, 2, 3, 5):
+            assert torch.equal(raw[block * page :][:page], before[block * page :][:page])
+
+
+def test_ranks_that_share_tokens_hold_no_copies():
+    """With context parallelism each rank has tokens of its own, of what is whole too."""
+    backend, more = COMPRESSED["DeepSeek-V4"]
+    spec = MLAAttentionSpec(block_size=256, num_kv_heads=1, max_tp_shards=1, tokens_per_state=4, **more)
+    assert spec.dcp_sharded
+    shared = {"cp_size": 2, "cp_interleave": 256, "cp_tp_size": 2}
+    prefill = [blocks_of(spec, backend, rank, 2, seed=5, cp_rank=rank, **shared)[2] for rank in range(2)]
+    _, _, decode = blocks_of(spec, backend, 0, 1, seed=5)
+    with pytest.raises(UnsupportedPairError, match="content cannot be paired"):
+        kvhma.plan(decode, prefill)
+
+
+def test_shards_that_several_ranks_hold():
+    """Of two shards over four ranks, the first two hold the first. What is whole is read from those that have it."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=BF16, max_tp_shards=2)
+    prefill = [blocks_of(spec, "SOMEBODY_S_OWN", rank, 4, seed=rank // 2) for rank in range(4)]
+    remotes = [geometry for *_, geometry in prefill]
+    for rank in range(2):
+        raw, view, local = blocks_of(spec, "SOMEBODY_S_OWN", rank, 2, seed=10)
+        transfer = kvhma.plan(local, remotes).transfer(16, [kvhma.Span(0, [4])], [kvhma.Span(0, [2])])
+        execute(
+            transfer, local, raw.numpy().view(np.uint8), remotes, [raw.numpy().view(np.uint8) for raw, *_ in prefill]
+        )
+        assert torch.equal(view[4].view(torch.int8), prefill[2 * rank][1][2].view(torch.int8))
+    _, _, alone = blocks_of(spec, "SOMEBODY_S_OWN", 0, 1, seed=10)
+    with pytest.raises(UnsupportedPairError, match="content cannot be paired"):
+        kvhma.plan(alone, remotes)
 
 
 # --- recurrent state -----------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
 
 
 def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
-    """One part, which pairs only with the same part of the same rank of an engine with as many ranks."""
+    """One part, which pairs only with the same shard of an engine with as many shards."""
     size = math.prod(view.shape[1:]) * view.item_bytes
     dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
     dense = view.item_bytes
@@ -175,22 +175,33 @@ def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
     kernel = "" if writer.cpu_kernel is None else f"cpu-{writer.cpu_kernel}"
     written_by = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
     encoding = encoding_of(spec, view.dtype, writer)
+    shard, shards = _shard(spec, rank_info)
     dtype = "/".join(
-        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, written_by), f"tp{rank_info.tp_size}"]
+        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, written_by), f"tp{shards}"]
     )
-    return _for_equal_engines(dtype, size, rank_info)
+    return _for_equal_engines(dtype, size, shard, shards)
 
 
-def _for_equal_engines(dtype: str, size: int, rank_info: RankInfo) -> tuple[Part, ...]:
-    """Bytes of one rank; `dtype` names all that has to be equal on the other side.
+def _shard(spec: Any, rank_info: RankInfo) -> tuple[int, int]:
+    """Return which of how many distinct shards of a cache this rank holds; ranks behind the last hold copies.
+
+    With context parallelism each rank has tokens of its own.
+    """
+    rank, ranks = rank_info.tp_rank, rank_info.tp_size
+    shards = ranks if spec.max_tp_shards is None or rank_info.cp_size > 1 else min(ranks, spec.max_tp_shards)
+    return (rank, ranks) if ranks % shards else (rank * shards // ranks, shards)
+
+
+def _for_equal_engines(dtype: str, size: int, shard: int, shards: int) -> tuple[Part, ...]:
+    """Bytes of one shard; `dtype` names all that has to be equal on the other side.
 
     ::
 
-        extent   | rank 0 | rank 1 | ... |
-                          ^ size * tp_rank
+        extent   | shard 0 | shard 1 | ... |
+                           ^ size * shard
     """
-    ranks = Axis("bytes", size * rank_info.tp_size, 1, size * rank_info.tp_rank, size)
-    return (Part("whole", dtype, 1, 0, (ranks,)),)
+    held = Axis("bytes", size * shards, 1, size * shard, size)
+    return (Part("whole", dtype, 1, 0, (held,)),)
 
 
 def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
@@ -205,7 +216,9 @@ def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
     if known is None:
         drafts = f"num_speculative_tokens={spec.num_speculative_blocks}"
         kinds = f"{spec.mamba_type.name}/{spec.shapes}/{spec.dtypes}/{drafts}/tp{rank_info.tp_size}"
-        return _for_equal_engines(kinds.replace(" ", ""), spec.state_content_size_bytes, rank_info)
+        return _for_equal_engines(
+            kinds.replace(" ", ""), spec.state_content_size_bytes, rank_info.tp_rank, rank_info.tp_size
+        )
     state, conv = known
     return state_parts(state, rank_info.tp_rank, rank_info.tp_size, conv)
 
