@@ -124,7 +124,9 @@ def test_who_writes_a_layer_on_this_machine():
     """vLLM's own platform and backend; its runner puts what the CPU kernel packs for on the layer."""
     own = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend, kv_cache_dtype="auto", isa="vec")
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a.attn": own}))
-    assert writer_of(config)("a.attn") == Writer("CPU_ATTN", "cpu", "", "auto", vllm.__version__, "vec")
+    found = writer_of(config)("a.attn")
+    assert found == Writer("CPU_ATTN", "cpu", "", "auto", vllm.__version__, "vec")
+    assert found.classes == (SimpleNamespace, CPUAttentionBackend)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
     def find(name: str) -> Writer:
         layer = context.get(name)
         get_backend = getattr(layer, "get_attn_backend", None)
-        backend = "" if get_backend is None else backend_name(get_backend())
+        kind = None if get_backend is None else get_backend()
+        backend = "" if kind is None else backend_name(kind)
         return Writer(
             backend=backend,
             platform=platform,
@@ -145,6 +146,7 @@ def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
             cache_dtype=_indexer_dtype(config) if backend in _INDEXERS else _cache_dtype(layer),
             version=vllm.__version__,
             cpu_kernel=getattr(layer, "isa", None),
+            classes=() if kind is None else (type(layer), kind),
         )
 
     return find

@@ -8,11 +8,13 @@ it shuffles the keys. docs/formats.md has the lists of this module as a table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Kind
+from kvhma.vllm.writer_source import source_fingerprint
 
 KINDS: dict[str, Kind] = {
     "ChunkedLocalAttentionSpec": "chunked",
@@ -111,6 +113,9 @@ _KNOWN_VERSIONS = frozenset(_V41_WINDOW_SECTIONS)
 """Versions of vLLM whose writers were read. Of others only what a spec itself promises is known."""
 
 
+_RELEASE = re.compile(r"(\d+\.\d+)\.\d+(?:\.post\d+)?(?:\+[\w.]+)?")
+"""A release of vLLM, and its series. Any other version is one of many days of development."""
+
 _DECIDES_BYTES = frozenset({"customize_spec", "get_impl_cls"})
 """Methods of a backend that decide the bytes of its cache: the page, and the class whose kernels write it."""
 
@@ -128,6 +133,7 @@ class Writer:
         version: vLLM's version.
         cpu_kernel: the instructions for which vLLM's CPU attention packs a block, e.g. ``"amx"``; None for other
             attention.
+        classes: of the layer and of its backend, whose source is compared where the format was not read.
     """
 
     backend: str = ""
@@ -136,6 +142,7 @@ class Writer:
     cache_dtype: str = ""
     version: str = ""
     cpu_kernel: str | None = None
+    classes: tuple[type, ...] = field(default=(), compare=False, repr=False)
 
 
 def backend_name(backend: Any) -> str:
@@ -159,6 +166,21 @@ def backend_name(backend: Any) -> str:
         if own & (_DECIDES_BYTES | {"get_name"}):
             return f"{name}/{cls.__name__}"
     return name
+
+
+def release_of(writer: Writer) -> str:
+    """Return what has to be equal of vLLM itself on the other side of a format that was not read.
+
+    Releases of one series write the same if the source of the writer is equal. Where that source cannot be found, in
+    versions under development, and where nobody knows who writes, the version has to be equal.
+    """
+    release = _RELEASE.fullmatch(writer.version)
+    if release is None or not writer.backend:
+        return writer.version
+    if not writer.classes:
+        return release[1]
+    source = source_fingerprint(writer.classes)
+    return f"{release[1]}-{source}" if source else writer.version
 
 
 def transferred_groups(config: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Part
 from kvhma.models import State, StateKind
 from kvhma.models.pages import ConvOrder, section_parts, state_parts
-from kvhma.vllm.formats import Writer, encoding_of, is_by_head, kind_of, section_bytes
+from kvhma.vllm.formats import Writer, encoding_of, is_by_head, kind_of, release_of, section_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
 """CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
@@ -173,7 +173,7 @@ def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
     fields = (spec.head_size, spec.head_size_v, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
     writer = view.writer
     kernel = "" if writer.cpu_kernel is None else f"cpu-{writer.cpu_kernel}"
-    written_by = (writer.backend, writer.platform, writer.capability, writer.version, kernel)
+    written_by = (writer.backend, writer.platform, writer.capability, release_of(writer), kernel)
     encoding = encoding_of(spec, view.dtype, writer)
     shard, shards = _shard(spec, rank_info)
     dtype = "/".join(
