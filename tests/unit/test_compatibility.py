@@ -39,6 +39,7 @@ REPORT = """<testsuites><testsuite timestamp="2026-01-02T03:04:05">
 <testcase classname="tests.nixl.test_models" name="test_model[b]"><failure/></testcase>
 <testcase classname="tests.e2e.test_http" name="test_the_proxy[a]"><error/></testcase>
 <testcase classname="tests.e2e.test_http" name="test_the_proxy[b]"><skipped/></testcase>
+<testcase classname="tests.e2e.test_http" name="test_the_proxy[c]"><skipped message="no bridge"/></testcase>
 <testcase classname="tests.nixl.test_axes" name="test_that_is_gone"/>
 <testcase classname="tests.unit.test_plan" name="test_e"/></testsuite></testsuites>"""
 READ = {
@@ -46,6 +47,7 @@ READ = {
     "nixl/test_models.py::test_model": ("failed", "2026-01-02"),
     "e2e/test_http.py::test_the_proxy[a]": ("failed", "2026-01-02"),
     "e2e/test_http.py::test_the_proxy[b]": ("skipped", "2026-01-02"),
+    "e2e/test_http.py::test_the_proxy[c]": ("skipped", "2026-01-02", "no bridge"),
     "nixl/test_axes.py::test_that_is_gone": ("passed", "2026-01-02"),
 }
 
@@ -140,6 +142,20 @@ def test_reports_that_are_none(tmp_path, text):
 def test_the_strongest_proof_counts(results, expected):
     one = Feature("a", ("e2e/a.py::f[x*]",), (), ("b.py::g",), ("c.py::h",))
     assert compatibility.proof(one, {test: (result, "") for test, result in results.items()}) == expected
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ({"e2e/a.py::f": ("skipped", "", "no kernel | no router")}, "half; no kernel / no router"),
+        ({"e2e/a.py::f": ("skipped", "", "no kernel"), "b.py::g": ("passed", "")}, "half"),
+        ({"e2e/a.py::f": ("skipped", "")}, "half"),
+        ({"e2e/c.py::f": ("skipped", "", "no kernel")}, "half"),
+    ],
+)
+def test_what_kept_a_feature_from_being_run_is_noted(results, expected):
+    one = Feature("a", ("e2e/a.py::f",), (), ("b.py::g",), note="half")
+    assert compatibility.notes(one, [results, results, {}]) == expected
 
 
 @pytest.mark.parametrize(
