@@ -173,7 +173,8 @@ types: dev $(E2E)/.ready ## mypy strict over the connector, with vLLM's own type
 
 NEED_VLLM := tests/connector tests/tensors $(shell grep -rl "needs vLLM; make connector" tests/unit tests/attacks)
 CONNECTOR = PYTHONPATH=python $(E2E)/bin/$(PYTEST) $(if $(filter tests/%,$(ARGS)),,$(NEED_VLLM)) --junitxml=$(REPORTS)/$(1)connector.xml
-ENGINES = KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q --timeout 900 --junitxml=$(REPORTS)/$(1)e2e.xml
+ENGINE_TESTS = KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q --timeout 900
+ENGINES = $(ENGINE_TESTS) -m "not families" --junitxml=$(REPORTS)/$(1)e2e.xml
 
 .PHONY: connector
 connector: dev $(E2E)/.ready ## the connector against vLLM's own classes, without engines (sets up .venv-e2e, 6 GB)
@@ -190,6 +191,10 @@ smoke: types ## what CI runs with vLLM: the connector's tests, and an engine of 
 e2e: types $(if $(ARGS),,connector) ## the connector in real engines; ARGS=tests/e2e/test_trust.py for a part; VLLM=0.33.0
 	mkdir -p $(REPORTS)
 	$(call ENGINES) $(if $(filter tests/%,$(ARGS)),,tests/e2e) $(ARGS)
+
+.PHONY: families
+families: dev $(E2E)/.ready ## families of models in real engines, half a minute each; goes on where it was stopped; ARGS=jamba for one of them, anew
+	$(ENGINE_TESTS) -m families --rows $(REPORTS)/families tests/e2e/test_families.py $(if $(ARGS),-k "$(ARGS)")
 
 # Three environments of 6 GB; `make e2e` runs the same test with those that are there.
 .PHONY: rolling
@@ -215,9 +220,9 @@ soak: dev $(E2E)/.ready ## engines that are killed, stopped and cut off while 16
 		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: compatibility
-compatibility: ## put the reports of the last `make test` and `make e2e` into docs/compatibility.json and .md
+compatibility: ## put the reports of the last `make test`, `make e2e` and `make families` into docs/compatibility.json and .md
 	$(BIN)/python tools/compatibility.py --python $(BIN)/python $(wildcard .reports/none/*.xml)
-	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)
+	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml $(REPORTS)/families/*.xml)
 
 .PHONY: bench-e2e
 bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real engines, in benches/RESULTS_E2E.md

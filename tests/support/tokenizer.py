@@ -38,6 +38,7 @@ def with_tokenizer(model: Path, folder: Path) -> Path:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "model_max_length": 4096}
+    config["extra_special_tokens"] = {"image_token": "<image>", "video_token": "<end>"}  # of Qwen-VL
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 

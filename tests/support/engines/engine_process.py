@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 import time
 import uuid
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
@@ -33,6 +35,7 @@ def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> N
 
     stages = {"forked": time.time() - begun}
     engine_core.install()
+    _import_model(Path(engine_args["model"]))
     config = AsyncEngineArgs(**DEFAULTS | _typed(engine_args)).create_engine_config()
     if engine_args.get("async_scheduling"):
         config.scheduler_config.async_scheduling = True  # vLLM's CPU platform switches it off, whatever was asked for
@@ -41,6 +44,17 @@ def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> N
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     stages["configured"] = time.time() - begun
     asyncio.run(_serve(connection, config, stages, begun))
+
+
+def _import_model(folder: Path) -> None:
+    # vLLM inspects a class it knows by name only in an interpreter started for that (eight seconds more); one that is
+    # registered as a class, as those that the zygote has, is inspected on the spot.
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in json.loads((folder / "config.json").read_text())["architectures"]:
+        known = ModelRegistry.models[architecture]
+        if hasattr(known, "module_name"):
+            ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def _typed(engine_args: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps of Mamba2 in plain torch, with the slots and rows that vLLM's kernels for GPUs use.
+"""Kernels of Mamba in plain torch, with the slots and rows that vLLM's kernels for GPUs use, where those for CPUs fail.
 
-A sequence has a slot for its state and one behind it for each draft. A step begins where the last token that was
-accepted ended, and keeps what follows each of its tokens until it is known how many of them are accepted.
+* Mamba1: prefill and decode.
+* Mamba2 with a prefix cache: what a state was at the end of a chunk, and where a prefill keeps it.
+* Mamba2 with drafts: decode. A sequence has a slot for its state and one behind it for each draft. A step begins where
+  the last token that was accepted ended, and keeps what follows each of its tokens until it is known how many of them
+  are accepted.
 """
 
 from __future__ import annotations
@@ -79,3 +82,139 @@ def selective_state_update(
             now = now * (width * a).exp() + width * x[token].float()[..., None] * b[token][:, None]
             out[token] = (now * c[token][:, None]).sum(-1) + d * x[token]
             state[slots[token - begin]] = now
+
+
+def selective_scan(
+    u: Any,
+    states: Any,
+    delta: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    z: Any,
+    delta_bias: Any,
+    *,
+    delta_softplus: bool,
+    cache_indices: Any,
+    has_initial_state: Any,
+    query_start_loc: Any,
+    **_: Any,
+) -> Any:
+    """Advance `states` (slots, channels, columns) by `u` (channels, tokens) and return what each token makes of them.
+
+    `delta` and the gate `z` are (channels, tokens), `a` (channels, columns), `b` and `c` (columns, tokens).
+    """
+    import torch
+    from torch.nn import functional
+
+    step = delta.float() + (0 if delta_bias is None else delta_bias[:, None])
+    step = functional.softplus(step) if delta_softplus else step
+    out = torch.zeros_like(u)
+    starts, begun = query_start_loc.tolist(), has_initial_state.tolist()
+    for index, slot in enumerate(cache_indices.tolist()):
+        if not slot:  # block 0 is padding
+            continue
+        now = states[slot].float() if begun[index] else torch.zeros_like(states[slot], dtype=torch.float32)
+        for token in range(starts[index], starts[index + 1]):
+            width = step[:, token, None]
+            now = now * (width * a).exp() + width * u[:, token, None].float() * b[:, token].float()
+            out[:, token] = now @ c[:, token].float() + d * u[:, token]
+        states[slot] = now
+    return out * functional.silu(z)
+
+
+def mamba_1_step(
+    state: Any,
+    x: Any,
+    dt: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    dt_bias: Any,
+    *,
+    z: Any,
+    state_batch_indices: Any,
+    out: Any,
+    **_: Any,
+) -> None:
+    """Advance `state` (slots, channels, columns) by `x` (tokens, channels), into `out`, which `z` is the gate of."""
+    from torch.nn import functional
+
+    # Mamba2 with one head.
+    one = (each[:, None] for each in (state, x, dt))
+    selective_state_update(
+        *one,
+        a[None],
+        b[:, None],
+        c[:, None],
+        d[None],
+        dt_bias[None],
+        state_batch_indices=state_batch_indices,
+        out=out[:, None],
+    )
+    out *= functional.silu(z)
+
+
+def chunk_scan(
+    x: Any,
+    dt: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    out: Any,
+    cu_seqlens: Any,
+    cu_chunk_seqlens: Any,
+    last_chunk_indices: Any,
+    seq_idx: Any,
+    initial_states: Any = None,
+    return_intermediate_states: bool = False,
+    **more: Any,
+) -> Any:
+    """Let vLLM's kernel for CPUs, which knows the last state of a sequence only, say those after each chunk too."""
+    import torch
+    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+    def scan(tokens: slice, cuts: Any, chunk_cuts: Any, last: Any, of: Any, states: Any) -> Any:
+        cut = {"cu_seqlens": cuts, "cu_chunk_seqlens": chunk_cuts, "last_chunk_indices": last, "seq_idx": of}
+        given = (x[tokens], dt[tokens], a, b[tokens], c[tokens])
+        return mamba_chunk_scan_combined_varlen(*given, out=out[tokens], initial_states=states, **cut, **more)
+
+    if not return_intermediate_states:
+        return scan(slice(None), cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx, initial_states)
+    cuts, sequences = cu_chunk_seqlens.tolist(), seq_idx.tolist()
+    zero = torch.zeros(1, dtype=cu_seqlens.dtype)
+    found: list[Any] = []
+    for chunk, sequence in enumerate(sequences):
+        if chunk and sequences[chunk - 1] == sequence:
+            states = found[-1]
+        else:
+            states = None if initial_states is None else initial_states[sequence : sequence + 1]
+        begin, end = cuts[chunk : chunk + 2]
+        whole = torch.tensor([0, end - begin], dtype=cu_seqlens.dtype)
+        found.append(scan(slice(begin, end), whole, whole, zero, zero, states))
+    return torch.cat(found)
+
+
+def store_prefill_checkpoint(
+    checkpoint: Any,
+    chunk_idx: Any,
+    x: Any,
+    conv_state: Any,
+    chunk_states: Any,
+    ssm_state: Any,
+    query_start_loc: Any,
+    *,
+    state_len: int,
+) -> None:
+    """Write what the state was at one point of each prefill to a slot of its own.
+
+    `x` is (channels, tokens), `conv_state` (slots, channels, rows), `ssm_state` (slots, heads, width, columns).
+    """
+    for row, offset in enumerate(checkpoint.checkpoint_offsets.tolist()):
+        if offset > 0:  # else there is none
+            slot, end = int(checkpoint.state_indices[row]), int(query_start_loc[row]) + offset
+            conv_state[slot, :, :state_len] = x[:, end - state_len : end]
+            ssm_state[slot] = chunk_states[int(chunk_idx[row])]

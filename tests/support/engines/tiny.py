@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.engines.families import FAMILIES, SHAPES
+
 if TYPE_CHECKING:
     import torch
 
@@ -128,7 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Models that not every test of MODELS is for. A picture of 56 by 56 points is 16 tokens; its token is 510.
+# Models that not every test of MODELS is for. The token of a picture is 510.
 OTHERS: dict[str, dict[str, Any]] = {
     "llava": {
         "model_type": "llava",
@@ -148,18 +150,30 @@ OTHERS: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -1,
     }
 }
-PICTURES = {
-    "preprocessor_config.json": {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 56},
-        "crop_size": {"height": 56, "width": 56},
+# Of a picture of 56 by 56 points LLaVA makes 16 tokens, Qwen 4.
+PICTURES: dict[str, dict[str, Any]] = {
+    "llava": {
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        },
+        "processor_config.json": {
+            "processor_class": "LlavaProcessor",
+            "image_token": "<image>",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
     },
-    "processor_config.json": {
-        "processor_class": "LlavaProcessor",
-        "image_token": "<image>",
-        "patch_size": 14,
-        "num_additional_image_tokens": 1,
-        "vision_feature_select_strategy": "default",
+    "qwen2_5_vl": {
+        "preprocessor_config.json": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 56 * 56},
+        },
     },
 }
 
@@ -171,6 +185,7 @@ GAINS = {
     "kv_a_proj_with_mqa.weight": 1.7,
     "o_proj.weight": 2.0,
     "out_proj.weight": 3.0,
+    "dt_proj.weight": 0.3,  # of Mamba1; its bias says how long it remembers
     "lm_head.weight": 2.0,
 }
 
@@ -181,12 +196,13 @@ def make(connection: Connection, names: list[str], folder: str) -> None:
 
 
 def _model(name: str, folder: Path) -> Path:
-    # The recipe is this file: a directory made by another one is never used.
-    recipe = zlib.crc32(Path(__file__).read_bytes())
+    # The recipe is this file and the settings: a directory made by others is never used.
+    settings = (MODELS | OTHERS | FAMILIES)[name]
+    recipe = zlib.crc32(Path(__file__).read_bytes() + json.dumps(settings).encode())
     final = folder / f"{name}-{recipe:08x}"
     if not final.exists():
         making = folder / f"{final.name}.{os.getpid()}"
-        _save((MODELS | OTHERS)[name], making)
+        (_save_shapes if settings["model_type"] in SHAPES else _save)(settings, making)
         try:
             making.rename(final)
         except OSError:  # another process was quicker
@@ -208,10 +224,24 @@ def _save(settings: dict[str, Any], folder: Path) -> None:
     written = json.loads((folder / "config.json").read_text())
     # save_pretrained drops what it takes for a default of its own; an engine must see the model as it is meant.
     (folder / "config.json").write_text(json.dumps(settings | written, indent=1))
-    if "vision_config" in settings:
+    if settings["model_type"] == "llava":
         _name_as_vllm_does(folder / "model.safetensors")
-        for name, content in PICTURES.items():
-            (folder / name).write_text(json.dumps(content))
+    for name, content in PICTURES.get(settings["model_type"], {}).items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def _save_shapes(settings: dict[str, Any], folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, shape in SHAPES[settings["model_type"]](settings).items():
+        # What norms multiply by: itself, or one more than it.
+        tensors[name] = torch.full(shape, 0.0 if settings["model_type"] == "step3p5" else 1.0)
+        _fill(name, tensors[name], settings["model_type"])
+    folder.mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings | {"torch_dtype": "bfloat16"}, indent=1))
 
 
 def _name_as_vllm_does(path: Path) -> None:
@@ -238,12 +268,12 @@ def _fill(name: str, parameter: torch.Tensor, model_type: str) -> None:
     last = name.rpartition(".")[2]
     if last == "A_log":  # with dt below: states that forget over tens to hundreds of tokens, not at once
         parameter.copy_(between(0.3, 1.5).log())
-    elif last == "dt_bias":
+    elif name.endswith(("dt_bias", "dt_proj.bias")):
         parameter.copy_(between(0.01, 0.1).expm1().log())  # softplus of it lies between the two
     elif last == "D":  # what passes the state by
         parameter.fill_(0.3)
-    elif name.endswith(("q_norm.weight", "k_norm.weight")):  # normed queries and keys: their gain is here, around one
-        parameter.fill_(0.7)
+    elif name.endswith(("q_norm.weight", "k_norm.weight")):  # normed queries and keys: their gain is here
+        parameter.fill_(1.7 if model_type == "exaone4" else 0.7)
     elif "embed" in name:
         # Gemma multiplies by the square root of the width.
         parameter.copy_(normal(1 / math.sqrt(shape[1]) if model_type.startswith("gemma") else 1.0))

@@ -44,6 +44,24 @@ class Extension:
         mamba_mixer2.causal_conv1d_update = mamba_kernels.causal_conv1d_update
         mamba_mixer2.selective_state_update = mamba_kernels.selective_state_update
 
+    def e2e_mamba_1(self) -> None:
+        """Let Mamba1 compute: vLLM has no kernel for its prefill on CPUs, and that for its decode takes Mamba2 only."""
+        from vllm.model_executor.layers.mamba import mamba_mixer
+
+        from support.engines import mamba_kernels
+
+        mamba_mixer.selective_scan_fn = mamba_kernels.selective_scan
+        mamba_mixer.selective_state_update = mamba_kernels.mamba_1_step
+
+    def e2e_mamba_2(self) -> None:
+        """Let Mamba2 prefill with a prefix cache: vLLM's kernel for CPUs says less of the states than is asked for."""
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+
+        from support.engines import mamba_kernels
+
+        mamba_mixer2.mamba_chunk_scan_combined_varlen = mamba_kernels.chunk_scan
+        mamba_mixer2.store_prefill_checkpoint = mamba_kernels.store_prefill_checkpoint
+
     def e2e_overwrite(self, layer: str, block: int, how: str = "noise", seed: int = 0) -> None:
         """Spoil what one layer keeps in one block.
 

@@ -16,7 +16,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -130,10 +129,9 @@ def _import_models() -> None:
     # registered as a class is inspected on the spot.
     from vllm.model_executor.models import ModelRegistry
 
-    # LLaVA's module asks for another model's pictures, and they for torchvision, which nothing here needs.
-    pixtral = ModuleType("transformers.models.pixtral.image_processing_pixtral")
-    pixtral._num_image_tokens = None  # type: ignore[attr-defined]
-    sys.modules[pixtral.__name__] = pixtral
+    from support.engines import without_torchvision
+
+    without_torchvision.install()
     for architecture, where in ARCHITECTURES.items():
         module, _, name = where.partition(":")
         loaded = importlib.import_module(f"vllm.model_executor.models.{module}")
