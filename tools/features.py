@@ -75,6 +75,7 @@ CACHES = (
     ),
     Feature(
         "chunked attention",
+        engine=("e2e/test_families.py::test_family[llama4]",),
         processes=(
             "nixl/test_axes.py::test_axis",
             "nixl/test_nixl_plans.py::test_plans",
@@ -151,6 +152,59 @@ CACHES = (
         ),
         upstream="equal dtypes",
         note="engines ran fp8 only; int8 and NVFP4 by imitated writers",
+    ),
+)
+
+# What `make families` hands over, with the requests after that, which hit D's prefix cache.
+MODELS = (
+    Feature(
+        "Jamba (Mamba1, TP 1 ↔ 2)",
+        engine=("e2e/test_families.py::test_family[jamba]",),
+        note="Mamba1 by kernels in torch: vLLM has none for CPUs",
+    ),
+    Feature(
+        "Llama 4 (chunked attention)",
+        engine=("e2e/test_families.py::test_family[llama4]",),
+    ),
+    Feature(
+        "MiMo-V2 (heads that differ by layer, TP 1 ↔ 2)",
+        engine=("e2e/test_families.py::test_family[mimo_v2]",),
+    ),
+    Feature(
+        "MiMo-V2, keys wider than values",
+        engine=("e2e/test_families.py::test_family[mimo_v2_wide_keys]",),
+    ),
+    Feature(
+        "gemma-3n (layers that share caches)",
+        engine=("e2e/test_families.py::test_family[gemma3n]",),
+    ),
+    Feature(
+        "Falcon-H1 (Mamba2 beside attention, TP 1 ↔ 2)",
+        engine=("e2e/test_families.py::test_family[falcon_h1]",),
+        note="Mamba2's prefix cache by kernels in torch: vLLM's fail on CPUs",
+    ),
+    Feature(
+        "Zamba2 (shared attention, TP 1 ↔ 2)",
+        engine=("e2e/test_families.py::test_family[zamba2]",),
+        note="as Falcon-H1",
+    ),
+    Feature(
+        "GraniteMoeHybrid (Mamba2, TP 2 ↔ 1)",
+        engine=("e2e/test_families.py::test_family[granitemoehybrid]",),
+        note="as Falcon-H1",
+    ),
+    Feature(
+        "Qwen2.5-VL (pictures, three positions a token)",
+        engine=("e2e/test_families.py::test_family[qwen2_5_vl]",),
+    ),
+    Feature(
+        "Step-3.5 (heads that differ by layer, experts)",
+        engine=("e2e/test_families.py::test_family[step3p5]",),
+        note="experts by softmax: vLLM's router for CPUs has no sigmoid",
+    ),
+    Feature(
+        "EXAONE 4 (windows, blocks of 32 ↔ 96)",
+        engine=("e2e/test_families.py::test_family[exaone4]",),
     ),
 )
 
@@ -389,6 +443,7 @@ ENGINES = (
 
 FEATURES: dict[str, tuple[Feature, ...]] = {
     "caches": CACHES,
+    "models, and the requests after a hand-off": MODELS,
     "P and D": PAIRS,
     "requests": REQUESTS,
     "engines": ENGINES,
