@@ -2,6 +2,7 @@
 """kv_transfer_params: what goes out comes back, and nothing else gets in."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -183,6 +184,45 @@ def test_numbers_that_another_json_library_writes_otherwise():
     assert isinstance(told["kvhma"]["lease"], float)
     told["kvhma"]["lease"] = int(told["kvhma"]["lease"])
     assert read(told)._replace(digest=b"") == REMOTE
+
+
+def with_floats(value):
+    """As a router that knows floats only writes it, as protobuf's Struct and Lua do."""
+    return json.loads(json.dumps(value), parse_int=float)
+
+
+@pytest.mark.parametrize("secrets", [NO_SECRET, SECRET], ids=["open", "secret"])
+def test_integers_that_come_back_as_floats(secrets):
+    told = with_floats(written(secrets=secrets))
+    assert isinstance(told["kvhma"]["tokens"], float)
+    assert isinstance(told["kvhma"]["spans"][1][0], float)
+    found = read(told, secrets=secrets)
+    assert found._replace(digest=b"") == REMOTE
+    assert all(type(number) is int for number in (found.num_tokens, found.address.port, found.spans[1].first))
+    assert read(with_floats(answer(secrets=secrets)), secrets=secrets)._replace(digest=b"") == ANSWER
+
+
+INTEGERS = {
+    "remote_port": "remote_port",
+    "tp_size": "tp_size",
+    "pp_size": "pp_size",
+    "version": "kvhma.version",
+    "tokens": "kvhma.tokens",
+    "epoch": "kvhma.epoch",
+    "spans": "kvhma.spans.first",
+    "prefixes": "kvhma.prefixes.tokens",
+}
+
+
+@pytest.mark.parametrize("value", [387.5, float("nan"), float("inf"), -float("inf"), 1e300, -3.0, True, False], ids=str)
+@pytest.mark.parametrize("key", INTEGERS)
+def test_numbers_that_are_no_integers_are_refused_with_their_field(key, value):
+    told = answer(ANSWER._replace(epoch=1))
+    where = told if key in told else told["kvhma"]
+    where[key] = [[value, "0a" * 16 if key == "prefixes" else "1"]] if isinstance(where[key], list) else value
+    text = f"kv_transfer_params: {INTEGERS[key]} is {value}, expected an integer in"
+    with pytest.raises(RequestError, match=re.escape(text)):
+        read(told)
 
 
 def test_the_parameters_of_two_requests_mixed_up():

@@ -8,7 +8,6 @@ Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -327,12 +326,12 @@ def _span_rows(own: Mapping[str, Any]) -> list[list[Any]]:
     rows = own.get("spans")
     if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
         raise RequestError(f"kv_transfer_params: kvhma.spans is {quote(rows)}, expected a list of 1..{_MAX_GROUPS}")
+    found: list[list[Any]] = []
     for row in rows:
-        if not (isinstance(row, list) and len(row) == 2 and _is_integer(row[0]) and isinstance(row[1], str)):
+        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[1], str)):
             raise RequestError(f"kv_transfer_params: kvhma.spans has {quote(row)}, expected [first, ids]")
-        if not 0 <= row[0] <= _MAX_ID:
-            raise RequestError(f"kv_transfer_params: kvhma.spans starts at {quote(row[0])}, expected 0..{_MAX_ID}")
-    return rows
+        found.append([_integer({"first": row[0]}, "kvhma.spans.first", 0, _MAX_ID), row[1]])
+    return found
 
 
 def _prefixes(own: Mapping[str, Any], tokens: int) -> tuple[Prefix, ...]:
@@ -391,21 +390,18 @@ def _text(values: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    """Return an integer, also one that a router has written as 387.0: protobuf's Struct and Lua have floats only."""
     value = _get(values, key)
-    if not _is_integer(value) or not low <= value <= high:
+    whole = value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not low <= value <= high:
         raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected an integer in {low}..{high}")
     return int(value)
 
 
 def _seconds(values: Mapping[str, Any], key: str) -> float:
     value = _get(values, key)
-    number = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
-    if not number or not 0.1 <= value <= 1e9:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.1 <= value <= 1e9:  # nan is in no range
         raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected seconds")
     return float(value)
 
