@@ -9,7 +9,7 @@ if [ -n "${SECRET_FILE:-}" ]; then MORE=', "secret_file": "'"$SECRET_FILE"'"'; f
 if [ -n "${ALLOWED:-}" ]; then MORE="$MORE"', "allowed_prefill_engines": '"$ALLOWED"; fi
 exec vllm serve "${1:?usage: decode.sh MODEL [options]}" --port "${PORT:-8200}" --enable-prompt-tokens-details \
   --kv-transfer-config '{
-  "kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm", "kv_role": "kv_consumer",
+  "kv_connector": "KvhmaConnector", "kv_role": "kv_consumer",
   "kv_load_failure_policy": "recompute",
   "kv_connector_extra_config": {
     "side_channel_host": "'"${SIDE_HOST:-localhost}"'", "side_channel_port": '"${SIDE_PORT:-5700}$MORE"'}}' "${@:2}"

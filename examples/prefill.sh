@@ -6,6 +6,6 @@
 MORE=""
 if [ -n "${SECRET_FILE:-}" ]; then MORE=', "secret_file": "'"$SECRET_FILE"'"'; fi
 exec vllm serve "${1:?usage: prefill.sh MODEL [options]}" --port "${PORT:-8100}" --kv-transfer-config '{
-  "kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm", "kv_role": "kv_producer",
+  "kv_connector": "KvhmaConnector", "kv_role": "kv_producer",
   "kv_connector_extra_config": {
     "side_channel_host": "'"${SIDE_HOST:-localhost}"'", "side_channel_port": '"${SIDE_PORT:-5600}$MORE"'}}' "${@:2}"

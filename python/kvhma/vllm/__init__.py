@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM connector for hybrid models, loaded out of tree with ``"kv_connector_module_path": "kvhma.vllm"``."""
+"""A vLLM connector for hybrid models, loaded out of tree with ``"kv_connector": "KvhmaConnector"``.
+
+Where kvhma is not installed but on the path, add ``"kv_connector_module_path": "kvhma.vllm"``.
+"""
 
 from __future__ import annotations
 

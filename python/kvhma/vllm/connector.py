@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -49,6 +47,7 @@ from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.memory import DeviceMemory, Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
+from kvhma.vllm.plugin import register
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.staging import StagingPool
 from kvhma.vllm.stats import PromMetrics, TransferStats
@@ -83,8 +82,9 @@ _NOTICED_SECONDS = 0.1
 class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands the KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
 
-    Load it with ``--kv-transfer-config '{"kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm",
-    "kv_role": "kv_both"}'``. docs/vllm.md has the settings.
+    Load it with ``--kv-transfer-config '{"kv_connector": "KvhmaConnector", "kv_role": "kv_producer"}'`` at a prefill
+    engine, ``kv_consumer`` at a decode engine; where kvhma is on the path but not installed, with
+    ``"kv_connector_module_path": "kvhma.vllm"`` too. docs/vllm.md has the settings.
     """
 
     _cache_hit_source = CACHE_HIT_SOURCE
@@ -374,8 +374,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 # Loaded by its path, but MultiConnector looks for the class of a child's statistics by its name.
-with contextlib.suppress(ValueError):  # it is registered already
-    KVConnectorFactory.register_connector(KvhmaConnector.__name__, __name__, KvhmaConnector.__name__)
+register()
 
 
 def _make_board(agent: Agent) -> LeaseBoard | None:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points of ``vllm.general_plugins``: where kvhma is installed, vLLM knows the connector by its name alone.
+
+vLLM calls them in each of its processes, possibly several times. Registering imports no part of the connector: vLLM
+does that when a configuration names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from kvhma.errors import SettingsError
+
+DROP_IN = "kvhma_drop_in"
+"""What ``VLLM_PLUGINS`` has to name for kvhma to stand in for vLLM's NixlConnector."""
+
+
+def register() -> None:
+    """Register ``KvhmaConnector``. Does nothing without vLLM, or where its registry is not where it was."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        return
+    with contextlib.suppress(ValueError):  # it is registered already
+        KVConnectorFactory.register_connector("KvhmaConnector", "kvhma.vllm.connector", "KvhmaConnector")
+
+
+def register_drop_in() -> None:
+    """Register the connector as ``NixlConnector``, in place of vLLM's own, if ``VLLM_PLUGINS`` names this plugin.
+
+    Without that variable vLLM loads every plugin, and an installed package must not replace what was configured.
+
+    Raises:
+        SettingsError: it was named, and this version of vLLM does not let its connectors be replaced.
+    """
+    try:
+        from vllm import envs
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        return
+    if DROP_IN not in (envs.VLLM_PLUGINS or ()):
+        return
+    registry = getattr(KVConnectorFactory, "_registry", None)
+    if not isinstance(registry, dict):
+        raise SettingsError(
+            f"VLLM_PLUGINS names {DROP_IN}, but this vLLM keeps its connectors elsewhere; set kv_connector_module_path "
+            "to kvhma.vllm.drop_in instead"
+        )
+    registry.pop("NixlConnector", None)
+    KVConnectorFactory.register_connector("NixlConnector", "kvhma.vllm.drop_in", "NixlConnector")
