@@ -77,6 +77,14 @@ def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch,
     assert "everybody" not in log(secret_file=str(file))
 
 
+def test_the_log_says_where_others_are_told_to_come(log, monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    assert "other engines are told" not in log(side_channel_host="127.0.0.1")
+    assert log(side_channel_host="0.0.0.0").count("listens at 0.0.0.0:5600; other engines are told 10.0.0.7:5600") == 1
+    said = log(side_channel_host="127.0.0.1", advertised_host="gate.example", advertised_port=31000)
+    assert said.count("listens at 127.0.0.1:5600; other engines are told gate.example:31000") == 1
+
+
 def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log):
     said = log(push_registration_timeout=480, enforce_handshake_compat=False)
     (line,) = [line for line in said.splitlines() if "settings of vLLM's own connector" in line]

@@ -102,6 +102,13 @@ def test_a_range_cannot_be_longer_than_the_prompt():
         text_to_ids("0-2147483647", 10)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", "0x00.0"])
+def test_every_address_of_a_machine_is_nowhere(host):
+    """To connect there is to connect to oneself: what was read, or not found, was D's own."""
+    with pytest.raises(RequestError, match=r"remote_host is '.*', expected where other engines reach P"):
+        read(params() | {"remote_host": host})
+
+
 REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]
 OWN = ["version", "instance", "generation", "lease", "tokens", "prompt", "signed", "digest", "spans"]
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]

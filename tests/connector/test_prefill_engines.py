@@ -144,6 +144,18 @@ def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
     assert world.counted.numbers["handshakes"] == len(world.counted.values) == 2
 
 
+def test_an_address_that_leads_back(world):
+    """The text was that P's blocks are gone, and it was every request's, for ever."""
+    own = LocalEngine("d", 7, {(0, rank): hello for rank, hello in enumerate(world.workers("D"))})
+    at = Address("127.0.0.1", free_port())
+    with contextlib.closing(Listener(at, own, leases=NOBODY, secrets=NO_SECRET, counters=Counted())):
+        with pytest.raises(HandshakeError, match=rf"{at} lead to this engine itself.*engine 'p': set its advertised_h"):
+            world.acquire(Incarnation(at, "p", 1, None))
+        # A request that this very engine has prefilled, before it was started again.
+        with pytest.raises(HandshakeError, match=r"kvhma.instance is .* the blocks are gone"):
+            world.acquire(Incarnation(at, "d", 1, None))
+
+
 def test_an_engine_with_two_addresses():
     world = World(max_peers=2)
     try:

@@ -5,6 +5,8 @@ from kvhma.errors import SettingsError
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.params import Address
 
+WILDCARDS = ["0.0.0.0", "::", "0", "0x0", "0.0", "::ffff:0.0.0.0", "0:0::0", "::%eth0"]
+
 
 def test_defaults():
     assert Settings.read({}) == Settings()
@@ -24,6 +26,12 @@ def test_given():
     assert found.kv_lease_duration == 5.0
     assert found.backends == ("UCX", "GDS")
     assert found.host_staged is True
+
+
+@pytest.mark.parametrize("host", ["p", "p-0.example.", "10.0.0.7", "2001:db8::7", "fe80::1%eth0", "::1", "_p"])
+def test_where_others_reach_an_engine(host):
+    found = Settings.read({"advertised_host": host, "advertised_port": 31000})
+    assert (found.advertised_host, found.advertised_port) == (host, 31000)
 
 
 def test_addresses():
@@ -66,6 +74,14 @@ def test_addresses():
         ({"backends": []}, "backends is"),
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),
+        ({"advertised_port": 0}, "advertised_port is 0, expected int 1..65535"),
+        ({"advertised_host": 7}, "advertised_host is 7, expected str"),
+        ({"advertised_host": ""}, "advertised_host is '', expected a name or an address"),
+        ({"advertised_host": "10.0.0.7:5600"}, "advertised_host is '10.0.0.7:5600', expected .* without a port"),
+        ({"advertised_host": "[::1]"}, "advertised_host is"),
+        ({"advertised_host": "tcp://p"}, "advertised_host is"),
+        ({"advertised_host": "p q"}, "advertised_host is"),
+        *(({"advertised_host": host}, f"advertised_host is '{host}', expected one address") for host in WILDCARDS),
         ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
         ({"engine_ttl": "1h"}, "engine_ttl is '1h', expected float"),
         ({"bidirectional_kv_xfer": 1}, "bidirectional_kv_xfer is 1, expected bool"),

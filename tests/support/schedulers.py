@@ -36,13 +36,17 @@ def scheduler(
     ranks=2,  # so that the scheduler tells P; a worker that is alone does that itself
     staging=NO_SLOTS,
     may_wait=True,
+    engine_id="engine",
+    at=None,
+    bind=None,
     **more,
 ):
     geometry = tiny_hybrid(100)
     assert isinstance(geometry, Geometry)
     facts = EngineFacts(
-        engine_id="engine",
-        address=Address("127.0.0.1", free_port()),
+        engine_id=engine_id,
+        address=at or Address("127.0.0.1", free_port()),
+        bind=bind,
         tp_size=ranks,
         pp_size=1,
         has_state=has_state,

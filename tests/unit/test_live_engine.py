@@ -43,7 +43,14 @@ SECRET = b"sixteen bytes or more"
 
 
 @contextlib.contextmanager
-def engine(ranks: list[Geometry], *, secret: bool = False, extras: list[bytes] | None = None) -> Iterator[str]:
+def engine(
+    ranks: list[Geometry],
+    *,
+    secret: bool = False,
+    extras: list[bytes] | None = None,
+    advertised: Address | None = None,
+    instance: int = 258,
+) -> Iterator[str]:
     """The address of a listener of an engine with these caches."""
     address, hellos = Address("127.0.0.1", free_port()), {}
     for rank, geometry in enumerate(ranks):
@@ -53,7 +60,8 @@ def engine(ranks: list[Geometry], *, secret: bool = False, extras: list[bytes] |
         made = encode_handshake(bytes(100), geometry, name=name, incarnation=rank, extra=extra, public_key=public)
         hellos[0, rank] = made, private
     secrets = Secrets([SECRET] if secret else [])
-    listener = Listener(address, LocalEngine("p", 258, hellos), leases=AnyLease(), secrets=secrets, counters=Counted())
+    of = LocalEngine("p", instance, hellos, advertised)
+    listener = Listener(address, of, leases=AnyLease(), secrets=secrets, counters=Counted())
     try:
         yield str(address)
     finally:
@@ -103,6 +111,48 @@ def test_a_peer_is_named(secret: bool, secret_file: Path) -> None:
     assert found["model"][1] == "org/tiny, revision 0123abc, dtype bfloat16, KV cache bfloat16"
     one = geometries(2, 1 << 30)[0]
     assert found["geometry"][1].startswith(f"{len(one.layers)} layers in {len(one.groups)} groups (kind, block: ")
+
+
+def address_of(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    return Address(host, int(port))
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_where_a_peer_sends_decode_engines(tmp_path: Path) -> None:
+    """P's name of itself may be another machine's here: nothing said so before every request had failed."""
+    caches = geometries(1, 1 << 30)
+    with engine(caches, instance=1) as other, engine(caches, advertised=address_of(other)) as asked:
+        done = cli("doctor", "--peer", asked, "--json")
+        assert (done.code, rows(done)["advertised address"][0]) == (1, "failed")
+        assert f"p sends decode engines to {other}, which leads from here to engine p" in done.out
+        (fix,) = [row["fix"] for row in done.form["checks"] if row["state"] == "failed"]
+        assert "advertised_host" in fix
+        own = tmp_path / "settings.json"
+        own.write_text(json.dumps({"allowed_prefill_engines": [asked]}))
+        done = cli("doctor", "--peer", asked, "--settings", own, "--json")
+        assert "is not among allowed_prefill_engines" in rows(done)["advertised address"][1]
+    with engine(caches, advertised=Address("127.0.0.1", free_port())) as asked:
+        done = cli("doctor", "--peer", asked, "--json")
+        assert rows(done)["advertised address"][0] == "failed", "nobody is there"
+        assert rows(done)["geometry"][0] == "ok", "the rest is looked at all the same"
+
+
+@pytest.mark.usefixtures("peer_only")
+def test_a_peer_that_is_reached_where_it_says() -> None:
+    port = free_port()
+    at = Address("localhost", port)
+    private, public = new_agent_key()
+    name = f"p-0-{key_hash(public)}"
+    made = encode_handshake(bytes(100), tiny_hybrid(4), name=name, incarnation=0, extra=EXTRA, public_key=public)
+    of = LocalEngine("p", 258, {(0, 0): (made, private)}, at)
+    listener = Listener(Address("127.0.0.1", port), of, leases=AnyLease(), secrets=Secrets(), counters=Counted())
+    with contextlib.closing(listener):
+        assert rows(cli("doctor", "--peer", f"127.0.0.1:{port}", "--json"))["advertised address"] == (
+            "ok",
+            f"p sends decode engines to localhost:{port}, which leads there from here too",
+        )
+        assert "advertised address" not in rows(cli("doctor", "--peer", str(at), "--json")), "it was asked there"
 
 
 @pytest.mark.usefixtures("peer_only")

@@ -45,9 +45,10 @@ def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool,
     """Check what this machine has, and what is missing.
 
     NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
-    processes. With --peer also the way to a live engine: its name, its port, whether both have the same secret,
-    versions, model and caches. Nothing is changed. Exit code 0: all is there. 1: something is missing or failed; each
-    line says what installs or fixes it. With -q only those lines are printed.
+    processes. With --peer also the way to a live engine: its name, its port, whether the address that it tells decode
+    engines leads there from this host, whether both have the same secret, versions, model and caches. Nothing is
+    changed. Exit code 0: all is there. 1: something is missing or failed; each line says what installs or fixes it.
+    With -q only those lines are printed.
     """
     if peer is None and (read or any(given.values())):
         raise click.UsageError("--read, --secret-file and --settings are for --peer")

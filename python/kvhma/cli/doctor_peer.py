@@ -54,6 +54,7 @@ def look_at_peer(address: tuple[str, int], access: Access, *, read: bool) -> Ite
             yield _port(numeric, access, _since(began))
             info = ask_engine(client)
             yield _engine(client, info)
+            yield from _advertised(address, info, access)
             began = time.perf_counter()
             workers = ask_workers(client, info, access)
             yield _handshake(workers, _since(began))
@@ -102,6 +103,27 @@ def _engine(client: Client, info: EngineInfo) -> Row:
     sizes = f"tp={ranks}" + (f",pp={stages}" if stages > 1 else "")
     state = f"{info.engine_id}, started as {info.incarnation_id.hex()}, {sizes}; a question and its answer take "
     return Row("peer: engine", "ok", f"{state}{duration(statistics.median(times))}")
+
+
+def _advertised(asked: tuple[str, int], info: EngineInfo, access: Access) -> Iterator[Row]:
+    """Go where the engine sends decode engines, unless it was asked there: this host may be led to another one."""
+    from kvhma.vllm.wire.params import Address
+
+    if info.advertised is None or info.advertised == asked:
+        return
+    name, told = "peer: advertised address", Address(*info.advertised)
+    found = f"{info.engine_id} sends decode engines to {told}"
+    fix = "advertised_host and advertised_port of that engine: where this host reaches it"
+    try:
+        with connect(look_up(info.advertised, access), access) as client:
+            reached = ask_engine(client)
+    except HandshakeError as error:
+        yield Row(name, "failed", f"{found}: {error}", fix)
+        return
+    if reached.incarnation_id != info.incarnation_id:
+        yield Row(name, "failed", f"{found}, which leads from here to engine {reached.engine_id}", fix)
+    else:
+        yield Row(name, "ok", f"{found}, which leads there from here too")
 
 
 def _handshake(workers: Sequence[LiveWorker], took: str) -> Row:

@@ -26,6 +26,7 @@ from kvhma.versions import VLLM, is_newer_than_tested
 from kvhma.vllm.devices import choose_devices, is_loopback, warn_of_open_ports
 from kvhma.vllm.engine_config import (
     CACHE_HIT_SOURCE,
+    advertised_of,
     check_config,
     check_items,
     engine_facts,
@@ -46,8 +47,8 @@ from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.memory import DeviceMemory, Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.plugin import register
+from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.staging import StagingPool
 from kvhma.vllm.stats import PromMetrics, TransferStats
@@ -113,7 +114,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             _warn_of_what_is_unusual(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
-            _warn_of_what_is_open(self._settings, self._secrets, facts.address)
+            bind = side_channel_of(vllm_config, self._settings)
+            _warn_of_what_is_open(self._settings, self._secrets, bind)
+            if bind != facts.address:
+                logger.info("kvhma: the side channel listens at %s; other engines are told %s", bind, facts.address)
             if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config, self._settings)):
                 logger.warning("kvhma: no answers are kept or read (bidirectional_kv_xfer): %s", why)
             self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
@@ -269,7 +273,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _agent(self, name: str, public_key: bytes, *, copies: bool) -> Agent:
         settings = self._settings
-        choose_devices(settings, side_channel_of(self._vllm_config, settings).host)
+        choose_devices(settings, advertised_of(self._vllm_config, settings).host)
         delay = settings.progress_delay(copies=copies)
         options = AgentOptions(settings.backends, settings.num_threads, delay, package=nixl_package())
         before = listening_sockets()

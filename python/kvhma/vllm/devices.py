@@ -30,14 +30,16 @@ def is_loopback(host: str) -> bool:
         return name == "localhost" or name.endswith(".localhost")
 
 
-def choose_devices(settings: Settings, side_channel_host: str) -> None:
+def choose_devices(settings: Settings, advertised_host: str) -> None:
     """Choose the devices of every UCX that this process starts from now on.
+
+    Where others reach the engine at a loopback address, all of them are on this machine.
 
     NIXL's own parameter takes InfiniBand devices only: it writes a port behind each name. So it is the environment's.
     """
     if settings.net_devices is not None:
         os.environ[ENVIRONMENT] = settings.net_devices
-    elif is_loopback(side_channel_host):
+    elif is_loopback(advertised_host):
         # An engine that nobody else can ask for hellos has no peer elsewhere.
         os.environ.setdefault(ENVIRONMENT, _LOOPBACK)
 

@@ -13,6 +13,7 @@ import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
+from vllm.utils.network_utils import get_ip
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import iter_layer_specs
@@ -221,10 +222,33 @@ def engine_id_of(config: VllmConfig) -> str:
 
 
 def side_channel_of(config: VllmConfig, settings: Settings) -> Address:
-    """Return where the listener of an engine binds and other engines reach it."""
+    """Return where the listener of an engine binds."""
     host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     port = settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     return Address(host, port + config.parallel_config.data_parallel_index)
+
+
+def advertised_of(config: VllmConfig, settings: Settings) -> Address:
+    """Return where other engines are told to reach the listener of an engine.
+
+    Raises:
+        SettingsError: it binds to every address of this machine, and which of them others reach is not known.
+    """
+    bind = side_channel_of(config, settings)
+    port = bind.port
+    if settings.advertised_port is not None:
+        port = settings.advertised_port + config.parallel_config.data_parallel_index
+    if settings.advertised_host is not None:
+        return Address(settings.advertised_host, port)
+    if not bind.is_wildcard:
+        return Address(bind.host, port)
+    own = Address(get_ip(), port)  # VLLM_HOST_IP, or the address by which this machine reaches others
+    if own.is_wildcard:
+        raise SettingsError(
+            f"side_channel_host is {bind.host!r}, every address of this machine, and none of them was found: set "
+            "advertised_host to where other engines reach it"
+        )
+    return own
 
 
 def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
@@ -251,7 +275,8 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
         engine_id=engine_id_of(config),
-        address=side_channel_of(config, settings),
+        address=advertised_of(config, settings),
+        bind=side_channel_of(config, settings),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         pcp_size=parallel.prefill_context_parallel_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvhma.vllm.devices import is_loopback
 from kvhma.vllm.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
@@ -15,7 +16,7 @@ class EngineFacts:
 
     Attributes:
         engine_id: name of the engine.
-        address: where its listener binds and other engines reach it.
+        address: where other engines reach its listener, as its parameters say.
         tp_size: tensor-parallel ranks.
         pp_size: pipeline stages.
         has_state: whether any group keeps recurrent state, which is good for one position only.
@@ -35,6 +36,7 @@ class EngineFacts:
             copies what was sampled first, and the layers of a draft model write their caches meanwhile.
         positions_depend_on_items: whether the positions of tokens depend on the multimodal items before them (M-RoPE).
         may_wait: whether a step with nothing to compute may wait without keeping other engines or stages from theirs.
+        bind: where its listener binds; None for `address`.
     """
 
     engine_id: str
@@ -56,6 +58,13 @@ class EngineFacts:
     drafts: bool = False
     positions_depend_on_items: bool = False
     may_wait: bool = True
+    bind: Address | None = None
+
+    def is_own(self, address: Address) -> bool:
+        """Return whether an address, looked at from this host, is plainly that of this engine's own listener."""
+        bind = self.bind or self.address
+        on_all = bind.is_wildcard and bind.port == address.port and is_loopback(address.host)
+        return on_all or address in (self.address, bind)
 
     @property
     def workers(self) -> int:

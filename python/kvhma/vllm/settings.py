@@ -52,9 +52,12 @@ class Settings:
         prewarm: whether a worker prewarms its transport when it starts, see :meth:`kvhma.nixl.Agent.prewarm_transport`.
         switch_interval_us: microseconds after which a Python thread of the engine's processes gives way to another one
             that waits, see :func:`sys.setswitchinterval`; None to leave it as it is.
-        side_channel_host: name or address that other engines reach this one's scheduler at; None for
+        side_channel_host: name or address that this engine's scheduler listens at; None for
             ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
         side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
+        advertised_host: name or address at which other engines reach it; None for `side_channel_host`, or if that is
+            every address of this machine for vLLM's own choice of one.
+        advertised_port: the port at which they do, plus the data-parallel index; None for `side_channel_port`.
         kv_cache_layout: layout to ask the engine for; None for ``LBHNC``, or for MLA the engine's own choice.
         model_id: name of the model, for engines that have it under different paths; what both sides set is compared
             instead of path and revision, and adapters by their name alone. None to compare these.
@@ -95,6 +98,8 @@ class Settings:
     switch_interval_us: int | None = None
     side_channel_host: str | None = None
     side_channel_port: int | None = None
+    advertised_host: str | None = None
+    advertised_port: int | None = None
     kv_cache_layout: str | None = None
     model_id: str | None = None
     host_staged: bool | None = None
@@ -143,6 +148,8 @@ class Settings:
         for name, (form, meaning) in _FORMS.items():
             if (value := given.get(name)) is not None and not (form.fullmatch(value) and value.isprintable()):
                 raise _wrong(name, value, meaning)
+        if (host := given.get("advertised_host")) is not None and Address(host, 0).is_wildcard:
+            raise _wrong("advertised_host", host, "one address, which other engines reach")
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
         return cls(**given, ignored=tuple(ignored))
 
@@ -200,6 +207,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "content_digests": (float, 0, 1),
     "switch_interval_us": (int, 10, 1_000_000),
     "side_channel_port": (int, 1, 65535),
+    "advertised_port": (int, 1, 65535),
 }
 
 
@@ -211,6 +219,7 @@ _TYPES: dict[str, type[str] | type[bool]] = {
     "bidirectional_kv_xfer": bool,
     "prewarm": bool,
     "side_channel_host": str,
+    "advertised_host": str,
     "kv_cache_layout": str,
     "model_id": str,
     "mm_items": str,
@@ -224,6 +233,10 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
     "net_devices": (
         re.compile(r"[\w.@:-]+(,[\w.@:-]+)*", re.ASCII),
         "names with commas between, as in UCX_NET_DEVICES",
+    ),
+    "advertised_host": (
+        re.compile(r"[A-Za-z0-9_][\w.-]{0,511}|[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f.]{0,15}){2,8}(%[\w.-]+)?", re.ASCII),
+        "a name or an address, without a port",
     ),
     "model_id": (re.compile(r"(?s).{1,512}"), "1..512 printable characters"),
     "mm_items": (re.compile(r"compare|trust_prefill"), "compare or trust_prefill"),

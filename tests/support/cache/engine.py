@@ -11,6 +11,7 @@ import json
 import random
 import tempfile
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -149,8 +150,11 @@ def vllm_config_of(name: str, recompute: bool, role: str) -> VllmConfig:
                 kv_role=role,
                 kv_load_failure_policy="recompute" if recompute else "fail",
                 engine_id=name,
-                # Leases end when the sequence says so.
-                kv_connector_extra_config={"kv_lease_duration": 86400.0},
+                # Leases end when the sequence says so. Engines have addresses of their own, as on one host.
+                kv_connector_extra_config={
+                    "kv_lease_duration": 86400.0,
+                    "side_channel_port": 10_000 + zlib.crc32(name.encode()) % 50_000,
+                },
             ),
         )
 

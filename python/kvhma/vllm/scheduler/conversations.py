@@ -76,6 +76,7 @@ class Conversation:
     Attributes:
         ticket: the ticket.
         most: tokens that D's request has: nothing is stored of a longer one.
+        own: whether it is D's own listener that is asked.
         source: who computes the request; None before P has answered.
         groups: how many KV cache groups that engine has.
         total: tokens that P will hand over.
@@ -89,6 +90,7 @@ class Conversation:
 
     ticket: Ticket
     most: int
+    own: bool = False
     source: Incarnation | None = None
     groups: int = 0
     total: int = 0
@@ -214,17 +216,18 @@ class Conversations:
         """By which the thread is woken up."""
         self._closing = False
 
-    def follow(self, ticket: Ticket, most: int) -> Conversation:
+    def follow(self, ticket: Ticket, most: int, *, own: bool = False) -> Conversation:
         """Ask about a ticket from now on, until it is over or :meth:`stop` is called.
 
         Args:
             ticket: the ticket.
             most: tokens of D's request.
+            own: whether the ticket's address is D's own.
 
         Raises:
             RequestError: too many are followed.
         """
-        conversation = Conversation(ticket, most)
+        conversation = Conversation(ticket, most, own)
         with self._lock:
             if len(self._conversations) >= MAX_FOLLOWED:
                 raise RequestError(f"{MAX_FOLLOWED} requests are followed already")
@@ -333,7 +336,9 @@ class Conversations:
         conversation.answered, conversation.failures, conversation.unread = now, 0, 0
         conversation.take(news)
         if not conversation.version and now - conversation.begun > self._unknown_seconds:
-            conversation.error = f"{conversation.ticket.address} does not know its ticket"
+            own = ", and is this engine itself: set advertised_host of P to where this host reaches it"
+            error = f"{conversation.ticket.address} does not know its ticket"
+            conversation.error = error + (own if conversation.own else "")
         self.news.set()
         if conversation.over:
             return

@@ -23,7 +23,7 @@ from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
 from kvhma.vllm.scheduler.put_off import PutOffLoads
 from kvhma.vllm.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, leads_back
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.tickets import TICKET, Ticket, read_ticket
 
@@ -106,7 +106,7 @@ class DecodeScheduler:
         """Take a new request that is prefilled here, of whose beginning another engine may hold the last turn."""
         try:
             remote = readable_part(self._context, request, params)
-            self._check_source(remote.address)
+            self._check_source(remote.address, remote.engine_id)
             if remote.engine_id == self._context.engine.engine_id:
                 raise RequestError("the last turn's answer is this engine's own")
         except KvhmaError as error:
@@ -270,7 +270,7 @@ class DecodeScheduler:
             remote = PrefillParams.from_params(
                 params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
             )
-            self._check_source(remote.address)
+            self._check_source(remote.address, remote.engine_id)
             remote = self._adopt_items(request, remote)
         except OtherPromptError as error:
             return self._disagree(request.request_id, PendingLoad(None), "other_prompt", str(error))
@@ -302,8 +302,12 @@ class DecodeScheduler:
             del self.pending[request_id]
         return self.pending.get(request_id)
 
-    def _check_source(self, address: Address) -> None:
-        """Refuse what may not, or cannot, be read."""
+    def _check_source(self, address: Address, engine_id: str = "") -> None:
+        """Refuse what may not, or cannot, be read; a ticket does not say which engine it is of."""
+        engine = self._context.engine
+        if engine_id not in ("", engine.engine_id) and engine.is_own(address):
+            self._context.stats.count("refused_sources", label="itself")
+            raise RequestError(leads_back(address, engine_id))
         if not self._context.settings.allows(address):
             self._context.stats.count("refused_sources", label="not_allowed")
             raise RequestError(f"remote_host and remote_port {address} are not among allowed_prefill_engines")

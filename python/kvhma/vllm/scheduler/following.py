@@ -178,8 +178,9 @@ class FollowedLoads:
         """
         tokens = request.num_prompt_tokens
         # Through host memory a piece would have to stay there until the digest of all of it is made.
-        in_pieces = not self._context.engine.host_staged
-        return FollowedLoad(self._conversations.follow(ticket, tokens), tokens, in_pieces=in_pieces)
+        engine = self._context.engine
+        conversation = self._conversations.follow(ticket, tokens, own=engine.is_own(ticket.address))
+        return FollowedLoad(conversation, tokens, in_pieces=not engine.host_staged)
 
     def look(self, request: Request, followed: FollowedLoad) -> int | None:
         """Return how many tokens P will hand over, if P has said so and there is room for them; else None.

@@ -101,8 +101,8 @@ class PrefillScheduler:
         self._hellos = signed
         context.leases.show_on(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
         self._listener = Listener(
-            context.engine.address,
-            LocalEngine(context.engine.engine_id, self._incarnation_id, signed),
+            context.engine.bind or context.engine.address,
+            LocalEngine(context.engine.engine_id, self._incarnation_id, signed, context.engine.address),
             leases=context.leases,
             secrets=context.secrets,
             counters=context.stats,

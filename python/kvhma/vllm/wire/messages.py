@@ -60,6 +60,7 @@ Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Content = Annotated[bytes, msgspec.Meta(max_length=MAX_CONTENT_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Port = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -159,13 +160,15 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     text: Text
 
 
-class EngineInfo(msgspec.Struct, tag="roster", frozen=True, rename={"incarnation_id": "instance"}):
-    """Which engine listens here, and the pipeline and tensor ranks of its workers."""
+class EngineInfo(msgspec.Struct, tag="roster", frozen=True, omit_defaults=True, rename={"incarnation_id": "instance"}):
+    """Which engine listens here, the pipeline and tensor ranks of its workers, and where it tells others to come."""
 
     protocol: int
     engine_id: Name
     incarnation_id: RandomId
     ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
+    advertised: tuple[Name, Port] | None = None
+    """Host and port; older engines do not say."""
 
 
 class RankHello(msgspec.Struct, tag="hello", frozen=True):

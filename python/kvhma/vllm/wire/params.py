@@ -7,9 +7,12 @@ Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has 
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -38,10 +41,21 @@ _BLOCKS_PER_TOKEN = 4
 
 
 class Address(NamedTuple):
-    """Where the scheduler of an engine listens."""
+    """Where the scheduler of an engine listens, or where other engines reach it."""
 
     host: str
     port: int
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether the host stands for every address of a machine: a listener binds there, nobody is reached there."""
+        with contextlib.suppress(OSError, ValueError):
+            return not any(socket.inet_aton(self.host))  # the resolver takes "0" and "0x0" for 0.0.0.0 too
+        try:
+            found = ipaddress.IPv6Address(self.host.partition("%")[0])
+        except ValueError:
+            return False
+        return not int(found.ipv4_mapped or found)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -282,9 +296,23 @@ def read_address(params: Mapping[str, Any]) -> Address:
     """Return where P's scheduler listens, from parameters of anybody.
 
     Raises:
-        RequestError: they do not say.
+        RequestError: they do not say, or name every address of a machine, which leads the reader to its own.
     """
-    return Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535))
+    address = Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535))
+    if address.is_wildcard:
+        raise RequestError(
+            f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; P's "
+            "advertised_host says it"
+        )
+    return address
+
+
+def leads_back(address: Address, engine_id: str) -> str:
+    """Return what is wrong with an address of P at which D found itself."""
+    return (
+        f"remote_host and remote_port {address} lead to this engine itself, and the parameters are of prefill engine "
+        f"{quote(engine_id)}: set its advertised_host and advertised_port to where this host reaches it"
+    )
 
 
 def hex_digits(values: Mapping[str, Any], key: str) -> str:

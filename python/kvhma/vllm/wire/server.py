@@ -85,11 +85,13 @@ class LocalEngine:
         incarnation_id: random number of this process.
         hellos: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the Ed25519 private
             key that signs it.
+        advertised: where other engines are told to reach it.
     """
 
     engine_id: str
     incarnation_id: int
     hellos: Mapping[tuple[int, int], tuple[bytes, bytes]] = field(repr=False)
+    advertised: Address | None = None
 
 
 class Listener:
@@ -183,7 +185,7 @@ class Listener:
                 if question.protocol != PROTOCOL:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
                 incarnation_id = engine.incarnation_id.to_bytes(8, "big")
-                return EngineInfo(PROTOCOL, engine.engine_id, incarnation_id, sorted(engine.hellos))
+                return EngineInfo(PROTOCOL, engine.engine_id, incarnation_id, sorted(engine.hellos), engine.advertised)
             case AskHello():
                 hello = engine.hellos.get((question.pp_rank, question.tp_rank))
                 if hello is None:
@@ -233,6 +235,8 @@ def _bind(address: Address) -> socket.socket:
         try:
             # A restart may bind while connections of the last run are still being forgotten.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # at :: it takes IPv4 too, whatever the machine's default is
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listening.bind(place)
             listening.listen(_BACKLOG)
             listening.setblocking(False)

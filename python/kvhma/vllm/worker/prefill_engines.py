@@ -23,7 +23,7 @@ from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
 from kvhma.vllm.wire.names import resolve
-from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.params import Address, Incarnation, leads_back
 from kvhma.vllm.wire.proofs import Proving
 from kvhma.vllm.worker.board_reader import BoardMemory, BoardReader
 from kvhma.vllm.worker.context import WorkerContext
@@ -391,6 +391,8 @@ class PrefillEngines:
         # An engine has as many ranks as it says: all of them together may take no longer than this.
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * self._settings.handshake_timeout
         info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
+        if info.engine_id == self._context.engine_id != remote.engine_id:
+            raise HandshakeError(leads_back(remote.address, remote.engine_id))
         _check_info(remote, info)
         hellos = ask_hellos(client, info.ranks, deadline, lambda stored: self._budget.note(remote, stored))
         try:
