@@ -23,8 +23,8 @@ NIXL = "1.5.1"
 NIXL_INSTALL = "pip install --no-deps nixl nixl-cu12"
 """Gets NIXL without torch and CUDA, which its metadata ask for and kvhma does not use."""
 
-NIXL_LEAST = "1.3"
-"""The first series of NIXL that works."""
+NIXL_LEAST = "1.4"
+"""The first series of NIXL that can be imported without torch."""
 
 NIXL_STRIDED = "1.5"
 """The first series of NIXL that takes strided views; before it they are written out row by row."""

@@ -8,6 +8,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM; make connector runs it")
 
+from kvhma.versions import NIXL, series
 from kvhma.vllm.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,9 @@ PAGE = (ROOT / "docs" / "coming-from-nixl.md").read_text(encoding="utf-8")
 UPSTREAM = Path(vllm.__file__).parent / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "nixl"
 SETTING = re.compile(r"extra_config(?:\.get)?\(\s*\"(\w+)\"")
 METRIC = re.compile(r"name=\"(vllm:nixl_\w+)\"")
+
+
+LEAST_NIXL = re.compile(r"check_nixl_version\(\"([\d.]+)\"\)")
 
 
 def read(pattern: re.Pattern[str]) -> set[str]:
@@ -35,3 +39,11 @@ def test_every_setting_of_upstream_is_taken():
 
 def test_every_metric_of_upstream_is_on_the_page():
     assert {name for name in read(METRIC) if name not in PAGE} == set()
+
+
+def test_tests_run_with_a_nixl_that_upstream_takes():
+    """Else an engine that is moved from upstream's connector to ours, or back, needs another package."""
+    asked = read(LEAST_NIXL)
+    if not asked:
+        pytest.skip(f"vLLM {vllm.__version__} asks for no version of NIXL")
+    assert max(map(series, asked)) <= series(NIXL)

@@ -124,14 +124,14 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nixl", "state"), [("1.2.9", "failed"), ("1.3.0", "ok"), ("1.5.1", "ok"), ("2.0.0rc1", "ok"), ("0.9", "failed")]
+    ("nixl", "state"), [("1.3.2", "failed"), ("1.4.0", "ok"), ("1.5.1", "ok"), ("2.0.0rc1", "ok"), ("0.9", "failed")]
 )
 def test_versions_of_nixl(nixl: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch, nixl=nixl)
     monkeypatch.setattr(doctor, "_backends", lambda: Row("NIXL backends", "failed", "not asked"))
     row = next(row for row in cli("doctor", "--json").form["checks"] if row["name"] == "NIXL")
     assert (row["state"], bool(row["fix"])) == (state, state == "failed")
-    assert ("row by row" in row["found"]) == (nixl == "1.3.0")
+    assert ("row by row" in row["found"]) == (nixl == "1.4.0")
 
 
 @pytest.mark.parametrize(
