@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 torch = pytest.importorskip("torch")
 
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.worker import block_table
 
@@ -32,11 +33,14 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.engine_config import rank_info_of
 from kvhma.vllm.layer_parts import RankInfo
 from support.cache.engine import own_config_of
-from support.parallel import Engine, Model, ProcessWorker, Split, prefill, prompt, slots, starting
+from support.parallel import Engine, Model, OfRunnerV2, ProcessWorker, Split, prefill, prompt, slots, starting
 
 MLA = Model(("mla",) * 3)
 ONE_HEAD = Model(("full",) * 2, heads=1)
 TWO_HEADS = Model(("full",) * 2, heads=2)
+DRAFT = Model(("mla", "mla", "draft"), heads=4)
+DRAFT_WINDOW = Model(("mla", "mla", "draft window"), heads=4)
+DRAFT_MLA = Model(("mla", "mla", "draft mla"))
 HYBRID = Model(("state", "full", "state", "full"), heads=1)
 
 
@@ -108,6 +112,77 @@ def test_tokens_are_where_vllms_kernel_puts_them(tmp_path):
         assert slots(np.arange(tokens), table, block, (size, rank, turn)).tolist() == json.loads(line)
 
 
+OF_GROUPS = """
+import json, sys, torch, triton
+import triton.language as tl
+
+@triton.jit
+{load}
+
+@triton.jit
+{source}
+
+for block, size, rank, turn, tokens, tables in json.load(sys.stdin):
+    groups = len(tables)
+    found = torch.zeros((groups, tokens), dtype=torch.int64)
+    rows = [torch.tensor([table], dtype=torch.int32) for table in tables]
+    given = dict(
+        max_num_tokens=tokens,
+        idx_mapping=torch.tensor([0], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+        pos=torch.arange(tokens),
+        block_table_ptrs=torch.tensor([row.data_ptr() for row in rows], dtype=torch.uint64),
+        block_table_strides=torch.tensor([row.stride(0) for row in rows]),
+        block_sizes=torch.tensor([block] * groups, dtype=torch.int32),
+        kernel_block_sizes=torch.tensor([block] * groups, dtype=torch.int32),
+        slot_mapping_enabled=torch.tensor([True] * groups),
+        dcp_sharded=torch.tensor([True, False]),
+        slot_mappings_ptr=found,
+        slot_mappings_stride=found.stride(0),
+        cp_rank=rank,
+        CP_SIZE=size,
+        CP_INTERLEAVE=turn,
+        PAD_ID=-1,
+        TRITON_BLOCK_SIZE=64,
+    )
+    kernel[(groups, 2)](**{{name: given[name] for name in kernel.arg_names}})
+    print(json.dumps(found.tolist()))
+"""
+
+
+def test_a_draft_that_keeps_every_token_is_written_so(tmp_path):
+    """Model Runner V2 asks each group's spec, `dcp_sharded`, which is what the geometry of a group is made from."""
+    pytest.importorskip("triton")
+    from vllm.v1.worker.gpu import block_table as groups_table
+
+    tree = ast.parse(inspect.getsource(groups_table))
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    helper = getattr(groups_table._load_ptr, "fn", groups_table._load_ptr)  # as it is without Triton's decorator
+    load: Any = ast.parse(inspect.getsource(helper)).body[0]
+    kernel = functions["_compute_slot_mappings_kernel"]
+    kernel.name, kernel.decorator_list, load.decorator_list = "kernel", [], []
+    script = tmp_path / "kernel.py"
+    script.write_text(textwrap.dedent(OF_GROUPS).format(source=ast.unparse(kernel), load=ast.unparse(load)))
+    tables = [np.random.default_rng(seed).permutation(200).tolist() for seed in (1, 2)]
+    cases = [(16, size, rank, turn, 130, tables) for size in (2, 4) for rank in range(size) for turn in (1, 16)]
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(cases),
+        env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    for (block, size, rank, turn, tokens, _), line in zip(cases, run.stdout.splitlines(), strict=True):
+        shared, whole = (
+            slots(np.arange(tokens), table, block, of).tolist()
+            for table, of in zip(tables, ((size, rank, turn), (1, 0, 1)), strict=True)
+        )
+        assert json.loads(line) == [shared, whole]
+
+
 PAIRS = {
     "latents, 1 to 2": (MLA, Split(), Split(tp=2, dcp=2)),
     "latents, 2 to 1": (MLA, Split(tp=2, dcp=2), Split()),
@@ -131,6 +206,14 @@ PAIRS = {
     # States are whole on every rank, so their ranks have to be as many.
     "states, 1 of 2 to 2": (HYBRID, Split(tp=2, block=32), Split(tp=2, dcp=2, block=32)),
     "states, 2 to 2": (HYBRID, Split(tp=2, dcp=2, block=32), Split(tp=2, dcp=2, block=32)),
+    # A draft model without context parallelism: each rank has all of its tokens.
+    "draft, 1 to 2": (DRAFT, Split(), Split(tp=2, dcp=2)),
+    "draft, 2 to 1": (DRAFT, Split(tp=2, dcp=2), Split()),
+    "draft, 2 to 4": (DRAFT, Split(tp=2, dcp=2), Split(tp=4, dcp=4)),
+    "draft, 4 to 2 of 4": (DRAFT, Split(tp=4, dcp=4), Split(tp=4, dcp=2)),
+    "draft, 2 to 2 with other blocks": (DRAFT, Split(tp=2, dcp=2, block=32), Split(tp=2, dcp=2, block=64, kernel=32)),
+    "draft with a window, 2 to 4": (DRAFT_WINDOW, Split(tp=2, dcp=2), Split(tp=4, dcp=4)),
+    "draft of latents, 2 to 1": (DRAFT_MLA, Split(tp=2, dcp=2), Split()),
     "latents and stages": (MLA, Split(pp=2, tp=2, dcp=2), Split(pp=3)),
     "latents and stages, 2 to 2": (MLA, Split(pp=2, tp=2), Split(pp=2, tp=2, dcp=2, layers=(1, 2))),
     # Ranks of prefill context parallelism alone each keep every token.
@@ -152,7 +235,10 @@ def test_ranks(start, pair):
         d.add("alone", prompt(3, 170), 1)
         d.run("alone")
         hand_over(p, d, "again", prompt(3, 170) + prompt(4, 70))
-        assert d.loads[-1].cached == 170 // (of_d.block * of_d.dcp) * of_d.block * of_d.dcp > 0
+        specs = [group.kv_cache_spec for group in d.layouts[0].kv_cache_groups]
+        hit = max(spec.block_size * (of_d.dcp if spec.dcp_sharded else 1) for spec in specs)
+        assert d.loads[-1].cached == 170 // hit * hit
+
     all_free(p, d)
 
 
@@ -262,3 +348,13 @@ def test_what_a_proxy_sees(start):
     p = start("p", MLA, Split(pcp=2, tp=2, dcp=4, pp=1))
     params = prefill(p, "r", prompt(1, 20))
     assert (params["tp_size"], params["pp_size"], params["dcp_size"]) == (4, 1, 4)
+
+
+def test_a_runner_that_shares_every_cache_may_not_be_told_otherwise(monkeypatch):
+    """Model Runner V1 maps the tokens of each group alike; the plan, made from the specs, would read other ones."""
+    assert isinstance(VllmConfig.use_v2_model_runner, property), "which engine_config asks"
+    monkeypatch.setattr(OfRunnerV2, "use_v2_model_runner", False)
+    with pytest.raises(UnsupportedPairError, match=r"_size is 2 and dcp_sharded of a .*Spec is False.*VLLM_USE_V2"):
+        Engine("d", DRAFT, Split(tp=2, dcp=2))
+    Engine("d", DRAFT, Split(tp=2)).close()
+    Engine("d", MLA, Split(tp=2, dcp=2)).close()

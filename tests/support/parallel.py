@@ -17,7 +17,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.utils import get_pp_indices
@@ -54,17 +55,32 @@ WINDOW = 40
 HEAD = 8
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _BACKENDS = {"full": "FLASH_ATTN", "sliding": "FLASH_ATTN", "mla": "TRITON_MLA", "state": "", "window": "FLASH_ATTN"}
+_BACKENDS |= {"draft": "FLASH_ATTN", "draft window": "FLASH_ATTN", "draft mla": "TRITON_MLA"}
+SHARED = ("full", "mla")
+"""Kinds of layers whose tokens context-parallel ranks share; of the others each rank has every token."""
+
+
+class OfRunnerV2(VllmConfig):
+    """A configuration of an engine with Model Runner V2, which vLLM runs with Triton only."""
+
+    use_v2_model_runner = True
 
 
 @dataclass(frozen=True)
 class Model:
-    """Layers by their kind: ``full``, ``sliding``, ``mla`` or ``state``; all attention has so many heads."""
+    """Layers by their kind: ``full``, ``sliding``, ``mla`` or ``state``; all attention has so many heads.
+
+    ``draft``, ``draft window`` and ``draft mla`` are those of a draft model that runs without context parallelism.
+    """
 
     layers: tuple[str, ...]
     heads: int = 2
 
     def spec(self, kind: str, split: Split) -> KVCacheSpec:
         """vLLM's spec of a layer on one rank."""
+        if kind.startswith("draft"):  # as vLLM's runner marks them
+            of = {"draft": "full", "draft window": "sliding", "draft mla": "mla"}[kind]
+            return replace(self.spec(of, split), dcp_sharded=False)
         if kind == "state":
             page = self.spec("full", split).page_size_bytes
             return MambaSpec(block_size=1024, shapes=((16, 4),), dtypes=(torch.float32,), page_size_padded=page)
@@ -181,6 +197,10 @@ class Worker:
         self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, layout)
         self.connector.register_kv_caches(self.caches)
         self.held = max(1, model.heads // split.tp)
+        # vLLM makes blocks longer where a layer's pages are smaller than another one's.
+        self.blocks = {
+            name: group.kv_cache_spec.block_size for group in layout.kv_cache_groups for name in group.layer_names
+        }
 
     def heads(self) -> Iterator[tuple[int, int]]:
         """Heads of this rank, as vLLM loads them: index here, index of all."""
@@ -193,11 +213,11 @@ class Worker:
         """Rows of a layer's cache and the positions that are there, for each head: (rows, positions, head)."""
         split, kind = self.engine.split, self.engine.kinds[name]
         positions = np.arange(start, stop)
-        of = (split.dcp, self.rank.cp, split.interleave) if kind in ("full", "mla") else (1, 0, 1)
-        found = slots(positions, table, split.block, of)
+        of = (split.dcp, self.rank.cp, split.interleave) if kind in SHARED else (1, 0, 1)
+        found = slots(positions, table, self.blocks[name], of)
         positions, found = positions[found >= 0], found[found >= 0]
         cache = self.caches[name].view(torch.int32).numpy()
-        for index, head in [(0, 0)] if kind == "mla" else self.heads():
+        for index, head in [(0, 0)] if kind.endswith("mla") else self.heads():
             yield (cache, (found // split.kernel, index, found % split.kernel)), positions, head
 
     def write(self, name: str, table: Sequence[int], text: Text, start: int, stop: int) -> None:
@@ -214,7 +234,7 @@ class Worker:
         kind = self.engine.kinds[name]
         if kind == "state":
             return [] if np.array_equal(self._state(name, table), self._state_words(name, text, stop)) else [stop]
-        start = max(0, stop - WINDOW + 1) if kind == "sliding" else 0
+        start = max(0, stop - WINDOW + 1) if kind in ("sliding", "draft window") else 0
         hashes = np.array(text.hashes, np.uint64)
         found: set[int] = set()
         for (cache, at), positions, head in self.rows(name, table, start, stop):
@@ -401,6 +421,7 @@ class Engine:
     def _config(self) -> Any:
         place = {"side_channel_host": "127.0.0.1", "side_channel_port": free_port()}
         config = own_config_of(self.name, **{"model_id": "m", "handshake_timeout": 5, **place, **self.extra})
+        config.__class__ = OfRunnerV2
         config.kv_transfer_config.kv_load_failure_policy = "recompute" if self.recompute else "fail"
         config.parallel_config = parallel = copy.copy(config.parallel_config)
         parallel.pipeline_parallel_size = self.split.pp

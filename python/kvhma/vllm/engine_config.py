@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -16,7 +16,7 @@ from vllm.utils import deep_gemm
 from vllm.utils.network_utils import get_ip
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import iter_layer_specs
+from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
 
 from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.vllm.engine_facts import EngineFacts
@@ -29,7 +29,7 @@ from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -73,14 +73,13 @@ def check_config(config: VllmConfig) -> None:
     # In 0.31 it takes a block for one of all running requests by how many use it, and does not know who keeps blocks.
     if hasattr(FullAttentionManager, "get_num_common_prefix_blocks"):
         required.append(("disable_cascade_attn", getattr(model, "disable_cascade_attn", True), True))
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        found = getattr(parallel, name, 1)
-        if found > 1 and (speculative := getattr(config, "speculative_config", None)) is not None:
-            # A draft's caches may be whole on every rank or not; nothing has shown yet that they are told apart.
-            raise UnsupportedPairError(
-                f"{name} is {found} and speculative_config is {speculative.method!r}, the kvhma connector supports one "
-                "of them at a time"
-            )
+    ranks = parallel.prefill_context_parallel_size
+    if ranks > 1 and (speculative := getattr(config, "speculative_config", None)) is not None:
+        # A draft may compute on one of these ranks or on all; nothing has shown yet which of them have its tokens.
+        raise UnsupportedPairError(
+            f"prefill_context_parallel_size is {ranks} and speculative_config is {speculative.method!r}, the kvhma "
+            "connector supports one of them at a time"
+        )
     for name, found, supported in required:
         if found != supported:
             only = f"the kvhma connector supports only {supported} with vLLM {vllm.__version__}"
@@ -271,6 +270,8 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
             f"decode_context_parallel_size is {cp_size} and enable_prefix_caching is True, with recurrent states the "
             "kvhma connector supports one of them at a time"
         )
+    if cp_size > 1 and not config.use_v2_model_runner:
+        _check_sharded(cp_size, [caches.kv_cache_groups[index].kv_cache_spec for index in groups])
     # A draft module of several steps reads tokens that only D knows.
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
@@ -295,6 +296,20 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
     )
+
+
+def _check_sharded(cp_size: int, specs: Sequence[KVCacheSpec]) -> None:
+    """Refuse attention that every rank is to keep whole, as a draft without context parallelism does.
+
+    Model Runner V2 maps tokens to slots as each group's spec says; its predecessor shares them in every group
+    (vllm/v1/worker/gpu/block_table.py and vllm/v1/worker/block_table.py).
+    """
+    for spec in specs:
+        if any(isinstance(one, AttentionSpec) and not one.dcp_sharded for one in iter_layer_specs(spec)):
+            raise UnsupportedPairError(
+                f"decode_context_parallel_size is {cp_size} and dcp_sharded of a {type(spec).__name__} is False, which "
+                "Model Runner V1 does not write so: set VLLM_USE_V2_MODEL_RUNNER=1"
+            )
 
 
 def may_wait(config: VllmConfig) -> bool:
