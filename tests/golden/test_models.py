@@ -184,17 +184,17 @@ def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int
 
 def test_gemma_4b_4284_to_1650_descriptors() -> None:
     """63 blocks of 64 tokens, K and V apart: 63*34*2 against (6*17+63)*5*2."""
-    one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64, kv="split"))
+    one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64, kv="apart"))
     assert len(one.regions) == 5
     blocks = undropped_blocks(one, 63 * 64)
     assert {len(table) for table in blocks} == {63}
     assert select_all(one, one, blocks[-1], blocks[-1]).descriptors == 4284
     chosen = select_vllm(one, one, blocks, blocks)
     assert chosen.descriptors == 1650
-    assert chosen.posted == 1650  # half pages never touch, so nothing merges
     packed = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64))
     # Six windows and the full group, each a run; the last window's run touches the full group's.
     assert select_vllm(packed, packed, blocks, blocks).posted == 5 * (7 - 1)
+    assert chosen.posted == 2 * 5 * (7 - 1)
 
 
 def test_gemma_1b_window_of_512() -> None:

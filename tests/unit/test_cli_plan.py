@@ -20,6 +20,7 @@ from kvhma.models import hub_ids, model, models
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.cli_run import cli, refused
+from support.families import FAMILIES
 from support.tiny import tiny_hybrid
 
 NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
@@ -363,6 +364,15 @@ def test_one_name_for_each_baseline() -> None:
         assert "vLLM 0.32" in words
         assert "no HMA" in words
         assert "without groups" not in words
+
+
+def test_layers_of_two_lengths_beside_vllm(tmp_path: Path) -> None:
+    """DeepSeek-V3.2: 63 blocks of 61 latents of 1,152 bytes a token, and as many keys of an index of 132."""
+    form = {**FAMILIES["DeepSeek-V3.2"], "num_hidden_layers": 61}
+    (tmp_path / "config.json").write_text(json.dumps(form))
+    found = cli("plan", tmp_path, "--tokens", 1000, "--json").form
+    assert found["vllm"]["bytes"] == found["no_hma"]["bytes"] == 63 * 16 * 61 * (1152 + 132) == 78_950_592
+    assert found["vllm"]["descriptors"] == 122
 
 
 # --- other forms -----------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_merging_in_dense_rows(local: Sequence[int], remote: Sequence[int], post
         ({"order": "LHBNC"}, 8, 8),
         ({"order": "BLHNC"}, 2, 128),
         ({"order": "BHLNC"}, 1, 1),
-        ({"kv": "split"}, 4, 256),
+        ({"kv": "split"}, 2, 2),  # a page is one entry, whatever parts it has
         ({"kv": "apart"}, 4, 4),
         ({"block_size": 64, "kernel_block": 16}, 8, 2),
         # Only kernel blocks of one logical block touch.
@@ -256,7 +256,8 @@ def test_select_all_takes_every_layer_for_full_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "descriptors", "posted"),
     [
-        ({"kv": "split"}, 4 * 2 * 8, 4 * 2 * 8),
+        ({"kv": "split"}, 4 * 8, 4),
+        ({"kv": "apart"}, 4 * 2 * 8, 4 * 2),
         ({"order": "LHBNC"}, 4 * 4 * 8, 4 * 4),
         ({"order": "BHLNC"}, 8, 1),
     ],

@@ -11,6 +11,7 @@ from kvhma._kvhma import Plan
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
 from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
+from kvhma.cli.compare.views import NotCountedError
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.format import watched
 from kvhma.errors import KvhmaError, LayoutError, RequestError
@@ -250,6 +251,7 @@ def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = T
     """
     reads: list[ReadCount] = []
     excess = zeroed = 0
+    needed: list[int] = []
     findings: dict[str, None] = {}
     # Layers that D and P have: that one stage lacks them is no news.
     both = _layers(hand_off.decode) & _layers(hand_off.prefill)
@@ -261,6 +263,7 @@ def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = T
         )
         transfer = plan.transfer(hand_off.tokens, *hand_off.spans(local))
         excess += transfer.excess_bytes
+        needed.append(transfer.bytes - transfer.excess_bytes)
         zeroed += int(transfer.zero[:, 1].sum())
         reads += [
             ReadCount(
@@ -271,8 +274,8 @@ def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = T
             )
             for read in transfer.reads
         ]
-    vllm = _other(hand_off, partial(vllm_counts, hand_off))
-    no_hma = _other(hand_off, partial(count_all, hand_off, *hand_off.full_tables))
+    vllm = _other(hand_off, partial(vllm_counts, hand_off), needed)
+    no_hma = _other(hand_off, partial(count_all, hand_off, *hand_off.full_tables), needed)
     return Counted(tuple(reads), excess, zeroed, tuple(findings), vllm, no_hma)
 
 
@@ -291,12 +294,22 @@ def vllm_counts(hand_off: HandOff) -> list[Count]:
     return count_vllm(hand_off, local_tables, hand_off.remote_tables)
 
 
-def _other(engines: Engines, counts: Callable[[], list[Count]]) -> OtherCount:
+def _other(engines: Engines, counts: Callable[[], list[Count]], needed: Sequence[int]) -> OtherCount:
+    """Count another connector; `needed` has the bytes that each rank of D needs.
+
+    Fewer bytes are no saving: the cache would be wrong, or the count is. They are not shown.
+    """
     sides = (engines.decode, engines.prefill)
     if any(len(ranks) != ranks[0].tp_size for ranks in sides):
         staged = any(len(ranks) > ranks[0].tp_size for ranks in sides)
         return OtherCount(not_counted="pipeline stages" if staged else "not all ranks of both engines are given")
     try:
-        return OtherCount(tuple(counts()))
+        found = tuple(counts())
+    except NotCountedError as error:
+        return OtherCount(not_counted=str(error))
     except KvhmaError as error:
         return OtherCount(refused=str(error))
+    for rank, (count, least) in enumerate(zip(found, needed, strict=True)):
+        if count.bytes < least:
+            return OtherCount(not_counted=f"rank {rank} of D would read {count.bytes:,} bytes, and needs {least:,}")
+    return OtherCount(found)

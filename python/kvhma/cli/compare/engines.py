@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvhma.cli.compare.selection import Count, Selection, heads_axis, kept_blocks, select_all, select_vllm
-from kvhma.cli.compare.views import vllm_views
+from kvhma.cli.compare.views import NotCountedError, vllm_views
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry
 
@@ -48,11 +48,18 @@ def count_vllm(engines: Engines, local_tables: Tables, remote_tables: Tables) ->
 
     Raises:
         UnsupportedPairError: vLLM refuses the pair or the request; the text says why.
+        NotCountedError: whether it does is not known.
     """
+    reads = select_vllm_reads(engines, local_tables, remote_tables)
+    return [total(map(_posted, selections)) for selections in reads]
+
+
+def select_vllm_reads(engines: Engines, local_tables: Tables, remote_tables: Tables) -> list[list[Selection]]:
+    """Select what each D rank of vLLM 0.32 reads from each of its sources. Arguments and errors as above."""
     _check_ranks(engines)
     _check_blocks(engines, local_tables, remote_tables)
     engines = _with_equal_kernel_blocks(engines)
-    counts = []
+    reads = []
     for local in engines.decode:
         heads, states = _sources(local, engines)
         found = []
@@ -66,9 +73,9 @@ def count_vllm(engines: Engines, local_tables: Tables, remote_tables: Tables) ->
             ]
             remote = engines.prefill[source]
             selected = select_vllm(local, remote, tables[0], tables[1])
-            found.append(replace(_posted(selected), bytes=selected.bytes - _repeated_bytes(local, remote, len(states))))
-        counts.append(total(found))
-    return counts
+            found.append(replace(selected, bytes=selected.bytes - _repeated_bytes(local, remote, len(states))))
+        reads.append(found)
+    return reads
 
 
 def count_all(engines: Engines, local_table: list[int], remote_table: list[int]) -> list[Count]:
@@ -116,7 +123,7 @@ def _with_equal_kernel_blocks(engines: Engines) -> Engines:
     if local % remote:
         raise UnsupportedPairError(f"kernel block of D, {local} tokens, is no multiple of P's, {remote}")
     if engines.lay_out_decode is None:
-        raise UnsupportedPairError(f"kernel blocks of {local} and {remote} tokens; counted only for a model")
+        raise NotCountedError(f"kernel blocks of {local} and {remote} tokens; counted only for a model")
     return replace(engines, decode=engines.lay_out_decode(remote))
 
 
@@ -188,5 +195,5 @@ def _repeated_bytes(local: Geometry, remote: Geometry, sources: int) -> int:
     return sum(
         len(local_view.groups) * (min(local_view.length, remote_view.length) - local_view.length // sources)
         for local_view, remote_view in views
-        if local.groups[local_view.groups[0]].kind == "ssm"
+        if local_view.groups and local.groups[local_view.groups[0]].kind == "ssm"
     )

@@ -21,9 +21,9 @@ from kvhma.cli.compare.block_tables import main_group
 from kvhma.cli.compare.views import (
     Ids,
     View,
+    contiguous_pieces,
     full_attention_views,
     joined,
-    page_pieces,
     sending_order,
     vllm_views,
 )
@@ -205,14 +205,30 @@ def _check_pair(local: Geometry, remote: Geometry, views: Sequence[Sequence[View
     _check_equal("group kinds", *([group.kind for group in rank.groups] for rank in (local, remote)))
     _check_equal("kernel block tokens", *([group.kernel_block_size for group in side] for side in groups))
     _check_equal("regions and their groups", *([view.groups for view in side] for side in views))
+    _check_lengths(local, remote, views)
     pages = [next(_pages(rank), None) for rank in (local, remote)]
     if pages[0] is None or pages[1] is None or pages[0] == pages[1]:
         return
     orders = [_axis_order(page.parts[0]) for page in pages if page]
     _check_equal("axes of a page", *orders)
-    whole = all(len(page_pieces(page)) == len(page.parts) for page in pages if page)
+    whole = all(len(contiguous_pieces(part)) == 1 for page in pages if page for part in page.parts)
     if pages[0].nbytes != pages[1].nbytes and not (orders[0][0] == "heads" and whole):
         raise UnsupportedPairError(f"axes of a page: {orders[0]}; heads can only be split in a contiguous page")
+
+
+def _check_lengths(local: Geometry, remote: Geometry, views: Sequence[Sequence[View]]) -> None:
+    """Refuse regions of which vLLM asserts that their lengths differ as the heads of the first layer do."""
+    axes = [heads_axis(rank) for rank in (local, remote)]
+    heads = [axis.shard.held if axis else 1 for axis in axes]
+    for index, (at_local, at_remote) in enumerate(zip(*views, strict=True)):
+        if not at_local.groups or local.groups[at_local.groups[0]].kind == "ssm":
+            continue
+        scale = (1, 1) if at_local.is_latent else heads
+        if at_local.length * scale[1] != at_remote.length * scale[0]:
+            raise UnsupportedPairError(
+                f"region {index}: {at_local.length} bytes on D, {at_remote.length} on P, with {heads[0]} and "
+                f"{heads[1]} heads"
+            )
 
 
 def _check_equal(field: str, local: object, remote: object) -> None:

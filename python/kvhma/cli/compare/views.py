@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prepared lists of other connectors: views of a rank's memory, from which a request's blocks are taken by id.
 
-vLLM 0.32 makes one view of every part of an attention page and of every part of a state page, for each region:
+vLLM 0.32 makes a region of each page address, and a view of each region. A region is as long as the page of the layer
+that is registered first at that address, or of the last latent there:
 
-    region   |K0 K1 .|K2 K3 .|K4 ..        K: page of a kernel block, 2 in a logical block; .: padding
-    view      K0 K1   K2 K3   K4 ..        entry 2 starts 1 * block_stride + 0 * kernel_stride after entry 0
+    region   |P0 P1 .|P2 P3 .|P4 ..        P: page of a kernel block, 2 in a logical block; .: padding
+    view      P0 P1   P2 P3   P4 ..        entry 2 starts 1 * block_stride + 0 * kernel_stride after entry 0
     ids       0  1    2  3    4
+
+Parts of a page are no entries of their own, unless they are of a state: a page that is one run is one entry. The rules
+are those of ``NixlBaseConnectorWorker.register_kv_caches`` (vllm 0.32, nixl/base_worker.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -22,6 +27,10 @@ from kvhma.errors import BlockIdError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Layer, Page, Part
 
 Ids: TypeAlias = NDArray[np.int64]
+
+
+class NotCountedError(UnsupportedPairError):
+    """What another connector would move is not known: nothing is said of whether it refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,7 @@ class View:
         kernel_stride: bytes between the kernel blocks of one.
         ratio: entries of a logical block.
         groups: the groups whose blocks are sent from here, in the order of their ids.
+        is_latent: whether every tensor-parallel rank holds the same in it.
     """
 
     start: int
@@ -44,7 +54,8 @@ class View:
     block_stride: int
     kernel_stride: int
     ratio: int
-    groups: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+    is_latent: bool = False
 
     def offsets(self, ids: Ids) -> Ids:
         """Return the offset in bytes of each entry from `start`, int64 of the shape of `ids`."""
@@ -54,49 +65,72 @@ class View:
 def vllm_views(geometry: Geometry) -> tuple[View, ...]:
     """Return the prepared list of vLLM 0.32 for one rank: attention of all regions, then state.
 
-    A region is a distinct page address. All groups send from it if several use it, though some may have no
-    layer there; else only its own group does. State has four views per region (three of the convolution, two
-    for Mamba1 together with the recurrent one).
+    All groups send from a region if several use it, though some may have no layer there; else only its own group does.
+    Beside state, all groups of attention send from all regions. State has four views per region: three of the
+    convolution, of Mamba1 one, and the recurrent one.
 
     Raises:
-        UnsupportedPairError: context parallelism, opaque groups, or a convolution state in SD order, which
-            that connector refuses.
+        NotCountedError: what that connector makes of it is not known.
+        UnsupportedPairError: it makes no list; the text says why.
     """
-    users: dict[int, list[Layer]] = {}
-    for layer in geometry.layers:
-        users.setdefault(geometry.regions[layer.region].base + layer.offset, []).append(layer)
     check_supported(geometry)
+    ratios = sorted({group.ratio for group in geometry.groups if group.kind != "ssm"})
+    if len(ratios) > 1:
+        raise NotCountedError(f"kernel blocks of a block: {ratios} by group; vLLM 0.32 has one number for all")
     attention = tuple(index for index, group in enumerate(geometry.groups) if group.kind != "ssm")
     states = tuple(index for index, group in enumerate(geometry.groups) if group.kind == "ssm")
-    pattern = next((layer for layer in geometry.layers if layer.group in attention), None)
-    views: dict[tuple[int, int], View] = {}
-    if pattern is not None:
-        for start, layers in users.items():
-            for view in _attention_views(geometry, pattern, start, _senders(layers, attention)):
-                # Where a page is not contiguous, several layers name the same view: it is registered once.
-                views.setdefault((view.start, view.length), view)
-    found = list(views.values())
-    for start, layers in users.items():
-        for layer in [layer for layer in layers if layer.group in states][:1]:
-            stride, senders = layer.block_stride, _senders(layers, states)
-            for part in layer.page.parts:
-                found.append(View(start + part.offset, part.nbytes, layer.num_blocks, stride, stride, 1, senders))
+    regions, users = dict[int, View](), dict[int, list[Layer]]()
+    for layer in sorted(geometry.layers, key=lambda layer: _region_order(layer.name)):
+        for region in _registered(geometry, layer):
+            if region.is_latent or region.start not in regions:
+                regions[region.start] = region
+            users.setdefault(region.start, []).append(layer)
+    found = [
+        replace(region, groups=_senders(users[start], attention) if not states else attention)
+        for start, region in regions.items()
+    ]
+    for start in regions:
+        for layer in [layer for layer in users[start] if layer.group in states][:1]:
+            stride = layer.block_stride
+            found += [
+                View(start + part.offset, part.nbytes, layer.num_blocks, stride, stride, 1, states)
+                for part in layer.page.parts
+            ]
     return tuple(found)
 
 
 def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
-    """Return the list of a connector with no HMA: for each layer the views of an attention page, at any address."""
+    """Return the list of a connector with no HMA: for each layer the views of its own pages, at any address.
+
+    All layers then have blocks of one length, that of the first group with attention. A state is taken for as much as
+    an attention layer keeps.
+    """
     check_supported(geometry)
-    pattern = next((layer for layer in geometry.layers if geometry.groups[layer.group].kind != "ssm"), None)
+    pattern = _first_attention(geometry)
     if pattern is None:
         first = geometry.layers[0]
         stride, count = first.block_stride, first.num_blocks
         return tuple(View(0, stride, count, stride, stride, 1, (0,)) for _ in geometry.layers)
-    views = tuple(_attention_views(geometry, pattern, 0, (0,)))
-    if _is_interleaved(pattern.page, views[0].kernel_stride):
-        length, ratio = pattern.page.nbytes * len(geometry.layers), views[0].ratio
-        return (View(0, length, views[0].count, length * ratio, length, ratio, (0,)),)
-    return views * len(geometry.layers)
+    group = geometry.groups[pattern.group]
+    tokens, count = group.kernel_block_size, pattern.num_blocks * group.ratio
+    found, interleaved = list[View](), 0
+    for layer in geometry.layers:
+        own = pattern if geometry.groups[layer.group].kind == "ssm" else layer
+        own_group, step = geometry.groups[own.group], geometry.kernel_stride(own)
+
+        def scaled(length: int, own_tokens: int = own_group.kernel_block_size) -> int:
+            return length * tokens // own_tokens
+
+        if _is_interleaved(own.page, step):
+            interleaved += scaled(own.page.nbytes)
+            continue
+        strides = own.block_stride, step, group.ratio
+        if (own_group.block_size, own_group.ratio) != (group.block_size, group.ratio):
+            strides = scaled(own.page.nbytes), scaled(own.page.nbytes), 1
+        found += [View(0, scaled(length), count, *strides, (0,)) for _, length in page_runs(own.page)]
+    if interleaved:
+        found.append(View(0, interleaved, count, interleaved * group.ratio, interleaved, group.ratio, (0,)))
+    return tuple(found)
 
 
 def sending_order(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
@@ -146,51 +180,97 @@ def contiguous_pieces(part: Part, *, limit: int | None = None) -> list[tuple[int
     return sorted((part.offset + sum(offsets), length) for offsets in steps)
 
 
-def page_pieces(page: Page) -> list[tuple[int, int]]:
-    """Return offset and length of the contiguous pieces of all parts of a page."""
-    return [piece for part in page.parts for piece in contiguous_pieces(part)]
+def page_runs(page: Page) -> list[tuple[int, int]]:
+    """Return offset and length of the runs that a page's bytes make, whichever part they are of, by address."""
+    runs: list[tuple[int, int]] = []
+    for start, length in sorted(piece for part in page.parts for piece in contiguous_pieces(part)):
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = (runs[-1][0], runs[-1][1] + length)
+        else:
+            runs.append((start, length))
+    return runs
 
 
 def check_supported(geometry: Geometry) -> None:
     """Refuse a rank that has no such list.
 
     Raises:
-        UnsupportedPairError: context parallelism, opaque groups, or a convolution state in SD order.
+        NotCountedError: context parallelism, or opaque groups.
+        UnsupportedPairError: a state that is neither Mamba's nor a gated delta net's, or a convolution state in SD
+            order: vLLM 0.32 refuses both.
     """
     for index, group in enumerate(geometry.groups):
         if group.cp_size != 1:
-            raise UnsupportedPairError(f"group {index}: cp_size {group.cp_size}; a comparison needs 1")
+            raise NotCountedError(f"group {index}: cp_size {group.cp_size}; a comparison needs 1")
         if group.kind == "opaque":
-            raise UnsupportedPairError(f"group {index}: kind opaque; only attention and state can be compared")
+            raise NotCountedError(f"group {index}: kind opaque; only attention and state can be compared")
     for layer in geometry.layers:
         if geometry.groups[layer.group].kind != "ssm":
             continue
+        if layer.page.parts[-1].name != "ssm":
+            names = ", ".join(part.name for part in layer.page.parts)
+            raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves that of Mamba and GDN")
         for part in layer.page.parts:
             strides = {axis.name: axis.stride for axis in part.axes}
             if strides.get("rows", 0) > strides.get("channels", 0):
                 raise UnsupportedPairError(f"{layer.name}: {part.name} is in SD order; vLLM 0.32 moves only DS")
 
 
-def _senders(layers: Iterable[Layer], groups: tuple[int, ...]) -> tuple[int, ...]:
+def _region_order(name: str) -> list[tuple[bool, int, str]]:
+    """Sort names as vLLM does: numbers by value, and before letters."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _first_attention(geometry: Geometry) -> Layer | None:
+    return next((layer for layer in geometry.layers if geometry.groups[layer.group].kind != "ssm"), None)
+
+
+def _senders(layers: Sequence[Layer], groups: tuple[int, ...]) -> tuple[int, ...]:
     """Return which of `groups` send from a region: all of them, unless one group alone uses it."""
     users = {layer.group for layer in layers}
-    return groups if len(users) > 1 else tuple(group for group in groups if group in users)
+    return groups if len(users) > 1 else tuple(users)
 
 
-def _attention_views(geometry: Geometry, pattern: Layer, start: int, groups: tuple[int, ...]) -> Iterable[View]:
-    """Yield the views of one region, cut like the `pattern`'s pages whatever its own layers hold."""
-    ratio = geometry.groups[pattern.group].ratio
-    step = geometry.kernel_stride(pattern)
-    count = pattern.num_blocks * ratio
-    if _is_interleaved(pattern.page, step):
-        base = geometry.regions[pattern.region].base
-        yield View(base, step, count, pattern.block_stride, step, ratio, groups)
+def _registered(geometry: Geometry, layer: Layer) -> Iterator[View]:
+    """Yield the regions that vLLM registers for a layer.
+
+    Raises:
+        UnsupportedPairError: padded pages between those of other layers, of which vLLM makes none.
+    """
+    start = geometry.regions[layer.region].base + layer.offset
+    if geometry.groups[layer.group].kind == "ssm":
+        pattern = _first_attention(geometry)
+        ratio = 1 if pattern is None else geometry.groups[pattern.group].ratio
+        # Where the block is outermost, its stride is that of all layers; a state is as long as attention there.
+        page = layer.block_stride
+        if pattern is not None and _is_block_major(geometry, layer):
+            page = min(page, pattern.page.nbytes * ratio)
+        yield View(start, page // ratio, layer.num_blocks * ratio, layer.block_stride, page // ratio, ratio)
         return
-    for offset, length in page_pieces(pattern.page):
-        yield View(start + offset, length, count, pattern.block_stride, step, ratio, groups)
+    ratio, step = geometry.groups[layer.group].ratio, geometry.kernel_stride(layer)
+    count, runs = layer.num_blocks * ratio, page_runs(layer.page)
+    is_latent = all(axis.name != "heads" for part in layer.page.parts for axis in part.axes)
+    is_alone = len({(one.region, one.offset) for one in geometry.layers}) == 1
+    is_padded = runs == [(0, layer.page.nbytes)] and layer.page.nbytes < step
+    if is_padded and not (is_alone or _is_block_major(geometry, layer)):
+        raise UnsupportedPairError(
+            f"{layer.name}: a page of {step} bytes with {layer.page.nbytes} used; vLLM 0.32 registers no padded pages"
+        )
+    if (is_padded and is_alone) or _is_interleaved(layer.page, step):
+        base = geometry.regions[layer.region].base
+        yield View(base, step, count, layer.block_stride, step, ratio, is_latent=is_latent)
+        return
+    for offset, length in runs:
+        yield View(start + offset, length, count, layer.block_stride, step, ratio, is_latent=is_latent)
+
+
+def _is_block_major(geometry: Geometry, layer: Layer) -> bool:
+    """Return whether a block of all layers follows the one before: vLLM has one allocation for all of them."""
+    total = sum(region.bytes for region in geometry.regions)
+    return 0 <= total - layer.num_blocks * layer.block_stride < layer.block_stride
 
 
 def _is_interleaved(page: Page, kernel_stride: int) -> bool:
     """Return whether other layers lie between a page's heads: then a block is one entry, as in BHLNC."""
-    pieces = page_pieces(page)
-    return len(pieces) > len(page.parts) and max(offset for offset, _ in pieces) < kernel_stride
+    runs = page_runs(page)
+    return len(runs) > 1 and max(offset for offset, _ in runs) < kernel_stride
