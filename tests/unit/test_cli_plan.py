@@ -375,6 +375,62 @@ def test_layers_of_two_lengths_beside_vllm(tmp_path: Path) -> None:
     assert found["vllm"]["descriptors"] == 122
 
 
+# --- where another connector is faster -------------------------------------------------------------------------------
+
+SHORTER = ("gemma-3-27b", "--prefill", "tp=2,block=16", "--decode", "tp=2,block=64", "--tokens", "64k")
+"""P's blocks are shorter than D's: kvhma copies each head of each of them."""
+
+
+def test_time_stands_beside_bytes() -> None:
+    form, words = cli("plan", *SHORTER, "--json").form, cli("plan", *SHORTER).words
+    for name in ("vllm", "no_hma"):
+        other = form[name]
+        assert other["bytes_ratio"] == other["bytes"] / form["bytes"]
+        assert other["seconds_ratio"] == other["seconds"] / form["seconds"]
+        assert f"{other['bytes_ratio']:.2f} × bytes, {other['seconds_ratio']:.2f} × time" in words
+    assert form["vllm"]["bytes_ratio"] == pytest.approx(1, abs=0.005)
+    assert form["vllm"]["seconds_ratio"] < 0.07
+
+
+def test_a_change_that_is_named_was_tried() -> None:
+    form = cli("plan", *SHORTER, "--json").form
+    (permuted, blocks), slower = form["slower"]["changes"], form["slower"]
+    assert (slower["than"], slower["as_fast_with_changes"]) == ("vllm", True)
+    assert permuted["change"] == "permute_bytes=1048576 in D's settings"
+    assert permuted["permuted_bytes"] > 0.99 * form["bytes"]
+    assert blocks["change"] == "--decode block=16"
+    words = [*SHORTER[:4], "tp=2,block=16", *SHORTER[5:]]
+    assert cli("plan", *words, "--json").form["seconds"] == blocks["seconds"] <= form["vllm"]["seconds"]
+    line = cli("plan", *SHORTER).out.splitlines()[-1]
+    assert line.startswith("slower: vLLM 0.32 is predicted to take 71.4 ms where kvhma takes 1.08 s: permute_bytes=")
+    assert line.endswith("--decode block=16 makes it 71 ms")
+
+
+def test_a_block_is_what_was_asked_for_not_what_a_state_makes_of_it() -> None:
+    changes = cli("plan", "Jamba-v0.1", "--decode", "block=64", "--tokens", "5k", "--json").form["slower"]["changes"]
+    assert [change["change"] for change in changes][1] == "--decode block=16"
+
+
+def test_that_nothing_helps_is_said(tmp_path: Path) -> None:
+    """vLLM sends bytes that are no layer's, in a descriptor less; descriptors are all that costs."""
+    one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=400))
+    geometry, link = tmp_path / "one.json", tmp_path / "link.json"
+    geometry.write_bytes(one.to_json())
+    link.write_text('{"kvhma_link": 1, "seconds_per_descriptor": 1.0, "bytes_per_second": 1e15}')
+    words = ("--local", geometry, "--remote", geometry, "--tokens", 500, "--link", link)
+    form = cli("plan", *words, "--json").form
+    assert form["vllm"]["descriptors"] < form["descriptors"]
+    assert form["slower"] == {"than": "vllm", "as_fast_with_changes": False, "changes": []}
+    assert "no change of block size, kernel block or layout that was tried helps" in cli("plan", *words).words
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "gpt-oss-20b", NANO, "DeepSeek-V3"])
+def test_nothing_is_said_where_kvhma_is_as_fast(name: str) -> None:
+    done = cli("plan", name, "--prefill", "tp=2", "--decode", "tp=4")
+    assert "slower: " not in done.out
+    assert cli("plan", name, "--prefill", "tp=2", "--decode", "tp=4", "--json").form["slower"] is None
+
+
 # --- other forms -----------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +472,21 @@ def test_sweep() -> None:
         ).form
         for field in ("bytes", "descriptors", "seconds", "vllm", "no_hma"):
             assert row[field] == one[field]
+
+
+def test_sweep_says_what_helps() -> None:
+    sides = ("--prefill", "block=16", "--decode", "block=16/64", "--tokens", "5k")
+    rows = cli("sweep", "gemma-3-4b", *sides, "--json").form["rows"]
+    assert rows[0]["slower"] is None
+    one = cli("plan", "gemma-3-4b", "--prefill", "block=16", "--decode", "block=64", "--tokens", "5k", "--json").form
+    advice = rows[1]["slower"].pop("advice")
+    assert rows[1]["slower"] == one["slower"]
+    assert advice == "--decode block=16 or --prefill block=64 makes it as fast as vLLM 0.32"
+    words = cli("sweep", "gemma-3-4b", *sides).words
+    assert "slower (1)" in words
+    assert f"slower (1): {advice}" in words
+    lost = rows[1]["vllm"]
+    assert f"{lost['bytes_ratio']:.2f}, {lost['seconds_ratio']:.2f}" in words
 
 
 def test_sweep_in_other_forms(tmp_path: Path) -> None:

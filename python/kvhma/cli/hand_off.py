@@ -64,6 +64,16 @@ class RequestOptions:
             raise RequestError(f"--cached {self.cached}: must be 0 to the {self.tokens:,} of --tokens")
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What :func:`of_model` lays out."""
+
+    model: Model
+    prefill: EngineOptions
+    decode: EngineOptions
+    request: RequestOptions
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOff(Engines):
     """All ranks of a decode engine (D) and a prefill engine (P), and a request between them.
@@ -77,6 +87,7 @@ class HandOff(Engines):
         remote_tables: P's block tables.
         full_tables: blocks of the whole sequence on D and P, as they are without the hybrid KV cache manager.
         dp_sizes: engines of the sort of D, and of P, that share the requests.
+        asked: what it was laid out from; None if the engines are geometries.
     """
 
     name: str
@@ -87,6 +98,7 @@ class HandOff(Engines):
     remote_tables: BlockTables
     full_tables: tuple[list[int], list[int]]
     dp_sizes: tuple[int, int] = (1, 1)
+    asked: Asked | None = None
 
     @property
     def decode_ranks(self) -> list[int]:
@@ -214,7 +226,8 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
     lay_out_decode = partial(decode.ranks, model, decode_blocks, step * (1 + prefill.num_ranks), step)
     engines = Engines(lay_out_decode(), prefill.ranks(model, prefill_blocks, step, step), lay_out_decode)
     hand_off = of_geometries(model.name, engines, request)
-    return replace(hand_off, dp_sizes=(decode.dp_size, prefill.dp_size))
+    asked = Asked(model, prefill, decode, request)
+    return replace(hand_off, dp_sizes=(decode.dp_size, prefill.dp_size), asked=asked)
 
 
 def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandOff:

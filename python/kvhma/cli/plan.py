@@ -12,6 +12,7 @@ import click
 from kvhma.cli import request as exact
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
 from kvhma.cli.cost import Link, load_link
+from kvhma.cli.faster import Slower, own_seconds, slower, slowest
 from kvhma.cli.format import (
     Sheet,
     duration,
@@ -51,7 +52,8 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     kvhma plan DIR
 
     Beside kvhma stand "vLLM 0.32", that version's own NIXL connector, and "no HMA", a connector that takes every layer
-    for full attention, and the time the cost model predicts: t = a * descriptors + bytes / bandwidth.
+    for full attention, and the time the cost model predicts: t = a * descriptors + bytes / bandwidth. Where one of them
+    is faster, a last line names the change that makes up for it: each was tried.
     """  # noqa: D301 - click's mark for lines to be left as they are
     asked = Arguments(**given)
     if request is not None:
@@ -60,8 +62,9 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     hand_off = asked.hand_off()
     constants = load_link(link)
     counted = count(hand_off, asked.plan_options, quiet or style != "table")
+    lost = slower(hand_off, counted, constants, asked.plan_options) if style != "csv" else None
     if style == "json":
-        print_json(form(hand_off, counted, constants))
+        print_json(form(hand_off, counted, constants, lost))
     elif style == "csv":
         print_csv(flat(hand_off, counted))
     else:
@@ -71,6 +74,8 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
         print_sheets(sheets, style)
         if not quiet:
             _print_notes([f"note: {note}" for note in notes(hand_off, counted)], style)
+        if lost is not None:
+            _print_notes([f"slower: {lost.text}"], style)
 
 
 def _print_notes(lines: list[str], style: str) -> None:
@@ -78,7 +83,7 @@ def _print_notes(lines: list[str], style: str) -> None:
         click.echo(f"\n{printable(line)}" if style == "markdown" else printable(line))
 
 
-def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
+def form(hand_off: HandOff, counted: Counted, link: Link, lost: Slower | None) -> dict[str, Any]:
     """Return everything as JSON has it; docs/cli.md names the fields."""
     return {
         "kvhma_plan": 1,
@@ -101,9 +106,10 @@ def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
         **asdict(counted.total),
         "excess_bytes": counted.excess,
         "zeroed_bytes": counted.zeroed,
-        "seconds": slowest(hand_off, counted, link),
-        "vllm": other_form(counted.vllm, link),
-        "no_hma": other_form(counted.no_hma, link),
+        "seconds": own_seconds(hand_off, counted, link),
+        "vllm": other_form(counted.vllm, hand_off, counted, link),
+        "no_hma": other_form(counted.no_hma, hand_off, counted, link),
+        "slower": None if lost is None else lost.form(),
         "link": asdict(link),
         "notes": notes(hand_off, counted),
     }
@@ -126,20 +132,24 @@ def flat(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     ]
 
 
-def slowest(hand_off: HandOff, counted: Counted, link: Link) -> float:
-    """Return the predicted seconds: ranks of D read at the same time, each from its sources one after the other."""
-    ranks = (counted.of_rank(index) for index in range(len(hand_off.decode)))
-    return max(link.seconds(total.descriptors, total.bytes) for total in ranks)
-
-
-def other_form(other: OtherCount, link: Link) -> dict[str, Any]:
-    """Return bytes, descriptors and seconds of another connector, or why there are none."""
+def other_form(other: OtherCount, hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
+    """Return bytes, descriptors and seconds of another connector, also by kvhma's, or why there are none."""
     if other.why_not is not None:
         return {"refused": other.refused} if other.refused is not None else {"not_counted": other.not_counted}
+    seconds, own = slowest(other.ranks, link), own_seconds(hand_off, counted, link)
     return {
         **asdict(other.total),
-        "seconds": max(link.seconds(rank.descriptors, rank.bytes) for rank in other.ranks),
+        "seconds": seconds,
+        "bytes_ratio": other.total.bytes / counted.total.bytes if counted.total.bytes else None,
+        "seconds_ratio": seconds / own if own else None,
     }
+
+
+def ratios(form: dict[str, Any]) -> str:
+    """Return bytes and time of another connector by kvhma's, as tables have them."""
+    if form.get("bytes_ratio") is None:
+        return ""
+    return f"{form['bytes_ratio']:.2f} × bytes, {form['seconds_ratio']:.2f} × time"
 
 
 def _engines(hand_off: HandOff) -> Sheet:
@@ -213,13 +223,13 @@ def _pairs(hand_off: HandOff, counted: Counted, link: Link) -> Sheet:
 
 def _totals(counted: Counted, hand_off: HandOff, link: Link) -> Sheet:
     total = counted.total
-    rows = [("kvhma", size(total.bytes), f"{total.descriptors:,}", duration(slowest(hand_off, counted, link)), "")]
+    rows = [("kvhma", size(total.bytes), f"{total.descriptors:,}", duration(own_seconds(hand_off, counted, link)), "")]
     for name, other in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
         if other.why_not is not None:
             rows.append((name, "–", "–", "–", other.why_not))
             continue
-        sizes = other_form(other, link)
-        more = f"{sizes['bytes'] / total.bytes:.2f} × bytes" if total.bytes else ""
-        rows.append((name, size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), more))
+        sizes = other_form(other, hand_off, counted, link)
+        cells = size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), ratios(sizes)
+        rows.append((name, *cells))
     columns = ("", "bytes", "descriptors", "predicted", "")
     return Sheet("all ranks", "lrrrl", columns, rows, f"predicted with {link.source}")

@@ -13,6 +13,7 @@ import click
 from kvhma.cli.arguments import FILE, dtype_options, engine_option
 from kvhma.cli.cost import Link, load_link
 from kvhma.cli.engine_options import EngineOptions, parse_engines
+from kvhma.cli.faster import own_seconds, slower
 from kvhma.cli.format import (
     Sheet,
     duration,
@@ -25,7 +26,7 @@ from kvhma.cli.format import (
 )
 from kvhma.cli.hand_off import NO_HMA, VLLM, RequestOptions, count, of_model
 from kvhma.cli.model_names import complete_model, model_or_geometry
-from kvhma.cli.plan import other_form, slowest
+from kvhma.cli.plan import other_form
 from kvhma.cli.plot import Point, plot
 from kvhma.cli.svg import check_drawing
 from kvhma.cli.values import TokenList
@@ -70,7 +71,8 @@ def sweep(
     \b
     kvhma sweep google/gemma-3-27b-it --prefill tp=2 --decode tp=1/2/4,block=16/64 --tokens 1k/8k/64k -o sweep.svg
 
-    A pair that is refused has a line too; the reasons are below the table.
+    A pair that is refused has a line too; the reasons are below the table, and so are the changes that help where
+    another connector is faster. What others move and take is said as multiples of kvhma's bytes and time.
     """  # noqa: D301 - click's mark for lines to be left as they are
     if output is not None:
         check_drawing(output)
@@ -99,8 +101,15 @@ def _row(model: Model, case: _Case, pool: Any, link: Link) -> dict[str, Any]:
         counted = count(hand_off)
     except KvhmaError as error:
         return {**row, "refused": str(error)}
-    others = {"vllm": other_form(counted.vllm, link), "no_hma": other_form(counted.no_hma, link)}
-    return {**row, **asdict(counted.total), "seconds": slowest(hand_off, counted, link), **others}
+    lost = slower(hand_off, counted, link)
+    return {
+        **row,
+        **asdict(counted.total),
+        "seconds": own_seconds(hand_off, counted, link),
+        "vllm": other_form(counted.vllm, hand_off, counted, link),
+        "no_hma": other_form(counted.no_hma, hand_off, counted, link),
+        "slower": None if lost is None else {**lost.form(), "advice": lost.advice},
+    }
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
@@ -110,27 +119,39 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     flat |= {name: row.get(name, "") for name in fields}
     for other in ("vllm", "no_hma"):
         flat |= {f"{other}_{name}": row.get(other, {}).get(name, "") for name in fields}
-    return flat | {"refused": row.get("refused", "")}
+    return flat | {"slower": (row.get("slower") or {}).get("advice", ""), "refused": row.get("refused", "")}
 
 
 def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
     cells: list[list[str]] = []
     reasons = list(dict.fromkeys(row["refused"] for row in rows if "refused" in row))
+    advice = list(dict.fromkeys(row["slower"]["advice"] for row in rows if row.get("slower")))
     for row in rows:
         start = [row["prefill"] or "tp=1", row["decode"] or "tp=1", f"{row['tokens']:,}"]
         if "refused" in row:
             cells.append([*start, *"–––––", f"refused ({reasons.index(row['refused']) + 1})"])
             continue
-        times = [duration(of["seconds"]) if "seconds" in of else "–" for of in (row, row["vllm"], row["no_hma"])]
-        cells.append([*start, size(row["bytes"]), f"{row['descriptors']:,}", *times, ""])
-    columns = ["prefill", "decode", "tokens", "bytes", "descr."]
-    columns += [f"time\n{one}" for one in ("kvhma", VLLM, NO_HMA)]
+        own = [size(row["bytes"]), f"{row['descriptors']:,}", duration(row["seconds"])]
+        mark = f"slower ({advice.index(row['slower']['advice']) + 1})" if row["slower"] else ""
+        cells.append([*start, *own, *(_by_own(row[other]) for other in ("vllm", "no_hma")), mark])
+    columns = ["prefill", "decode", "tokens", "bytes", "descr.", "time"]
+    columns += [f"{one}\n× b., t." for one in (VLLM, NO_HMA)]
     align = "nnrrrrrr"
-    if reasons:
+    if reasons or advice:
         columns, align = [*columns, ""], f"{align}n"
     below = [f"refused ({number}): {reason}" for number, reason in enumerate(reasons, 1)]
-    caption = "\n".join([*below, f"times are predicted with {link.source}"])
+    below += [f"slower ({number}): {text}" for number, text in enumerate(advice, 1)]
+    caption = "\n".join(
+        [*below, f"times are predicted with {link.source}; × b./t.: bytes and time as multiples of kvhma's"]
+    )
     return Sheet(name, align, columns, [row[: len(align)] for row in cells], caption)
+
+
+def _by_own(other: dict[str, Any]) -> str:
+    """Return bytes and time of another connector by kvhma's."""
+    if other.get("bytes_ratio") is None:
+        return "–"
+    return f"{other['bytes_ratio']:.2f}, {other['seconds_ratio']:.2f}"
 
 
 def _plot(name: str, cases: list[_Case], rows: list[dict[str, Any]], output: Path) -> None:
