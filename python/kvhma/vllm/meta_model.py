@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's own model classes cache: made without weights, a device or other ranks.
+
+A machine that plans may have less than one that serves. These stand in for what it lacks:
+
+* Parameters are on torch's meta device, and the platform is vLLM's CPU platform, so that no GPU is touched.
+* The tensor-parallel group reports another size and rank than it has.
+* Attention gets the backends of a GPU, sparse attention included.
+* torchvision, where it is not installed, is an empty module: only the language model has a cache.
+* A configuration class that is remote code is replaced by one that has the fields of the file.
+* The CPU has AMX, without which vLLM has no prefix cache for MLA, and no bfloat16 in AVX-512, with which vLLM keeps
+  states in float32 as no GPU does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import importlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+from kvhma.errors import GeometryError, LayoutError
+from kvhma.models import Attention, Model, State, StateKind
+from kvhma.models.block_size import token_bytes
+from kvhma.models.grouping import group_layers
+from kvhma.models.grouping import layer_specs as planned_specs
+from kvhma.models.pages import state_bytes
+from kvhma.models.table import AttentionKind
+
+_SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+_GPU = {
+    False: "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
+    True: "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend",
+}
+"""Attention and MLA on any GPU: what reads and writes there lays out the cache otherwise than a CPU's kernels do."""
+_PICTURES = ("", ".io", ".ops", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
+_WITH_VALUES = {"ApertusForCausalLM", "BloomForCausalLM", "Gemma3nForCausalLM"}
+"""Models that look at values while they are made."""
+_ELSEWHERE = {
+    # The class for NVIDIA needs compilers of theirs; that for AMD has the same cache, written apart.
+    "KimiLinearForCausalLM": ("vllm.models.kimi_k3.amd.linear", "KimiLinearForCausalLM"),
+}
+_ATTENTION: dict[str, AttentionKind] = {
+    "FullAttentionSpec": "full",
+    "SinkFullAttentionSpec": "full",
+    "SlidingWindowSpec": "sliding",
+    "ChunkedLocalAttentionSpec": "chunked",
+    "MLAAttentionSpec": "mla",
+}
+_STATES: dict[str, StateKind] = {
+    "MAMBA1": "mamba1",
+    "MAMBA2": "mamba2",
+    "GDN_ATTN": "gdn",
+    "KDA_ATTN": "kda",
+    "SHORT_CONV": "short_conv",
+}
+
+
+@mock.patch("torch.cpu._is_amx_tile_supported", mock.Mock(return_value=True))
+@mock.patch("torch.cpu._is_avx512_bf16_supported", mock.Mock(return_value=False))
+def layer_specs(
+    form: Mapping[str, Any], tp_size: int = 1, tp_rank: int = 0, *, gpu: bool = True, **arguments: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Make vLLM's model of a configuration for one rank.
+
+    Args:
+        form: the model's ``config.json``.
+        tp_size: ranks of the engine.
+        tp_rank: which of them.
+        gpu: whether attention is that of a GPU.
+        arguments: more of vLLM's ``EngineArgs``.
+
+    Returns:
+        vLLM's configuration, with the block size its platform chose, and its spec of each layer, in its order.
+
+    Raises:
+        Exception: whatever vLLM raises about a model that it does not make.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    architecture = form["architectures"][0]
+    _prepare()
+    _register_class(architecture)
+    _register_configs(form)
+    config = _config(form, arguments)
+    config.parallel_config.tensor_parallel_size = tp_size
+    group = parallel_state._TP
+    with (
+        mock.patch.object(group, "world_size", tp_size),
+        mock.patch.object(group, "rank_in_group", tp_rank),
+        # Towers for pictures move to a device, which nothing on the meta device can.
+        mock.patch("torch.nn.Module.to", lambda module, *_, **__: module),
+        _backends(gpu),
+        set_current_vllm_config(config),
+    ):
+        with torch.device("cpu" if architecture in _WITH_VALUES else "meta"):
+            initialize_model(config)
+        current_platform.update_block_size_for_backend(config)
+        return config, get_kv_cache_spec(config)
+
+
+def _config(form: Mapping[str, Any], more: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    # Some models read the directory again when they are made. Engines of one model have one name for it.
+    text = json.dumps({name: value for name, value in form.items() if name != "auto_map"})
+    folder = Path(_folder(), hashlib.sha256(text.encode()).hexdigest()[:16])
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(text)
+    arguments: dict[str, Any] = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 1024}
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, **(arguments | more)).create_engine_config()
+
+
+@cache
+def _folder() -> str:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _prepare() -> None:
+    """Make groups of one rank, without which no layer can be made."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    meeting = Path(_folder(), "ranks")
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    init_workspace_manager(torch.device("cpu"))
+    from vllm.triton_utils import triton
+
+    if not hasattr(triton, "set_allocator"):  # vLLM's own stand-in, where there is no GPU
+        triton.set_allocator = lambda *_: None
+
+
+class _Empty(types.ModuleType):
+    """A module that has whatever is asked for."""
+
+    __path__: ClassVar[list[str]] = []  # type: ignore[misc]  # of the class, so that any of them is a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@cache
+def _register_class(architecture: str) -> None:
+    """Import a model class here: vLLM imports it in a subprocess of its own, which takes seconds."""
+    from vllm import ModelRegistry
+
+    lazy = ModelRegistry.models.get(architecture)
+    module, name = _ELSEWHERE.get(architecture, (getattr(lazy, "module_name", None), getattr(lazy, "class_name", None)))
+    if module is None or name is None:
+        return  # not known, or made by hand: vLLM says so
+    empty = []
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        empty = [f"torchvision{end}" for end in _PICTURES if f"torchvision{end}" not in sys.modules]
+        sys.modules.update({name: _Empty(name) for name in empty})
+    try:
+        ModelRegistry.register_model(architecture, getattr(importlib.import_module(module), name))
+    finally:
+        for one in empty:
+            sys.modules.pop(one)
+
+
+def _register_configs(form: Mapping[str, Any]) -> None:
+    """Give types that neither transformers nor vLLM knows a class with the fields of the file: no remote code runs."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    for one in (form, *(value for value in form.values() if isinstance(value, dict))):
+        kind = one.get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING and kind not in _CONFIG_REGISTRY:
+            AutoConfig.register(kind, type("PlainConfig", (_Plain, PretrainedConfig), {"model_type": kind}))
+
+
+class _Plain:
+    """What classes of remote code usually do: objects with a type are configurations, others have attributes."""
+
+    def __post_init__(self, **fields: Any) -> None:
+        from transformers import AutoConfig
+
+        made = {
+            name: AutoConfig.for_model(**value)
+            if isinstance(value, dict) and "model_type" in value
+            else _with_attributes(value)
+            for name, value in fields.items()
+        }
+        super().__post_init__(**made)  # type: ignore[misc]  # of transformers' class, which is beside this one
+
+
+class _Object(dict[str, Any]):
+    """An object of a file whose fields are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _with_attributes(self[name])
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_attributes(one) for one in value]
+    return _Object({name: _with_attributes(one) for name, one in value.items()}) if isinstance(value, dict) else value
+
+
+@contextlib.contextmanager
+def _backends(gpu: bool) -> Iterator[None]:
+    from vllm.platforms import current_platform
+
+    kind = type(current_platform)
+    own = kind.get_attn_backend_cls
+
+    def chosen(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if attn_selector_config.use_sparse:
+            return _SPARSE
+        if gpu:
+            return _GPU[bool(attn_selector_config.use_mla)]
+        return str(own(selected_backend, attn_selector_config, num_heads=num_heads))
+
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    check = FusedMoEConfig.__post_init__
+
+    def unchecked(config: Any) -> None:
+        # Last of all it refuses experts that the CPU's kernels lack. None runs here.
+        with contextlib.suppress(NotImplementedError):
+            check(config)
+
+    with (
+        mock.patch.object(kind, "get_attn_backend_cls", staticmethod(chosen)),
+        mock.patch.object(FusedMoEConfig, "__post_init__", unchecked),
+    ):
+        yield
+
+
+# --- From specs to a model ---------------------------------------------------------------------------------
+
+
+def version() -> str:
+    """Return vLLM's version."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def ask(name: str, form: Mapping[str, Any], tp_sizes: Iterable[int]) -> tuple[Model, dict[int, str], int]:
+    """Ask vLLM's class of a configuration what it caches. This process gets vLLM's CPU platform.
+
+    Args:
+        name: what the model is called.
+        form: its ``config.json``.
+        tp_sizes: tensor-parallel sizes that an engine may have.
+
+    Returns:
+        What is cached over all ranks, in the dtype of the model; why an engine of some of `tp_sizes` cannot be planned;
+        and the number of layers.
+
+    Raises:
+        GeometryError: vLLM caches something that `Model` cannot say; the text names the layer and the spec.
+        Exception: whatever vLLM raises about a model that it does not make.
+    """
+    _use_cpu()
+    # Quantized weights need kernels, and change no cache but for its dtype.
+    form = {field: value for field, value in form.items() if field != "quantization_config"}
+    config, specs = layer_specs(form)
+    num_layers = config.model_config.get_num_layers(config.parallel_config)
+    model = model_of_specs(name, specs, num_layers)
+    refused = {}
+    for tp_size in tp_sizes:
+        try:
+            rank = (config, specs) if tp_size == 1 else layer_specs(form, tp_size)
+            _check_rank(model, *rank, tp_size)
+        except LayoutError as error:
+            refused[tp_size] = str(error)
+        except Exception as error:
+            refused[tp_size] = f"tp_size {tp_size}: vLLM does not make it: {' '.join(str(error).split())[:300]}"
+    return model, refused, num_layers
+
+
+def _use_cpu() -> None:
+    """Choose the platform before anything asks for it, so that no GPU is looked for or used."""
+    from vllm import platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms._current_platform = CpuPlatform()
+
+
+def model_of_specs(name: str, specs: Mapping[str, Any], num_layers: int = 0) -> Model:
+    """Return a model whose layers are those of vLLM's specs of one rank alone, in their order.
+
+    Layers that vLLM counts in order and that cache nothing are ``"none"``, up to `num_layers`.
+
+    Raises:
+        GeometryError: a spec that `Model` cannot say.
+    """
+    words: list[list[str]] = []
+    attention: dict[Attention, str] = {}
+    states: set[State] = set()
+    last = -1
+    for layer, spec in specs.items():
+        cache = _cache(layer, spec)
+        if isinstance(cache, State):
+            states.add(cache)
+            word: str = cache.kind
+        else:
+            word = attention.setdefault(
+                cache, f"{cache.kind}{len(attention)}" if cache.kind != "indexer" else "indexer"
+            )
+        number = _number(layer)
+        if number == last and word not in words[-1]:
+            words[-1].append(word)
+            continue
+        if number > last:
+            words += [["none"]] * (number - last - 1)
+        words.append([word])
+        last = number
+    if len(states) > 1:
+        raise GeometryError(f"layers: states of {len(states)} sorts, {states}; one can be described")
+    words += [["none"]] * (num_layers - len(words))
+    return _model(name, ["+".join(sorted(one, key=lambda w: w != "indexer")) for one in words], attention, states)
+
+
+def _model(name: str, layers: list[str], attention: dict[Attention, str], states: set[State]) -> Model:
+    """Return the model, with the heads that most layers have as its own."""
+    sorts = [one for one in attention if one.kind != "indexer"]
+    if not sorts:
+        return Model(name, tuple(layers), 1, 1, state=next(iter(states), None))
+    used = {word: sum(word in layer.split("+") for layer in layers) for word in attention.values()}
+    # A block with a state has the size of full attention, wherever there is any.
+    most = max(sorts, key=lambda one: (one.kind in ("full", "mla"), used[attention[one]]))
+    plain = {one: one.kind for one in sorts if one.kind not in {other.kind for other in sorts if other != one}}
+    named = tuple(
+        Attention(
+            one.kind,
+            one.kv_heads,
+            one.head_dim,
+            one.v_head_dim,
+            None if one.dtype == most.dtype else one.dtype,
+            one.window,
+            one.chunk,
+            plain.get(one, word),
+        )
+        for one, word in attention.items()
+        if one.kind != "indexer"
+    )
+    renamed = {attention[one]: kind for one, kind in plain.items()}
+    return Model(
+        name,
+        tuple("+".join(renamed.get(word, word) for word in layer.split("+")) for layer in layers),
+        most.kv_heads,
+        most.head_dim,
+        most.dtype or "bfloat16",
+        state=next(iter(states), None),
+        v_head_dim=most.v_head_dim,
+        attention=named,
+    )
+
+
+def _number(layer: str) -> int:
+    found = re.search(r"(?<![a-z0-9])\d+", layer)
+    if found is None:
+        raise GeometryError(f"layer {layer!r}: its name has no number")
+    return int(found[0])
+
+
+def _cache(layer: str, spec: Any) -> Attention | State:
+    found = type(spec).__name__
+    if found == "MambaSpec":
+        return _state(layer, spec)
+    if found not in _ATTENTION:
+        raise GeometryError(
+            f"layer {layer!r}: vLLM caches a {found} there; known are {', '.join(_ATTENTION)}, MambaSpec"
+        )
+    kind = _ATTENTION[found]
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if getattr(getattr(spec, "cache_role", None), "value", None) == "indexer":
+        return Attention("indexer", 1, spec.head_size - 4)
+    odd = {
+        "state_content_bytes": spec.state_content_bytes,
+        "num_head_slots": spec.num_head_slots,
+        "compress_ratio": getattr(spec, "compress_ratio", 1) if getattr(spec, "compress_ratio", 1) != 1 else None,
+        "tokens_per_state": spec.tokens_per_state if spec.tokens_per_state != 1 else None,
+        "model_version": getattr(spec, "model_version", None),
+    }
+    for field, value in odd.items():
+        if value is not None:
+            raise GeometryError(
+                f"layer {layer!r}: vLLM's {found} has {field} {value!r}; such a page cannot be described"
+            )
+    if kind == "mla":
+        return Attention("mla", 1, spec.head_size, dtype=dtype)
+    return Attention(
+        kind,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.head_size_v if spec.head_size_v != spec.head_size else None,
+        dtype,
+        window=spec.sliding_window if kind == "sliding" else None,
+        chunk=spec.attention_chunk_size if kind == "chunked" else None,
+    )
+
+
+def _state(layer: str, spec: Any) -> State:
+    """Read a state over all ranks from that of a rank alone."""
+    kind = _STATES.get(spec.mamba_type.name)
+    if kind == "gdn" and len(spec.shapes) == 4:
+        kind = "kda"
+    told = f"layer {layer!r}: a state of {spec.mamba_type.name} with {spec.shapes}"
+    if kind is None:
+        raise GeometryError(f"{told}; known are {', '.join(_STATES)}")
+    *conv, last = spec.shapes if kind != "short_conv" else (*spec.shapes, (0, 0, 0))
+    rows = min(min(shape) for shape in conv)
+    channels = sum(max(shape) for shape in conv)
+    heads, head_dim, d_state = {2: (last[0], 1, last[-1]), 3: last}[len(last)]
+    if kind == "short_conv":
+        heads, head_dim = channels, 1
+    rest = channels - heads * head_dim
+    groups, odd = divmod(rest, 2 * d_state) if d_state else (0, rest)
+    if odd:
+        raise GeometryError(f"{told}: {rest} channels beside those of the heads")
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    return State(kind, channels, rows + 1, heads, head_dim, d_state, groups, dtypes[0], dtypes[-1])
+
+
+def _check_rank(model: Model, config: Any, specs: Mapping[str, Any], tp_size: int) -> None:
+    """Refuse a model of which a rank of vLLM holds other bytes, or other groups, than is planned."""
+    names = dict(zip((name for name, _ in model.specs()), specs, strict=True))
+    for name, cache_ in model.specs():
+        spec = specs[names[name]]
+        if isinstance(cache_, State):
+            planned, held = state_bytes(cache_, tp_size=tp_size), spec.state_content_size_bytes
+        else:
+            planned = token_bytes(cache_, tp_size=tp_size) * spec.block_size
+            held = spec.unpadded_page_size_bytes
+        if planned != held:
+            raise LayoutError(
+                f"tp_size {tp_size}: vLLM's {names[name]} has {held} bytes in a block of {spec.block_size} tokens, and "
+                f"{planned} would be planned"
+            )
+    # vLLM's CPU platform asks for blocks of 128 tokens unless a state needs longer ones.
+    block_size = min(config.cache_config.block_size, 128)
+    planned_groups = [
+        {names[name]: spec.page for name, spec in group.items()}
+        for group in group_layers(planned_specs(model, tp_size=tp_size, block_size=block_size), block_major=False)
+    ]
+    held_groups = [_pages(group) for group in cache_groups(config, specs)]
+    if planned_groups != held_groups:
+        sizes = [[len(group) for group in groups] for groups in (held_groups, planned_groups)]
+        raise LayoutError(
+            f"tp_size {tp_size}: vLLM makes groups of {sizes[0]} layers, and groups of {sizes[1]} or with "
+            "other pages would be planned"
+        )
+
+
+def cache_groups(config: Any, specs: Mapping[str, Any], order: str = "LBNHC") -> list[Any]:
+    """Return vLLM's groups of the layers of a rank.
+
+    Args:
+        config: vLLM's configuration.
+        specs: as of :func:`layer_specs`.
+        order: stride order of the cache.
+    """
+    from vllm.config import set_current_vllm_config
+
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # before vLLM 0.33
+        from vllm.v1.core import kv_cache_utils as planning
+
+    config.cache_config.kv_cache_layout = order
+    with set_current_vllm_config(config):
+        return list(planning.get_kv_cache_groups(config, dict(specs)))
+
+
+def _pages(group: Any) -> dict[str, int]:
+    """Return bytes of a page of each layer of vLLM's group."""
+    several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return {name: (several[name] if several else group.kv_cache_spec).page_size_bytes for name in group.layer_names}
