@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -13,13 +15,14 @@ from typing import Any
 import pytest
 
 from kvhma.errors import ConfigError, LayoutError
-from kvhma.models import Model, State, models
+from kvhma.models import Attention, Model, State, models
 from kvhma.models.config import load_json, model_from_config, read_config
 from kvhma.models.config.architectures import ARCHITECTURES
 from kvhma.models.pages import state_bytes
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.families import FAMILIES
+from support.public_configs import PUBLIC
 from support.summary import summary
 
 # Groups, tensors, logical block, FlashInfer kernel block, ratio, bytes of a state, bytes of a token in a layer.
@@ -234,10 +237,10 @@ def without(name: str) -> Callable[[dict[str, Any]], object]:
 BAD = {
     "unknown": (
         setting(model_type="foo", architectures=["FooForCausalLM"]),
-        "unknown architecture: model_type 'foo' (architecture 'FooForCausalLM'); known are llama, ",
+        "config.json: hybrid_override_pattern 'MEMEM*EMEM",
     ),
     "no-type": (without("model_type"), "model_type is missing"),
-    "number-as-type": (setting(model_type=3), "unknown architecture: model_type 3"),
+    "number-as-type": (setting(model_type=3), "model_type 3: must be a string"),
     "letter": (setting(hybrid_override_pattern="M*X"), "hybrid_override_pattern 'M*X': must be"),
     "no-pattern": (setting(hybrid_override_pattern=None), "hybrid_override_pattern None"),
     "word": (setting(layers_block_type=["mamba", "ring"]), "layers_block_type[1] 'ring': known are full_attention"),
@@ -267,6 +270,91 @@ def test_refusals(name: str, tmp_path: Path) -> None:
     assert text in str(caught.value)
 
 
+FOO = {"model_type": "foo", "architectures": ["FooForCausalLM"], **PLAIN}
+M3 = "MiniMaxM3SparseForConditionalGeneration"
+SPARSE = {**PLAIN, "sparse_attention_config": {"use_sparse_attention": True}}
+
+
+def test_a_decoder_needs_no_rule_of_its_own() -> None:
+    """What vLLM's Transformers backend makes of it: heads everywhere, and windows where the file says so."""
+    one = model_from_config({**FOO, "num_key_value_heads": 2, "attention_dropout": 0.1, "n_shared_experts": 1})
+    assert (one.layers, one.kv_heads, one.head_dim, one.query_heads) == (("full",) * 8, 2, 64, 8)
+    assert kinds(**FOO, sliding_window=64) == "s" * 8
+    listed = ["sliding_attention", "full_attention"] * 4
+    assert kinds(**FOO, sliding_window=64, layer_types=listed, sliding_window_pattern=2) == "sf" * 4
+    old = {"n_layer": 8, "n_head": 8, "n_embd": 512}
+    assert model_from_config({"model_type": "foo", "architectures": ["FooLMHeadModel"], **old}).head_dim == 64
+
+
+CHANGING = {
+    "sliding_window_size": 128,
+    "attention_window_size": 128,
+    "attn_layer_period": 8,
+    "compress_ratios": [4, 128],
+    "cross_attention_layers": [3],
+    "hybrid_layer_ids": [6],
+    "kv_lora_rank": 512,
+    "layers_block_type": ["mamba"] * 8,
+    "linear_num_key_heads": 16,
+    "local_layer_ids": [1],
+    "num_attention_heads_per_layer": [8] * 8,
+    "num_kv_shared_layers": 2,
+    "per_layer_config": {"1": {"head_dim": 32}},
+    "sparse_attention_config": {"topk": 16},
+    "ssm_state_size": 16,
+    "swa_head_dim": 128,
+    "use_cla": True,
+    "v_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("field", CHANGING)
+def test_a_field_that_could_change_a_cache_is_named(field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_from_config({**FOO, field: CHANGING[field]})
+    assert str(caught.value).startswith(f"{field} ")
+    assert len(str(caught.value)) < 300
+
+
+PUBLISHED = {
+    "llava-1.5-7b": ("full" * 32, 32, 128),
+    "pixtral-12b": ("full" * 40, 8, 128),
+    "falcon-7b": ("full" * 32, 1, 64),
+    "falcon-40b": ("full" * 60, 8, 64),
+    "gpt-j-6b": ("full" * 28, 16, 256),
+    "LongCat-Flash": ("mla" * 56, 1, 576),
+    "Qwen2-VL-7B": ("full" * 28, 4, 128),
+    "Qwen3-VL-8B": ("full" * 36, 8, 128),
+    "Qwen2.5-Omni-7B": ("full" * 28, 4, 128),
+    "Kimi-K2.5": ("mla" * 61, 1, 576),
+    "deepseek-vl2-tiny": ("full" * 12, 10, 128),
+    "Seed-OSS-36B": ("full" * 64, 8, 128),
+    "InternVL3-8B": ("full" * 28, 4, 128),
+    "Phi-4-multimodal": ("sliding" * 32, 8, 128),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    """Where a file leaves fields out, the defaults are those of the class of its language model."""
+    one = model_from_config(PUBLIC[name])
+    assert ("".join(one.layers), one.kv_heads, one.head_dim) == PUBLISHED[name]
+
+
+def test_heads_of_each_layer() -> None:
+    """Nemotron-NAS: heads by layer, and layers without attention."""
+    one = model_from_config(PUBLIC["Nemotron-49B"])
+    assert one.layers == ("heads8", "none", "heads4", "heads8")
+    assert [cache.kv_heads for _, cache in one.specs() if isinstance(cache, Attention)] == [8, 4, 8]
+
+
+def test_dtype_of_the_outermost_configuration() -> None:
+    """As vLLM reads it: a dtype beside the language model's own counts more."""
+    text = {"model_type": "llama", **PLAIN, "dtype": "float16"}
+    assert model_from_config({"model_type": "llava", "text_config": text}).dtype == "float16"
+    assert model_from_config({"model_type": "llava", "dtype": "bfloat16", "text_config": text}).dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -275,9 +363,20 @@ def test_refusals(name: str, tmp_path: Path) -> None:
         ({"model_type": "llama", **PLAIN, "layer_types": ["mamba"] * 8}, "no recurrent state"),
         ({"model_type": "llama", **PLAIN, "layer_types": "full"}, "layer_types 'full': must be a list"),
         ({"model_type": "llama", **PLAIN, "layer_types": ["sliding_attention"] * 8}, "window is None"),
-        ({"model_type": "llama"}, "num_hidden_layers is missing"),
-        ({"model_type": "llama", "num_hidden_layers": 2}, "num_attention_heads is missing"),
-        ({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2}, "head_dim is missing"),
+        ({**FOO, "num_hidden_layers": None}, "num_hidden_layers is missing, and model_type 'foo' has no rule"),
+        ({**FOO, "num_attention_heads": None}, "num_attention_heads is missing, and model_type 'foo' has no rule"),
+        ({**FOO, "hidden_size": None}, "head_dim is missing"),
+        ({**FOO, "model_type": "lama", "ssm_state_size": 16}, "(did you mean llama or mllama or llama4?)"),
+        ({**FOO, "architectures": ["FooModel"]}, "architectures ['FooModel']: model_type 'foo' is not known"),
+        ({**FOO, "is_encoder_decoder": True}, "is_encoder_decoder True: model_type 'foo' caches cross attention"),
+        ({**FOO, "sliding_window": 64, "use_sliding_window": False}, "layer_types is missing, sliding_window is 64"),
+        ({**FOO, "model_type": "seed_oss", "compress_ratio": 4}, "compress_ratio 4: model_type 'seed_oss' has no rule"),
+        ({"model_type": "llava", "vision_config": {}}, "text_config is missing: model_type 'llava'"),
+        ({"model_type": "minimax_text_01"}, "vLLM ran this architecture up to version 0.23 only"),
+        (
+            {"model_type": "minimax_m3_vl", "architectures": [M3], "text_config": SPARSE},
+            "sparse_attention_config {'use_sparse_attention'",
+        ),
         ({"model_type": "llama4_text", **PLAIN, "no_rope_layers": [1]}, "no_rope_layers [1]: must be a list of 8"),
         ({"model_type": "jamba", **PLAIN, "attn_layer_offset": 9}, "attn_layer_offset 9: must be less than"),
         ({"model_type": "bamba", **PLAIN, "attn_layer_indices": ["1"]}, "attn_layer_indices ['1']: must be a list"),
@@ -318,8 +417,8 @@ WORDS = {"full_attention": "f", "sliding_attention": "s", "chunked_attention": "
 LETTERS = {"full": "f", "mla": "f", "sliding": "s", "chunked": "c"}
 
 
-ELSEWHERE = {form.get("text_config", form)["model_type"] for form in FAMILIES.values()}
-"""Compared with vLLM's own classes in tests/connector/test_families.py, with fields left out and added too."""
+ELSEWHERE = {form.get("text_config", form)["model_type"] for form in (*FAMILIES.values(), *PUBLIC.values())}
+"""Compared with vLLM's own classes in test_families.py and test_architectures.py, with other fields too."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -352,6 +451,18 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
         assert one.head_dim == width
     if one.window is not None:
         assert one.window == own.sliding_window
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recorded_defaults_are_those_of_transformers() -> None:
+    """The file is what tools/config_defaults.py makes of the transformers that vLLM pins."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers; make connector runs it")
+    tool = Path(__file__).parents[2] / "tools" / "config_defaults.py"
+    recorded = json.loads((tool.parents[1] / "python/kvhma/data/config_defaults.json").read_text("utf-8"))
+    if recorded["transformers"] != ".".join(transformers.__version__.split(".")[:2]):
+        pytest.skip(f"recorded from transformers {recorded['transformers']}")
+    found = subprocess.run([sys.executable, tool, "--check"], capture_output=True, timeout=600, check=False)
+    assert found.returncode == 0, found.stderr[-1000:]
 
 
 CLASSES = {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvhma.models.config.files import load_json, read_config
-from kvhma.models.config.model import model_from_config
+from kvhma.models.config.files import load_config, load_json, read_config
+from kvhma.models.config.model import kv_dtype_of, model_from_config
 
-__all__ = ["load_json", "model_from_config", "read_config"]
+__all__ = ["kv_dtype_of", "load_config", "load_json", "model_from_config", "read_config"]

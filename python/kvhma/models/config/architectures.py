@@ -27,8 +27,10 @@ class Architecture:
         defaults: values of fields that a file may leave out.
         heads: gives the layers whose heads are not the model's, of architectures that have such.
         width: gives the items of a head, of architectures with a rule of their own.
+        kv_heads: gives the heads of K and V, of architectures with a rule of their own.
         reads: fields that say more of a cache than most architectures know, and that these functions read.
         refused: fields with which the cache of just this architecture is another one, and what it is.
+        window_more: tokens that a window has beyond `sliding_window`.
     """
 
     layers: Callable[[Fields], list[str]]
@@ -38,8 +40,10 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     heads: Callable[[Fields], tuple[Attention, ...]] | None = None
     width: Callable[[Fields], int] | None = None
+    kv_heads: Callable[[Fields], int] | None = None
     reads: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    window_more: int = 0
 
 
 _MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -55,6 +59,9 @@ _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers
 _GEMMA = {"sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_sliding_window_pattern")
 
+GENERAL = Architecture(layers.windowed)
+"""Of decoders that are not named here; `kvhma.models.config.general` says which."""
+
 _UNIFORM = Architecture(layers.uniform)
 _MLA = Architecture(
     layers.uniform,
@@ -62,6 +69,12 @@ _MLA = Architecture(
     listed=False,
     defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     reads=frozenset(("kv_lora_rank", "v_head_dim")),
+)
+_INDEXED = replace(
+    _MLA,
+    layers=layers.indexed,
+    defaults={**_MLA.defaults, "index_topk": 2048, "index_head_dim": 128},
+    reads=_MLA.reads | {"index_topk"},
 )
 # The file has to say it: without it the model's own class fails.
 _HUNYUAN = Architecture(layers.uniform, width=lambda fields: fields.size("head_dim"))
@@ -121,7 +134,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_kv_shared_layers": 0,
         },
         heads=heads.gemma4,
-        reads=frozenset(("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")),
+        reads=frozenset(
+            (
+                "num_kv_shared_layers",
+                "global_head_dim",
+                "num_global_key_value_heads",
+                "attention_k_eq_v",
+                "per_layer_config",
+            )
+        ),
     ),
     "gpt_oss": Architecture(
         _EVERY_NTH_FULL,
@@ -145,7 +166,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "cohere": _UNIFORM,
-    "cohere2": _FOURTH_FULL,
+    # A query sees as many tokens before its own.
+    "cohere2": replace(_FOURTH_FULL, window_more=1),
+    "cohere2_moe": replace(_FOURTH_FULL, window_more=1),
     "exaone4": _FOURTH_FULL,
     "olmo": _UNIFORM,
     "olmo2": _UNIFORM,
@@ -158,9 +181,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4_moe": Architecture(layers.uniform, defaults={"num_key_value_heads": 8}),
     "glm4v_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 96, "num_key_value_heads": 8}),
     "glm4_moe_lite": replace(_MLA, refused={"head_dim": "a rotary part of another size"}),
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen2_5_omni_text": Architecture(layers.late_windows, defaults=_QWEN),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3_vl_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 16, "num_key_value_heads": 16}),
+    "falcon": Architecture(
+        layers.uniform,
+        defaults={"multi_query": True, "new_decoder_architecture": False},
+        kv_heads=heads.falcon,
+        reads=frozenset(("multi_query", "new_decoder_architecture")),
+    ),
     "phi": _UNIFORM,
     "gpt_neox": _MULTI_HEAD,
     "starcoder2": Architecture(layers.windowed, defaults={"num_key_value_heads": 2}),
@@ -178,11 +210,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "kimi_k2": _MLA,
-    "deepseek_v32": replace(
-        _MLA,
-        layers=layers.indexed,
-        defaults={**_MLA.defaults, "index_topk": 2048, "index_head_dim": 128},
-        reads=_MLA.reads | {"index_topk"},
+    "axk1": _MLA,
+    "mistral4": _MLA,
+    "longcat_flash": replace(_MLA, layers=layers.twice),
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+    "nemotron-nas": Architecture(
+        layers.nemotron_nas, listed=False, heads=heads.nemotron_nas, reads=frozenset(("block_configs",))
+    ),
+    "olmo_hybrid": Architecture(
+        layers.every_nth_full("state", "full_attention_interval"),
+        states.gated_delta_net,
+        defaults={"linear_conv_kernel_dim": 4, "full_attention_interval": 4},
     ),
     "kimi_linear": Architecture(
         layers.kimi_linear,

@@ -9,6 +9,14 @@ from typing import Any
 from kvhma.errors import ConfigError
 from kvhma.text import quote
 
+ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+}
+"""Other names of a field, as older architectures write it."""
+
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 4096
 
@@ -27,7 +35,7 @@ class Fields:
     def get(self, *names: str) -> Any:
         """Return the value of the first of `names` that is given, else of the first with a default, else None."""
         for source in (self._form, self._defaults):
-            for name in names:
+            for name in _with_aliases(names):
                 if name in source:
                     return source[name]
         return None
@@ -57,7 +65,7 @@ class Fields:
 
     def called(self, *names: str) -> str:
         """Return which of `names` the file has, or else the first."""
-        return next((name for name in names if name in self._form), names[0])
+        return next((name for name in _with_aliases(names) if name in self._form), names[0])
 
     def optional_size(self, name: str) -> int | None:
         """Return a positive integer, or None where the field is null, 0 or neither given nor known."""
@@ -69,7 +77,7 @@ class Fields:
         Raises:
             ConfigError: as for `size`, or there are too many.
         """
-        count = self.size("num_hidden_layers", "n_layer", "num_layers")
+        count = self.size("num_hidden_layers")
         if count > _MAX_LAYERS:
             raise ConfigError(f"num_hidden_layers {count}: at most {_MAX_LAYERS}")
         return count
@@ -103,3 +111,7 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
             raise ConfigError(f"{name} {quote(value)}: must be a list of integers")
         return set(value)
+
+
+def _with_aliases(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(one for name in names for one in (name, *ALIASES.get(name, ())))

@@ -32,6 +32,25 @@ def read_config(path: Path, *, kv_dtype: str | None = None, ssm_dtype: str | Non
     Raises:
         ConfigError: no such file, not JSON, an unknown architecture, or a field that is missing or wrong.
     """
+    file, name, form = load_config(path)
+    try:
+        return replace(model_from_config(form, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype), name=name)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def load_config(path: Path) -> tuple[Path, str, Mapping[str, Any]]:
+    """Read a ``config.json``, and a ``hf_quant_config.json`` beside it.
+
+    Args:
+        path: the file, or the directory with it.
+
+    Returns:
+        The file, the model's name, and its fields.
+
+    Raises:
+        ConfigError: no such file, or not JSON.
+    """
     file = path / _FILE if path.is_dir() else path
     form = load_json(file)
     beside = file.with_name(_QUANTIZATION_FILE)
@@ -39,11 +58,7 @@ def read_config(path: Path, *, kv_dtype: str | None = None, ssm_dtype: str | Non
         quantization = load_json(beside).get("quantization")
         form = {**form, "quantization_config": quantization}
     folder = file.resolve().parent.name
-    name = folder if file.name == _FILE and folder else file.stem
-    try:
-        return replace(model_from_config(form, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype), name=name)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    return file, folder if file.name == _FILE and folder else file.stem, form
 
 
 def load_json(file: Path) -> Mapping[str, Any]:

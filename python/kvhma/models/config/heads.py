@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from kvhma.errors import ConfigError
 from kvhma.models.config.fields import Fields
+from kvhma.models.config.layers import nemotron_nas as nemotron_nas_layers
 from kvhma.models.table import Attention
 from kvhma.text import quote
 
 
 def gemma4(fields: Fields) -> tuple[Attention, ...]:
-    """Full attention has longer heads; where K is V too, another number of them."""
+    """Full attention has longer heads; where K is V too, another number of them.
+
+    transformers 5 writes that as what differs in each layer with full attention.
+    """
+    if fields.get("per_layer_config") is not None:
+        return (_of_each_full_layer(fields),)
     shared = fields.get("attention_k_eq_v")
     if not isinstance(shared, bool):
         raise ConfigError(f"attention_k_eq_v {quote(shared)}: must be true or false")
@@ -18,6 +24,45 @@ def gemma4(fields: Fields) -> tuple[Attention, ...]:
     if shared:
         heads = fields.optional_size("num_global_key_value_heads") or heads
     return (Attention("full", heads, fields.size("global_head_dim")),)
+
+
+def _of_each_full_layer(fields: Fields) -> Attention:
+    differing, listed = fields.get("per_layer_config"), fields.words("layer_types")
+    if not isinstance(differing, dict) or listed is None:
+        raise ConfigError(f"per_layer_config {quote(differing)}: must be an object, with layer_types beside it")
+    full = {index for index, word in enumerate(listed[1]) if word == "full_attention"}
+    numbers = {int(name) for name in differing if isinstance(name, str) and name.isdecimal() and len(name) < 6}
+    forms = [form for form in differing.values() if form == next(iter(differing.values()))]
+    form = forms[0] if forms else {}
+    known = {"head_dim", "num_key_value_heads"}
+    if numbers != full or len(forms) != len(full) or not isinstance(form, dict) or set(form) - known:
+        raise ConfigError(
+            f"per_layer_config {quote(differing)}: must give head_dim and num_key_value_heads of each layer with full "
+            "attention, the same ones"
+        )
+    # A field that does not differ is left out.
+    own = Fields(form, {name: fields.size(name) for name in known})
+    return Attention("full", own.size("num_key_value_heads"), own.size("head_dim"))
+
+
+def falcon(fields: Fields) -> int:
+    """One head, or as many as queries have; the newer architecture says how many."""
+    flags = [fields.get(name) for name in ("new_decoder_architecture", "multi_query")]
+    for flag, name in zip(flags, ("new_decoder_architecture", "multi_query"), strict=True):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} {quote(flag)}: must be true or false")
+    queries = fields.size("num_attention_heads")
+    if flags[0]:
+        return fields.size("num_key_value_heads", derived=queries)
+    return 1 if flags[1] else queries
+
+
+def nemotron_nas(fields: Fields) -> tuple[Attention, ...]:
+    """Each layer has its own number of heads; `kvhma.models.config.layers.nemotron_nas` names them by it."""
+    queries = fields.size("num_attention_heads")
+    width = fields.size("head_dim", derived=fields.size("hidden_size") // queries)
+    counts = sorted({word for word in nemotron_nas_layers(fields) if word != "none"})
+    return tuple(Attention("full", int(word.removeprefix("heads")), width, name=word) for word in counts)
 
 
 def mimo(fields: Fields) -> tuple[Attention, ...]:

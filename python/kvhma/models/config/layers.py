@@ -104,12 +104,46 @@ def kimi_linear(fields: Fields) -> list[str]:
     return ["full" if index + 1 in full else "state" for index in range(count)]
 
 
+def twice(fields: Fields) -> list[str]:
+    """Two caches in each layer, which vLLM names one after the other."""
+    return ["full"] * (2 * fields.size("num_layers", "num_hidden_layers"))
+
+
+def nemotron_nas(fields: Fields) -> list[str]:
+    """Heads of a number of their own in each layer, or no attention."""
+    blocks, queries = fields.get("block_configs"), fields.size("num_attention_heads")
+    count = fields.layers()
+    if not isinstance(blocks, list) or len(blocks) != count:
+        raise ConfigError(f"block_configs {quote(blocks)}: must be a list of {count} objects, one for each layer")
+    words = []
+    for index, block in enumerate(blocks):
+        attention = block.get("attention") if isinstance(block, dict) else None
+        if not isinstance(attention, dict):
+            raise ConfigError(f"block_configs[{index}] {quote(block)}: must have an object attention")
+        for name in ("replace_with_linear", "window_length", "num_sink_tokens"):
+            if attention.get(name):
+                raise ConfigError(f"block_configs[{index}].attention.{name} {quote(attention[name])}: is not known")
+        if attention.get("no_op"):
+            words.append("none")
+            continue
+        group = Fields(attention, {}).size("n_heads_in_group")
+        if queries % group:
+            raise ConfigError(f"block_configs[{index}].attention.n_heads_in_group {group}: must divide {queries} heads")
+        words.append(f"heads{queries // group}")
+    return words
+
+
 def zamba2(fields: Fields) -> list[str]:
-    """State in every layer, and attention in the hybrid ones: as vLLM counts, attention comes first."""
+    """State in every layer, and attention in the hybrid ones: as vLLM counts, attention comes first.
+
+    What older files call mamba, transformers 5 calls linear_attention.
+    """
     listed = fields.words("layers_block_type", "layer_types")
-    if listed is None or set(listed[1]) - {"mamba", "hybrid"} or len(listed[1]) != fields.layers():
+    if listed is None or set(listed[1]) - {"mamba", "linear_attention", "hybrid"} or len(listed[1]) != fields.layers():
         found = None if listed is None else listed[1]
-        raise ConfigError(f"layers_block_type {quote(found)}: must be mamba or hybrid for each of the layers")
+        raise ConfigError(
+            f"layers_block_type {quote(found)}: must be mamba, linear_attention or hybrid for each of the layers"
+        )
     return ["full"] * listed[1].count("hybrid") + ["state"] * len(listed[1])
 
 
@@ -153,5 +187,5 @@ def lfm2(fields: Fields) -> list[str]:
     return ["full" if full is None or index in full else "state" for index in range(fields.layers())]
 
 
-WITHOUT_WINDOWS = frozenset((uniform, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2))
+WITHOUT_WINDOWS = frozenset((uniform, twice, nemotron_nas, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2))
 """Rules that know no windows: an engine gives every layer one that a file has all the same."""

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from kvhma.errors import ConfigError, GeometryError
-from kvhma.models.config.architectures import ARCHITECTURES, Architecture
+from kvhma.models.config.architectures import ARCHITECTURES, GENERAL, Architecture
 from kvhma.models.config.fields import Fields
+from kvhma.models.config.general import check_fields
 from kvhma.models.config.layers import WITHOUT_WINDOWS, WORDS
+from kvhma.models.config.recorded import defaults_of, known_types, text_type
 from kvhma.models.table import STATE_KINDS, Model, State
 from kvhma.text import quote
 
-_NESTED = ("text_config", "llm_config")
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 """Where a multimodal model keeps the configuration of its language model. Only that one has a KV cache."""
+
+_TEXT_TYPES = {"deepseek_vl_v2": "deepseek_v2", "kimi_k25": "kimi_k2"}
+"""Types of language models inside of types that transformers does not know."""
+
+_DECODERS = re.compile(r"\w*(CausalLM|LMHeadModel|ConditionalGeneration|ChatModel|LanguageModel)\w*")
+"""Names of classes that generate text. Others, encoders among them, may have the same fields."""
 
 _DTYPES = {
     "bfloat16": "bfloat16",
@@ -52,6 +62,9 @@ _REFUSED = {
 """Fields of architectures whose cache is more than their type says, and what it is."""
 
 _USUAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "indexer_types": lambda text: ["full"] * len(text["indexer_types"]),
+    # Of pictures alone, whose tokens see each other: the cache is the same.
+    "use_bidirectional_attention": lambda _: "vision",
     "index_topk_freq": lambda _: 1,
     "v_head_dim": lambda text: text.get("head_dim"),
     "attention_head_dim": lambda text: text.get("head_dim"),
@@ -60,7 +73,18 @@ _USUAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 """Values with which such a field says nothing."""
 
-_GONE = {"plamo2": "0.26", "phi4flash": "0.10.2"}
+_GONE = {
+    "arctic": "0.28",
+    "minimax": "0.23",
+    "minimax_m1": "0.23",
+    "minimax_text_01": "0.23",
+    "mllama": "0.10.2",
+    "mpt": "0.28",
+    "persimmon": "0.25",
+    "phi3small": "0.9.2",
+    "phi4flash": "0.10.2",
+    "plamo2": "0.26",
+}
 """Architectures that vLLM runs no more, and the last version that did: there is nothing to compare a layout with."""
 
 
@@ -86,17 +110,17 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
     Raises:
         ConfigError: an unknown architecture, or a field that is missing or wrong.
     """
-    text = next((form[name] for name in _NESTED if isinstance(form.get(name), dict)), form)
+    text = _language_model(form)
     architecture = _architecture(form, text)
     _refuse(text, architecture)
-    fields = Fields(text, architecture.defaults)
+    fields = Fields(text, {**defaults_of(str(text["model_type"])), **architecture.defaults})
     dtype = _dtype(form, text)
     try:
         state = architecture.state(fields, dtype) if architecture.state else None
         if state and ssm_dtype:
             state = replace(state, ssm_dtype=ssm_dtype)
         layers = _layers(fields, architecture, state)
-        return _model(fields, text, architecture, layers, state, kv_dtype or _kv_dtype(form, dtype))
+        return _model(fields, text, architecture, layers, state, kv_dtype or kv_dtype_of(form, dtype))
     except GeometryError as error:
         raise ConfigError(str(error)) from error
 
@@ -105,8 +129,7 @@ def _refuse(text: Mapping[str, Any], architecture: Architecture) -> None:
     """Refuse fields that say more of the cache than this architecture's reader knows."""
     for name, what in {**_REFUSED, **architecture.refused}.items():
         value = text.get(name)
-        usual = _USUAL[name](text) if name in _USUAL else None
-        if value and value != usual and name not in architecture.reads:
+        if value and name not in architecture.reads and not (name in _USUAL and value == _USUAL[name](text)):
             raise ConfigError(f"{name} {quote(value)}: {what} cannot be described yet; give a geometry instead")
 
     window = text.get("sliding_window")
@@ -114,20 +137,65 @@ def _refuse(text: Mapping[str, Any], architecture: Architecture) -> None:
         raise ConfigError(f"sliding_window {quote(window)}: this architecture is known without windows only")
 
 
+def _language_model(form: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the language model, with its type."""
+    text = form
+    while nested := next((text[name] for name in _NESTED if isinstance(text.get(name), dict)), None):
+        text = {**nested, "model_type": nested.get("model_type") or _type_inside(text)}
+    if text is form and (inside := _type_inside(form)) and form.get("model_type") not in ARCHITECTURES:
+        if "num_hidden_layers" not in form:
+            raise ConfigError(f"text_config is missing: model_type {quote(form['model_type'])} has its layers there")
+        text = {**form, "model_type": inside}
+    return text
+
+
+def _type_inside(form: Mapping[str, Any]) -> str | None:
+    kind = form.get("model_type")
+    return (_TEXT_TYPES.get(kind) or text_type(kind)) if isinstance(kind, str) else None
+
+
 def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architecture:
     kind = text.get("model_type")
-    if isinstance(kind, str) and kind in ARCHITECTURES:
-        return ARCHITECTURES[kind]
     if kind is None:
         raise ConfigError("model_type is missing: is this the config.json of a Hugging Face model?")
-    if isinstance(kind, str) and kind in _GONE:
+    if not isinstance(kind, str):
+        raise ConfigError(f"model_type {quote(kind)}: must be a string")
+    if kind in _GONE:
         raise ConfigError(f"model_type {quote(kind)}: vLLM ran this architecture up to version {_GONE[kind]} only")
+    if form.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"is_encoder_decoder True: model_type {quote(kind)} caches cross attention, whose blocks hold "
+            "tokens of the encoder"
+        )
+    found = ARCHITECTURES.get(kind)
+    if found is not None:
+        # DeepSeek's first models have heads where the later ones have a latent.
+        has_heads = found.mla and text.get("qk_nope_head_dim") == 0 == text.get("qk_rope_head_dim")
+        return GENERAL if has_heads else found
     names = form.get("architectures")
-    name = f" (architecture {quote(names[0])})" if isinstance(names, list) and names else ""
-    raise ConfigError(
-        f"unknown architecture: model_type {quote(kind)}{name}; known are {', '.join(ARCHITECTURES)}; "
-        "of others give a geometry as JSON"
-    )
+    name = names[0] if isinstance(names, list) and names else None
+    if not (isinstance(name, str) and _DECODERS.fullmatch(name)):
+        raise ConfigError(f"architectures {quote(names)}: model_type {quote(kind)} is not known{_nearest(kind)}")
+    try:
+        _check_general(text, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_nearest(kind)}") from None
+    return GENERAL
+
+
+def _check_general(text: Mapping[str, Any], kind: str) -> None:
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        if Fields(text, defaults_of(kind)).get(name) is None:
+            raise ConfigError(f"{name} is missing, and model_type {quote(kind)} has no rule of its own")
+    _refuse(text, GENERAL)
+    check_fields(text, kind)
+
+
+def _nearest(kind: str) -> str:
+    """Return a question about a type that may be misspelt."""
+    known = {*ARCHITECTURES, *known_types()}
+    near = [] if kind in known else get_close_matches(kind[:100], sorted(known), 3, 0.75)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _layers(fields: Fields, architecture: Architecture, state: State | None) -> tuple[str, ...]:
@@ -179,7 +247,11 @@ def _model(
         queries = fields.optional_size("num_attention_heads")
     elif kinds - STATE_KINDS - {"none"}:
         queries = fields.size("num_attention_heads")
-        heads = fields.size("num_key_value_heads", derived=queries)
+        heads = (
+            architecture.kv_heads(fields)
+            if architecture.kv_heads
+            else fields.size("num_key_value_heads", derived=queries)
+        )
         width = architecture.width(fields) if architecture.width else _width(fields, queries)
     apart = "v_head_dim" in architecture.reads and not architecture.mla
     v_width = fields.optional_size("v_head_dim") if apart else None
@@ -189,13 +261,18 @@ def _model(
         kv_heads=heads,
         head_dim=width,
         dtype=kv_dtype,
-        window=fields.optional_size("sliding_window") if "sliding" in kinds else None,
+        window=_window(fields, architecture) if "sliding" in kinds else None,
         chunk=fields.optional_size("attention_chunk_size") if "chunked" in kinds else None,
         state=state if kinds & STATE_KINDS else None,
         v_head_dim=v_width if v_width != width else None,
         attention=architecture.heads(fields) if architecture.heads else (),
         query_heads=queries,
     )
+
+
+def _window(fields: Fields, architecture: Architecture) -> int | None:
+    window = fields.optional_size("sliding_window")
+    return None if window is None else window + architecture.window_more
 
 
 def _width(fields: Fields, queries: int) -> int:
@@ -205,8 +282,8 @@ def _width(fields: Fields, queries: int) -> int:
 
 
 def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Return the dtype the model runs in: that of the checkpoint."""
-    said = ((name, source.get(name)) for source in (text, form) for name in ("dtype", "torch_dtype"))
+    """Return the dtype the model runs in: that of the checkpoint, as its outermost configuration says it."""
+    said = ((name, source.get(name)) for source in (form, text) for name in ("dtype", "torch_dtype"))
     name, value = next((one for one in said if one[1] is not None), ("dtype", "bfloat16"))
     short = value.removeprefix("torch.") if isinstance(value, str) else value
     if not isinstance(short, str) or short not in _DTYPES:
@@ -214,8 +291,16 @@ def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     return _DTYPES[short]
 
 
-def _kv_dtype(form: Mapping[str, Any], dtype: str) -> str:
-    """Return the dtype of K and V: 8 bits where the quantized checkpoint says so, else the model's."""
+def kv_dtype_of(form: Mapping[str, Any], dtype: str) -> str:
+    """Return the dtype of K and V: 8 bits where the quantized checkpoint says so, else the model's.
+
+    Args:
+        form: the parsed ``config.json``.
+        dtype: the model's.
+
+    Raises:
+        ConfigError: the checkpoint asks for another cache.
+    """
     quantization = form.get("quantization_config")
     if not isinstance(quantization, dict):
         return dtype

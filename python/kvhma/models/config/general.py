@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders that no rule of their own describes: which fields of a file might change their cache.
+
+vLLM's Transformers backend, and most of its own classes, cache the same of every decoder whose file has the usual
+fields: heads in each layer, with a window where ``layer_types`` says so, or everywhere where there is a window and no
+such list. Any other field that could change a cache is refused by its name. So a list of architectures is not needed,
+and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvhma.errors import ConfigError
+from kvhma.models.config.fields import ALIASES
+from kvhma.models.config.recorded import derives_layers
+from kvhma.text import quote
+
+_READ = frozenset(
+    {
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
+        "head_dim",
+        *ALIASES,
+        *(alias for aliases in ALIASES.values() for alias in aliases),
+    }
+)
+"""Fields that the general rule reads."""
+
+_OF_A_LIST = frozenset(
+    {"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"}
+)
+"""Fields that say where windows are: nothing without a window, nor beside ``layer_types``."""
+
+_COULD_CHANGE = re.compile(
+    r"window|sliding|swa|chunk|layer_type|block_type|layers_block|layers_type|pattern|kv|lora_rank|latent|ssm|mamba"
+    r"|linear|conv|state|index|compress|global|local|cross|cla$|head|hybrid|interval|period|sparse|attn|attention"
+    r"|recurr|rwkv|delta|cache|encoder|multi_query|decoder_architecture|loop|per_layer|share|mem_|memory|block_config"
+)
+"""What names of fields that can change a cache have in them."""
+
+_HARMLESS = re.compile(
+    r"(moe|mlp|mtp|rope|rotary|vision|visual|image|video|audio|speech|tokenizer|lm_head|output|router|norm|expert"
+    r"|shared_expert|initializer|embedding|query_pre|scale|num_nextn|quantization)_\w+"
+    r"|_?(flash_)?(attn|attention)_(implementation\w*|dropout|pdrop|bias|out_bias|qkv_bias|o_bias|multiplier"
+    r"|logit_softcapping|softmax_in_fp32|probs_dropout_prob|scale|value_scale|temperature_tuning|output_gate"
+    r"|in_multiplier|out_multiplier|impl|type_ids|mask\w*)"
+    r"|\w*(dropout|layerdrop|layernorm|layer_norm\w*|_norm|token_index|bias|topk_prob)"
+    r"|use_(cache|flash_attn\w*|cache_quantization|cache_kernel|parallel_residual|qk_norm|qkv_bias|qk_layernorm)"
+    r"|(n|num|num_local|n_routed|num_shared|n_shared|moe_num_shared)_experts\w*|shared_intermediate_size"
+    r"|n_group|topk_group|num_expert_group|clip_qkv|qkv_proj\w*|fused_qkv|head_norm|parallel_attn|num_ln_in_parallel_attn"
+    r"|no_rope_layers?\w*|nope_layer_interval|interleave_moe_layer_step|chunk_size_feed_forward|reorder_and_upcast_attn"
+    r"|decoder_sparse_step|sparse_step|full_attn_mod|summary_\w+|key_multiplier|ssm_multipliers|apply_\w+|\w*router\w*|add_cross_attention|sep_token_index"
+)
+"""Fields with such a name that change no cache: precision, scaling, positions, experts, other modules."""
+
+
+def check_fields(text: Mapping[str, Any], kind: str) -> None:
+    """Refuse a file whose cache the general rule might get wrong.
+
+    Args:
+        text: the configuration of the language model.
+        kind: its ``model_type``.
+
+    Raises:
+        ConfigError: the text names the field.
+    """
+    listed, window = text.get("layer_types"), text.get("sliding_window")
+    for name, value in text.items():
+        if name in _READ or not value or (name in _OF_A_LIST and (listed or not window)):
+            continue
+        if _COULD_CHANGE.search(name) and not _HARMLESS.fullmatch(name):
+            raise ConfigError(
+                f"{name} {quote(value)}: model_type {quote(kind)} has no rule of its own, and this field could change "
+                "its cache; give a geometry instead"
+            )
+    if listed:
+        return
+    if window and (derives_layers(kind) or text.get("use_sliding_window") is False):
+        raise ConfigError(
+            f"layer_types is missing, sliding_window is {quote(window)}: which layers of model_type {quote(kind)} have "
+            "a window is not known"
+        )

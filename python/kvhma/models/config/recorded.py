@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transformers' configuration classes assume where a file says nothing; ``tools/config_defaults.py`` asks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@cache
+def _recorded() -> Mapping[str, Mapping[str, Any]]:
+    found = json.loads(files("kvhma").joinpath("data/config_defaults.json").read_text("utf-8"))
+    return {kind: fields for kind, fields in found.items() if isinstance(fields, dict)}
+
+
+def defaults_of(kind: str) -> Mapping[str, Any]:
+    """Return the values of fields that a file of this ``model_type`` may leave out; empty if none is known."""
+    return {name: value for name, value in _recorded().get(kind, {}).items() if name not in ("text", "layer_types")}
+
+
+def text_type(kind: str) -> str | None:
+    """Return the type of the language model inside of a multimodal one; None if that is not known."""
+    found = _recorded().get(kind, {}).get("text")
+    return None if found is None else str(found)
+
+
+def derives_layers(kind: str) -> bool:
+    """Return whether the class of this type lists the kinds of layers itself where a file does not."""
+    return "layer_types" in _recorded().get(kind, {})
+
+
+def known_types() -> tuple[str, ...]:
+    """Return every ``model_type`` of which something is recorded."""
+    return tuple(_recorded())

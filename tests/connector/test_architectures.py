@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config reader against what vLLM's own classes cache, for everything that both take: never another layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
+
+import vllm
+
+from kvhma.errors import ConfigError
+from kvhma.models import Attention, Model, State
+from kvhma.models.config import model_from_config, read_config
+from support.families import FAMILIES
+from support.public_configs import PUBLIC
+from support.vllm_models import model_in_fork
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="models are read as vLLM 0.32 reads them"),
+]
+
+NOT_MADE = {
+    "deepseek-vl2-tiny": "its class wants a tokenizer",
+    "dots.llm1": "vLLM made it up to 0.23",
+    "InternVL3-8B": "its class wants a tokenizer",
+    "Phi-4-multimodal": "its class wants what remote code makes of its audio",
+    "Solar-Open-100B": "vLLM's Transformers backend has no kernel for its experts on a CPU",
+}
+"""What vLLM 0.32 does not make here, and why."""
+SAMPLE = {"AFM-4.5B", "falcon-7b", "LongCat-Flash", "llava-1.5-7b", "Nemotron-49B", "Olmo-Hybrid-7B", "Trinity-Nano"}
+
+
+def caches(model: Model) -> list[Attention | State]:
+    return [cache for _, cache in model.specs()]
+
+
+def sampled(name: str) -> Any:
+    return name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [sampled(name) for name in PUBLIC])
+def test_public_configurations(name: str) -> None:
+    found = model_in_fork(PUBLIC[name])
+    if name in NOT_MADE:
+        assert isinstance(found, str), f"vLLM makes {name} now: compare it"
+        return
+    assert isinstance(found, Model), found
+    assert caches(model_from_config(PUBLIC[name])) == caches(found)
+
+
+ADDED = {
+    "head_dim": 96,
+    "num_key_value_heads": 2,
+    "sliding_window": 96,
+    "use_sliding_window": True,
+    "layer_types": None,
+    "v_head_dim": 32,
+    "num_kv_shared_layers": 1,
+    "attention_chunk_size": 64,
+    "sliding_window_pattern": 2,
+    "kv_lora_rank": 64,
+}
+
+
+def changed(form: dict[str, Any], field: str) -> dict[str, Any] | None:
+    """The configuration with another value of a field, or with windows in every second layer."""
+    name = next((name for name in ("text_config", "llm_config", "language_config") if name in form), None)
+    text = dict(form[name] if name else form)
+    count = text.get("num_hidden_layers", 0)
+    if field == "layer_types":
+        text |= {"sliding_window": 96, field: ["sliding_attention", "full_attention"] * (count // 2)}
+    else:
+        text[field] = ADDED[field]
+    return {**form, name: text} if name else text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("field", ADDED)
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in NOT_MADE])
+def test_no_field_leads_to_a_wrong_guess(name: str, field: str) -> None:
+    """Whatever is added: what vLLM's class makes of it, or refused."""
+    form = changed(PUBLIC[name], field)
+    try:
+        read = model_from_config(form)
+    except ConfigError:
+        return
+    found = model_in_fork(form)
+    if isinstance(found, Model):
+        assert caches(read) == caches(found)
+
+
+def saved_types() -> list[tuple[str, str]]:
+    """Architecture and ``model_type`` of everything that vLLM registers and transformers has a class for."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+    from vllm import ModelRegistry
+
+    tables = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    found: dict[str, str] = {}
+    for table in tables:
+        for kind, names in table.items():
+            for name in names if isinstance(names, tuple | list) else (names,):
+                if name in ModelRegistry.models and kind in CONFIG_MAPPING:
+                    found.setdefault(name, kind)
+    return sorted(found.items())
+
+
+def saved(architecture: str, kind: str, folder: Path) -> dict[str, Any] | None:
+    """What transformers writes of the class's own defaults."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        one = CONFIG_MAPPING[kind](architectures=[architecture])
+        one.dtype = "bfloat16"
+        one.save_pretrained(folder)
+    except Exception:  # composites that cannot be made of nothing
+        return None
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.long
+def test_everything_that_transformers_saves(tmp_path: Path) -> None:
+    """Of every architecture that vLLM registers: vLLM's layout, or refused; and most are read."""
+    same, wrong = [], []
+    for architecture, kind in saved_types():
+        folder = tmp_path / architecture
+        form = saved(architecture, kind, folder)
+        if form is None:
+            continue
+        try:
+            read = read_config(folder)
+        except ConfigError:
+            continue
+        found = model_in_fork(form)
+        if isinstance(found, Model):
+            (same if caches(read) == caches(found) else wrong).append(f"{architecture} ({kind})")
+    assert not wrong
+    assert len(same) >= 75
+
+
+@pytest.mark.parametrize("name", ["Zamba2", "gemma-4", "gemma-4, 2 global heads", "gemma-4, shared layers"])
+def test_saved_again_by_transformers(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes layers and heads in other words than the file that it read."""
+    from transformers import AutoConfig
+
+    form = FAMILIES[name]
+    AutoConfig.for_model(**form).save_pretrained(tmp_path)
+    again = json.loads((tmp_path / "config.json").read_text())
+    assert {field: again.get(field) for field in form if "layer" in field} != {
+        field: value for field, value in form.items() if "layer" in field
+    } or "per_layer_config" in again
+    assert caches(read_config(tmp_path)) == caches(model_from_config(form))
