@@ -676,3 +676,37 @@ def test_different_kernel_blocks_have_a_note() -> None:
     for side, noted in sides.items():
         notes = cli("plan", "gpt-oss-20b", "--decode", side, "--pool", "used", "--json").form["notes"]
         assert any(words in note for note in notes) == noted
+
+
+def test_the_table_says_that_it_was_asked(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(NEMOTRON_3_NANO))
+    for what in (NANO, file):
+        assert cli("plan", what, "--json").form["layout"] == "table"
+        assert "(layout: table)" in cli("plan", what, "--layout", "auto").out
+        assert "what kvhma's table says" in cli("explain", what, "--layout", "auto").words
+    assert cli("sweep", file, "--tokens", "1k", "--json", "--layout", "table").form["layout"] == "table"
+    assert "--layout vllm: MODEL" in refused("plan", NANO, "--layout", "vllm")
+
+
+def test_vllm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvhma.cli.asked_layout.find_spec", lambda _: None)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**NEMOTRON_3_NANO, "model_type": "foo"}))
+    assert "--layout vllm: vLLM is not installed here" in refused("plan", file, "--layout", "vllm")
+    assert "where vLLM is installed, its own classes are asked" in refused("plan", file)
+
+
+def test_exported_engines_are_planned_alike(tmp_path: Path) -> None:
+    """A model's ranks as files: the same hand-off as of the model itself."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(NEMOTRON_3_NANO))
+    done = cli("export", "--model", file, "--as", "tp=2", "-o", tmp_path / "p.json", "--json").form
+    assert (done["layout"], len(done["files"])) == ("table", 2)
+    assert cli("export", "--model", file, "--as", "tp=4", "-o", tmp_path / "d.json", "-q").code == 0
+    remotes = [word for rank in range(2) for word in ("--remote", tmp_path / f"p-{rank}.json")]
+    read = cli("plan", "--local", tmp_path / "d-1.json", *remotes, "--tokens", 3000, "--json").form
+    whole = cli("plan", file, "--prefill", "tp=2", "--decode", "tp=4", "--tokens", 3000, "--json").form
+    assert read["layout"] is None
+    assert read["bytes"] == sum(pair["bytes"] for pair in whole["pairs"] if pair["decode_rank"] == 1)
+    assert "give HOST:PORT, or --case, or --model" in cli("export", "--model", file, "10.0.0.1:5600").err

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
+from kvhma.cli.asked_layout import Layout, ask_layout
 from kvhma.cli.compare.engines import Engines
 from kvhma.cli.engine_options import EngineOptions, complete_engine, parse_engine
 from kvhma.cli.hand_off import HandOff, PlanOptions, RequestOptions, of_geometries, of_model
-from kvhma.cli.model_names import complete_model, geometry, model_or_geometry
+from kvhma.cli.model_names import complete_model, geometry
 from kvhma.cli.values import Dtype, Tokens
 from kvhma.geometry import Geometry
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
@@ -51,6 +52,13 @@ def dtype_options() -> tuple[Callable[[F], F], ...]:
     )
 
 
+def layout_option(command: F) -> F:
+    """Add the option that says who is asked what a model caches."""
+    choice = click.Choice(get_args(Layout))
+    text = "Who says what a config.json caches: kvhma's table, vLLM's own classes, or vLLM where the table refuses."
+    return click.option("--layout", type=choice, default="auto", show_default=True, help=text)(command)
+
+
 def hand_off_options(command: F) -> F:
     """Add MODEL and the options that say what is handed over; the command makes :class:`Arguments` of them."""
     options = (
@@ -61,6 +69,7 @@ def hand_off_options(command: F) -> F:
         ),
         click.option("--cached", type=Tokens(0), default=0, show_default=True, help="Leading tokens that D has."),
         *dtype_options(),
+        layout_option,
         click.option(
             "--pool",
             type=click.Choice(["fresh", "used"]),
@@ -100,6 +109,7 @@ class Arguments(RequestOptions):
     decode: EngineOptions = _DEFAULT_ENGINE
     kv_dtype: str | None = None
     ssm_dtype: str | None = None
+    layout: Layout = "auto"
     local: Path | None = None
     remote: tuple[Path, ...] = ()
     descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
@@ -128,11 +138,13 @@ class Arguments(RequestOptions):
                 "Missing argument 'MODEL': a Hugging Face id or name of `kvhma models`, a config.json or its "
                 "directory, or a geometry"
             )
-        found = model_or_geometry(self.model, self.kv_dtype, self.ssm_dtype)
+        sizes = (self.prefill.tp_size, self.decode.tp_size)
+        found = ask_layout(self.model, self.layout, self.kv_dtype, self.ssm_dtype, sizes)
         if isinstance(found, Geometry):
             self._check_defaults()
             return of_geometries(Path(self.model).stem, Engines([found], [found]), self)
-        return of_model(found, self.prefill, self.decode, self)
+        found.check(self.prefill, self.decode)
+        return replace(of_model(found.model, self.prefill, self.decode, self), layout=found.layout)
 
     def _check_defaults(self) -> None:
         if (self.prefill, self.decode) != (_DEFAULT_ENGINE, _DEFAULT_ENGINE) or self.kv_dtype or self.ssm_dtype:

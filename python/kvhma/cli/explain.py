@@ -29,6 +29,8 @@ _KINDS = {
     "opaque": "content that only its owner understands moves block by block",
 }
 
+_SAYS = {"table": "kvhma's table"}
+
 _SAID = ("kind", "what", "prefill_blocks", "decode_blocks", "layers", "bytes")
 """What is said of a group; groups of which the same is said share a sentence."""
 
@@ -64,7 +66,13 @@ def explain(ranks: tuple[int, ...] | None, all_ranks: bool, as_json: bool, quiet
     if as_json:
         rows = [{"rank": index, "text": text} for index, text in zip(chosen, texts, strict=False)]
         print_json(
-            {"kvhma_explain": 1, "sentences": sentences, "ranks": rows, "refusals": [asdict(row) for row in wrong]}
+            {
+                "kvhma_explain": 1,
+                "layout": hand_off.layout,
+                "sentences": sentences,
+                "ranks": rows,
+                "refusals": [asdict(row) for row in wrong],
+            }
         )
     else:
         _print(Console(), [] if quiet else sentences, texts, wrong)
@@ -88,6 +96,8 @@ def engines(hand_off: HandOff) -> list[str]:
         f"{hand_off.name}, {hand_off.tokens:,} tokens"
         + (f", of which D has {hand_off.cached:,}." if hand_off.cached else ".")
     ]
+    if hand_off.layout:
+        sentences.append(f"The layout is what {_SAYS.get(hand_off.layout, hand_off.layout)} says.")
     for name, ranks in (("Prefill (P)", hand_off.prefill), ("Decode (D)", hand_off.decode)):
         sentences.append(f"{name}: {_engine(ranks)}")
     kinds = dict.fromkeys(group.kind for group in hand_off.decode[0].groups)

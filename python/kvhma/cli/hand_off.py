@@ -88,6 +88,7 @@ class HandOff(Engines):
         full_tables: blocks of the whole sequence on D and P, as they are without the hybrid KV cache manager.
         dp_sizes: engines of the sort of D, and of P, that share the requests.
         asked: what it was laid out from; None if the engines are geometries.
+        layout: who said what the model caches; None where geometries were given.
     """
 
     name: str
@@ -99,6 +100,7 @@ class HandOff(Engines):
     full_tables: tuple[list[int], list[int]]
     dp_sizes: tuple[int, int] = (1, 1)
     asked: Asked | None = None
+    layout: str | None = None
 
     @property
     def decode_ranks(self) -> list[int]:

@@ -42,7 +42,7 @@ def map_(output: Path, rank: int, source: int | None, tensors: int, as_json: boo
         page, height = draw(drawn, tensors)
     nbytes = page.save(output, height)
     if as_json:
-        form = {"kvhma_map": 1, "file": str(output), "bytes": nbytes, "decode_rank": rank}
+        form = {"kvhma_map": 1, "file": str(output), "layout": hand_off.layout, "bytes": nbytes, "decode_rank": rank}
         print_json({**form, "prefill_rank": drawn.prefill_rank, "runs": len(drawn.runs)})
     elif not quiet:
         click.echo(f"{click.format_filename(output)}: {drawn.title}; {drawn.lines[0]}")

@@ -45,12 +45,8 @@ def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | N
     Raises:
         KvhmaError: it is none of them; the text says what was looked for.
     """
-    path = Path(text)
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):  # too long for a path, or with a null character
-        exists = False
-    if exists:
+    if is_there(text):
+        path = Path(text)
         if path.is_file() and "kvhma" in load_json(path):
             return geometry(path)
         return read_config(path, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype)
@@ -59,6 +55,14 @@ def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | N
         return EngineOptions(kv_dtype=kv_dtype, ssm_dtype=ssm_dtype).model(found)
     except KvhmaError as error:
         raise RequestError(f"MODEL {text!a}: {error}") from error
+
+
+def is_there(text: str) -> bool:
+    """Return whether MODEL names a file or a directory."""
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or with a null character
+        return False
 
 
 def geometry(path: Path) -> Geometry:

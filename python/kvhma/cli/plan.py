@@ -88,6 +88,7 @@ def form(hand_off: HandOff, counted: Counted, link: Link, lost: Slower | None) -
     return {
         "kvhma_plan": 1,
         "model": hand_off.name,
+        "layout": hand_off.layout,
         "tokens": hand_off.tokens,
         "cached": hand_off.cached,
         "prefill": engine_form(hand_off.prefill),
@@ -156,6 +157,8 @@ def _engines(hand_off: HandOff) -> Sheet:
     title = f"{hand_off.name}: {hand_off.tokens:,} tokens"
     if hand_off.cached:
         title += f", {hand_off.cached:,} of them cached on D"
+    if hand_off.layout:
+        title += f" (layout: {hand_off.layout})"
     sides = [("prefill", engine_form(hand_off.prefill)), ("decode", engine_form(hand_off.decode))]
     staged = any(sizes["pp"] > 1 for _, sizes in sides)
     columns = ["engine", "TP", *(["PP"] if staged else [])]

@@ -59,6 +59,7 @@ def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions
     remote = hand_off.prefill[chosen]
     drawn_remote = _drawn(names[1], remote, hand_off.remote_tables, remote_spans, runs[:, [1, 2]])
     cached = f", {hand_off.cached:,} of them cached on D" if hand_off.cached else ""
+    layout = f" (layout: {hand_off.layout})" if hand_off.layout else ""
     lines = (
         f"{drawn_local.name} of {len(hand_off.decode)} reads from {drawn_remote.name} of {len(hand_off.prefill)}: "
         f"{size(read.bytes)} in {plural(read.descriptors, 'run')}; from all its sources "
@@ -67,7 +68,12 @@ def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions
         "Dashed blocks were dropped, faint ones are not read. P and D are drawn on one scale unless it says otherwise.",
     )
     return Scene(
-        f"{hand_off.name}, {hand_off.tokens:,} tokens{cached}", lines, drawn_local, drawn_remote, prefill_rank, runs
+        f"{hand_off.name}, {hand_off.tokens:,} tokens{cached}{layout}",
+        lines,
+        drawn_local,
+        drawn_remote,
+        prefill_rank,
+        runs,
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from kvhma.cli.arguments import FILE, dtype_options, engine_option
+from kvhma.cli.arguments import FILE, dtype_options, engine_option, layout_option
+from kvhma.cli.asked_layout import AskedModel, ask_layout
 from kvhma.cli.cost import Link, load_link
 from kvhma.cli.engine_options import EngineOptions, parse_engines
 from kvhma.cli.faster import own_seconds, slower
@@ -25,14 +26,13 @@ from kvhma.cli.format import (
     watched,
 )
 from kvhma.cli.hand_off import NO_HMA, VLLM, RequestOptions, count, of_model
-from kvhma.cli.model_names import complete_model, model_or_geometry
+from kvhma.cli.model_names import complete_model
 from kvhma.cli.plan import other_form
 from kvhma.cli.plot import Point, plot
 from kvhma.cli.svg import check_drawing
 from kvhma.cli.values import TokenList
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry
-from kvhma.models import Model
 
 _MAX_ROWS = 1024
 
@@ -57,6 +57,7 @@ class _Case:
 @click.option("--tokens", type=TokenList(), default="1k/8k/64k", show_default=True, help="Tokens of the prompts.")
 @dtype_options()[0]
 @dtype_options()[1]
+@layout_option
 @click.option("--pool", type=click.Choice(["fresh", "used"]), default="fresh", show_default=True, help="Block ids.")
 @click.option("--link", type=FILE, help="Constants of the predicted time, as for `kvhma plan`.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plot it into this SVG or HTML file.")
@@ -76,7 +77,8 @@ def sweep(
     """  # noqa: D301 - click's mark for lines to be left as they are
     if output is not None:
         check_drawing(output)
-    found = model_or_geometry(model, given["kv_dtype"], given["ssm_dtype"])
+    sizes = {engine.tp_size for side in (given["prefill"], given["decode"]) for _, engine in side}
+    found = ask_layout(model, given["layout"], given["kv_dtype"], given["ssm_dtype"], sizes)
     if isinstance(found, Geometry):
         raise RequestError(f"MODEL {model!a}: a geometry says all of an engine; a sweep needs a model")
     cases = [_Case(*one) for one in product(given["prefill"], given["decode"], tokens)]
@@ -85,19 +87,28 @@ def sweep(
     constants = load_link(link)
     rows = [_row(found, case, given["pool"], constants) for case in watched("planning", cases, quiet)]
     if output is not None:
-        _plot(found.name, cases, rows, output)
+        _plot(found.model.name, cases, rows, output)
     if style == "json":
-        print_json({"kvhma_sweep": 1, "model": found.name, "rows": rows, "link": asdict(constants)})
+        print_json(
+            {
+                "kvhma_sweep": 1,
+                "model": found.model.name,
+                "layout": found.layout,
+                "rows": rows,
+                "link": asdict(constants),
+            }
+        )
     elif style == "csv":
         print_csv([_flat(row) for row in rows])
     else:
-        print_sheets([_sheet(found.name, rows, constants)], style)
+        print_sheets([_sheet(f"{found.model.name} (layout: {found.layout})", rows, constants)], style)
 
 
-def _row(model: Model, case: _Case, pool: Any, link: Link) -> dict[str, Any]:
+def _row(asked: AskedModel, case: _Case, pool: Any, link: Link) -> dict[str, Any]:
     row: dict[str, Any] = {"prefill": case.prefill[0], "decode": case.decode[0], "tokens": case.tokens}
     try:
-        hand_off = of_model(model, case.prefill[1], case.decode[1], RequestOptions(case.tokens, 0, pool))
+        asked.check(case.prefill[1], case.decode[1])
+        hand_off = of_model(asked.model, case.prefill[1], case.decode[1], RequestOptions(case.tokens, 0, pool))
         counted = count(hand_off)
     except KvhmaError as error:
         return {**row, "refused": str(error)}

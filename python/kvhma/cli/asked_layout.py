@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who says what a model caches: kvhma's table, or vLLM's own classes in a process of their own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from kvhma.cli.engine_options import EngineOptions
+from kvhma.cli.model_names import find_model, geometry, is_there
+from kvhma.cli.subprocess import process, receive
+from kvhma.errors import ConfigError, KvhmaError, LayoutError, RequestError
+from kvhma.geometry import Geometry
+from kvhma.models import Model
+from kvhma.models.config import kv_dtype_of, load_config, load_json, model_from_config
+
+Layout: TypeAlias = Literal["auto", "vllm", "table"]
+
+TABLE = "table"
+_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class AskedModel:
+    """A model, and who said what it caches.
+
+    Attributes:
+        model: what it caches.
+        layout: ``"table"``, or ``"vLLM"`` with its version.
+        refused: tensor-parallel sizes that vLLM refuses, or at which its ranks hold something else, and why.
+        is_staged: whether its layers can be shared out among pipeline stages.
+    """
+
+    model: Model
+    layout: str = TABLE
+    refused: Mapping[int, str] | None = None
+    is_staged: bool = True
+
+    def check(self, *engines: EngineOptions) -> None:
+        """Refuse engines that vLLM does not make of this model.
+
+        Raises:
+            LayoutError: the text names the size.
+        """
+        for engine in engines:
+            if reason := (self.refused or {}).get(engine.tp_size):
+                raise LayoutError(reason)
+            if engine.pp_size > 1 and not self.is_staged:
+                raise LayoutError(
+                    f"pp_size {engine.pp_size}: vLLM makes the caches of {self.model.name} in another order than its "
+                    "layers"
+                )
+
+
+def ask_layout(
+    text: str, layout: Layout, kv_dtype: str | None, ssm_dtype: str | None, tp_sizes: Iterable[int]
+) -> AskedModel | Geometry:
+    """Return what MODEL caches, as the table or vLLM says.
+
+    Args:
+        text: MODEL.
+        layout: ``"auto"`` asks the table first, and vLLM where the table refuses.
+        kv_dtype: dtype of the KV cache; None for the checkpoint's.
+        ssm_dtype: dtype of the recurrent state; None for the model's.
+        tp_sizes: tensor-parallel sizes of the engines.
+
+    Raises:
+        KvhmaError: it cannot be read, or neither of them takes it.
+    """
+    if not is_there(text):
+        if layout == "vllm":
+            raise RequestError(f"--layout vllm: MODEL {text!a} must be a config.json or its directory")
+        return AskedModel(_built_in(text, kv_dtype, ssm_dtype))
+    path = Path(text)
+    if path.is_file() and "kvhma" in load_json(path):
+        return geometry(path)
+    file, name, form = load_config(path)
+    if layout == "vllm":
+        return _ask_vllm(file, name, form, kv_dtype, ssm_dtype, tp_sizes)
+    try:
+        model = model_from_config(form, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype)
+    except ConfigError as error:
+        if layout == "table":
+            raise ConfigError(f"{file}: {error}") from error
+        if find_spec("vllm") is None:
+            raise ConfigError(f"{file}: {error}; where vLLM is installed, its own classes are asked") from error
+        try:
+            return _ask_vllm(file, name, form, kv_dtype, ssm_dtype, tp_sizes)
+        except KvhmaError as other:
+            raise ConfigError(f"{file}: {error}; {str(other).removeprefix(f'{file}: ')}") from other
+    return AskedModel(replace(model, name=name))
+
+
+def _built_in(text: str, kv_dtype: str | None, ssm_dtype: str | None) -> Model:
+    found = find_model(text)
+    try:
+        return EngineOptions(kv_dtype=kv_dtype, ssm_dtype=ssm_dtype).model(found)
+    except KvhmaError as error:
+        raise RequestError(f"MODEL {text!a}: {error}") from error
+
+
+def _ask_vllm(
+    file: Path,
+    name: str,
+    form: Mapping[str, Any],
+    kv_dtype: str | None,
+    ssm_dtype: str | None,
+    tp_sizes: Iterable[int],
+) -> AskedModel:
+    if find_spec("vllm") is None:
+        raise RequestError("--layout vllm: vLLM is not installed here")
+    with process(_answer, name, dict(form), sorted(set(tp_sizes))) as pipe:
+        try:
+            found: AskedModel = receive(pipe, "vLLM", _SECONDS)
+        except KvhmaError as error:
+            raise ConfigError(f"{file}: {error}") from error
+    try:
+        model = replace(found.model, dtype=kv_dtype or kv_dtype_of(form, found.model.dtype))
+        if ssm_dtype and model.state is not None:
+            model = replace(model, state=replace(model.state, ssm_dtype=ssm_dtype))
+    except KvhmaError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return replace(found, model=model)
+
+
+def _answer(pipe: Connection, name: str, form: dict[str, Any], tp_sizes: list[int]) -> None:
+    """Ask vLLM in a process of its own, and send what it says, or the error."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    logging.disable(logging.ERROR)  # what engines would log
+    try:
+        from kvhma.vllm.meta_model import ask, version
+
+        model, refused, num_layers = ask(name, form, tp_sizes)
+        pipe.send(AskedModel(model, f"vLLM {version()}", refused, len(model.layers) == num_layers))
+    except KvhmaError as error:
+        pipe.send(error)
+    except Exception as error:
+        first = " ".join(str(error).split())[:300]
+        pipe.send(ConfigError(f"vLLM does not make this model: {type(error).__name__}: {first}"))
