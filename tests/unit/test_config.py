@@ -290,6 +290,8 @@ CHANGING = {
     "sliding_window_size": 128,
     "attention_window_size": 128,
     "attn_layer_period": 8,
+    "layer_group_size": 5,
+    "num_attention_groups": 2,
     "compress_ratios": [4, 128],
     "cross_attention_layers": [3],
     "hybrid_layer_ids": [6],
@@ -319,6 +321,7 @@ def test_a_field_that_could_change_a_cache_is_named(field: str) -> None:
 PUBLISHED = {
     "llava-1.5-7b": ("full" * 32, 32, 128),
     "pixtral-12b": ("full" * 40, 8, 128),
+    "starcoder-15b": ("full" * 40, 1, 128),
     "falcon-7b": ("full" * 32, 1, 64),
     "falcon-40b": ("full" * 60, 8, 64),
     "gpt-j-6b": ("full" * 28, 16, 256),

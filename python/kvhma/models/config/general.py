@@ -36,24 +36,32 @@ _OF_A_LIST = frozenset(
 """Fields that say where windows are: nothing without a window, nor beside ``layer_types``."""
 
 _COULD_CHANGE = re.compile(
-    r"window|sliding|swa|chunk|layer_type|block_type|layers_block|layers_type|pattern|kv|lora_rank|latent|ssm|mamba"
-    r"|linear|conv|state|index|compress|global|local|cross|cla$|head|hybrid|interval|period|sparse|attn|attention"
-    r"|recurr|rwkv|delta|cache|encoder|multi_query|decoder_architecture|loop|per_layer|share|mem_|memory|block_config"
+    r"window|sliding|swa|chunk|layer|block|group|pattern|kv|lora_rank|latent|ssm|mamba|linear|conv|state|index|compress"
+    r"|global|local|cross|cla$|head|hybrid|interval|period|every|skip|reuse|sparse|attn|attention|recurr|rwkv|delta"
+    r"|cache|encoder|multi_query|decoder_architecture|loop|share|mem_|memory|stack"
 )
 """What names of fields that can change a cache have in them."""
 
 _HARMLESS = re.compile(
-    r"(moe|mlp|mtp|rope|rotary|vision|visual|image|video|audio|speech|tokenizer|lm_head|output|router|norm|expert"
-    r"|shared_expert|initializer|embedding|query_pre|scale|num_nextn|quantization)_\w+"
-    r"|_?(flash_)?(attn|attention)_(implementation\w*|dropout|pdrop|bias|out_bias|qkv_bias|o_bias|multiplier"
-    r"|logit_softcapping|softmax_in_fp32|probs_dropout_prob|scale|value_scale|temperature_tuning|output_gate"
-    r"|in_multiplier|out_multiplier|impl|type_ids|mask\w*)"
-    r"|\w*(dropout|layerdrop|layernorm|layer_norm\w*|_norm|token_index|bias|topk_prob)"
-    r"|use_(cache|flash_attn\w*|cache_quantization|cache_kernel|parallel_residual|qk_norm|qkv_bias|qk_layernorm)"
-    r"|(n|num|num_local|n_routed|num_shared|n_shared|moe_num_shared)_experts\w*|shared_intermediate_size"
-    r"|n_group|topk_group|num_expert_group|clip_qkv|qkv_proj\w*|fused_qkv|head_norm|parallel_attn|num_ln_in_parallel_attn"
-    r"|no_rope_layers?\w*|nope_layer_interval|interleave_moe_layer_step|chunk_size_feed_forward|reorder_and_upcast_attn"
-    r"|decoder_sparse_step|sparse_step|full_attn_mod|summary_\w+|key_multiplier|ssm_multipliers|apply_\w+|\w*router\w*|add_cross_attention|sep_token_index"
+    "|".join(
+        (
+            # of other modules, of experts and of positions
+            r"(vision|visual|image|video|audio|speech|tokenizer|lm_head|embedding|embd)_\w+",
+            r"(moe|mlp|expert|shared_expert|router|num_nextn|mtp|num_mtp|rope|rotary|layer_rope|initializer)_\w+",
+            r"((n|num|num_local|n_routed|num_shared|n_shared)_experts|shared_intermediate_size|num_dense_layers)\w*",
+            r"n_group|topk_group|num_(expert|limited)_groups?|(decoder_)?sparse_step|interleave_moe_layer_step",
+            r"no_rope_layers?\w*|nope_layer_interval|(spatial|temporal)_conv_size",
+            # of precision, scaling and kernels
+            r"(output|norm|query_pre|scale|quantization|summary|apply)_\w+",
+            r"\w*(dropout|layerdrop|layernorm|layer_norm\w*|_norm|token_index|bias|topk_prob|router\w*)",
+            r"_?(flash_)?(attn|attention)_(implementation\w*|impl|dropout|pdrop|multiplier|logit_softcapping|scale)",
+            r"(attn|attention)_(softmax_in_fp32|probs_dropout_prob|value_scale|temperature_tuning|output_gate)",
+            r"(attn|attention)_(in_multiplier|out_multiplier|mask\w*)|key_multiplier|layer_scale\w*|full_attn_mod",
+            r"use_(cache|flash_attn\w*|cache_quantization|cache_kernel|parallel_residual|qk_norm|qk_layernorm)",
+            r"clip_qkv|qkv_proj\w*|fused_qkv|head_norm|parallel_attn|num_ln_in_parallel_attn|reorder_and_upcast_attn",
+            r"chunk_size_feed_forward|add_cross_attention|sep_token_index",
+        )
+    )
 )
 """Fields with such a name that change no cache: precision, scaling, positions, experts, other modules."""
 
@@ -70,7 +78,12 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
     """
     listed, window = text.get("layer_types"), text.get("sliding_window")
     for name, value in text.items():
-        if name in _READ or not value or (name in _OF_A_LIST and (listed or not window)):
+        if (
+            name in _READ
+            or not value
+            or (name.endswith("_ratio") and value == 1)
+            or (name in _OF_A_LIST and (listed or not window))
+        ):
             continue
         if _COULD_CHANGE.search(name) and not _HARMLESS.fullmatch(name):
             raise ConfigError(

@@ -24,7 +24,10 @@ _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _TEXT_TYPES = {"deepseek_vl_v2": "deepseek_v2", "kimi_k25": "kimi_k2"}
 """Types of language models inside of types that transformers does not know."""
 
-_DECODERS = re.compile(r"\w*(CausalLM|LMHeadModel|ConditionalGeneration|ChatModel|LanguageModel)\w*")
+_TYPES_OF_CLASSES = {"LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash"}
+"""Types of public files that say only their class."""
+
+_DECODERS = re.compile(r"\w*(CausalLM|LMHeadModel|ConditionalGeneration|ChatModel|LanguageModel|MiniCPM[VO])\w*")
 """Names of classes that generate text. Others, encoders among them, may have the same fields."""
 
 _DTYPES = {
@@ -139,6 +142,9 @@ def _refuse(text: Mapping[str, Any], architecture: Architecture) -> None:
 
 def _language_model(form: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of the language model, with its type."""
+    names = form.get("architectures")
+    if "model_type" not in form and isinstance(names, list) and names and names[0] in _TYPES_OF_CLASSES:
+        form = {**form, "model_type": _TYPES_OF_CLASSES[names[0]]}
     text = form
     while nested := next((text[name] for name in _NESTED if isinstance(text.get(name), dict)), None):
         text = {**nested, "model_type": nested.get("model_type") or _type_inside(text)}
@@ -173,14 +179,19 @@ def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architect
         has_heads = found.mla and text.get("qk_nope_head_dim") == 0 == text.get("qk_rope_head_dim")
         return GENERAL if has_heads else found
     names = form.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not (isinstance(name, str) and _DECODERS.fullmatch(name)):
+    # What is inside of another model generates text.
+    if form.get("model_type") == kind and not _is_decoder(names):
         raise ConfigError(f"architectures {quote(names)}: model_type {quote(kind)} is not known{_nearest(kind)}")
     try:
         _check_general(text, kind)
     except ConfigError as error:
         raise ConfigError(f"{error}{_nearest(kind)}") from None
     return GENERAL
+
+
+def _is_decoder(names: Any) -> bool:
+    name = names[0] if isinstance(names, list) and names else None
+    return isinstance(name, str) and _DECODERS.fullmatch(name) is not None
 
 
 def _check_general(text: Mapping[str, Any], kind: str) -> None:
