@@ -184,6 +184,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4_moe": Architecture(layers.uniform, defaults={"num_key_value_heads": 8}),
     "glm4v_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 96, "num_key_value_heads": 8}),
     "glm4_moe_lite": replace(_MLA, refused={"head_dim": "a rotary part of another size"}),
+    "dots1": Architecture(layers.late_windows, defaults={**_QWEN, "max_window_layers": 62}),
     "qwen2_vl": _QWEN_VL,
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_omni_text": Architecture(layers.late_windows, defaults=_QWEN),

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvhma.errors import ConfigError
 from kvhma.models.config.fields import ALIASES
-from kvhma.models.config.recorded import derives_layers
+from kvhma.models.config.recorded import defaults_of, derives_layers
 from kvhma.text import quote
 
 _READ = frozenset(
@@ -76,7 +76,7 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
     Raises:
         ConfigError: the text names the field.
     """
-    listed, window = text.get("layer_types"), text.get("sliding_window")
+    listed, window = text.get("layer_types"), text.get("sliding_window", defaults_of(kind).get("sliding_window"))
     for name, value in text.items():
         if (
             name in _READ
