@@ -203,6 +203,7 @@ def test_heads_and_sizes() -> None:
     one = model_from_config({**PLAIN, "model_type": "llama", "num_key_value_heads": 2, "head_dim": None})
     assert (one.kv_heads, one.head_dim) == (2, 64)
     assert model_from_config({**PLAIN, "model_type": "qwen3"}).head_dim == 128
+    assert model_from_config({"model_type": "mistral4"}).head_dim == 256 + 64  # where most latents have 512 items
 
 
 def test_short_convolution() -> None:

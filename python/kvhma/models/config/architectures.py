@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures that can be read, by ``model_type``.
 
-Defaults are those of the architectures' own configuration classes, for fields that a file may leave out.
+Fields that a file may leave out have the defaults of the architectures' own configuration classes. Those of layers,
+heads and windows are recorded (`kvhma.models.config.recorded`); here are those of states and patterns.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ _GDN = {
     "full_attention_interval": 4,
 }
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA = {"sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_sliding_window_pattern")
 
 GENERAL = Architecture(layers.windowed)
@@ -67,13 +67,12 @@ _MLA = Architecture(
     layers.uniform,
     mla=True,
     listed=False,
-    defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     reads=frozenset(("kv_lora_rank", "v_head_dim")),
 )
 _INDEXED = replace(
     _MLA,
     layers=layers.indexed,
-    defaults={**_MLA.defaults, "index_topk": 2048, "index_head_dim": 128},
+    defaults={"index_topk": 2048, "index_head_dim": 128},
     reads=_MLA.reads | {"index_topk"},
 )
 # The file has to say it: without it the model's own class fails.
@@ -83,15 +82,14 @@ _QWEN_VL = Architecture(
     defaults={**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
     refused={"head_dim": "heads of a size of their own"},
 )
-_MISTRAL = Architecture(layers.windowed, defaults={"num_key_value_heads": 8, "sliding_window": 4096})
-_GLM = Architecture(layers.uniform, defaults={"num_key_value_heads": 2, "head_dim": 128})
-_FOURTH_FULL = Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
+_WINDOWED = Architecture(layers.windowed)
+_FOURTH_FULL = Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 4})
 _QWEN_GDN = Architecture(
     layers.every_nth_full("state", "full_attention_interval"),
     states.gated_delta_net,
-    defaults={**_GDN, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
+    defaults=_GDN,
 )
-_LFM2 = Architecture(layers.lfm2, states.short_conv, defaults={"num_key_value_heads": 8, "conv_L_cache": 3})
+_LFM2 = Architecture(layers.lfm2, states.short_conv, defaults={"conv_L_cache": 3})
 _MULTI_HEAD = Architecture(layers.uniform, refused={"num_key_value_heads": "heads that share K and V"})
 _MAMBA1 = Architecture(
     layers.all_state, states.mamba1, listed=False, defaults={"conv_kernel": 4, "state_size": 16, "expand": 2}
@@ -99,39 +97,29 @@ _MAMBA1 = Architecture(
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _UNIFORM,
-    "mistral": _MISTRAL,
-    "ministral": _MISTRAL,
-    "mixtral": Architecture(layers.windowed, defaults={"num_key_value_heads": 8}),
+    "mistral": _WINDOWED,
+    "ministral": _WINDOWED,
+    "mixtral": _WINDOWED,
     "qwen2": Architecture(layers.late_windows, defaults=_QWEN),
     "qwen2_moe": Architecture(layers.late_windows, defaults=_QWEN),
-    "qwen3": Architecture(layers.late_windows, defaults={**_QWEN, "head_dim": 128}),
-    "qwen3_moe": Architecture(layers.late_windows, defaults={**_QWEN, "num_key_value_heads": 4}),
-    "phi3": Architecture(layers.windowed),
-    "phi3_v": Architecture(layers.windowed),
-    "phi4mm": Architecture(layers.windowed),
-    "minicpm": Architecture(layers.windowed),
-    "gemma": Architecture(layers.uniform, defaults={"head_dim": 256}),
-    "gemma2": Architecture(_EVERY_NTH_FULL, defaults={**_GEMMA, "sliding_window_pattern": 2}),
-    "gemma3_text": Architecture(_EVERY_NTH_FULL, defaults={**_GEMMA, "sliding_window_pattern": 6}),
+    "qwen3": Architecture(layers.late_windows, defaults=_QWEN),
+    "qwen3_moe": Architecture(layers.late_windows, defaults=_QWEN),
+    "phi3": _WINDOWED,
+    "phi3_v": _WINDOWED,
+    "phi4mm": _WINDOWED,
+    "minicpm": _WINDOWED,
+    "gemma": _UNIFORM,
+    "gemma2": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 2}),
+    "gemma3_text": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 6}),
     "gemma3n_text": Architecture(
         _EVERY_NTH_FULL,
-        defaults={
-            **_GEMMA,
-            "sliding_window_pattern": 5,
-            "sliding_window": 512,
-            "num_hidden_layers": 35,
-            "num_key_value_heads": 2,
-            "num_kv_shared_layers": 15,
-        },
+        defaults={"sliding_window_pattern": 5, "num_kv_shared_layers": 15},
         reads=frozenset(("num_kv_shared_layers",)),
     ),
     "gemma4_text": Architecture(
         _EVERY_NTH_FULL,
         defaults={
-            **_GEMMA,
             "sliding_window_pattern": 6,
-            "sliding_window": 512,
-            "num_hidden_layers": 30,
             "global_head_dim": 512,
             "attention_k_eq_v": False,
             "num_kv_shared_layers": 0,
@@ -147,27 +135,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             )
         ),
     ),
-    "gpt_oss": Architecture(
-        _EVERY_NTH_FULL,
-        defaults={
-            "sliding_window_pattern": 2,
-            "sliding_window": 128,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-        },
-    ),
-    "llama4_text": Architecture(
-        layers.llama4,
-        defaults={
-            "no_rope_layer_interval": 4,
-            "attention_chunk_size": 8192,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "num_hidden_layers": 48,
-        },
-    ),
+    "gpt_oss": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 2}),
+    "llama4_text": Architecture(layers.llama4, defaults={"no_rope_layer_interval": 4}),
     "cohere": _UNIFORM,
     # A query sees as many tokens before its own.
     "cohere2": replace(_FOURTH_FULL, window_more=1),
@@ -179,10 +148,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmoe": _UNIFORM,
     "granite": _UNIFORM,
     "granitemoe": _UNIFORM,
-    "glm": _GLM,
-    "glm4": _GLM,
-    "glm4_moe": Architecture(layers.uniform, defaults={"num_key_value_heads": 8}),
-    "glm4v_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 96, "num_key_value_heads": 8}),
+    "glm": _UNIFORM,
+    "glm4": _UNIFORM,
+    "glm4_moe": _UNIFORM,
+    "glm4v_moe_text": _UNIFORM,
     "glm4_moe_lite": replace(_MLA, refused={"head_dim": "a rotary part of another size"}),
     "dots1": Architecture(layers.late_windows, defaults={**_QWEN, "max_window_layers": 62}),
     "qwen2_vl": _QWEN_VL,
@@ -190,7 +159,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_5_omni_text": Architecture(layers.late_windows, defaults=_QWEN),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
-    "qwen3_vl_moe_text": Architecture(layers.uniform, defaults={"num_attention_heads": 16, "num_key_value_heads": 16}),
+    "qwen3_vl_moe_text": _UNIFORM,
     "falcon": Architecture(
         layers.uniform,
         defaults={"multi_query": True, "new_decoder_architecture": False},
@@ -205,21 +174,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "phi": _UNIFORM,
     "gpt_neox": _MULTI_HEAD,
-    "starcoder2": Architecture(layers.windowed, defaults={"num_key_value_heads": 2}),
+    "starcoder2": _WINDOWED,
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
     "mimo_v2_flash": Architecture(
         layers.mimo,
         listed=False,
-        defaults={"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
         heads=heads.mimo,
         reads=frozenset(("v_head_dim", "swa_num_key_value_heads", "swa_head_dim", "hybrid_layer_pattern")),
     ),
-    "minimax_m2": Architecture(layers.uniform, defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    "minimax_m2": _UNIFORM,
     "nemotron": _UNIFORM,
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
-    "kimi_k2": _MLA,
+    "kimi_k2": replace(_MLA, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
     "axk1": _MLA,
     "mistral4": _MLA,
     "longcat_flash": replace(_MLA, layers=layers.twice),
@@ -244,9 +212,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers.nemotron_h,
         states.nemotron_h,
         defaults={
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
             "mamba_num_heads": 128,
             "mamba_head_dim": 64,
             "ssm_state_size": 128,
@@ -256,7 +221,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=frozenset(("attention_head_dim",)),
     ),
     "qwen3_next": _QWEN_GDN,
-    "qwen3_5_text": replace(_QWEN_GDN, defaults={**_QWEN_GDN.defaults, "num_key_value_heads": 4}),
+    "qwen3_5_text": _QWEN_GDN,
     "qwen3_5_moe_text": _QWEN_GDN,
     "jamba": Architecture(
         layers.jamba,
@@ -264,25 +229,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={
             "attn_layer_period": 8,
             "attn_layer_offset": 4,
-            "num_key_value_heads": 8,
             "mamba_d_state": 16,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },
     ),
-    "bamba": Architecture(layers.bamba, states.mamba2, listed=False, defaults={**_MAMBA2, "num_key_value_heads": 8}),
+    "bamba": Architecture(layers.bamba, states.mamba2, listed=False, defaults=_MAMBA2),
     "granitemoehybrid": Architecture(layers.all_state, states.mamba2, defaults=_MAMBA2),
-    "falcon_h1": Architecture(
-        layers.both, states.mamba2, listed=False, defaults={**_MAMBA2, "num_key_value_heads": 8, "mamba_d_ssm": 1024}
-    ),
+    "falcon_h1": Architecture(layers.both, states.mamba2, listed=False, defaults={**_MAMBA2, "mamba_d_ssm": 1024}),
     "zamba2": Architecture(
         layers.zamba2,
         states.zamba2,
         listed=False,
         defaults={
-            "num_hidden_layers": 54,
-            "num_attention_heads": 32,
-            "hidden_size": 2560,
             "mamba_d_state": 64,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
@@ -300,6 +259,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers.all_state,
         states.pure_mamba2,
         listed=False,
-        defaults={"num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128, "conv_kernel": 4},
+        defaults={"num_heads": 128, "n_groups": 8, "state_size": 128, "conv_kernel": 4},
     ),
 }
