@@ -4,7 +4,7 @@ use crate::geometry::ranges::Interval;
 use crate::geometry::types::Part;
 
 /// Address of block 0's page on both sides.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PageBases {
     pub(crate) local: u64,
     pub(crate) remote: u64,

@@ -18,7 +18,7 @@ pub(crate) fn whole_block_cuts(local: &Group, remote: &Group, limit: usize) -> O
     }
     let (a, b) = (local.kernel_tokens(), remote.kernel_tokens());
     let cycle = (a / gcd(a, b)).checked_mul(b)?;
-    if cycle / a + cycle / b > limit as u64 {
+    if count_cuts(a, b) > limit as u64 {
         return None;
     }
     let mut cuts = Vec::new();
@@ -30,6 +30,11 @@ pub(crate) fn whole_block_cuts(local: &Group, remote: &Group, limit: usize) -> O
     }
     cuts.sort_unstable();
     Some(cuts)
+}
+
+/// In how many ways at most whole kernel blocks of so many tokens cut each other.
+pub(crate) fn count_cuts(a: u64, b: u64) -> u64 {
+    if a == b { 1 } else { (a / gcd(a, b)).saturating_add(b / gcd(a, b)) }
 }
 
 #[cfg(test)]

@@ -5,7 +5,11 @@ use crate::finding::Place;
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Axis, Part};
 
-/// Pieces that a plan may have beyond those of its layouts, whatever they are: they cost next to nothing.
+/// Pieces of the blocks of all layers for one cut. Conv states of a large model laid out the other way round have about
+/// a million.
+pub(crate) const MAX_PIECES: u64 = 1 << 21;
+
+/// Pieces that those may have beyond what their layouts explain, whatever they are: they cost next to nothing.
 pub(crate) const SPARE_PIECES: u64 = 1 << 16;
 
 /// The most pieces of some slices: so many for each token of a pair of blocks, and so many for the pair.
@@ -59,12 +63,15 @@ fn unit(part: &Part) -> Option<&Axis> {
     (inner.stride == part.item_bytes).then_some(inner)
 }
 
-/// What of a pair of parts splits the unit: the place, and the bytes from index to index on both sides.
+/// What of a pair of parts splits the unit: the place, and the bytes from index to index on both sides. The same axis
+/// whichever side reads.
 pub(crate) fn split_unit(place: &Place, local: &Part, remote: &Part) -> Option<(Place, (String, String))> {
-    let inner = unit(local)?;
-    let other = remote.axis(&inner.name)?;
     let bytes = |axis: &Axis| format!("{} bytes from index to index", axis.stride);
-    (inner.stride != other.stride).then(|| (place.axis(&inner.name), (bytes(inner), bytes(other))))
+    let units = [unit(local), unit(remote)].into_iter().flatten();
+    let split = units.filter_map(|unit| Some((local.axis(&unit.name)?, remote.axis(&unit.name)?)));
+    let (one, other) =
+        split.filter(|(one, other)| one.stride != other.stride).min_by_key(|(one, _)| one.is_tokens())?;
+    Some((place.axis(&one.name), (bytes(one), bytes(other))))
 }
 
 #[cfg(test)]
@@ -127,5 +134,8 @@ mod tests {
         assert_eq!(place.axis.as_deref(), Some("content"));
         assert_eq!((one.as_str(), other.as_str()), ("2 bytes from index to index", "32 bytes from index to index"));
         assert_eq!(split_unit(&Place::layer("a"), &local, &local), None);
+        let (place, (one, other)) = split_unit(&Place::layer("a"), &transposed, &local).expect("content is split");
+        assert_eq!(place.axis.as_deref(), Some("content"));
+        assert_eq!((one.as_str(), other.as_str()), ("32 bytes from index to index", "2 bytes from index to index"));
     }
 }

@@ -9,7 +9,7 @@ use crate::finding::Finding;
 use crate::geometry::sharing::shared_memory;
 use crate::geometry::types::Geometry;
 use crate::pairing::assign::{Assignment, assign};
-use crate::pairing::group_pair::{Geometries, GroupPair, LayerIndices, PartSlice, PieceBudget};
+use crate::pairing::group_pair::{Geometries, GroupPair, LayerIndices, PartSlice};
 use crate::pairing::settle::settle;
 use crate::pairing::table::Table;
 use crate::pairing::validate::{compare, refuse_errors};
@@ -68,14 +68,15 @@ impl Plan {
         let geometries: Vec<&Geometry> = remotes.iter().map(AsRef::as_ref).collect();
         let assignments = assign(&local, &geometries)?;
         let has_source: Vec<bool> = assignments.iter().map(|of_layer| !of_layer.is_empty()).collect();
-        let tables = tables(&local, &geometries, assignments)?;
+        let tables = tables(&local, &geometries, assignments);
+        let num_tables = num_tables(&geometries);
         let sources = remotes
             .into_iter()
             .zip(tables)
             .map(|(geometry, table)| Source { geometry, table, views: OnceLock::new() })
             .collect();
-        let all_layers = self_table(&local, |_| true)?;
-        let unsourced = self_table(&local, |layer| !has_source[layer])?;
+        let all_layers = self_table(&local, num_tables, |_| true);
+        let unsourced = self_table(&local, num_tables, |layer| !has_source[layer]);
         let shared_memory = shared_memory(&local);
         Ok(Self { local, sources, self_table: all_layers, unsourced, options, shared_memory, findings })
     }
@@ -153,7 +154,7 @@ fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Findi
 }
 
 /// The table of each source; `assignments` has one list for each local layer.
-fn tables(local: &Geometry, sources: &[&Geometry], assignments: Vec<Vec<Assignment>>) -> Result<Vec<Table>> {
+fn tables(local: &Geometry, sources: &[&Geometry], assignments: Vec<Vec<Assignment>>) -> Vec<Table> {
     let mut by_source: Vec<BTreeMap<(usize, usize), GroupPair>> = sources.iter().map(|_| BTreeMap::new()).collect();
     for (layer, of_layer) in assignments.into_iter().enumerate() {
         let mut slices: BTreeMap<(usize, usize), Vec<PartSlice>> = BTreeMap::new();
@@ -168,16 +169,19 @@ fn tables(local: &Geometry, sources: &[&Geometry], assignments: Vec<Vec<Assignme
             group_pair.add(&Geometries { local, remote }, layers, slices);
         }
     }
-    let mut left = PieceBudget::PLAN;
-    by_source
-        .into_iter()
-        .zip(sources)
-        .map(|(pairs, remote)| Table::new(pairs.into_values().collect(), &Geometries { local, remote }, &mut left))
-        .collect()
+    let table = |(pairs, &remote): (BTreeMap<_, GroupPair>, &&Geometry)| {
+        Table::new(pairs.into_values().collect(), &Geometries { local, remote }, num_tables(sources))
+    };
+    by_source.into_iter().zip(sources).map(table).collect()
 }
 
-/// Some of the local layers, paired with themselves.
-fn self_table(local: &Geometry, is_wanted: impl Fn(usize) -> bool) -> Result<Table> {
+/// One for each source, one for all local layers and one for those without a source.
+fn num_tables(sources: &[&Geometry]) -> usize {
+    sources.len() + 2
+}
+
+/// Some of the local layers, paired with themselves: one of so many tables.
+fn self_table(local: &Geometry, num_tables: usize, is_wanted: impl Fn(usize) -> bool) -> Table {
     let geometries = Geometries { local, remote: local };
     let mut pairs: BTreeMap<usize, GroupPair> = BTreeMap::new();
     for (index, layer) in local.layers.iter().enumerate().filter(|(index, _)| is_wanted(*index)) {
@@ -187,6 +191,5 @@ fn self_table(local: &Geometry, is_wanted: impl Fn(usize) -> bool) -> Result<Tab
         let pair = pairs.entry(layer.group).or_insert_with(|| GroupPair::new(layer.group, layer.group));
         pair.add(&geometries, LayerIndices { local: index, remote: index }, slices.collect());
     }
-    let mut left = PieceBudget::PLAN;
-    Table::new(pairs.into_values().collect(), &geometries, &mut left)
+    Table::new(pairs.into_values().collect(), &geometries, num_tables)
 }

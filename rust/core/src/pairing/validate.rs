@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use crate::error::{Error, Result};
 use crate::finding::{Finding, Place, Severity};
 use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Page, Part};
+use crate::pairing::cost::too_dear;
 use crate::pairing::settle::settle;
 
 /// More than a person reads; a peer decides how many layers it names.
@@ -52,6 +53,10 @@ pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
     }
     if common == 0 {
         findings.push(no_common_layer(local, remote));
+    }
+    // What cannot be compared cannot be counted either.
+    if findings.iter().all(|finding| finding.severity != Severity::Error) {
+        findings.extend(too_dear(local, remote));
     }
     findings
 }

@@ -1,15 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The templates of a source as views: many descriptors in one row, to be prepared once.
+//! What whole kernel blocks of a source are cut into, as views: many descriptors in one row, to be prepared once.
 use std::collections::BTreeMap;
 
+use crate::bytes::pieces::{Piece, TokenCut};
 use crate::bytes::rows::View;
 use crate::error::{Error, Result};
 use crate::geometry::types::Geometry;
-use crate::pairing::group_pair::{BlockStrides, Geometries};
-use crate::pairing::table::{Entry, Table};
+use crate::pairing::cuts::whole_block_cuts;
+use crate::pairing::group_pair::{BlockStrides, CopyTemplate, Geometries};
+use crate::pairing::most_pieces::MAX_PIECES;
+use crate::pairing::page_pair::RegionPair;
+use crate::pairing::table::Table;
 
+/// Cuts of whole kernel blocks that are made views of.
+const MAX_CUTS: usize = 4096;
 /// More views than this are slower to prepare than the descriptors of a request are to build.
 const MAX_VIEWS: usize = 65_536;
+
+/// Block pairs of one group pair that are cut in one way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct PairCut {
+    /// Index of it.
+    pub(crate) group_pair: usize,
+    pub(crate) cut: TokenCut,
+}
+
+/// A template, and which block pairs it is repeated for.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub(crate) template: CopyTemplate,
+    regions: RegionPair,
+    /// Index of its fillers.
+    pub(crate) filled_by: usize,
+}
 
 /// A template as entries of two views.
 pub(crate) struct ViewPair {
@@ -24,17 +47,27 @@ pub(crate) struct ViewPair {
     pub(crate) filled_by: usize,
 }
 
-/// Views of one source.
+/// Views of one source. Layers that alias have one template, filled by the blocks of all their groups.
 pub(crate) struct ViewTable {
     pub(crate) local: Vec<View>,
     pub(crate) remote: Vec<View>,
     pub(crate) pairs: Vec<ViewPair>,
+    /// By local address: one for each of `pairs`.
+    pub(crate) entries: Vec<Entry>,
+    /// Distinct sets of what fills a template.
+    pub(crate) fillers: Vec<Vec<PairCut>>,
+    /// Cuts of whole blocks, sorted.
+    pub(crate) cuts: Vec<PairCut>,
 }
 
 impl ViewTable {
     pub(crate) fn new(geometries: &Geometries, table: &Table) -> Result<Self> {
-        refuse_irregular(table)?;
-        let views: Vec<(View, View)> = table.entries.iter().map(|entry| views(geometries, table, entry)).collect();
+        let cuts = all_cuts(geometries, table)?;
+        let mut entries = entries(geometries, table, &cuts)?;
+        let fillers = join_equal(&mut entries, &cuts);
+        refuse_irregular(&entries)?;
+        let views = |entry| views(geometries, table, entry, &fillers);
+        let views: Vec<(View, View)> = entries.iter().map(views).collect();
         let local_starts = number(views.iter().map(|views| views.0))?;
         let remote_starts = number(views.iter().map(|views| views.1))?;
         let pair = |(entry, (local, remote)): (&Entry, &(View, View))| ViewPair {
@@ -44,42 +77,118 @@ impl ViewTable {
             is_dense: entry.template.is_dense(),
             filled_by: entry.filled_by,
         };
-        let pairs = table.entries.iter().zip(&views).map(pair).collect();
-        Ok(Self { local: local_starts.into_keys().collect(), remote: remote_starts.into_keys().collect(), pairs })
+        let pairs = entries.iter().zip(&views).map(pair).collect();
+        let (local, remote) = (local_starts.into_keys().collect(), remote_starts.into_keys().collect());
+        Ok(Self { local, remote, pairs, entries, fillers, cuts })
     }
 }
 
-/// Fails if the plan has anything that views cannot say.
-fn refuse_irregular(table: &Table) -> Result<()> {
-    let no_views = |why: String| Err(Error::NoViews { why });
-    if table.group_pairs.iter().any(|pair| pair.cuts.is_empty()) {
-        return no_views("the kernel blocks of the two sides cut each other too often".into());
+fn no_views<T>(why: String) -> Result<T> {
+    Err(Error::NoViews { why })
+}
+
+/// The cuts that whole kernel blocks make of each other, in all pairs of groups.
+fn all_cuts(geometries: &Geometries, table: &Table) -> Result<Vec<PairCut>> {
+    let mut found = Vec::new();
+    for (group_pair, pair) in table.group_pairs.iter().enumerate() {
+        let (local, remote) =
+            (&geometries.local.groups[pair.local_group], &geometries.remote.groups[pair.remote_group]);
+        let cuts = if local.kind.is_attention() {
+            whole_block_cuts(local, remote, MAX_CUTS)
+        } else {
+            Some(vec![TokenCut::STATE])
+        };
+        let Some(cuts) = cuts else {
+            return no_views("the kernel blocks of the two sides cut each other too often".into());
+        };
+        found.extend(cuts.into_iter().map(|cut| PairCut { group_pair, cut }));
     }
-    if table.entries.iter().any(|entry| !entry.template.is_even()) {
+    Ok(found)
+}
+
+/// The pieces of all cuts at all places; until equal ones are joined, an entry is filled by one cut: its index.
+fn entries(geometries: &Geometries, table: &Table, cuts: &[PairCut]) -> Result<Vec<Entry>> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for (page_pair, pages) in table.page_pairs.iter().enumerate() {
+        let members: Vec<usize> = pages.group_pairs().collect();
+        for (filled_by, of) in cuts.iter().enumerate().filter(|(_, of)| members.contains(&of.group_pair)) {
+            let unjoined = pages.count_unjoined(of.group_pair, of.cut, geometries).saturating_mul(pages.num_places);
+            if unjoined.saturating_add(entries.len() as u64) > MAX_PIECES {
+                return no_views(format!("blocks are cut into too many pieces, at most {MAX_VIEWS} are kept"));
+            }
+            let pieces = pages.pieces(of.group_pair, of.cut, geometries);
+            for place in table.places.iter().filter(|place| place.page_pair == page_pair) {
+                for (strides, pieces) in &pieces.by_strides {
+                    entries.extend(pieces.iter().map(|piece| {
+                        let (local, remote) = (place.bases.local + piece.local, place.bases.remote + piece.remote);
+                        let template = CopyTemplate { piece: Piece { local, remote, ..*piece }, strides: *strides };
+                        Entry { template, regions: place.regions, filled_by }
+                    }));
+                }
+            }
+        }
+    }
+    entries.sort_unstable_by_key(|entry| (entry.key(), entry.filled_by));
+    Ok(entries)
+}
+
+impl Entry {
+    /// What entries are sorted by, and equal ones have in common.
+    fn key(&self) -> (Piece, u16, BlockStrides, u16, BlockStrides) {
+        let (CopyTemplate { piece, strides }, regions) = (self.template, self.regions);
+        (piece, regions.local, strides.local, regions.remote, strides.remote)
+    }
+}
+
+/// Leaves one entry of each template, filled by the cuts of all of them: returns the distinct sets of cuts.
+fn join_equal(entries: &mut Vec<Entry>, cuts: &[PairCut]) -> Vec<Vec<PairCut>> {
+    let mut known: BTreeMap<Vec<PairCut>, usize> = BTreeMap::new();
+    let mut sets: Vec<Vec<PairCut>> = Vec::new();
+    let mut joined: Vec<Entry> = Vec::new();
+    for equal in entries.chunk_by(|one, next| one.key() == next.key()) {
+        let set: Vec<PairCut> = equal.iter().map(|entry| cuts[entry.filled_by]).collect();
+        let filled_by = *known.entry(set).or_insert_with_key(|set| {
+            sets.push(set.clone());
+            sets.len() - 1
+        });
+        joined.push(Entry { filled_by, ..equal[0] });
+    }
+    *entries = joined;
+    sets
+}
+
+/// Fails if the plan has anything that views cannot say.
+fn refuse_irregular(entries: &[Entry]) -> Result<()> {
+    if entries.iter().any(|entry| !entry.template.strides.is_even()) {
         return no_views("kernel blocks are not evenly spaced over logical blocks".into());
     }
-    if table.entries.len() > MAX_VIEWS {
-        return no_views(format!("there are {}, at most {MAX_VIEWS} are kept", table.entries.len()));
+    if entries.len() > MAX_VIEWS {
+        return no_views(format!("there are {}, at most {MAX_VIEWS} are kept", entries.len()));
     }
     Ok(())
 }
 
 /// Views of a template on both sides.
-fn views(geometries: &Geometries, table: &Table, entry: &Entry) -> (View, View) {
+fn views(geometries: &Geometries, table: &Table, entry: &Entry, fillers: &[Vec<PairCut>]) -> (View, View) {
     let Geometries { local, remote } = geometries;
     // Groups that alias may have different numbers of blocks: all blocks of the largest are in the view.
-    let pairs = || table.fillers[entry.filled_by].cuts.iter().map(|filler| &table.group_pairs[filler.group_pair]);
+    let pairs = || fillers[entry.filled_by].iter().map(|filler| &table.group_pairs[filler.group_pair]);
     let local_blocks = pairs().map(|pair| local.num_blocks[pair.local_group]).max().unwrap_or(0);
     let remote_blocks = pairs().map(|pair| remote.num_blocks[pair.remote_group]).max().unwrap_or(0);
-    let (piece, strides) = (entry.template.piece, entry.template.strides);
+    let (CopyTemplate { piece, strides }, regions) = (entry.template, entry.regions);
     (
-        view(local, strides.local, local_blocks, (piece.local, piece.len)),
-        view(remote, strides.remote, remote_blocks, (piece.remote, piece.len)),
+        view((local, regions.local), strides.local, local_blocks, (piece.local, piece.len)),
+        view((remote, regions.remote), strides.remote, remote_blocks, (piece.remote, piece.len)),
     )
 }
 
-fn view(geometry: &Geometry, strides: BlockStrides, blocks: u64, (address, length): (u64, u64)) -> View {
-    let device = geometry.regions[usize::from(strides.region)].device;
+fn view(
+    (geometry, region): (&Geometry, u16),
+    strides: BlockStrides,
+    blocks: u64,
+    (address, length): (u64, u64),
+) -> View {
+    let device = geometry.regions[usize::from(region)].device;
     [address, length, device.into(), strides.step(), blocks * strides.kernel_blocks_per_block]
 }
 
@@ -100,6 +209,8 @@ fn number(views: impl Iterator<Item = View>) -> Result<BTreeMap<View, u64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pairing::plan::{Plan, PlanOptions};
+    use std::sync::Arc;
 
     #[test]
     fn equal_views_are_one_and_ids_go_on_from_view_to_view() {
@@ -113,5 +224,35 @@ mod tests {
         let many = [0, 1, 0, 1, i32::MAX as u64];
         assert!(number([many].into_iter()).is_ok());
         assert!(number([many, [1, 1, 0, 1, 1]].into_iter()).is_err());
+    }
+
+    /// Two groups with a layer each: both in one region, or in two.
+    fn geometry(base: u64, regions: usize) -> Arc<Geometry> {
+        let region = |index: u64| format!(r#"{{"base":{},"bytes":80}}"#, base + 1000 * index);
+        let json = format!(
+            r#"{{"kvhma":1,"regions":[{},{}],"groups":[{{"kind":"full","block_size":4}},
+            {{"kind":"sliding","window":9,"block_size":4}}],"pages":[{{"parts":[{{"name":"kv","dtype":"u8",
+            "item_bytes":2,"offset":0,"axes":[{{"name":"tokens","extent":4,"stride":2}}]}}]}}],"layers":[
+            {{"name":"a","group":0,"page":0,"region":0,"offset":0,"num_blocks":10,"block_stride":8}},
+            {{"name":"b","group":1,"page":0,"region":{},"offset":0,"num_blocks":10,"block_stride":8}}]}}"#,
+            region(0),
+            region(1),
+            regions - 1
+        );
+        Arc::new(Geometry::from_json(json.as_bytes()).expect("a valid geometry"))
+    }
+
+    #[test]
+    fn layers_that_alias_share_a_template() {
+        let fillers = |local, remote| {
+            let plan =
+                Plan::new(geometry(4096, local), vec![geometry(1 << 20, remote)], PlanOptions::EXACT).expect("pairs");
+            let table = plan.view_table(0).expect("views");
+            table.entries.iter().map(|entry| table.fillers[entry.filled_by].len()).collect::<Vec<_>>()
+        };
+        assert_eq!(fillers(1, 1), [2]);
+        // The same local bytes of two groups come from two regions, so they are never one copy.
+        assert_eq!(fillers(1, 2), [1, 1]);
+        assert_eq!(fillers(2, 2), [1, 1]);
     }
 }

@@ -3,9 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
+use crate::bytes::pieces::TokenCut;
 use crate::geometry::types::{Axis, Group, Part};
+use crate::pairing::cuts::{count_cuts, whole_block_cuts};
 use crate::pairing::group_pair::{Geometries, GroupPair, LayerPair, PartSlice};
 use crate::pairing::plan::{Plan, Source};
+use crate::pairing::table::Table;
 
 /// Group pairs of equal kinds that are cut alike: what is said of them once.
 #[derive(PartialEq)]
@@ -47,11 +50,12 @@ impl Plan {
         let layers: usize = pairs.iter().map(|pair| pair.layers.len()).sum();
         let _ = writeln!(text, "{}.", count(layers, "layer"));
         let mut alike: Vec<(Told, Vec<&GroupPair>)> = Vec::new();
-        for pair in pairs {
+        for (pair_index, pair) in pairs.iter().enumerate() {
             let geometries = self.geometries(index);
             let local_kind = geometries.local.groups[pair.local_group].kind.word();
             let remote_kind = geometries.remote.groups[pair.remote_group].kind.word();
-            let told = Told { local_kind, remote_kind, sentences: explain_group_pair(&geometries, pair) };
+            let sentences = explain_group_pair(&geometries, &source.table, pair_index);
+            let told = Told { local_kind, remote_kind, sentences };
             match alike.iter_mut().find(|(known, _)| *known == told) {
                 Some((_, pairs)) => pairs.push(pair),
                 None => alike.push((told, vec![pair])),
@@ -80,11 +84,12 @@ impl Plan {
     }
 }
 
-fn explain_group_pair(geometries: &Geometries, pair: &GroupPair) -> String {
+fn explain_group_pair(geometries: &Geometries, table: &Table, index: usize) -> String {
     let mut text = String::new();
+    let pair = &table.group_pairs[index];
     let (local, remote) = (&geometries.local.groups[pair.local_group], &geometries.remote.groups[pair.remote_group]);
     if local.kind.is_attention() {
-        explain_blocks(local, remote, pair.cuts.len(), &mut text);
+        explain_blocks(local, remote, &mut text);
     } else {
         text.push_str("    The state-bearing block of one side goes to that of the other; blocks are never split.\n");
     }
@@ -100,15 +105,28 @@ fn explain_group_pair(geometries: &Geometries, pair: &GroupPair) -> String {
         let of = if is_any_partial { format!(", in {}", count(layers, "layer")) } else { String::new() };
         let _ = writeln!(text, "    {sentence}{of}.");
     }
-    if let Some(longest) = pair.cuts.iter().max_by_key(|kept| kept.cut.count) {
-        let block = if local.kind.is_attention() { "kernel block" } else { "state" };
-        let (layers, pieces) = (count(pair.layers.len(), "layer"), count(longest.pieces as usize, "piece"));
+    let (block, cut) = if local.kind.is_attention() {
+        ("kernel block", longest_cut(local, remote))
+    } else {
+        ("state", Some(TokenCut::STATE))
+    };
+    if let Some(Ok(pieces)) = cut.map(|cut| table.count_pieces(geometries, index, cut)) {
+        let (layers, pieces) = (count(pair.layers.len(), "layer"), count(pieces as usize, "piece"));
         let _ = writeln!(text, "    Over {layers} of a group a {block} is {pieces}.");
     }
     text
 }
 
-fn explain_blocks(local: &Group, remote: &Group, cuts: usize, text: &mut String) {
+/// The longest cut of whole kernel blocks, of several the last; None if each request is cut anew.
+fn longest_cut(local: &Group, remote: &Group) -> Option<TokenCut> {
+    const FEW_CUTS: usize = 4096;
+    let takes_turns_alike = local.turns_in_kernel_block() == remote.turns_in_kernel_block();
+    let count = local.kernel_tokens().min(remote.kernel_tokens());
+    let first = || takes_turns_alike.then_some(TokenCut { local: 0, remote: 0, count });
+    whole_block_cuts(local, remote, FEW_CUTS).map_or_else(first, |cuts| cuts.into_iter().max_by_key(|cut| cut.count))
+}
+
+fn explain_blocks(local: &Group, remote: &Group, text: &mut String) {
     let describe = |group: &Group| match group.kernel_blocks_per_block {
         1 => format!("{} tokens", group.block_size),
         blocks => format!("{} tokens ({blocks} kernel blocks of {})", group.block_size, group.kernel_tokens()),
@@ -119,13 +137,9 @@ fn explain_blocks(local: &Group, remote: &Group, cuts: usize, text: &mut String)
         text.push_str("; context-parallel ranks take turns within them in different ways, each request is cut anew");
     } else if a == b {
         text.push_str("; kernel blocks are equal and meet whole");
-    } else if cuts == 0 {
-        let _ = write!(
-            text,
-            "; kernel blocks of {a} and {b} cut each other too often to prepare, each request is cut anew"
-        );
     } else {
-        let _ = write!(text, "; kernel blocks of {a} and {b} cut each other in {}", count(cuts, "way"));
+        let ways = count(count_cuts(a, b) as usize - 1, "way");
+        let _ = write!(text, "; kernel blocks of {a} and {b} cut each other in {ways}");
     }
     for (rank, group) in [("this rank", local), ("the source", remote)] {
         let Group { cp_size, cp_rank, cp_interleave, .. } = *group;

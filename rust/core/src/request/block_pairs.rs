@@ -9,9 +9,6 @@ use crate::request::group_span::GroupSpan;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PackedPair(u64);
 
-/// A pair and the local group that it is of. There are fewer groups than that.
-pub(crate) type OwnedPair = (PackedPair, u16);
-
 pub(crate) type Pairs = Vec<PackedPair>;
 
 impl PackedPair {
@@ -34,15 +31,6 @@ impl PackedPair {
     pub(crate) fn plus(self, blocks: u64) -> Self {
         Self(self.0 + blocks * Self::NEXT)
     }
-}
-
-/// Block pairs that follow each other on both sides.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct BlockRun {
-    pub(crate) first: PackedPair,
-    pub(crate) count: u32,
-    /// Of the first pair.
-    pub(crate) group: u16,
 }
 
 /// A local and a remote kernel block, and the tokens that are in both.
@@ -138,56 +126,43 @@ pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
     pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
 }
 
-/// Sorts what belongs to pairs by their local id. Block lists are short and their ids small, so two or three counting
+/// Sorts pairs by their local id. Block lists are short and their ids small, so two or three counting
 /// passes do.
-pub(crate) fn sort<T: Copy + Default>(items: &mut Vec<T>, pair: impl Fn(T) -> PackedPair) {
+pub(crate) fn sort(pairs: &mut Vec<PackedPair>) {
     const BITS: u32 = 11;
-    if items.is_sorted_by(|one, next| pair(*one).0 <= pair(*next).0) {
+    if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
         return;
     }
-    if items.len() < 128 {
-        items.sort_unstable_by_key(|&item| pair(item).0);
+    if pairs.len() < 128 {
+        pairs.sort_unstable_by_key(|pair| pair.0);
         return;
     }
-    let largest = items.iter().map(|&item| pair(item).local().0).max().unwrap_or(0);
-    let mut sorted = vec![T::default(); items.len()];
+    let largest = pairs.iter().map(|pair| pair.local().0).max().unwrap_or(0);
+    let mut sorted = vec![PackedPair::default(); pairs.len()];
     let mut shift = 32;
     while largest >> (shift - 32) > 0 {
-        let digit = |item: T| (pair(item).0 >> shift) as usize & ((1 << BITS) - 1);
+        let digit = |pair: PackedPair| (pair.0 >> shift) as usize & ((1 << BITS) - 1);
         let mut starts = [0u32; 1 << BITS];
-        for &item in items.iter() {
-            starts[digit(item)] += 1;
+        for &pair in pairs.iter() {
+            starts[digit(pair)] += 1;
         }
         let mut sum = 0;
         for start in &mut starts {
             sum += std::mem::replace(start, sum);
         }
-        for &item in items.iter() {
-            let slot = &mut starts[digit(item)];
-            sorted[*slot as usize] = item;
+        for &pair in pairs.iter() {
+            let slot = &mut starts[digit(pair)];
+            sorted[*slot as usize] = pair;
             *slot += 1;
         }
-        std::mem::swap(items, &mut sorted);
+        std::mem::swap(pairs, &mut sorted);
         shift += BITS;
     }
 }
 
-/// Runs of sorted pairs; one that goes on from group to group is of the group of its first pair.
-pub(crate) fn runs(mut pairs: impl Iterator<Item = OwnedPair>) -> Vec<BlockRun> {
-    let mut found: Vec<BlockRun> = Vec::new();
-    let Some((first, group)) = pairs.next() else { return found };
-    let (mut run, mut next) = (BlockRun { first, count: 1, group }, first.plus(1));
-    for (pair, group) in pairs {
-        if pair == next {
-            run.count += 1;
-        } else {
-            found.push(run);
-            run = BlockRun { first: pair, count: 1, group };
-        }
-        next = pair.plus(1);
-    }
-    found.push(run);
-    found
+/// How many runs of pairs that follow each other on both sides there are.
+pub(crate) fn count_runs(pairs: &[PackedPair]) -> u64 {
+    pairs.chunk_by(|one, next| one.plus(1) == *next).count() as u64
 }
 
 #[cfg(test)]
@@ -202,16 +177,10 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_of_the_group_that_it_begins_in() {
-        // Group 4 has blocks 1, 2, 5, 6 and 9, group 7 has 3, 8 and 0: the runs are 0..=3 of group 7, 5..=6 of group 4
-        // and 8..=9 of group 7.
-        let mut pairs = [(5, 4), (6, 4), (1, 4), (2, 4), (9, 4), (3, 7), (8, 7), (0, 7)]
-            .map(|(block, group)| (packed(block, block), group))
-            .to_vec();
-        sort(&mut pairs, |pair| pair.0);
-        assert_eq!(pairs.iter().map(|pair| pair.1).collect::<Vec<_>>(), [7, 4, 4, 7, 4, 4, 7, 4]);
-        let found: Vec<_> = runs(pairs.into_iter()).iter().map(|run| (run.group, run.first, run.count)).collect();
-        assert_eq!(found, [(7, packed(0, 0), 4), (4, packed(5, 5), 2), (7, packed(8, 8), 2)]);
+    fn a_run_goes_on_on_both_sides() {
+        let pairs = [(1, 5), (2, 6), (3, 9), (5, 10), (6, 11)].map(|(local, remote)| packed(local, remote));
+        assert_eq!(count_runs(&pairs), 3);
+        assert_eq!(count_runs(&[]), 0);
     }
 
     #[test]
@@ -256,21 +225,12 @@ mod tests {
             let mut pairs: Pairs = ids.iter().map(|&id| packed(id >> bits, id & 0x7fff_ffff)).collect();
             let mut expected = pairs.clone();
             expected.sort_by_key(|pair| pair.local());
-            sort(&mut pairs, |pair| pair);
+            sort(&mut pairs);
             let keys = |list: &Pairs| list.iter().map(|pair| pair.local()).collect::<Vec<_>>();
             prop_assert_eq!(keys(&pairs), keys(&expected));
             pairs.sort_unstable();
             expected.sort_unstable();
             prop_assert_eq!(pairs, expected);
-        }
-
-        #[test]
-        fn runs_say_the_same(starts in proptest::collection::vec((0u64..100, 0u64..100, 1u64..5), 0..20)) {
-            let pairs: Pairs = starts.iter().flat_map(|&(l, r, n)| (0..n).map(move |i| packed(l + i, r + i))).collect();
-            let found = runs(pairs.iter().map(|&pair| (pair, 0)));
-            let back: Pairs =
-                found.iter().flat_map(|run| (0..run.count).map(|step| run.first.plus(step.into()))).collect();
-            prop_assert_eq!(back, pairs);
         }
     }
 }

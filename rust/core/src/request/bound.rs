@@ -2,8 +2,11 @@
 //! Refuses what no request to a real peer costs, before anything of that size is made.
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
+use crate::geometry::types::Group;
+use crate::pairing::cuts::count_cuts;
 use crate::pairing::group_pair::GroupPair;
-use crate::pairing::plan::Plan;
+use crate::pairing::page_pair::PagePair;
+use crate::pairing::plan::{Plan, Source};
 use crate::pairing::table::Table;
 use crate::request::checked::CheckedRequest;
 use crate::request::pairs_by_cut::PairsByCut;
@@ -13,10 +16,12 @@ use crate::request::token_ranges::TokenRange;
 const FREE_DESCRIPTORS: u64 = 1 << 20;
 /// Pairs of kernel blocks of all sources.
 const MAX_BLOCK_PAIRS: u64 = 1 << 24;
-/// Pairs of one source in all sets that fill templates: each takes up to 48 bytes beside its descriptors.
+/// Pairs of one source in all pairs of pages: each takes up to 48 bytes beside its descriptors.
 const MAX_FILLING_PAIRS: u64 = 10_000_000;
-/// Parts of layers over all block pairs, where nearly every pair is cut in a way of its own.
-const MAX_RARE_SLICES: u64 = 1 << 17;
+/// Ways in which a request cuts its blocks.
+const MAX_CUTS: u64 = 1 << 17;
+/// Parts of pages that are cut for a request, each in all those ways.
+const MAX_CUT_PARTS: u64 = 1 << 20;
 
 /// Where a request's descriptors go, and how many it may have.
 #[derive(Debug, Clone, Copy)]
@@ -77,27 +82,28 @@ impl Plan {
 
     /// Fails if a request pairs more kernel blocks than any real one: counted from the tokens, not from the blocks.
     pub(crate) fn bound_block_pairs(&self, request: &CheckedRequest) -> Result<()> {
-        let (mut pairs, mut rare_slices) = (0u64, 0u64);
-        for source in &self.sources {
-            for pair in &source.table.group_pairs {
+        let (mut pairs, mut cuts, mut parts) = (0u64, 0u64, 0u64);
+        for Source { geometry, table, .. } in &self.sources {
+            for (index, pair) in table.group_pairs.iter().enumerate() {
                 let Some(range) = request.token_ranges[pair.local_group] else { continue };
-                let remote = &source.geometry.groups[pair.remote_group];
-                let of_pair = most_block_pairs(
-                    range,
-                    (self.local.groups[pair.local_group].kernel_tokens(), remote.kernel_tokens()),
-                );
+                let groups = (&self.local.groups[pair.local_group], &geometry.groups[pair.remote_group]);
+                let of_pair = most_block_pairs(range, (groups.0.kernel_tokens(), groups.1.kernel_tokens()));
+                let of_cuts = of_pair.min(most_cuts(groups));
+                let of_parts = table.page_pairs.iter().map(|pages| pages.num_slices(index)).sum::<u64>();
                 pairs = pairs.saturating_add(of_pair);
-                if pair.cuts.is_empty() {
-                    rare_slices = rare_slices.saturating_add(of_pair.saturating_mul(pair.num_slices));
-                }
+                cuts = cuts.saturating_add(of_cuts);
+                parts = parts.saturating_add(of_cuts.saturating_mul(of_parts));
             }
         }
         let reason = "kernel blocks of the two sides cut each other too often";
-        if pairs > MAX_BLOCK_PAIRS {
-            return Err(refusal("pairs of blocks", pairs, MAX_BLOCK_PAIRS, reason));
-        }
-        if rare_slices > MAX_RARE_SLICES {
-            return Err(refusal("parts that are cut each in its way", rare_slices, MAX_RARE_SLICES, reason));
+        for (what, count, limit) in [
+            ("pairs of blocks", pairs, MAX_BLOCK_PAIRS),
+            ("ways to cut blocks", cuts, MAX_CUTS),
+            ("parts that are cut each in its way", parts, MAX_CUT_PARTS),
+        ] {
+            if count > limit {
+                return Err(refusal(what, count, limit, reason));
+            }
         }
         Ok(())
     }
@@ -110,8 +116,8 @@ fn most_block_pairs(range: TokenRange, (local, remote): (u64, u64)) -> u64 {
 }
 
 impl Table {
-    /// The most descriptors that layouts of engines explain for some block pairs. Fails if these fill so many templates
-    /// that there are more.
+    /// The most descriptors that layouts of engines explain for some block pairs. Fails if these meet in so many
+    /// pages that there are more.
     ///
     /// ```text
     /// descriptors <= pieces before they are joined <= sum over group pairs and cuts of most pieces * block pairs
@@ -123,8 +129,8 @@ impl Table {
         };
         let explained = self.group_pairs.iter().zip(by_pair).map(explained).fold(0, u64::saturating_add);
         let limit = Limit::new(explained, budget);
-        let cuts = self.fillers.iter().flat_map(|fillers| &fillers.cuts);
-        let pairs = cuts.map(|&cut| self.pairs_of(cut, by_pair).len() as u64).sum();
+        let of_pages = |pages: &PagePair| pages.group_pairs().map(|index| by_pair[index].len() as u64).sum::<u64>();
+        let pairs = self.page_pairs.iter().map(of_pages).sum();
         limit.check_explained(pairs)?;
         if pairs > MAX_FILLING_PAIRS {
             let reason = "groups of the two sides share their memory in too many ways";
@@ -152,6 +158,16 @@ pub(crate) fn no_memory(count: usize) -> Error {
     let reason = "there is no memory for them";
     let text = format!("the request takes {count} descriptors: {reason}");
     Error::argument("no-memory", "descriptors", ((count as i128).into(), "fewer".into()), reason, text)
+}
+
+/// The most ways in which a request's kernel blocks of two groups cut each other: those of whole blocks, and of the first
+/// and the last one.
+fn most_cuts((local, remote): (&Group, &Group)) -> u64 {
+    if local.turns_in_kernel_block() == remote.turns_in_kernel_block() {
+        count_cuts(local.kernel_tokens(), remote.kernel_tokens()).saturating_add(2)
+    } else {
+        u64::MAX
+    }
 }
 
 #[cfg(test)]

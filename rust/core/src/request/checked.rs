@@ -4,7 +4,6 @@ use crate::bytes::pieces::TokenCut;
 use crate::error::{Error, Result};
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{KernelBlockId, Kind, state_slot};
-use crate::pairing::group_pair::GroupPair;
 use crate::pairing::plan::Plan;
 use crate::request::block_pairs::{BlockPair, pair_whole_blocks, visit_pairs};
 use crate::request::group_span::GroupSpan;
@@ -53,13 +52,13 @@ impl Plan {
 
     /// Block pairs of every group pair of a source.
     pub(crate) fn block_pairs(&self, request: &CheckedRequest, source: usize) -> Result<Vec<PairsByCut>> {
-        let group_pairs = self.sources[source].table.group_pairs.iter();
-        group_pairs.map(|pair| self.block_pairs_of(request, source, pair)).collect()
+        let group_pairs = 0..self.sources[source].table.group_pairs.len();
+        group_pairs.map(|index| self.block_pairs_of(request, source, index)).collect()
     }
 
-    fn block_pairs_of(&self, request: &CheckedRequest, source: usize, group_pair: &GroupPair) -> Result<PairsByCut> {
+    fn block_pairs_of(&self, request: &CheckedRequest, source: usize, group_pair: usize) -> Result<PairsByCut> {
         let paired = self.paired_spans(&request.spans, source, group_pair);
-        match (request.token_ranges[group_pair.local_group], paired.local.group.kind) {
+        match (request.token_ranges[paired.group_pair.local_group], paired.local.group.kind) {
             (Some(range), _) => Ok(token_pairs(&paired, range.moved())),
             (None, Kind::Ssm { .. }) => state_pair(&paired),
             (None, _) => entry_pairs(&paired),

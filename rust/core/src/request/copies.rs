@@ -2,27 +2,9 @@
 //! Contiguous copies: the fewest for a set of bytes, because neighbours on both sides are joined.
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
-use crate::pairing::group_pair::{Geometries, StridePair};
+use crate::pairing::group_pair::Geometries;
+use crate::pairing::page_pair::RegionPair;
 use crate::request::bound::{Allocate, no_memory};
-
-/// Regions of a copy on both sides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct RegionPair {
-    local: u16,
-    remote: u16,
-}
-
-impl RegionPair {
-    pub(crate) fn of(strides: StridePair) -> Self {
-        Self { local: strides.local.region, remote: strides.remote.region }
-    }
-
-    /// Device ids of the regions, local and remote.
-    pub(crate) fn devices(self, geometries: &Geometries) -> (u64, u64) {
-        let Geometries { local, remote } = geometries;
-        (local.regions[usize::from(self.local)].device.into(), remote.regions[usize::from(self.remote)].device.into())
-    }
-}
 
 /// Bytes that are contiguous on both sides, and the regions they are in; a run never leaves them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,248 +1,216 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The templates of a table repeated for a request's block pairs.
-use crate::bytes::pieces::TokenCut;
-use crate::bytes::rows::Descriptor;
+//! The pieces of pages repeated for a request's block pairs, once for all places that lie alike.
 use crate::error::Result;
-use crate::geometry::types::KernelBlockId;
-use crate::pairing::group_pair::{CopyTemplate, Geometries, GroupPair};
-use crate::pairing::table::{Fillers, PairCut, Table};
-use crate::request::block_pairs::{BlockRun, OwnedPair, PackedPair, Pairs, is_each_local_block_once, runs, sort};
-use crate::request::bound::{Budget, Limit, room};
-use crate::request::copies::{ByteRun, Copies, RegionPair};
+use crate::pairing::group_pair::{CopyTemplate, Geometries};
+use crate::pairing::page_pair::{PagePieces, Place};
+use crate::pairing::table::Table;
+use crate::request::block_pairs::PackedPair;
+use crate::request::bound::{Budget, Limit, no_memory, room};
+use crate::request::copies::{ByteRun, Copies};
 use crate::request::pairs_by_cut::PairsByCut;
 
-/// Block pairs that fill the same templates.
-struct Filling {
-    /// Sorted by local id.
-    pairs: Pairs,
-    /// The same with the group of each.
-    owned: Vec<OwnedPair>,
-    runs: Vec<BlockRun>,
+/// Bytes that are contiguous on both sides, from the place of their pages on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PageRun {
+    local: u64,
+    remote: u64,
+    len: u64,
+    /// Local group of the first byte.
+    group: u16,
 }
 
-impl Filling {
-    fn new(mut owned: Vec<OwnedPair>) -> Self {
-        sort(&mut owned, |(pair, _)| pair);
-        Self { pairs: owned.iter().map(|(pair, _)| *pair).collect(), runs: runs(owned.iter().copied()), owned }
+impl PageRun {
+    fn end(&self) -> u64 {
+        self.local + self.len
+    }
+
+    /// Lengthens the run if another one goes on from it on both sides.
+    fn takes(&mut self, next: &Self) -> bool {
+        let goes_on = self.end() == next.local && self.remote + self.len == next.remote;
+        if goes_on {
+            self.len += next.len;
+        }
+        goes_on
+    }
+
+    fn at(&self, place: &Place) -> ByteRun {
+        let Self { local, remote, len, group } = *self;
+        ByteRun {
+            local: place.bases.local + local,
+            remote: place.bases.remote + remote,
+            len,
+            regions: place.regions,
+            group,
+        }
     }
 }
 
-/// A template and the block pairs that it is repeated for.
-struct Filled<'a> {
-    template: &'a CopyTemplate,
-    filling: &'a Filling,
+/// What a request moves through a pair of pages, at each of its places.
+struct PageRuns {
+    /// By local address, once all are there.
+    runs: Vec<PageRun>,
+    is_sorted: bool,
+    bytes_by_group: Vec<u64>,
 }
 
-impl Table {
-    /// Block pairs of each set of fillers, sorted by local id. `by_pair` has those of each group pair.
-    pub(crate) fn gather(&self, by_pair: &[PairsByCut]) -> Vec<Pairs> {
-        let gather = |fillers: &Fillers| {
-            let lists: Vec<&[PackedPair]> = fillers.cuts.iter().map(|&cut| self.pairs_of(cut, by_pair)).collect();
-            let mut pairs = lists.concat();
-            sort(&mut pairs, |pair| pair);
-            pairs
-        };
-        self.fillers.iter().map(gather).collect()
+impl PageRuns {
+    fn new(num_groups: usize) -> Self {
+        Self { runs: Vec::new(), is_sorted: true, bytes_by_group: vec![0; num_groups] }
     }
 
-    pub(crate) fn pairs_of<'a>(&self, filler: PairCut, by_pair: &'a [PairsByCut]) -> &'a [PackedPair] {
-        by_pair[filler.group_pair].get(self.group_pairs[filler.group_pair].cuts[filler.cut].cut)
-    }
-
-    fn local_group(&self, filler: PairCut) -> usize {
-        self.group_pairs[filler.group_pair].local_group
-    }
-
-    fn fill(&self, fillers: &Fillers, by_pair: &[PairsByCut]) -> Filling {
-        let lists = || fillers.cuts.iter().map(|&cut| (self.pairs_of(cut, by_pair), self.local_group(cut)));
-        let mut owned = Vec::with_capacity(lists().map(|(pairs, _)| pairs.len()).sum());
-        for (pairs, group) in lists() {
-            owned.extend(pairs.iter().map(|&pair| (pair, group as u16)));
-        }
-        Filling::new(owned)
-    }
-
-    /// Whether the pairs are surely written without overlap, and clear of sorted `others`: a look at every template, not
-    /// at every copy.
-    pub(crate) fn is_surely_disjoint(&self, gathered: &[Pairs], others: &[Descriptor]) -> bool {
-        let filled = || self.entries.iter().map(|entry| (&entry.template, gathered[entry.filled_by].as_slice()));
-        let is_clear = |other: &Descriptor, (template, pairs): (&CopyTemplate, &[PackedPair])| {
-            !template.writes_into(pairs, other[0], other[0] + other[1])
-        };
-        gathered.iter().all(|pairs| is_each_local_block_once(pairs))
-            && is_ascending(filled())
-            && filled().all(|filled| others.iter().all(|other| is_clear(other, filled)))
-    }
-
-    /// The copies of a request's block pairs.
-    pub(crate) fn copies(&self, geometries: &Geometries, by_pair: &[PairsByCut], budget: Budget) -> Result<Copies> {
-        let limit = self.bound_descriptors(by_pair, budget)?;
-        let fillings: Vec<Filling> = self.fillers.iter().map(|fillers| self.fill(fillers, by_pair)).collect();
-        let filled = || {
-            let filled = self.entries.iter();
-            filled.map(|entry| Filled { template: &entry.template, filling: &fillings[entry.filled_by] })
-        };
-        let is_in_order = fillings.iter().all(|filling| is_each_local_block_once(&filling.pairs))
-            && is_ascending(filled().map(|filled| (filled.template, filled.filling.pairs.as_slice())));
-        let mut bytes = self.bytes_by_group(geometries, by_pair);
-        let count = filled().map(|filled| filled.count()).sum();
-        limit.check(count as u64)?;
-        if is_in_order && !self.has_rare_cuts(by_pair) {
-            let mut copies = Copies::new(budget.allocate, count, bytes)?;
-            filled().for_each(|filled| filled.append(geometries, &mut copies));
-            self.count_extended(by_pair, &fillings, &mut copies.descriptors_by_group);
-            return Ok(copies);
-        }
-        let mut runs = room(count)?;
-        filled().for_each(|filled| filled.byte_runs(&mut runs));
-        drop(fillings);
-        let kept = runs.len();
-        self.add_rare_cuts(geometries, by_pair, limit, &mut runs)?;
-        for run in &runs[kept..] {
-            let of_group = &mut bytes[usize::from(run.group)];
-            *of_group = run.len.saturating_add(*of_group);
-        }
-        Copies::from_runs(runs, geometries, budget.allocate, bytes)
-    }
-
-    /// Bytes of all templates that are kept with the plan.
-    fn bytes_by_group(&self, geometries: &Geometries, by_pair: &[PairsByCut]) -> Vec<u64> {
-        let mut bytes = vec![0u64; geometries.local.groups.len()];
-        for fillers in &self.fillers {
-            for &cut in &fillers.cuts {
-                let of_group = &mut bytes[self.local_group(cut)];
-                // Blocks that overlap can add up to more than there is memory; they are refused later.
-                let pairs = self.pairs_of(cut, by_pair).len() as u64;
-                *of_group = pairs.saturating_mul(fillers.bytes).saturating_add(*of_group);
+    fn push(&mut self, run: PageRun) {
+        if let Some(last) = self.runs.last_mut() {
+            if last.takes(&run) {
+                return;
             }
+            self.is_sorted &= last.local <= run.local;
         }
-        bytes
+        self.runs.push(run);
     }
 
-    /// Counts the copies that the templates were extended by: all but the first of each.
-    fn count_extended(&self, by_pair: &[PairsByCut], fillings: &[Filling], descriptors_by_group: &mut [u64]) {
-        for (fillers, Filling { runs, .. }) in self.fillers.iter().zip(fillings) {
-            let Some(first) = runs.first() else { continue };
-            runs[1..].iter().for_each(|run| descriptors_by_group[usize::from(run.group)] += fillers.dense);
-            for &cut in &fillers.cuts {
-                let pairs = self.pairs_of(cut, by_pair).len() as u64;
-                descriptors_by_group[self.local_group(cut)] += pairs * fillers.spaced;
-            }
-            descriptors_by_group[usize::from(first.group)] -= fillers.spaced;
-        }
-    }
-
-    /// Block pairs that are cut in ways that the plan has no templates for.
-    fn rare_cuts<'a>(
-        &'a self,
-        by_pair: &'a [PairsByCut],
-    ) -> impl Iterator<Item = (&'a GroupPair, TokenCut, &'a [PackedPair])> {
-        let cuts = |(group_pair, cuts): (&'a GroupPair, &'a PairsByCut)| {
-            cuts.iter().filter(|(cut, _)| !group_pair.keeps(*cut)).map(move |(cut, pairs)| (group_pair, cut, pairs))
-        };
-        self.group_pairs.iter().zip(by_pair).flat_map(cuts)
-    }
-
-    fn add_rare_cuts(
-        &self,
-        geometries: &Geometries,
-        by_pair: &[PairsByCut],
-        limit: Limit,
-        runs: &mut Vec<ByteRun>,
-    ) -> Result<()> {
-        for (group_pair, cut, pairs) in self.rare_cuts(by_pair) {
-            let group = group_pair.local_group as u16;
-            let filling = Filling::new(pairs.iter().map(|&pair| (pair, group)).collect());
-            let templates = group_pair.templates(geometries, cut)?;
-            limit.check((runs.len() as u64).saturating_add(templates.len() as u64 * pairs.len() as u64))?;
-            for template in templates {
-                Filled { template: &template, filling: &filling }.byte_runs(runs);
+    /// Repeats the pieces of a cut for its block pairs. Makes room for so many runs at once, and for others one by one.
+    fn fill(&mut self, pieces: &PagePieces, pairs: &[PackedPair], group: usize, spaced: usize) -> Result<()> {
+        self.make_room(spaced)?;
+        for (strides, pieces) in &pieces.by_strides {
+            let bytes = pieces.iter().map(|piece| piece.len).fold(0, u64::saturating_add);
+            // Blocks that overlap can add up to more than there is memory; they are refused later.
+            let of_group = &mut self.bytes_by_group[group];
+            *of_group = bytes.saturating_mul(pairs.len() as u64).saturating_add(*of_group);
+            for pair in pairs {
+                let (local, remote) = (strides.local.offset(pair.local()), strides.remote.offset(pair.remote()));
+                self.make_room(pieces.len())?;
+                for piece in pieces {
+                    let (local, remote) = (piece.local + local, piece.remote + remote);
+                    self.push(PageRun { local, remote, len: piece.len, group: group as u16 });
+                }
             }
         }
         Ok(())
     }
 
-    pub(crate) fn has_rare_cuts(&self, by_pair: &[PairsByCut]) -> bool {
-        self.rare_cuts(by_pair).next().is_some()
+    fn make_room(&mut self, count: usize) -> Result<()> {
+        self.runs.try_reserve(count).map_err(|_| no_memory(self.runs.len() + count))
     }
-}
 
-/// Whether the copies of each template lie wholly after those of the template before: then nothing has to be sorted.
-fn is_ascending<'a>(filled: impl Iterator<Item = (&'a CopyTemplate, &'a [PackedPair])>) -> bool {
-    let mut end = 0;
-    for (template, pairs) in filled {
-        let (Some(first), Some(last)) = (pairs.first(), pairs.last()) else { continue };
-        let (piece, strides) = (template.piece, template.strides.local);
-        let is_disjoint = pairs.len() == 1 || strides.step() >= piece.len;
-        let start = piece.local + strides.offset(first.local());
-        if start < end || !is_disjoint || !template.is_even() {
-            return false;
+    /// Sorts runs and joins neighbours.
+    fn finish(&mut self) {
+        if !self.is_sorted {
+            // What a cut gives is mostly ascending: the stable sort finds that and only merges it.
+            self.runs.sort_by_key(|run| run.local);
+            self.runs.dedup_by(|next, last| last.takes(next));
         }
-        end = piece.local + strides.offset(last.local()) + piece.len;
     }
-    true
+
+    /// Whether no byte is in two runs.
+    fn is_disjoint(&self) -> bool {
+        self.runs.is_sorted_by(|one, next| one.end() <= next.local)
+    }
+
+    /// Where the first run begins at a place, and where the last one ends.
+    fn extent(&self, place: &Place) -> Option<(u64, u64)> {
+        let (first, last) = (self.runs.first()?, self.runs.last()?);
+        Some((place.bases.local + first.local, place.bases.local + last.end()))
+    }
+
+    /// Appends runs that do not overlap and lie after all others.
+    fn append(&self, place: &Place, geometries: &Geometries, copies: &mut Copies) {
+        let Some((first, rest)) = self.runs.split_first() else { return };
+        let devices = place.regions.devices(geometries);
+        // Only the first can go on from a place before: runs of a place were joined.
+        copies.push(first.at(place), devices);
+        let (local, remote) = (place.bases.local, place.bases.remote);
+        let shifted = rest.iter().map(|run| (run.local + local, run.remote + remote, run.len));
+        copies.extend(shifted, place.regions, devices);
+    }
 }
 
-impl CopyTemplate {
-    /// Whether the copy of any pair of an even template shares a byte with the local bytes `start..end`.
-    ///
-    /// ```text
-    /// copies    |##---|##---|##---|##---|     step 5, length 2
-    /// range             [------------)        blocks 1 and 2 begin before its end, and end after its start
-    /// ```
-    fn writes_into(&self, pairs: &[PackedPair], start: u64, end: u64) -> bool {
-        let (first_byte, step) = (self.piece.local, self.strides.local.step());
-        if end <= first_byte {
-            return false;
+impl Table {
+    /// The copies of a request's block pairs. `by_pair` has those of each group pair.
+    pub(crate) fn copies(
+        &self,
+        geometries: &Geometries,
+        mut by_pair: Vec<PairsByCut>,
+        budget: Budget,
+    ) -> Result<Copies> {
+        let limit = self.bound_descriptors(&by_pair, budget)?;
+        by_pair.iter_mut().for_each(PairsByCut::sort_pairs);
+        let mut pages: Vec<PageRuns> = Vec::with_capacity(self.page_pairs.len());
+        let mut spaced = 0;
+        for index in 0..self.page_pairs.len() {
+            pages.push(self.page_runs(index, geometries, &by_pair, limit, &mut spaced)?);
         }
-        let first = KernelBlockId((start + 1).saturating_sub(first_byte + self.piece.len).div_ceil(step));
-        let last = KernelBlockId((end - 1 - first_byte) / step);
-        let index = pairs.partition_point(|pair| pair.local() < first);
-        pairs.get(index).is_some_and(|pair| pair.local() <= last)
+        let count = self.places.iter().map(|place| pages[place.page_pair].runs.len()).sum();
+        limit.check(count as u64)?;
+        let mut bytes = vec![0u64; geometries.local.groups.len()];
+        for place in &self.places {
+            for (sum, of_page) in bytes.iter_mut().zip(&pages[place.page_pair].bytes_by_group) {
+                *sum = sum.saturating_add(*of_page);
+            }
+        }
+        let mut filled: Vec<((u64, u64), &Place)> = Vec::with_capacity(self.places.len());
+        filled.extend(self.places.iter().filter_map(|place| Some((pages[place.page_pair].extent(place)?, place))));
+        filled.sort_by_key(|(extent, _)| *extent);
+        let is_in_order =
+            filled.is_sorted_by(|(one, _), (next, _)| one.1 <= next.0) && pages.iter().all(PageRuns::is_disjoint);
+        if !is_in_order {
+            let mut runs = room(count)?;
+            runs.extend(
+                self.places.iter().flat_map(|place| pages[place.page_pair].runs.iter().map(|run| run.at(place))),
+            );
+            drop(pages);
+            return Copies::from_runs(runs, geometries, budget.allocate, bytes);
+        }
+        let mut copies = Copies::new(budget.allocate, count, bytes)?;
+        for (_, place) in filled {
+            pages[place.page_pair].append(place, geometries, &mut copies);
+        }
+        self.count_extended(&pages, &mut copies.descriptors_by_group);
+        Ok(copies)
+    }
+
+    /// The runs of a pair of pages. `spaced` is how many copies of all pages before cannot touch each other.
+    fn page_runs(
+        &self,
+        index: usize,
+        geometries: &Geometries,
+        by_pair: &[PairsByCut],
+        limit: Limit,
+        spaced: &mut u64,
+    ) -> Result<PageRuns> {
+        let pages = &self.page_pairs[index];
+        let mut found = PageRuns::new(geometries.local.groups.len());
+        for group_pair in pages.group_pairs() {
+            let group = self.group_pairs[group_pair].local_group;
+            for (cut, pairs) in by_pair[group_pair].iter() {
+                let pieces = self.pieces(geometries, index, group_pair, cut)?;
+                let of_place = pieces.count_spaced().saturating_mul(pairs.len() as u64);
+                *spaced = of_place.saturating_mul(pages.num_places).saturating_add(*spaced);
+                // Before they are made.
+                limit.check(*spaced)?;
+                found.fill(&pieces, pairs, group, of_place as usize)?;
+            }
+        }
+        found.finish();
+        Ok(found)
+    }
+
+    /// Counts the copies that places were extended by: all but the first of each.
+    fn count_extended(&self, pages: &[PageRuns], descriptors_by_group: &mut [u64]) {
+        for (page, pages) in pages.iter().zip(&self.page_pairs) {
+            for run in page.runs.iter().skip(1) {
+                descriptors_by_group[usize::from(run.group)] += pages.num_places;
+            }
+        }
     }
 }
 
-impl Filled<'_> {
-    /// How many copies come of it: one for each run if those are contiguous, else one for each pair.
-    fn count(&self) -> usize {
-        if self.template.is_dense() { self.filling.runs.len() } else { self.filling.pairs.len() }
-    }
-
-    /// Appends evenly spaced copies that lie after all others.
-    fn append(&self, geometries: &Geometries, copies: &mut Copies) {
-        let Self { template: CopyTemplate { piece, strides }, filling: Filling { pairs, runs, .. } } = self;
-        let Some(&first) = pairs.first() else { return };
-        let regions = RegionPair::of(*strides);
-        let devices = regions.devices(geometries);
-        let (local_step, remote_step) = (strides.local.step(), strides.remote.step());
-        let copy = move |pair: PackedPair, count: u64| {
-            (piece.local + pair.local().0 * local_step, piece.remote + pair.remote().0 * remote_step, count * piece.len)
+impl PagePieces {
+    /// Pieces whose copies for neighbouring blocks do not touch.
+    fn count_spaced(&self) -> u64 {
+        let spaced = |(strides, pieces): &(_, Vec<_>)| {
+            let is_spaced = |&piece: &_| !CopyTemplate { piece, strides: *strides }.is_dense();
+            pieces.iter().filter(|piece| is_spaced(piece)).count() as u64
         };
-        // Only the first can touch the template before: within one, runs and spaced entries do not touch.
-        let (local, remote, len) = copy(first, if self.template.is_dense() { runs[0].count.into() } else { 1 });
-        copies.push(ByteRun { local, remote, len, regions, group: runs[0].group }, devices);
-        if self.template.is_dense() {
-            copies.extend(runs[1..].iter().map(|run| copy(run.first, run.count.into())), regions, devices);
-        } else {
-            copies.extend(pairs[1..].iter().map(|&pair| copy(pair, 1)), regions, devices);
-        }
-    }
-
-    /// Appends copies in any order and spacing.
-    fn byte_runs(&self, runs: &mut Vec<ByteRun>) {
-        let CopyTemplate { piece, strides } = self.template;
-        let regions = RegionPair::of(*strides);
-        let byte_run = |pair: PackedPair, count: u32, group: u16| ByteRun {
-            local: piece.local + strides.local.offset(pair.local()),
-            remote: piece.remote + strides.remote.offset(pair.remote()),
-            len: u64::from(count) * piece.len,
-            regions,
-            group,
-        };
-        if self.template.is_dense() {
-            runs.extend(self.filling.runs.iter().map(|run| byte_run(run.first, run.count, run.group)));
-        } else {
-            runs.extend(self.filling.owned.iter().map(|&(pair, group)| byte_run(pair, 1, group)));
-        }
+        self.by_strides.iter().map(spaced).sum()
     }
 }

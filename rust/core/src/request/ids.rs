@@ -2,10 +2,13 @@
 //! Requests as ids into a plan's views.
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
+use crate::geometry::types::KernelBlockId;
+use crate::pairing::group_pair::CopyTemplate;
 use crate::pairing::plan::Plan;
-use crate::pairing::view_table::ViewTable;
-use crate::request::block_pairs::{PackedPair, Pairs, runs};
+use crate::pairing::view_table::{PairCut, ViewTable};
+use crate::request::block_pairs::{PackedPair, Pairs, count_runs, is_each_local_block_once, sort};
 use crate::request::bound::{ALLOCATE, room};
+use crate::request::pairs_by_cut::PairsByCut;
 use crate::request::span::Span;
 use crate::request::token_ranges::TailPolicy;
 use crate::request::transfer::Transfer;
@@ -37,16 +40,16 @@ impl Plan {
             let views = self.view_table(source)?;
             let table = &self.sources[source].table;
             let by_pair = self.block_pairs(&request, source)?;
-            if table.has_rare_cuts(&by_pair) {
+            if views.lacks_cut_of(&by_pair) {
                 let why = "two pairs of groups cut a group's first or last block differently".into();
                 return Err(Error::NoViews { why });
             }
             let limit = table.bound_descriptors(&by_pair, budget)?;
-            let gathered = table.gather(&by_pair);
+            let gathered = views.gather(&by_pair);
             let total = views.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
             limit.check(total as u64)?;
             budget.made += total as u64;
-            is_disjoint &= reads.is_empty() && table.is_surely_disjoint(&gathered, &zero);
+            is_disjoint &= reads.is_empty() && views.is_surely_disjoint(&gathered, &zero);
             let empty = Ids { source, local: room(total)?, remote: room(total)?, ..Ids::default() };
             let ids = encode(empty, views, &gathered);
             if !ids.local.is_empty() {
@@ -80,6 +83,72 @@ impl Plan {
     }
 }
 
+impl ViewTable {
+    /// Whether some pairs are cut in a way that no views have.
+    fn lacks_cut_of(&self, by_pair: &[PairsByCut]) -> bool {
+        let has = |group_pair, cut| self.cuts.binary_search(&PairCut { group_pair, cut }).is_ok();
+        by_pair.iter().enumerate().any(|(index, pairs)| pairs.iter().any(|(cut, _)| !has(index, cut)))
+    }
+
+    /// Block pairs of each set of fillers, sorted by local id. `by_pair` has those of each group pair.
+    fn gather(&self, by_pair: &[PairsByCut]) -> Vec<Pairs> {
+        let gather = |fillers: &Vec<PairCut>| {
+            let lists: Vec<&[PackedPair]> = fillers.iter().map(|of| by_pair[of.group_pair].get(of.cut)).collect();
+            let mut pairs = lists.concat();
+            sort(&mut pairs);
+            pairs
+        };
+        self.fillers.iter().map(gather).collect()
+    }
+
+    /// Whether the pairs are surely written without overlap, and clear of sorted `others`: a look at every template, not
+    /// at every copy.
+    fn is_surely_disjoint(&self, gathered: &[Pairs], others: &[Descriptor]) -> bool {
+        let filled = || self.entries.iter().map(|entry| (&entry.template, gathered[entry.filled_by].as_slice()));
+        let is_clear = |other: &Descriptor, (template, pairs): (&CopyTemplate, &[PackedPair])| {
+            !template.writes_into(pairs, other[0], other[0] + other[1])
+        };
+        gathered.iter().all(|pairs| is_each_local_block_once(pairs))
+            && is_ascending(filled())
+            && filled().all(|filled| others.iter().all(|other| is_clear(other, filled)))
+    }
+}
+
+/// Whether the copies of each template lie wholly after those of the template before: then nothing has to be sorted.
+fn is_ascending<'a>(filled: impl Iterator<Item = (&'a CopyTemplate, &'a [PackedPair])>) -> bool {
+    let mut end = 0;
+    for (template, pairs) in filled {
+        let (Some(first), Some(last)) = (pairs.first(), pairs.last()) else { continue };
+        let (piece, strides) = (template.piece, template.strides.local);
+        let is_disjoint = pairs.len() == 1 || strides.step() >= piece.len;
+        let start = piece.local + strides.offset(first.local());
+        if start < end || !is_disjoint {
+            return false;
+        }
+        end = piece.local + strides.offset(last.local()) + piece.len;
+    }
+    true
+}
+
+impl CopyTemplate {
+    /// Whether the copy of any pair of an even template shares a byte with the local bytes `start..end`.
+    ///
+    /// ```text
+    /// copies    |##---|##---|##---|##---|     step 5, length 2
+    /// range             [------------)        blocks 1 and 2 begin before its end, and end after its start
+    /// ```
+    fn writes_into(&self, pairs: &[PackedPair], start: u64, end: u64) -> bool {
+        let (first_byte, step) = (self.piece.local, self.strides.local.step());
+        if end <= first_byte {
+            return false;
+        }
+        let first = KernelBlockId((start + 1).saturating_sub(first_byte + self.piece.len).div_ceil(step));
+        let last = KernelBlockId((end - 1 - first_byte) / step);
+        let index = pairs.partition_point(|pair| pair.local() < first);
+        pairs.get(index).is_some_and(|pair| pair.local() <= last)
+    }
+}
+
 /// Ids of gathered pairs: for each pair of views in turn, the ids of its blocks, from the id of block 0 on.
 fn encode(mut ids: Ids, table: &ViewTable, gathered: &[Pairs]) -> Ids {
     // Block ids are below the count of their view, and all ids of a table fit int32.
@@ -87,11 +156,7 @@ fn encode(mut ids: Ids, table: &ViewTable, gathered: &[Pairs]) -> Ids {
         .iter()
         .map(|pairs| {
             let ids = |of: fn(PackedPair) -> i32| pairs.iter().map(|&pair| of(pair)).collect();
-            (
-                ids(|pair| pair.local().0 as i32),
-                ids(|pair| pair.remote().0 as i32),
-                runs(pairs.iter().map(|&pair| (pair, 0))).len() as u64,
-            )
+            (ids(|pair| pair.local().0 as i32), ids(|pair| pair.remote().0 as i32), count_runs(pairs))
         })
         .collect();
     for pair in &table.pairs {
@@ -108,7 +173,6 @@ fn encode(mut ids: Ids, table: &ViewTable, gathered: &[Pairs]) -> Ids {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::geometry::types::KernelBlockId;
     use crate::pairing::view_table::ViewPair;
 
     #[test]
@@ -120,7 +184,14 @@ mod tests {
             is_dense,
             filled_by: 0,
         };
-        let table = ViewTable { local: vec![], remote: vec![], pairs: vec![pair(0, 100, true), pair(10, 200, false)] };
+        let table = ViewTable {
+            local: vec![],
+            remote: vec![],
+            pairs: vec![pair(0, 100, true), pair(10, 200, false)],
+            entries: vec![],
+            fillers: vec![],
+            cuts: vec![],
+        };
         let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
         let ids = encode(Ids { source: 3, ..Ids::default() }, &table, &[[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);

@@ -50,6 +50,8 @@ struct Tail {
 /// A group pair and a request's blocks on both sides.
 pub(crate) struct PairedSpans<'a> {
     pub(crate) source: usize,
+    /// Index of the group pair.
+    pub(crate) index: usize,
     pub(crate) group_pair: &'a GroupPair,
     pub(crate) local: GroupSpan<'a>,
     pub(crate) remote: GroupSpan<'a>,
@@ -74,29 +76,25 @@ impl Plan {
         GroupSpan { side: "local", index: group, group: &self.local.groups[group], span: &spans.local[group] }
     }
 
-    pub(crate) fn paired_spans<'a>(
-        &'a self,
-        spans: &'a RequestSpans,
-        source: usize,
-        group_pair: &'a GroupPair,
-    ) -> PairedSpans<'a> {
-        let index = group_pair.remote_group;
+    pub(crate) fn paired_spans<'a>(&'a self, spans: &'a RequestSpans, source: usize, index: usize) -> PairedSpans<'a> {
+        let group_pair = &self.sources[source].table.group_pairs[index];
+        let remote_group = group_pair.remote_group;
         let remote = GroupSpan {
             side: "remote",
-            index,
-            group: &self.sources[source].geometry.groups[index],
-            span: &spans.remote[source][index],
+            index: remote_group,
+            group: &self.sources[source].geometry.groups[remote_group],
+            span: &spans.remote[source][remote_group],
         };
-        PairedSpans { source, group_pair, local: self.local_span(spans, group_pair.local_group), remote }
+        PairedSpans { source, index, group_pair, local: self.local_span(spans, group_pair.local_group), remote }
     }
 
     /// Every group of a source that is read into a local group.
     fn spans_into<'a>(&'a self, spans: &'a RequestSpans, group: usize) -> Vec<PairedSpans<'a>> {
         let of_sources = self.sources.iter().enumerate();
         of_sources
-            .flat_map(|(index, source)| source.table.group_pairs.iter().map(move |pair| (index, pair)))
-            .filter(|(_, pair)| pair.local_group == group)
-            .map(|(index, pair)| self.paired_spans(spans, index, pair))
+            .flat_map(|(source, of)| of.table.group_pairs.iter().enumerate().map(move |pair| (source, pair)))
+            .filter(|(_, (_, pair))| pair.local_group == group)
+            .map(|(source, (index, _))| self.paired_spans(spans, source, index))
             .collect()
     }
 
@@ -155,7 +153,8 @@ impl Plan {
         let mut cut = None;
         // One kernel block of each rank holds the last token, so there is one pair.
         visit_pairs(&pair.local, &pair.remote, Interval { start, ..tokens }, |block_pair| cut = Some(block_pair.cut));
-        cut.map_or(Ok(0), |cut| pair.group_pair.pieces(&self.geometries(pair.source), cut))
+        let table = &self.sources[pair.source].table;
+        cut.map_or(Ok(0), |cut| table.count_pieces(&self.geometries(pair.source), pair.index, cut))
     }
 }
 

@@ -68,7 +68,7 @@ impl Plan {
         let mut budget = self.budget(allocate, zero.len());
         for (index, source) in self.sources.iter().enumerate() {
             let by_pair = self.block_pairs(request, index)?;
-            let copies = source.table.copies(&self.geometries(index), &by_pair, budget)?;
+            let copies = source.table.copies(&self.geometries(index), by_pair, budget)?;
             budget.made += copies.len() as u64;
             if !copies.is_empty() {
                 reads.push(Read { source: index, copies });

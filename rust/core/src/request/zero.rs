@@ -39,7 +39,7 @@ impl Plan {
     fn ranges(&self, table: &Table, blocks: impl Fn(&GroupPair) -> PairsByCut) -> Result<Vec<Descriptor>> {
         let by_pair: Vec<PairsByCut> = table.group_pairs.iter().map(blocks).collect();
         let geometries = Geometries { local: &self.local, remote: &self.local };
-        Ok(table.copies(&geometries, &by_pair, self.budget(ALLOCATE, 0))?.local)
+        Ok(table.copies(&geometries, by_pair, self.budget(ALLOCATE, 0))?.local)
     }
 
     /// Blocks of a group with the tokens before and after those that are moved.

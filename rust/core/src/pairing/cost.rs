@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a block of two geometries costs at least: a pair is refused for that, never for what a plan may keep.
+use std::collections::HashMap;
+
+use crate::bytes::pieces::{Cutout, TokenCut, count_pieces};
+use crate::finding::{Finding, Place};
+use crate::geometry::ranges::intersect_boxes;
+use crate::geometry::types::{Axis, Geometry, Layer, Part};
+use crate::pairing::most_pieces::{MAX_PIECES, MostPieces, SPARE_PIECES, split_unit};
+
+/// Pieces of a pair of parts.
+#[derive(Clone, Copy)]
+struct Cost {
+    pieces: u64,
+    /// Those that the layouts of engines do not explain.
+    unexplained: u64,
+}
+
+/// The first part by whose pieces a block of all layers has too many, if there is one; the same whichever side reads.
+/// Both geometries have the same parts and axes in all layers that they share.
+pub(crate) fn too_dear(local: &Geometry, remote: &Geometry) -> Option<Finding> {
+    let remote_layers: HashMap<&str, &Layer> = remote.layers.iter().map(|layer| (layer.name.as_str(), layer)).collect();
+    let mut pairs: Vec<(&Layer, &Layer)> =
+        local.layers.iter().filter_map(|layer| Some((layer, *remote_layers.get(layer.name.as_str())?))).collect();
+    pairs.sort_unstable_by_key(|(layer, _)| &layer.name);
+    let mut known: HashMap<_, Vec<(&str, Cost)>> = HashMap::new();
+    let (mut pieces, mut unexplained) = (0u64, 0u64);
+    for (layer, other) in pairs {
+        let key = (layer.page, layer.group, other.page, other.group);
+        let costs = known.entry(key).or_insert_with(|| costs((local, layer), (remote, other)));
+        for &mut (part, cost) in costs {
+            pieces = pieces.saturating_add(cost.pieces);
+            unexplained = unexplained.saturating_add(cost.unexplained);
+            if unexplained <= SPARE_PIECES && pieces <= MAX_PIECES {
+                continue;
+            }
+            let parts = local.page(layer).part(part).zip(remote.page(other).part(part));
+            let place = Place::layer(&layer.name).part(part);
+            if let Some((place, strides)) = parts.and_then(|(here, there)| split_unit(&place, here, there))
+                && unexplained > SPARE_PIECES
+            {
+                let reason = "every layout of an engine keeps these items together, for each token and head";
+                return Some(Finding::error("split-items", place, "stride", strides, reason));
+            }
+            if let Some((here, there)) = parts.filter(|_| pieces > MAX_PIECES) {
+                let reason = "one block of all layers is more than 2^21 pieces: the bytes of the two sides lie too \
+                              differently";
+                return Some(Finding::error("pieces", place, "strides", (strides(here), strides(there)), reason));
+            }
+        }
+    }
+    None
+}
+
+/// What each part of a layer costs, by name.
+fn costs<'a>((local, layer): (&'a Geometry, &Layer), (remote, other): (&Geometry, &Layer)) -> Vec<(&'a str, Cost)> {
+    let (group, other_group) = (local.group(layer), remote.group(other));
+    let tokens = if group.kind.is_attention() { group.kernel_tokens().min(other_group.kernel_tokens()) } else { 1 };
+    let mut parts: Vec<&Part> = local.page(layer).parts.iter().collect();
+    parts.sort_unstable_by_key(|part| &part.name);
+    let cost = |part: &'a Part| {
+        let found = remote.page(other).part(&part.name).and_then(|part_there| cost(part, part_there, tokens))?;
+        Some((part.name.as_str(), found))
+    };
+    parts.into_iter().filter_map(cost).collect()
+}
+
+/// What a pair of parts costs at most for a cut of so many tokens; None if the ranks hold nothing in common.
+fn cost(local: &Part, remote: &Part, tokens: u64) -> Option<Cost> {
+    let common = |one: &Part, other: &Part| intersect_boxes(&one.shard(), &other.shard_in_order_of(one)?);
+    let (ranges, other_ranges) = (common(local, remote)?, common(remote, local)?);
+    // A whole block may be contiguous where one token less is not.
+    let cuts = [tokens, tokens.saturating_sub(1).max(1)].map(|count| TokenCut { local: 0, remote: 0, count });
+    let explained = |cut| {
+        let most = |part, ranges| MostPieces::of(part, ranges).pieces(cut, 1);
+        most(local, &ranges).max(most(remote, &other_ranges))
+    };
+    let pieces = |cut| count_pieces(local, remote, Cutout { ranges: &ranges, tokens: Some(cut) });
+    let costs = cuts.map(|cut| Cost { pieces: pieces(cut), unexplained: pieces(cut).saturating_sub(explained(cut)) });
+    costs.into_iter().max_by_key(|cost| cost.pieces)
+}
+
+/// The strides of a part's axes, by name.
+fn strides(part: &Part) -> String {
+    let mut axes: Vec<&Axis> = part.axes.iter().collect();
+    axes.sort_unstable_by_key(|axis| &axis.name);
+    axes.iter().map(|axis| format!("{} {}", axis.name, axis.stride)).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(axes: &[(&str, u64, u64)]) -> Part {
+        let axis = |&(name, length, stride): &(&str, u64, u64)| Axis {
+            name: name.into(),
+            extent: length,
+            stride,
+            start: 0,
+            length,
+            may_repeat: false,
+            spare: 0,
+        };
+        Part { name: "kv".into(), dtype: "u8".into(), item_bytes: 1, offset: 0, axes: axes.iter().map(axis).collect() }
+    }
+
+    fn counted(local: &Part, remote: &Part, tokens: u64) -> (u64, u64) {
+        let Cost { pieces, unexplained } = cost(local, remote, tokens).expect("equal ranks");
+        (pieces, unexplained)
+    }
+
+    #[test]
+    fn a_block_costs_its_pieces_whichever_side_reads() {
+        let heads_first = part(&[("heads", 4, 512), ("tokens", 8, 64), ("content", 64, 1)]);
+        let tokens_first = part(&[("heads", 4, 64), ("tokens", 8, 256), ("content", 64, 1)]);
+        let transposed = part(&[("heads", 4, 512), ("tokens", 8, 1), ("content", 64, 8)]);
+        for (one, other) in [(&heads_first, &tokens_first), (&tokens_first, &heads_first)] {
+            assert_eq!(counted(one, other, 8), (4 * 8, 0));
+        }
+        // A row of tokens for each index of content is explained, the single items are not.
+        for (one, other) in [(&heads_first, &transposed), (&transposed, &heads_first)] {
+            assert_eq!(counted(one, other, 8), (4 * 8 * 64, 4 * 8 * 64 - 4 * 64));
+        }
+    }
+
+    #[test]
+    fn a_partial_block_may_cost_more_than_a_whole_one() {
+        let heads_first = part(&[("heads", 4, 512), ("tokens", 8, 64), ("content", 64, 1)]);
+        assert_eq!(counted(&heads_first, &heads_first, 8), (4, 0));
+    }
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Pages of both sides that meet, and the places where they do: what is cut once for all layers that lie alike.
+use std::collections::BTreeMap;
+
+use crate::bytes::pieces::{Cutout, PageBases, Piece, TokenCut, count_pieces, join_neighbours, part_pieces};
+use crate::geometry::types::{Geometry, Part};
+use crate::pairing::group_pair::{Geometries, GroupPair, LayerIndices, PartSlice, StridePair};
+
+/// Regions on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, PartialOrd, Ord)]
+pub(crate) struct RegionPair {
+    pub(crate) local: u16,
+    pub(crate) remote: u16,
+}
+
+impl RegionPair {
+    fn of(geometries: &Geometries, layers: LayerIndices) -> Self {
+        let Geometries { local, remote } = geometries;
+        // The check allows fewer regions than that.
+        Self { local: local.layers[layers.local].region as u16, remote: remote.layers[layers.remote].region as u16 }
+    }
+
+    /// Device ids of the regions, local and remote.
+    pub(crate) fn devices(self, geometries: &Geometries) -> (u64, u64) {
+        let device = |geometry: &Geometry, region: u16| geometry.regions[usize::from(region)].device.into();
+        (device(geometries.local, self.local), device(geometries.remote, self.remote))
+    }
+}
+
+/// A layer of a pair of pages, and what is read of it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Member {
+    group_pair: usize,
+    /// Indices of the layer's page on both sides.
+    pages: (usize, usize),
+    slices: Vec<PartSlice>,
+    /// From the place of the pages on.
+    bases: PageBases,
+    strides: StridePair,
+}
+
+/// What is read of layers whose blocks lie between each other's: of one layer, of those that share its memory, of all
+/// layers of a block-major cache.
+///
+/// ```text
+/// layers apart         |a0|a1|a2| |b0|b1|b2|     one pair of pages at two places
+/// block-major          |a0 b0|a1 b1|a2 b2|       one of two layers, whose pieces touch
+/// ```
+#[derive(Debug)]
+pub(crate) struct PagePair {
+    members: Vec<Member>,
+    pub(crate) num_places: u64,
+}
+
+/// Where the pages of block 0 are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) page_pair: usize,
+    pub(crate) bases: PageBases,
+    pub(crate) regions: RegionPair,
+}
+
+/// Pieces of one cut of a pair of pages, joined over parts and layers, by how they repeat.
+#[derive(Debug)]
+pub(crate) struct PagePieces {
+    pub(crate) by_strides: Vec<(StridePair, Vec<Piece>)>,
+    pub(crate) count: u64,
+}
+
+impl PagePair {
+    /// The pairs of groups that its layers are of.
+    pub(crate) fn group_pairs(&self) -> impl Iterator<Item = usize> {
+        self.members.chunk_by(|one, next| one.group_pair == next.group_pair).map(|members| members[0].group_pair)
+    }
+
+    fn members_of(&self, group_pair: usize) -> impl Iterator<Item = &Member> {
+        self.members.iter().filter(move |member| member.group_pair == group_pair)
+    }
+
+    /// Parts of the layers of a pair of groups.
+    pub(crate) fn num_slices(&self, group_pair: usize) -> u64 {
+        self.members_of(group_pair).map(|member| member.slices.len() as u64).sum()
+    }
+
+    /// Visits the parts that a cut takes something of.
+    fn visit_cut<'a>(
+        &'a self,
+        group_pair: usize,
+        cut: TokenCut,
+        geometries: &Geometries<'a>,
+        mut visit: impl FnMut(&'a Member, PartCut<'a>),
+    ) {
+        for member in self.members_of(group_pair) {
+            for slice in &member.slices {
+                let local = &geometries.local.pages[member.pages.0].parts[slice.local_part];
+                let remote = &geometries.remote.pages[member.pages.1].parts[slice.remote_part];
+                // Content that tokens do not cut belongs to the block's first token.
+                if local.tokens().is_some() || cut.local == 0 {
+                    visit(
+                        member,
+                        PartCut { local, remote, cutout: Cutout { ranges: &slice.ranges, tokens: Some(cut) } },
+                    );
+                }
+            }
+        }
+    }
+
+    /// How many pieces a block has of a cut before they are joined.
+    pub(crate) fn count_unjoined(&self, group_pair: usize, cut: TokenCut, geometries: &Geometries) -> u64 {
+        let mut count = 0u64;
+        self.visit_cut(group_pair, cut, geometries, |_, part| {
+            count = count.saturating_add(count_pieces(part.local, part.remote, part.cutout));
+        });
+        count
+    }
+
+    /// The pieces of a block for a cut of a pair of groups.
+    pub(crate) fn pieces(&self, group_pair: usize, cut: TokenCut, geometries: &Geometries) -> PagePieces {
+        let mut by_strides: Vec<(StridePair, Vec<Piece>)> = Vec::new();
+        self.visit_cut(group_pair, cut, geometries, |member, PartCut { local, remote, cutout }| {
+            let index = by_strides.iter().position(|known| known.0 == member.strides).unwrap_or_else(|| {
+                by_strides.push((member.strides, Vec::new()));
+                by_strides.len() - 1
+            });
+            part_pieces(local, remote, cutout, member.bases, &mut by_strides[index].1);
+        });
+        for (_, pieces) in &mut by_strides {
+            join_neighbours(pieces);
+        }
+        let count = by_strides.iter().map(|(_, pieces)| pieces.len() as u64).sum();
+        PagePieces { by_strides, count }
+    }
+}
+
+/// A pair of parts, and what is cut out of it.
+struct PartCut<'a> {
+    local: &'a Part,
+    remote: &'a Part,
+    cutout: Cutout<'a>,
+}
+
+/// A layer of some pair of groups, and where it is.
+struct Placed<'a> {
+    regions: RegionPair,
+    bases: PageBases,
+    /// One past the local page of block 0.
+    end: u64,
+    group_pair: usize,
+    layers: LayerIndices,
+    slices: &'a [PartSlice],
+    strides: StridePair,
+}
+
+impl<'a> Placed<'a> {
+    fn all(group_pairs: &'a [GroupPair], geometries: &Geometries) -> Vec<Self> {
+        let Geometries { local, remote } = geometries;
+        let mut found = Vec::new();
+        for (group_pair, pair) in group_pairs.iter().enumerate() {
+            for layer in &pair.layers {
+                let (layer_here, layer_there) =
+                    (&local.layers[layer.layers.local], &remote.layers[layer.layers.remote]);
+                let bases = PageBases { local: local.first_page(layer_here), remote: remote.first_page(layer_there) };
+                found.push(Self {
+                    regions: RegionPair::of(geometries, layer.layers),
+                    bases,
+                    end: bases.local.saturating_add(local.page(layer_here).end()),
+                    group_pair,
+                    layers: layer.layers,
+                    slices: &layer.slices,
+                    strides: StridePair::of(geometries, layer.layers),
+                });
+            }
+        }
+        found.sort_by_key(|layer| (layer.regions, layer.bases, layer.group_pair));
+        found
+    }
+}
+
+/// Distinct pairs of pages, and all places of them, by local address.
+pub(crate) fn pair_pages(group_pairs: &[GroupPair], geometries: &Geometries) -> (Vec<PagePair>, Vec<Place>) {
+    let mut known: BTreeMap<Vec<Member>, usize> = BTreeMap::new();
+    let mut places: Vec<Place> = Vec::new();
+    let layers = Placed::all(group_pairs, geometries);
+    let mut rest = layers.as_slice();
+    while let Some(first) = rest.first() {
+        let (mut count, mut end, mut stride) = (0, first.end, 0);
+        for layer in rest.iter().take_while(|layer| layer.regions == first.regions) {
+            // Blocks of the layer lie between those of the others, or its page goes on where theirs ends.
+            if count > 0 && layer.bases.local - first.bases.local >= stride && layer.bases.local > end {
+                break;
+            }
+            (count, end, stride) = (count + 1, end.max(layer.end), stride.max(layer.strides.local.block));
+        }
+        let (near, others) = rest.split_at(count);
+        let bases = PageBases {
+            local: first.bases.local,
+            remote: near.iter().map(|layer| layer.bases.remote).min().unwrap_or_default(),
+        };
+        let member = |layer: &Placed| Member {
+            group_pair: layer.group_pair,
+            pages: (
+                geometries.local.layers[layer.layers.local].page,
+                geometries.remote.layers[layer.layers.remote].page,
+            ),
+            slices: layer.slices.to_vec(),
+            bases: PageBases { local: layer.bases.local - bases.local, remote: layer.bases.remote - bases.remote },
+            strides: layer.strides,
+        };
+        let mut members: Vec<Member> = near.iter().map(member).collect();
+        members.sort_unstable();
+        let next = known.len();
+        let page_pair = *known.entry(members).or_insert(next);
+        places.push(Place { page_pair, bases, regions: first.regions });
+        rest = others;
+    }
+    places.sort_by_key(|place| place.bases.local);
+    let mut known: Vec<(Vec<Member>, usize)> = known.into_iter().collect();
+    known.sort_unstable_by_key(|(_, index)| *index);
+    let mut page_pairs: Vec<PagePair> =
+        known.into_iter().map(|(members, _)| PagePair { members, num_places: 0 }).collect();
+    for place in &places {
+        page_pairs[place.page_pair].num_places += 1;
+    }
+    (page_pairs, places)
+}
