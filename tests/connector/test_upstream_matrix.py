@@ -177,8 +177,8 @@ def test_what_vllm_prefers_for_pictures_is_a_composite(cuda):
         order = cuda._get_backend_priorities(use_mla=False, device_capability=DEVICES[device], use_mm_prefix=True)
         assert order[0].name == name
         assert writers(cuda, device, found.config)[0] == "TRITON_ATTN"
-    by_name = geometry(found, "LBHNC", Writer("TRITON_FLASH_ATTN", "cuda", "9.0", "auto", vllm.__version__))
-    assert {part.name for layer in by_name.layers for part in layer.page.parts} == {"whole"}
+    unread = geometry(found, "LBHNC", Writer("SOMEBODY_S_OWN", "cuda", "9.0", "auto", vllm.__version__))
+    assert {part.name for layer in unread.layers for part in layer.page.parts} == {"whole"}
 
 
 @pytest.mark.parametrize("device", DEVICES)

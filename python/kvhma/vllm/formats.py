@@ -65,6 +65,8 @@ _BACKENDS_BY_HEAD = frozenset(
         "STEP5_DSA",
         "TRITON_ATTN",
         "TRITON_ATTN_DIFFKV",
+        "TRITON_FLASHINFER",
+        "TRITON_FLASH_ATTN",
         "TRITON_MSA",
     }
 )
