@@ -144,6 +144,11 @@ FORMATS = {
     ),
     "triton": replace(FLASH, writer=gpu("TRITON_ATTN")),
     "flex": replace(FLASH, writer=gpu("FLEX_ATTENTION")),
+    # What vLLM prefers for models that see pictures: Triton's kernels write, and either child reads.
+    "triton and flash": replace(FLASH, writer=gpu("TRITON_FLASH_ATTN")),
+    "triton and flashinfer": replace(
+        FLASH, writer=gpu("TRITON_FLASHINFER"), read=writers.flashinfer_paged_kv(16, 16), layouts=BLOCK_BY_BLOCK
+    ),
     "K and V of other sizes": Format(
         full(head_size_v=4), 24, writers.reshape_and_cache_flash(16, 8), gpu("FLASH_ATTN_DIFFKV"), heads=2
     ),
@@ -460,6 +465,19 @@ def test_ranks(name, mine, theirs):
             kvhma.plan(decode.geometries[0], prefill.geometries)
         return
     assert set(wrong_after(decode, prefill, range(1, 2 * form.block + 1)).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), list(itertools.permutations(["flash", "triton", "triton and flashinfer"], 2))
+)
+@pytest.mark.parametrize(("ranks", "blocks"), [((1, 2), (1, 1)), ((2, 1), (1, 1)), ((1, 1), (1, 2)), ((2, 1), (2, 1))])
+def test_one_backend_reads_what_another_one_wrote(mine, theirs, ranks, blocks):
+    """An H100 for prefill and a B200 for decode, say, each with the backend that vLLM prefers there."""
+    decode, prefill = (
+        Engine(FORMATS[name], seed=seed, tp=tp, block=8 * times)
+        for seed, (name, tp, times) in enumerate(zip((mine, theirs), ranks, blocks, strict=True))
+    )
+    assert set(wrong_after(decode, prefill, range(1, 33)).values()) == {0}
 
 
 def test_what_is_whole_says_in_which_order_it_is():
