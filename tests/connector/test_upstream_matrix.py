@@ -90,6 +90,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+MODELS["Qwen/Qwen3.5-0.8B, MTP"] = {
+    **MODELS["Qwen/Qwen3.5-0.8B"],
+    "text_config": {**MODELS["Qwen/Qwen3.5-0.8B"]["text_config"], "mtp_num_hidden_layers": 1},
+}
+ARGUMENTS = {"Qwen/Qwen3.5-0.8B, MTP": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}}
+
 PAIRS = [
     *[("Qwen/Qwen3-0.6B", p, d, order) for p, d in ((1, 1), (2, 2), (1, 2), (2, 1)) for order in ("LBHNC", "BLHNC")],
     *[("deepseek-ai/deepseek-vl2-tiny", p, d, "LBHNC") for p, d in ((1, 1), (1, 2), (2, 1), (2, 2))],
@@ -97,6 +103,7 @@ PAIRS = [
     ("ibm-granite/granite-4.0-h-tiny", 2, 2, "LBHNC"),
     ("Qwen/Qwen3.5-0.8B", 1, 1, "LBHNC"),
     ("Qwen/Qwen3.5-0.8B", 1, 2, "LBHNC"),
+    ("Qwen/Qwen3.5-0.8B, MTP", 1, 1, "LBHNC"),
     ("ai21labs/AI21-Jamba2-3B", 1, 1, "LBHNC"),
     *[("google/gemma-3-4b-it", p, d, "LBHNC") for p, d in ((1, 1), (1, 2), (2, 1))],
     ("google/gemma-4-E2B-it", 1, 1, "LBHNC"),
@@ -118,7 +125,7 @@ def rank_of(model: str, tp: int, rank: int, order: str) -> Allocated:
     form = MODELS[model]
     text = {"vocab_size": 512, **form.get("text_config", {})}
     form = {**form, "vocab_size": 512} | ({"text_config": text} if "text_config" in form else {})
-    found = allocate(form, tp, order, rank, gpu=True, block_size=128)
+    found = allocate(form, tp, order, rank, gpu=True, block_size=128, **ARGUMENTS.get(model, {}))
     found.config.parallel_config.rank = rank
     return found
 

@@ -51,6 +51,8 @@ _ELSEWHERE = {
     # The class for NVIDIA needs compilers of theirs; that for AMD has the same cache, written apart.
     "KimiLinearForCausalLM": ("vllm.models.kimi_k3.amd.linear", "KimiLinearForCausalLM"),
 }
+_DRAFTS = {"Qwen3_5ForConditionalGeneration": "Qwen3_5MTP"}
+"""Models that bring a draft model of their own, which vLLM looks at where it speculates."""
 _ATTENTION: dict[str, AttentionKind] = {
     "FullAttentionSpec": "full",
     "SinkFullAttentionSpec": "full",
@@ -97,6 +99,8 @@ def layer_specs(
     architecture = form["architectures"][0]
     _prepare()
     _register_class(architecture)
+    if "speculative_config" in arguments and architecture in _DRAFTS:
+        _register_class(_DRAFTS[architecture])
     _register_configs(form)
     config = _config(form, arguments)
     config.parallel_config.tensor_parallel_size = tp_size
