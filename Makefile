@@ -276,6 +276,10 @@ bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thr
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md
 
+.PHONY: differences
+differences: build ## what P and D of every built-in model may differ in, in the table of README.md
+	PYTHONPATH=python $(BIN)/python tools/differences.py
+
 # Plain cargo: these are the flags by which libFuzzer sees what is covered, all of them known to stable Rust. With a
 # --target they hold for what is fuzzed only, not for build scripts.
 SECONDS ?= 60

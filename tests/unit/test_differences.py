@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README says that P and D may differ in is what a sweep over all built-in models found."""
+
+import importlib.util
+import sys
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvhma.models import models
+
+ROOT = Path(__file__).parents[2]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("differences", ROOT / "tools" / "differences.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["differences"] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+differences = load()
+RECORD = differences.load()
+NAMES = [one.name for one in differences.DIFFERENCES]
+STATE = [name for name, one in models().items() if one.state is not None]
+SAMPLE = {*zip(NAMES, cycle(STATE[:3]), strict=False), ("layout", "gpt-oss-20b"), ("block size", "gemma-3-4b")}
+"""`make test` asks one model for each difference, and `make test-long` all of them."""
+
+
+def test_the_record_has_every_model_and_difference() -> None:
+    assert list(RECORD) == list(models())
+    assert {tuple(found) for found in RECORD.values()} == {tuple(NAMES)}
+
+
+def test_readme_has_the_table() -> None:
+    """If not, run `make differences`."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert differences.filled(page, RECORD) == page
+    with pytest.raises(ValueError, match=r"README\.md has no line"):
+        differences.filled(page.replace(differences.END, ""), RECORD)
+
+
+@pytest.mark.parametrize(
+    ("difference", "name"),
+    [
+        pytest.param(difference, name, marks=() if (difference, name) in SAMPLE else pytest.mark.long)
+        for difference in NAMES
+        for name in models()
+    ],
+)
+def test_what_is_planned_and_what_is_refused(difference: str, name: str) -> None:
+    """Every pair again; a pair that is planned and reads less than D needs is an AssertionError."""
+    (one,) = (one for one in differences.DIFFERENCES if one.name == difference)
+    assert Counter(differences.tried(name, one)) == RECORD[name][difference]
+
+
+def test_a_read_that_lacks_bytes_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = (one for one in differences.DIFFERENCES if one.name == "tensor-parallel size, after a prefix hit")
+    moved = differences._moved
+    monkeypatch.setattr(differences, "_moved", lambda *sides: moved(*sides) - 16 * 2048)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] read too little"):
+        list(differences.tried("gemma-3-4b", one))
