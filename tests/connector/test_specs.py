@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -306,6 +305,8 @@ ASKED_ALONE = {"CircularBufferSpec", "KpoolTailSpec"}
 @pytest.mark.parametrize("name", here(set(KINDS) - ASKED_ALONE))
 def test_the_comparison_has_the_list_of_vllm_s_nixl_connector(name, beside):
     """Address by address and length by length, or both refuse."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
     from support.nixl_connector import RefusedByVllm, prepared
 
     more = {"mamba_type": MambaAttentionBackendEnum.MAMBA2} if name == "MambaSpec" else {}
