@@ -6,7 +6,7 @@
 
 A value that follows from other fields is no default: it is derived by a rule instead. So each class is made again with
 other sizes, and only what stays is written down. A list of layers always follows from other fields: that there is one
-is all that is written down of it.
+is all that is written down of it. ``lacks`` names fields that the class does not have.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FIELDS = (
     "v_head_dim",
     "num_kv_heads",
 )
+OPTIONAL = ("num_key_value_heads", "head_dim")
 OTHER_SIZES = ({"num_hidden_layers": 12}, {"hidden_size": 3072}, {"num_attention_heads": 24, "hidden_size": 3072})
 NESTED = ("thinker_config", "text_config", "llm_config")
 
@@ -84,6 +85,9 @@ def _constant(classes: Any, kind: str, own: Any) -> dict[str, Any]:
             fields[name] = value
     if "kv_lora_rank" in fields:  # there it is the rotary part's
         fields.pop("head_dim", None)
+    lacks = [name for name in OPTIONAL if name not in own.to_dict()]
+    if lacks:
+        fields["lacks"] = lacks
     if _value(own, "layer_types") is not None:
         fields["layer_types"] = "derived"
     return fields

@@ -126,6 +126,7 @@ def saved(architecture: str, kind: str, folder: Path) -> dict[str, Any] | None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_everything_that_transformers_saves(tmp_path: Path) -> None:
     """Of every architecture that vLLM registers: vLLM's layout, or refused; and most are read."""
     same, wrong = [], []

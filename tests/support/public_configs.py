@@ -281,7 +281,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Mistral-Small-4": _own(
         "Mistral4ForCausalLM",
         "mistral4",
-        36,
+        4,
         4096,
         32,
         32,

@@ -50,7 +50,8 @@ def model_in_fork(form: dict[str, Any]) -> Model | str:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(120)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(200)
         try:
             found: Model | str = model_of_specs("", layer_specs(form)[1])
         except BaseException as error:

@@ -272,6 +272,7 @@ def test_refusals(name: str, tmp_path: Path) -> None:
 
 
 FOO = {"model_type": "foo", "architectures": ["FooForCausalLM"], **PLAIN}
+GPTJ = PUBLIC["gpt-j-6b"]
 M3 = "MiniMaxM3SparseForConditionalGeneration"
 SPARSE = {**PLAIN, "sparse_attention_config": {"use_sparse_attention": True}}
 
@@ -369,7 +370,17 @@ def test_dtype_of_the_outermost_configuration() -> None:
         ({"model_type": "llama", **PLAIN, "layer_types": ["sliding_attention"] * 8}, "window is None"),
         ({**FOO, "num_hidden_layers": None}, "num_hidden_layers is missing, and model_type 'foo' has no rule"),
         ({**FOO, "num_attention_heads": None}, "num_attention_heads is missing, and model_type 'foo' has no rule"),
-        ({**FOO, "hidden_size": None}, "head_dim is missing"),
+        ({**FOO, "hidden_size": None}, "hidden_size is missing"),
+        ({**FOO, "head_dim": 96}, "head_dim 96: 8 heads of hidden_size 512 have another size"),
+        ({**GPTJ, "head_dim": 96}, "head_dim 96: 16 heads of hidden_size 4096 have another size"),
+        (
+            {**GPTJ, "num_key_value_heads": 2},
+            "num_key_value_heads 2: model_type 'gptj' has as many as",
+        ),
+        ({**PUBLIC["MiniCPM4-8B"], "head_dim": 96}, "head_dim 96: heads of a size of their own"),
+        ({**PUBLIC["Olmo-Hybrid-7B"], "head_dim": 96}, "head_dim 96: heads of a size of their own"),
+        ({**PUBLIC["falcon-40b"], "num_key_value_heads": 2}, "num_key_value_heads 2: must be 8"),
+        ({**PUBLIC["starcoder-15b"], "num_key_value_heads": 2}, "num_key_value_heads 2: must be 1"),
         ({**FOO, "model_type": "lama", "ssm_state_size": 16}, "(did you mean llama or mllama or llama4?)"),
         ({**FOO, "architectures": ["FooModel"]}, "architectures ['FooModel']: model_type 'foo' is not known"),
         ({**FOO, "is_encoder_decoder": True}, "is_encoder_decoder True: model_type 'foo' caches cross attention"),

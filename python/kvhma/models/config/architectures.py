@@ -62,6 +62,8 @@ _EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_s
 GENERAL = Architecture(layers.windowed)
 """Of decoders that are not named here; `kvhma.models.config.general` says which."""
 
+_OWN_SIZE = {"head_dim": "heads of a size of their own"}
+
 _UNIFORM = Architecture(layers.uniform)
 _MLA = Architecture(
     layers.uniform,
@@ -80,7 +82,7 @@ _HUNYUAN = Architecture(layers.uniform, width=lambda fields: fields.size("head_d
 _QWEN_VL = Architecture(
     layers.late_windows,
     defaults={**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
-    refused={"head_dim": "heads of a size of their own"},
+    refused=_OWN_SIZE,
 )
 _WINDOWED = Architecture(layers.windowed)
 _FOURTH_FULL = Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 4})
@@ -107,7 +109,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": _WINDOWED,
     "phi3_v": _WINDOWED,
     "phi4mm": _WINDOWED,
-    "minicpm": _WINDOWED,
+    "minicpm": Architecture(layers.windowed, refused=_OWN_SIZE),
     "gemma": _UNIFORM,
     "gemma2": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 2}),
     "gemma3_text": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 6}),
@@ -160,6 +162,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3_vl_moe_text": _UNIFORM,
+    "qwen3_omni_moe_text": _UNIFORM,
     "falcon": Architecture(
         layers.uniform,
         defaults={"multi_query": True, "new_decoder_architecture": False},
@@ -200,6 +203,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers.every_nth_full("state", "full_attention_interval"),
         states.gated_delta_net,
         defaults={"linear_conv_kernel_dim": 4, "full_attention_interval": 4},
+        refused=_OWN_SIZE,
     ),
     "kimi_linear": Architecture(
         layers.kimi_linear,

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvhma.errors import ConfigError
-from kvhma.models.config.fields import ALIASES
-from kvhma.models.config.recorded import defaults_of, derives_layers
+from kvhma.models.config.fields import ALIASES, Fields
+from kvhma.models.config.recorded import defaults_of, derives_layers, is_known, lacks
 from kvhma.text import quote
 
 _READ = frozenset(
@@ -90,10 +90,26 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
                 f"{name} {quote(value)}: model_type {quote(kind)} has no rule of its own, and this field could change "
                 "its cache; give a geometry instead"
             )
+    _check_heads(Fields(text, defaults_of(kind)), kind)
     if listed:
         return
     if window and (derives_layers(kind) or text.get("use_sliding_window") is False):
         raise ConfigError(
             f"layer_types is missing, sliding_window is {quote(window)}: which layers of model_type {quote(kind)} have "
             "a window is not known"
+        )
+
+
+def _check_heads(fields: Fields, kind: str) -> None:
+    """Refuse heads that a model's class may not read."""
+    queries, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    width, heads = fields.get("head_dim"), fields.get("num_key_value_heads")
+    if isinstance(width, int) and width and width * queries != hidden and lacks(kind, "head_dim"):
+        raise ConfigError(
+            f"head_dim {quote(width)}: {queries} heads of hidden_size {hidden} have another size, and model_type "
+            f"{quote(kind)} is not known to read this field"
+        )
+    if heads and heads != queries and is_known(kind) and lacks(kind, "num_key_value_heads"):
+        raise ConfigError(
+            f"num_key_value_heads {quote(heads)}: model_type {quote(kind)} has as many as heads of queries, {queries}"
         )

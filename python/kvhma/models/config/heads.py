@@ -52,9 +52,13 @@ def falcon(fields: Fields) -> int:
         if not isinstance(flag, bool):
             raise ConfigError(f"{name} {quote(flag)}: must be true or false")
     queries = fields.size("num_attention_heads")
-    if flags[0]:
-        return fields.size("num_key_value_heads", derived=queries)
-    return 1 if flags[1] else queries
+    heads = fields.size("num_kv_heads", derived=queries) if flags[0] else 1 if flags[1] else queries
+    other = "num_key_value_heads"
+    if fields.called(other) == other and fields.get(other) not in (None, heads):
+        raise ConfigError(
+            f"{other} {quote(fields.get(other))}: must be {heads}, as the fields say that the class reads"
+        )
+    return heads
 
 
 def nemotron_nas(fields: Fields) -> tuple[Attention, ...]:

@@ -9,6 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+_NO_DEFAULTS = frozenset({"text", "layer_types", "lacks"})
+
 
 @cache
 def _recorded() -> Mapping[str, Mapping[str, Any]]:
@@ -18,7 +20,7 @@ def _recorded() -> Mapping[str, Mapping[str, Any]]:
 
 def defaults_of(kind: str) -> Mapping[str, Any]:
     """Return the values of fields that a file of this ``model_type`` may leave out; empty if none is known."""
-    return {name: value for name, value in _recorded().get(kind, {}).items() if name not in ("text", "layer_types")}
+    return {name: value for name, value in _recorded().get(kind, {}).items() if name not in _NO_DEFAULTS}
 
 
 def text_type(kind: str) -> str | None:
@@ -30,6 +32,17 @@ def text_type(kind: str) -> str | None:
 def derives_layers(kind: str) -> bool:
     """Return whether the class of this type lists the kinds of layers itself where a file does not."""
     return "layer_types" in _recorded().get(kind, {})
+
+
+def lacks(kind: str, field: str) -> bool:
+    """Return whether the class of this type does not have a field, or no class is known."""
+    found = _recorded().get(kind)
+    return found is None or field in found.get("lacks", ())
+
+
+def is_known(kind: str) -> bool:
+    """Return whether transformers has a class of this type."""
+    return kind in _recorded()
 
 
 def known_types() -> tuple[str, ...]:
