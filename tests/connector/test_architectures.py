@@ -18,7 +18,7 @@ from kvhma.models import Attention, Model, State
 from kvhma.models.config import model_from_config, read_config
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
-from support.public_configs import PUBLIC
+from support.public_configs import EXPERTS, PUBLIC, own
 from support.vllm_models import model_in_fork
 
 pytestmark = [
@@ -94,6 +94,35 @@ def test_no_field_leads_to_a_wrong_guess(name: str, field: str) -> None:
     found = model_in_fork(form)
     if isinstance(found, Model):
         assert caches(read) == caches(found)
+
+
+WINDOWED = {
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"layer_types": ["sliding_attention", "full_attention"] * 4}, {"use": True}])
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_windows_are_those_of_the_class(architecture: str, more: dict[str, Any]) -> None:
+    """Classes differ in what of a file they read of windows: what they do not is refused."""
+    more = {"use_sliding_window": True, "max_window_layers": 4} if "use" in more else more
+    form = own(
+        architecture, WINDOWED[architecture], 8, 1024, 8, 4, sliding_window=96, pad_token_id=0, **EXPERTS, **more
+    )
+    form["num_local_experts"] = 8
+    found = model_in_fork(form)
+    try:
+        read = model_from_config(form)
+    except ConfigError:
+        return
+    assert isinstance(found, Model), found
+    assert caches(read) == caches(found)
 
 
 def saved_types() -> list[tuple[str, str]]:

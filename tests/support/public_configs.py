@@ -11,7 +11,7 @@ from typing import Any
 ROPE = {"rope_theta": 10000.0, "max_position_embeddings": 4096}
 
 
-def _own(
+def own(
     architecture: str, model_type: str, layers: int | None, hidden: int, heads: int, kv_heads: int | None, **more: Any
 ) -> dict[str, Any]:
     form = {
@@ -96,8 +96,8 @@ MROPE = {"rope_scaling": {"type": "default", "rope_type": "default", "mrope_sect
 QWEN3_TEXT = {"rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}}
 
 PUBLIC: dict[str, dict[str, Any]] = {
-    "AFM-4.5B": _own("ArceeForCausalLM", "arcee", 36, 2560, 20, 4, head_dim=128, hidden_act="relu2"),
-    "Trinity-Nano": _own(
+    "AFM-4.5B": own("ArceeForCausalLM", "arcee", 36, 2560, 20, 4, head_dim=128, hidden_act="relu2"),
+    "Trinity-Nano": own(
         "AfmoeForCausalLM",
         "afmoe",
         12,
@@ -123,10 +123,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
         num_expert_groups=1,
         num_limited_groups=1,
     ),
-    "Apertus-8B": _own(
+    "Apertus-8B": own(
         "ApertusForCausalLM", "apertus", 32, 4096, 32, 8, qk_norm=True, hidden_act="xielu", post_norm=False
     ),
-    "Command-R7B": _own(
+    "Command-R7B": own(
         "Cohere2ForCausalLM",
         "cohere2",
         32,
@@ -138,7 +138,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         layer_norm_eps=1e-5,
         logit_scale=0.25,
     ),
-    "Command-A-MoE": _own(
+    "Command-A-MoE": own(
         "Cohere2MoeForCausalLM",
         "cohere2_moe",
         8,
@@ -152,7 +152,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         layer_norm_eps=1e-5,
         logit_scale=0.25,
     ),
-    "GLM-5": _own(
+    "GLM-5": own(
         "GlmMoeDsaForCausalLM",
         "glm_moe_dsa",
         4,
@@ -164,15 +164,15 @@ PUBLIC: dict[str, dict[str, Any]] = {
         index_head_dim=128,
         index_n_heads=32,
     ),
-    "Ling-lite": _own("BailingMoeForCausalLM", "bailing_moe", 28, 2048, 16, 4, **BAILING),
-    "Ling-mini-2.0": _own(
+    "Ling-lite": own("BailingMoeForCausalLM", "bailing_moe", 28, 2048, 16, 4, **BAILING),
+    "Ling-mini-2.0": own(
         "BailingMoeV2ForCausalLM", "bailing_moe_v2", 20, 2048, 16, 4, **BAILING, partial_rotary_factor=0.5
     ),
-    "dots.llm1": _own(
+    "dots.llm1": own(
         "Dots1ForCausalLM", "dots1", 62, 4096, 32, 32, use_sliding_window=False, max_window_layers=62, **EXPERTS
     ),
-    "ERNIE-4.5-0.3B": _own("Ernie4_5ForCausalLM", "ernie4_5", 18, 1024, 16, 2, head_dim=128, use_bias=False),
-    "ERNIE-4.5-21B-A3B": _own(
+    "ERNIE-4.5-0.3B": own("Ernie4_5ForCausalLM", "ernie4_5", 18, 1024, 16, 2, head_dim=128, use_bias=False),
+    "ERNIE-4.5-21B-A3B": own(
         "Ernie4_5_MoeForCausalLM",
         "ernie4_5_moe",
         28,
@@ -248,12 +248,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "vocab_size": 50400,
         "use_cache": True,
     },
-    "internlm3-8b": _own(
-        "InternLM3ForCausalLM", "internlm3", 48, 4096, 32, 2, head_dim=128, bias=False, qkv_bias=False
-    ),
-    "internlm2-7b": _own("InternLM2ForCausalLM", "internlm2", 32, 4096, 32, 8, bias=False),
+    "internlm3-8b": own("InternLM3ForCausalLM", "internlm3", 48, 4096, 32, 2, head_dim=128, bias=False, qkv_bias=False),
+    "internlm2-7b": own("InternLM2ForCausalLM", "internlm2", 32, 4096, 32, 8, bias=False),
     "LongCat-Flash": {
-        **_own("LongcatFlashForCausalLM", "longcat_flash", None, 6144, 64, None, **MLA),
+        **own("LongcatFlashForCausalLM", "longcat_flash", None, 6144, 64, None, **MLA),
         "num_layers": 28,
         "ffn_hidden_size": 256,
         "expert_ffn_hidden_size": 64,
@@ -264,7 +262,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "mla_scale_kv_lora": True,
         "attention_method": "MLA",
     },
-    "MiniCPM4-8B": _own(
+    "MiniCPM4-8B": own(
         "MiniCPMForCausalLM",
         "minicpm",
         32,
@@ -277,8 +275,8 @@ PUBLIC: dict[str, dict[str, Any]] = {
         sparse_config={"kernel_size": 32, "kernel_stride": 16, "topk": 64},
         num_experts=0,
     ),
-    "Ministral-3-8B": _own("Ministral3ForCausalLM", "ministral3", 34, 4096, 32, 8, head_dim=128, sliding_window=None),
-    "Mistral-Small-4": _own(
+    "Ministral-3-8B": own("Ministral3ForCausalLM", "ministral3", 34, 4096, 32, 8, head_dim=128, sliding_window=None),
+    "Mistral-Small-4": own(
         "Mistral4ForCausalLM",
         "mistral4",
         4,
@@ -288,7 +286,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         **(MLA | {"kv_lora_rank": 256, "q_lora_rank": 1024}),
         head_dim=128,
     ),
-    "Nemotron-49B": _own(
+    "Nemotron-49B": own(
         "DeciLMForCausalLM",
         "nemotron-nas",
         4,
@@ -316,7 +314,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         attention_bias=False,
         mlp_bias=False,
     ),
-    "Olmo-Hybrid-7B": _own(
+    "Olmo-Hybrid-7B": own(
         "OlmoHybridForCausalLM",
         "olmo_hybrid",
         8,
@@ -332,7 +330,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         linear_use_gate=True,
         linear_allow_neg_eigval=True,
     ),
-    "Phi-4-multimodal": _own(
+    "Phi-4-multimodal": own(
         "Phi4MMForCausalLM",
         "phi4mm",
         32,
@@ -345,8 +343,8 @@ PUBLIC: dict[str, dict[str, Any]] = {
         full_attn_mod=1,
         interpolate_factor=1,
     ),
-    "Seed-OSS-36B": _own("SeedOssForCausalLM", "seed_oss", 64, 5120, 80, 8, head_dim=128, attention_bias=True),
-    "SmolLM3-3B": _own(
+    "Seed-OSS-36B": own("SeedOssForCausalLM", "seed_oss", 64, 5120, 80, 8, head_dim=128, attention_bias=True),
+    "SmolLM3-3B": own(
         "SmolLM3ForCausalLM",
         "smollm3",
         36,
@@ -361,7 +359,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         layer_types=["full_attention"] * 36,
         pad_token_id=0,
     ),
-    "Solar-Open-100B": _own(
+    "Solar-Open-100B": own(
         "SolarOpenForCausalLM",
         "solar_open",
         48,
@@ -421,7 +419,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vision_feature_select_strategy="full",
     ),
     "Qwen2-VL-7B": {
-        **_own(
+        **own(
             "Qwen2VLForConditionalGeneration",
             "qwen2_vl",
             28,
@@ -445,7 +443,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Qwen3-VL-8B": _nested(
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
-        {**_own("", "qwen3_vl_text", 36, 4096, 32, 8, head_dim=128, attention_bias=False), **QWEN3_TEXT},
+        {**own("", "qwen3_vl_text", 36, 4096, 32, 8, head_dim=128, attention_bias=False), **QWEN3_TEXT},
         vision_config={
             "depth": 1,
             "hidden_size": 64,
@@ -462,7 +460,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "thinker_config": {
             "model_type": "qwen2_5_omni_thinker",
             "text_config": {
-                **_own(
+                **own(
                     "",
                     "qwen2_5_omni_text",
                     28,
@@ -484,7 +482,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "thinker_config": {
             "model_type": "qwen3_omni_moe_thinker",
             "text_config": {
-                **_own(
+                **own(
                     "",
                     "qwen3_omni_moe_text",
                     48,
@@ -515,7 +513,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "Glm4vForConditionalGeneration",
         "glm4v",
         {
-            **_own("", "glm4v_text", 40, 4096, 32, 2, attention_bias=True),
+            **own("", "glm4v_text", 40, 4096, 32, 2, attention_bias=True),
             "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [8, 12, 12]},
             "partial_rotary_factor": 0.5,
         },
@@ -524,13 +522,13 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Kimi-K2.5": _nested(
         "KimiK25ForConditionalGeneration",
         "kimi_k25",
-        {**_own("", "kimi_k2", 61, 7168, 64, 64, **MLA)},
+        {**own("", "kimi_k2", 61, 7168, 64, 64, **MLA)},
     ),
     "InternVL3-8B": {
         "architectures": ["InternVLChatModel"],
         "model_type": "internvl_chat",
         "torch_dtype": "bfloat16",
-        "llm_config": _own(
+        "llm_config": own(
             "Qwen2ForCausalLM",
             "qwen2",
             28,
@@ -547,7 +545,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "architectures": ["DeepseekVLV2ForCausalLM"],
         "model_type": "deepseek_vl_v2",
         "torch_dtype": "bfloat16",
-        "language_config": _own(
+        "language_config": own(
             "DeepseekV2ForCausalLM",
             "deepseek_v2",
             12,

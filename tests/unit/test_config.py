@@ -272,6 +272,7 @@ def test_refusals(name: str, tmp_path: Path) -> None:
 
 
 FOO = {"model_type": "foo", "architectures": ["FooForCausalLM"], **PLAIN}
+WINDOWS = ["sliding_attention", "full_attention"] * 4
 GPTJ = PUBLIC["gpt-j-6b"]
 M3 = "MiniMaxM3SparseForConditionalGeneration"
 SPARSE = {**PLAIN, "sparse_attention_config": {"use_sparse_attention": True}}
@@ -283,7 +284,9 @@ def test_a_decoder_needs_no_rule_of_its_own() -> None:
     assert (one.layers, one.kv_heads, one.head_dim, one.query_heads) == (("full",) * 8, 2, 64, 8)
     assert kinds(**FOO, sliding_window=64) == "s" * 8
     listed = ["sliding_attention", "full_attention"] * 4
-    assert kinds(**FOO, sliding_window=64, layer_types=listed, sliding_window_pattern=2) == "sf" * 4
+    # Of a type whose class lists layers.
+    cwm = {**FOO, "model_type": "cwm", "head_dim": 64}
+    assert kinds(**cwm, sliding_window=64, layer_types=listed, sliding_window_pattern=2) == "sf" * 4
     old = {"n_layer": 8, "n_head": 8, "n_embd": 512}
     assert model_from_config({"model_type": "foo", "architectures": ["FooLMHeadModel"], **old}).head_dim == 64
 
@@ -372,6 +375,11 @@ def test_dtype_of_the_outermost_configuration() -> None:
         ({**FOO, "num_attention_heads": None}, "num_attention_heads is missing, and model_type 'foo' has no rule"),
         ({**FOO, "hidden_size": None}, "hidden_size is missing"),
         ({**FOO, "head_dim": 96}, "head_dim 96: 8 heads of hidden_size 512 have another size"),
+        ({**FOO, "sliding_window": 64, "layer_types": WINDOWS}, "layer_types ['sliding_attention', 'full_attention'"),
+        ({**PUBLIC["MiniCPM4-8B"], "layer_types": WINDOWS * 4}, "windows in some layers cannot be described yet"),
+        ({**PLAIN, "model_type": "mixtral", "sliding_window": 96, "layer_types": WINDOWS}, "windows in some layers"),
+        ({**PLAIN, "model_type": "qwen3_moe", "sliding_window": 96, "layer_types": WINDOWS}, "windows in some layers"),
+        ({**PLAIN, "model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window True: windows in some"),
         ({**GPTJ, "head_dim": 96}, "head_dim 96: 16 heads of hidden_size 4096 have another size"),
         (
             {**GPTJ, "num_key_value_heads": 2},

@@ -63,6 +63,9 @@ GENERAL = Architecture(layers.windowed)
 """Of decoders that are not named here; `kvhma.models.config.general` says which."""
 
 _OWN_SIZE = {"head_dim": "heads of a size of their own"}
+_UNLISTED = {"layer_types": "windows in some layers"}
+"""Of classes that give each layer the same window, whatever a list says."""
+
 
 _UNIFORM = Architecture(layers.uniform)
 _MLA = Architecture(
@@ -79,6 +82,9 @@ _INDEXED = replace(
 )
 # The file has to say it: without it the model's own class fails.
 _HUNYUAN = Architecture(layers.uniform, width=lambda fields: fields.size("head_dim"))
+_QWEN_MOE = Architecture(
+    layers.late_windows, defaults=_QWEN, refused={**_UNLISTED, "use_sliding_window": "windows in some layers"}
+)
 _QWEN_VL = Architecture(
     layers.late_windows,
     defaults={**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
@@ -101,15 +107,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _UNIFORM,
     "mistral": _WINDOWED,
     "ministral": _WINDOWED,
-    "mixtral": _WINDOWED,
+    "mixtral": Architecture(layers.windowed, refused=_UNLISTED),
     "qwen2": Architecture(layers.late_windows, defaults=_QWEN),
-    "qwen2_moe": Architecture(layers.late_windows, defaults=_QWEN),
+    "qwen2_moe": _QWEN_MOE,
     "qwen3": Architecture(layers.late_windows, defaults=_QWEN),
-    "qwen3_moe": Architecture(layers.late_windows, defaults=_QWEN),
+    "qwen3_moe": _QWEN_MOE,
     "phi3": _WINDOWED,
     "phi3_v": _WINDOWED,
     "phi4mm": _WINDOWED,
-    "minicpm": Architecture(layers.windowed, refused=_OWN_SIZE),
+    "minicpm": Architecture(layers.windowed, refused={**_OWN_SIZE, **_UNLISTED}),
     "gemma": _UNIFORM,
     "gemma2": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 2}),
     "gemma3_text": Architecture(_EVERY_NTH_FULL, defaults={"sliding_window_pattern": 6}),

@@ -2,9 +2,9 @@
 """Decoders that no rule of their own describes: which fields of a file might change their cache.
 
 vLLM's Transformers backend, and most of its own classes, cache the same of every decoder whose file has the usual
-fields: heads in each layer, with a window where ``layer_types`` says so, or everywhere where there is a window and no
-such list. Any other field that could change a cache is refused by its name. So a list of architectures is not needed,
-and nothing is guessed.
+fields: heads in each layer, with a window where ``layer_types`` says so and the class reads it, or everywhere where
+there is a window and no such list. Any other field that could change a cache is refused by its name. So a list of
+architectures is not needed, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
             )
     _check_heads(Fields(text, defaults_of(kind)), kind)
     if listed:
+        if not derives_layers(kind) and listed != ["full_attention"] * len(listed):
+            raise ConfigError(f"layer_types {quote(listed)}: model_type {quote(kind)} is not known to read this field")
         return
     if window and (derives_layers(kind) or text.get("use_sliding_window") is False):
         raise ConfigError(

@@ -65,6 +65,7 @@ _REFUSED = {
 """Fields of architectures whose cache is more than their type says, and what it is."""
 
 _USUAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "layer_types": lambda text: ["full_attention"] * len(text["layer_types"]),
     "indexer_types": lambda text: ["full"] * len(text["indexer_types"]),
     # Of pictures alone, whose tokens see each other: the cache is the same.
     "use_bidirectional_attention": lambda _: "vision",
