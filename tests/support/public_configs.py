@@ -362,7 +362,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Solar-Open-100B": own(
         "SolarOpenForCausalLM",
         "solar_open",
-        48,
+        4,
         4096,
         64,
         8,
