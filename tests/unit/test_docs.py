@@ -260,7 +260,7 @@ def test_documented_connectors_exist(page):
         assert re.search(rf"\b{config['kv_connector']}\b", Path(spec.origin).read_text())
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_an_engine_is_told_one_role(page):
     """vLLM deprecates kv_both for its own connector, and a role says on which side host memory is set aside."""
     roles = {config.get("kv_role") for config in connector_configs(page)}
