@@ -248,7 +248,7 @@ def _backends(gpu: bool) -> Iterator[None]:
 
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    check = FusedMoEConfig.__post_init__
+    check: Any = FusedMoEConfig.__post_init__
 
     def unchecked(config: Any) -> None:
         # Last of all it refuses experts that the CPU's kernels lack. None runs here.
@@ -311,7 +311,7 @@ def _use_cpu() -> None:
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
-    platforms._current_platform = CpuPlatform()
+    vars(platforms)["_current_platform"] = CpuPlatform()
 
 
 def model_of_specs(name: str, specs: Mapping[str, Any], num_layers: int = 0) -> Model:
@@ -492,9 +492,9 @@ def cache_groups(config: Any, specs: Mapping[str, Any], order: str = "LBNHC") ->
     from vllm.config import set_current_vllm_config
 
     try:
-        from vllm.v1.core import kv_cache_planning as planning
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
     except ImportError:  # before vLLM 0.33
-        from vllm.v1.core import kv_cache_utils as planning
+        planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
 
     config.cache_config.kv_cache_layout = order
     with set_current_vllm_config(config):
