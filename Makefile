@@ -84,6 +84,7 @@ bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python,
 	cargo bench -q -p kvhma-core
 	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-columns=min,median,rounds
 	$(BIN)/python benches/ratios.py > benches/RESULTS.md
+	$(BIN)/python benches/cuts.py >> benches/RESULTS.md
 	cat benches/RESULTS.md
 
 .PHONY: wheel
