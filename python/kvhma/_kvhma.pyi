@@ -40,6 +40,7 @@ __all__ = [
     "permuted_rows",
     "ssm_descriptors",
     "ssm_views",
+    "table_lengths",
     "text_to_ids",
     "validate",
     "window_blocks",
@@ -346,7 +347,10 @@ class Plan:
     def num_sources(self) -> int:
         """Number of sources, read from or not."""
     def explain(self) -> str:
-        """Return in sentences and numbers what is read from which source, how it is cut, and why."""
+        """Return in sentences and numbers what is read from which source, how it is cut, and why.
+
+        Ranges such as ``heads 4..8`` are half-open.
+        """
     def losses(
         self,
         num_tokens: int,
@@ -362,14 +366,15 @@ class Plan:
             num_tokens: as for the transfer.
             local: as for the transfer.
             remote: as for the transfer.
-            failed: shape (n, 3): the rows of `Read.local` that did not arrive; of an id read, `id_descriptors`.
+            failed: uint64 of shape (n, 3): the rows of `Read.local` that did not arrive, or parts of them; of an id
+                read, `id_descriptors`.
             cached: leading tokens that every group had before the transfer.
 
         Returns:
             The layers that lost something, with the tokens, and what is left of the prefix.
 
         Raises:
-            RequestError: as for `transfer`, or `failed` has another form.
+            RequestError: as for `transfer`, `failed` has another form, or a row is no part of what the request reads.
             BlockIdError: as for `transfer`.
         """
     def id_descriptors(self, source: int, ids: IdsLike) -> NDArray[np.uint64]:
@@ -419,8 +424,18 @@ def validate(local: _AnyGeometry, remote: _AnyGeometry) -> list[Finding]:
         RequestError: an argument has the wrong type.
     """
 
-def first_entries(geometry: _AnyGeometry, num_tokens: int, cached: U64s) -> list[int]:
-    """Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state."""
+def first_entries(geometry: _AnyGeometry, num_tokens: int | None, cached: U64s) -> list[int]:
+    """Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state.
+
+    Without `num_tokens` that is `cached`.
+    """
+
+def table_lengths(block_tables: Sequence[IdsLike]) -> list[int]:
+    """Return how many ids each of some block tables has.
+
+    Raises:
+        RequestError: a table is no list or array of integers.
+    """
 
 def window_blocks(window: int, block_size: int) -> int:
     """Return the trailing blocks that vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.

@@ -3,6 +3,7 @@
 
 Texts are for people. What a program wants to know is in attributes: they are what the text was made from, as it was
 found, so a peer's names in them are not made printable as they are in the text. They are kept by pickle and by copies.
+Ranges such as ``4..8`` are half-open.
 """
 
 from __future__ import annotations

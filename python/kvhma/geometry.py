@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvhma._kvhma import CheckedGeometry
+from kvhma.errors import GeometryError
 from kvhma.types import IdsLike
 
 Kind = Literal["full", "sliding", "chunked", "mla", "ssm", "opaque"]
@@ -27,8 +28,8 @@ class Span(NamedTuple):
             the absolute block position in the sequence: block ``first + i`` starts at token
             ``(first + i) * block_size``, with it at ``(first + i) * block_size * cp_size``. Ignored for ``ssm``
             groups, whose last state is what counts.
-        ids: logical block ids, in the order of the sequence: a list of int, or an int32 or int64 array of shape
-            ``(n,)``. Never the null block.
+        ids: logical block ids, in the order of the sequence: a list of int, or an array of integers of shape ``(n,)``.
+            Never the null block.
     """
 
     first: int
@@ -225,7 +226,8 @@ class Layer:
         region: index into `Geometry.regions`; layers of different groups may alias the same bytes.
         offset: bytes from the region's base to the page of block 0.
         num_blocks: logical blocks, the null block included.
-        block_stride: bytes between logical blocks.
+        block_stride: bytes between logical blocks. Blocks of a layer may lie between each other's bytes, but share
+            none: that is not checked here, and a request that would write a byte twice is refused.
         page: what a page holds.
         kernel_stride: bytes between the kernel blocks of a logical block; None for ``block_stride / ratio``.
     """
@@ -318,7 +320,11 @@ class Geometry:
             GeometryError: not JSON, an unknown or missing field, another version, too large, or a failed check.
             AddressOverflowError: an address does not fit 64 bits.
         """
-        core = CheckedGeometry(data.encode() if isinstance(data, str) else bytes(data))
+        if not isinstance(data, str | bytes | bytearray | memoryview):
+            found, reason = type(data).__name__, "is no JSON text: has to be bytes or a string"
+            raise GeometryError(f"data: {found} {reason}", code="type", field="data", value=found, reason=reason)
+        # A lone surrogate is no UTF-8, which the parser finds.
+        core = CheckedGeometry(data.encode(errors="surrogatepass") if isinstance(data, str) else bytes(data))
         made = cls.__new__(cls)
         made.__dict__.update(core=core, tp_rank=core.tp_rank, tp_size=core.tp_size, null_block=core.null_block)
         return made

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvhma._kvhma import Plan, first_entries, leading_nulls
+from kvhma._kvhma import Plan, first_entries, leading_nulls, table_lengths
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.types import IdsLike
@@ -72,11 +72,18 @@ def readers(plans: Sequence[Plan]) -> Readers:
         How many decode ranks read from each source, and who has to notify besides.
 
     Raises:
-        RequestError: the plans have different numbers of sources, or there are none.
+        RequestError: the plans have different numbers of sources, there are none, or one is no plan.
     """
+    if not isinstance(plans, Sequence):
+        raise _wrong_type("plans", plans, "is not a list")
+    for index, planned in enumerate(plans):
+        if not isinstance(planned, Plan):
+            raise _wrong_type(f"plans[{index}]", planned, "is not a Plan")
     numbers = {planned.num_sources for planned in plans}
     if len(numbers) != 1:
-        raise RequestError(f"plans have {sorted(numbers)} sources, expected one number for all")
+        text = f"plans have {sorted(numbers)} sources, expected one number for all"
+        expected = "one number of sources for all"
+        raise RequestError(text, code="count", field="plans", value=str(sorted(numbers)), expected=expected)
     counts = [0] * numbers.pop()
     for planned in plans:
         for source in planned.sources:
@@ -115,15 +122,15 @@ def live_spans(
         RequestError: a list has the wrong number of entries or the wrong type.
     """
     if not isinstance(geometry, Geometry):
-        found, reason = type(geometry).__name__, "is not a Geometry"
-        raise RequestError(f"geometry: {found} {reason}", code="type", field="geometry", value=found, reason=reason)
-    try:
-        lengths = [len(table) for table in block_tables]
-        entries = live_entries(geometry, num_tokens, lengths, cached)
-        tables = zip(geometry.groups, block_tables, entries, strict=True)
-        return [_live_span(group, table, live, geometry.null_block) for group, table, live in tables]
-    except TypeError as error:
-        raise RequestError(f"block tables are lists or arrays of integers, one for each group: {error}") from error
+        raise _wrong_type("geometry", geometry, "is not a Geometry")
+    entries = live_entries(geometry, num_tokens, table_lengths(block_tables), cached)
+    tables = zip(geometry.groups, block_tables, entries, strict=True)
+    return [_live_span(group, table, live, geometry.null_block) for group, table, live in tables]
+
+
+def _wrong_type(field: str, value: object, reason: str) -> RequestError:
+    found = type(value).__name__
+    return RequestError(f"{field}: {found} {reason}", code="type", field=field, value=found, reason=reason)
 
 
 def live_entries(
@@ -145,9 +152,9 @@ def live_entries(
     """
     groups = geometry.groups
     if len(lengths) != len(groups):
-        raise RequestError(f"block tables has {len(lengths)} entries, expected {len(groups)}")
-    entries = [0] * len(groups) if cached is None else cached
-    starts = entries if num_tokens is None else first_entries(geometry, num_tokens, entries)
+        text = f"block tables has {len(lengths)} entries, expected {len(groups)}"
+        raise RequestError(text, code="count", field="block_tables", value=len(lengths), expected=len(groups))
+    starts = first_entries(geometry, num_tokens, [0] * len(groups) if cached is None else cached)
     return list(map(_live_entries, groups, lengths, starts))
 
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-IdsLike: TypeAlias = "Sequence[int] | NDArray[np.int32] | NDArray[np.int64]"
-"""Block ids: a list of int, or a C-contiguous int32 or int64 array of shape ``(n,)``."""
+IdsLike: TypeAlias = "Sequence[int] | NDArray[np.integer]"
+"""Block ids: a list of int, or an array of integers of shape ``(n,)``; an empty array may be of any type."""
 
-U64s: TypeAlias = "Sequence[int] | NDArray[np.uint64]"
-"""Addresses, sizes or counts: a list of int, or a C-contiguous uint64 array of shape ``(n,)``."""
+U64s: TypeAlias = "Sequence[int] | NDArray[np.integer]"
+"""Addresses, sizes or counts: a list of int, or an array of integers of shape ``(n,)``."""

@@ -119,3 +119,36 @@ def test_ids_are_descriptors_too(plan):
             plan.id_descriptors(0, bad)
     with pytest.raises(kvhma.RequestError):
         plan.losses(*request, np.zeros((1, 2), dtype=np.uint64))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda address, length, device: (address, length, device + 1),
+        lambda address, length, device: (address, 3 * length, device),
+        lambda address, length, device: (address - 1, length, device),
+        lambda address, length, device: (address, 0, device),
+        lambda address, length, device: (0, length, device),
+        lambda address, length, device: (address, 2**63, device),
+        lambda address, length, device: (2**64 - 8, length, device),
+    ],
+)
+def test_a_row_that_is_not_read_cannot_have_failed(plan, wrong):
+    request = (45, SPANS, SPANS)
+    rows = plan.transfer(*request).reads[0].local
+    failed = np.concatenate([rows, np.array([wrong(*rows[0].tolist())], np.uint64)])
+    with pytest.raises(
+        kvhma.RequestError, match=rf"failed\[{len(rows)}\]: .* are no bytes that this request reads"
+    ) as info:
+        plan.losses(*request, failed)
+    assert (info.value.code, info.value.field) == ("not-read", f"failed[{len(rows)}]")
+    # Each row may be cut: half of it is lost, or its last byte.
+    half = rows * np.array([1, 0, 1], dtype=np.uint64) + np.array([0, 1, 0], dtype=np.uint64)
+    assert plan.losses(*request, half).layers
+
+
+def test_rows_of_another_request_are_refused(plan):
+    others = [Span(0, [2, 4, 6]), Span(0, [8, 10, 12]), Span(0, [14])]
+    rows = plan.transfer(48, others, SPANS).reads[0].local
+    with pytest.raises(kvhma.RequestError, match=r"failed\[0\]"):
+        plan.losses(48, SPANS, SPANS, rows)

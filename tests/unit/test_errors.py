@@ -122,6 +122,12 @@ def no_room_for_descriptors() -> object:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def lost_what_is_not_read() -> object:
+    plan = kvhma.plan(many_blocks((64, 256, 1), 2), many_blocks((64, 256, 1), 2))
+    failed = np.array([[(1 << 30) + 1024, 1024, 0], [(1 << 30) + 2048, 8, 0]], dtype=np.uint64)
+    return plan.losses(4, [Span(0, [1])], [Span(0, [2])], failed)
+
+
 def cut_in_thousands_of_ways() -> object:
     return kvhma.plan(side(4096), side(4095)).views(0)
 
@@ -221,6 +227,16 @@ REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
         no_room_for_descriptors,
         RequestError,
         {"code": "no-memory", "field": "descriptors", "value": 1 << 22, "expected": "fewer"},
+    ),
+    (
+        lost_what_is_not_read,
+        RequestError,
+        {
+            "code": "not-read",
+            "field": "failed[1]",
+            "value": "8 bytes at 0x40000800 of device 0",
+            "expected": "bytes that this request reads",
+        },
     ),
     (
         cut_in_thousands_of_ways,

@@ -98,11 +98,12 @@ impl Error {
         wrong(Class::Request, code, ("", field.to_owned()), values, reason.to_owned(), text)
     }
 
-    /// A geometry's JSON form that is none, and what the parser said.
-    pub(crate) fn json(version: u32, reason: String) -> Self {
-        let text = format!("geometry is not valid JSON of schema {version}: {reason}");
+    /// A geometry's JSON form that is none: where it is wrong, if that can be said, and what the parser said.
+    pub(crate) fn json(version: u32, field: &str, reason: String) -> Self {
+        let colon = if field.is_empty() { "" } else { ": " };
+        let text = format!("geometry is not valid JSON of schema {version}: {field}{colon}{reason}");
         let expected = format!("JSON of schema {version}");
-        wrong(Class::Geometry, "json", ("geometry", ""), ("", expected), reason, text)
+        wrong(Class::Geometry, "json", ("geometry", field.to_owned()), ("", expected), reason, text)
     }
 
     /// A JSON form that is longer than is ever read.
@@ -172,6 +173,15 @@ impl Error {
         let values = (i128::from(token), format!("tokens {first}..{end}"));
         let reason = "the blocks do not hold all tokens that the request needs";
         wrong(Class::Request, "missing-tokens", (&place, "ids"), values, reason, text)
+    }
+
+    /// A row `(address, length, device)` that is said to have failed, at an index of a list, and is no part of a read.
+    pub(crate) fn not_read(index: usize, [address, length, device]: [u64; 3]) -> Self {
+        let row = format!("{length} bytes at {address:#x} of device {device}");
+        let reason = "a row that is not read cannot have failed: it is of another request, or of another plan";
+        let text = format!("failed[{index}]: {row} are no bytes that this request reads: {reason}");
+        let values = (row, "bytes that this request reads");
+        wrong(Class::Request, "not-read", ("", format!("failed[{index}]")), values, reason, text)
     }
 
     /// Two ranges `(start, end)` of local bytes that are both written.

@@ -2,12 +2,12 @@
 //! Block ids and numbers of any accepted form, read in one pass.
 use kvhma_core::{Descriptor, Span};
 use numpy::{
-    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
-    PyUntypedArrayMethods,
+    IntoPyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,
+    PyUntypedArray, PyUntypedArrayMethods,
 };
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyList, PySequence, PyTuple};
+use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
 use crate::error::type_error;
 
@@ -16,7 +16,13 @@ pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
 }
 
 pub(crate) fn read_item(what: &str, item: &Bound<'_, PyAny>) -> PyResult<i64> {
-    item.extract::<i64>().map_err(|_| type_error(item.py(), what, &typed(item), "is not an integer of 64 bits"))
+    let id = if is_bool(item) { None } else { item.extract::<i64>().ok() };
+    id.ok_or_else(|| type_error(item.py(), what, &typed(item), "is not an integer of 64 bits"))
+}
+
+/// True and False are integers to Python, but no ids and no numbers.
+fn is_bool(item: &Bound<'_, PyAny>) -> bool {
+    item.is_instance_of::<PyBool>()
 }
 
 fn typed(value: &Bound<'_, PyAny>) -> String {
@@ -28,37 +34,58 @@ pub(crate) fn show(value: &Bound<'_, PyAny>) -> String {
     if text.chars().count() > 60 { text.chars().take(60).chain("...".chars()).collect() } else { text }
 }
 
-/// Ids of a list, tuple or range of int, or of a C-contiguous int32 or int64 array of one dimension.
+/// Ids of a list, tuple or range of int, or of an array of integers of one dimension; an empty one may be of any type.
 pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     if let Ok(list) = value.cast_exact::<PyList>() {
         return read_list(what, list);
     }
-    if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-        return match array.as_slice() {
-            Ok(ids) => Ok(ids.iter().map(|&id| id.into()).collect()),
-            Err(_) => Err(not_contiguous(what, value)),
-        };
-    }
-    if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i64>>() {
-        return match array.as_slice() {
-            Ok(ids) => Ok(ids.to_vec()),
-            Err(_) => Err(not_contiguous(what, value)),
-        };
-    }
     if let Ok(array) = value.cast::<PyUntypedArray>() {
-        let reason = format!(
-            "has dtype {} and {} dimensions, expected int32 or int64 and 1",
-            array.dtype().str().map_or_else(|_| "?".to_owned(), |name| name.to_string()),
-            array.ndim()
-        );
-        return Err(type_error(value.py(), what, "array", &reason));
+        return read_array(what, array);
     }
-    // Strings are sequences too; their items fail one by one with a clear text.
-    let Ok(sequence) = value.cast::<PySequence>() else {
+    // Text is a sequence too, and bytes one of integers.
+    let is_text = value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>();
+    let Some(sequence) = value.cast::<PySequence>().ok().filter(|_| !is_text) else {
         return Err(type_error(value.py(), what, &type_name(value), "is not a list or array of integers"));
     };
     let length = sequence.len()?;
     (0..length).map(|index| read_item(what, &sequence.get_item(index)?)).collect()
+}
+
+fn read_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<i64>> {
+    check_array(what, array)?;
+    if let Ok(ids) = array.extract::<PyReadonlyArray1<'_, i32>>() {
+        return Ok(ids.as_array().iter().map(|&id| id.into()).collect());
+    }
+    if let Ok(ids) = array.extract::<PyReadonlyArray1<'_, i64>>() {
+        return Ok(ids.as_array().to_vec());
+    }
+    // Other widths and byte orders: numpy converts them.
+    if array.is_empty() || array.dtype().kind() == b'i' {
+        let ids = array.call_method1("astype", ("int64",))?;
+        return Ok(ids.extract::<PyReadonlyArray1<'_, i64>>()?.as_array().to_vec());
+    }
+    let ids = array.call_method1("astype", ("uint64",))?;
+    let too_large = |id| type_error(array.py(), what, &u64::to_string(&id), "is not an integer of 64 bits");
+    let ids = ids.extract::<PyReadonlyArray1<'_, u64>>()?;
+    ids.as_array().iter().map(|&id| i64::try_from(id).map_err(|_| too_large(id))).collect()
+}
+
+/// Fails unless an array has one dimension, and integers if it has anything.
+fn check_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
+    if array.ndim() == 1 && (array.is_empty() || matches!(array.dtype().kind(), b'i' | b'u')) {
+        return Ok(());
+    }
+    let dtype = array.dtype().str().map_or_else(|_| "?".to_owned(), |name| name.to_string());
+    let reason = format!("has dtype {dtype} and {} dimensions, expected integers and 1", array.ndim());
+    Err(type_error(array.py(), what, "array", &reason))
+}
+
+/// How many ids there are. Fails as `read_ids` does, but looks at no item of an array.
+fn count_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    match value.cast::<PyUntypedArray>() {
+        Ok(array) => check_array(what, array).map(|()| array.len()),
+        Err(_) => read_ids(what, value).map(|ids| ids.len()),
+    }
 }
 
 /// Reads a list item by item through the C API: half of the time of a short request is spent here.
@@ -88,13 +115,15 @@ fn read_list(what: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
     }
 }
 
-fn not_contiguous(what: &str, value: &Bound<'_, PyAny>) -> PyErr {
-    type_error(value.py(), what, "array", "is not C-contiguous")
-}
-
 /// Lists of ids, one for each group.
 pub(crate) fn read_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<i64>>> {
     items(what, value)?.iter().map(|item| read_ids(what, item)).collect()
+}
+
+/// How many ids each of some lists has.
+pub(crate) fn count_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let lists = items(what, value)?;
+    lists.iter().enumerate().map(|(index, item)| count_ids(&format!("{what}[{index}]"), item)).collect()
 }
 
 /// Rows of a uint64 array of shape `(n, 3)`.
@@ -106,26 +135,19 @@ pub(crate) fn read_rows(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<De
     Ok(rows.rows().into_iter().map(|row| [row[0], row[1], row[2]]).collect())
 }
 
-/// `(address, length)` of such rows.
-pub(crate) fn read_descriptors(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
-    Ok(read_rows(what, value)?.into_iter().map(|row| (row[0], row[1])).collect())
-}
-
-/// Numbers of 64 bits without sign: a list or a uint64 or int64 array.
+/// Numbers of 64 bits without sign: a list or an array of integers.
 pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     if let Ok(array) = value.extract::<PyReadonlyArray1<'_, u64>>() {
-        return match array.as_slice() {
-            Ok(values) => Ok(values.to_vec()),
-            Err(_) => Err(not_contiguous(what, value)),
-        };
+        return Ok(array.as_array().to_vec());
     }
     items(what, value)?.iter().map(|item| read_u64(what, item)).collect()
 }
 
 /// One number of 64 bits without sign.
 pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
-    item.extract::<u64>().map_err(|_| {
-        let is_int = item.is_instance_of::<PyInt>();
+    let number = if is_bool(item) { None } else { item.extract::<u64>().ok() };
+    number.ok_or_else(|| {
+        let is_int = item.is_instance_of::<PyInt>() && !is_bool(item);
         type_error(item.py(), what, &typed(item), if is_int { "is not in 0..2**64" } else { "is not an integer" })
     })
 }

@@ -6,7 +6,9 @@ use pyo3::Borrowed;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::convert::{column, items, read_groups, read_ids, read_item, read_rows, read_u64, read_u64s, rows};
+use crate::convert::{
+    column, count_groups, items, read_groups, read_ids, read_item, read_rows, read_u64, read_u64s, rows,
+};
 use crate::error::{OrRaise, type_error};
 use crate::geometry::read_geometry;
 use crate::results::Finding;
@@ -153,6 +155,8 @@ pub(crate) fn clip_blocks(
 }
 
 /// Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state.
+///
+/// Without `num_tokens` that is `cached`.
 #[pyfunction]
 pub(crate) fn first_entries(
     py: Python<'_>,
@@ -161,8 +165,17 @@ pub(crate) fn first_entries(
     cached: &Bound<'_, PyAny>,
 ) -> PyResult<Vec<u64>> {
     let geometry = read_geometry("geometry", geometry)?;
-    let (num_tokens, cached) = (read_u64("num_tokens", num_tokens)?, read_u64s("cached", cached)?);
-    ids::first_entries(&geometry.get().geometry, num_tokens, &cached).or_raise(py)
+    let num_tokens = if num_tokens.is_none() { None } else { Some(read_u64("num_tokens", num_tokens)?) };
+    ids::first_entries(&geometry.get().geometry, num_tokens, &read_u64s("cached", cached)?).or_raise(py)
+}
+
+/// Return how many ids each of some block tables has.
+///
+/// Raises:
+///     RequestError: a table is no list or array of integers.
+#[pyfunction]
+pub(crate) fn table_lengths(block_tables: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    count_groups("block_tables", block_tables)
 }
 
 /// Return the kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.

@@ -6,7 +6,7 @@ use numpy::PyArray2;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
-use crate::convert::{read_descriptors, read_ids, read_remote_spans, read_spans, read_u64, room, rows};
+use crate::convert::{read_ids, read_remote_spans, read_rows, read_spans, read_u64, room, rows};
 use crate::error::OrRaise;
 use crate::geometry::{CheckedGeometry, read_geometries, read_geometry};
 use crate::results::{Finding, Loss, Losses, Read, Transfer};
@@ -110,6 +110,8 @@ impl Plan {
     }
 
     /// Return in sentences and numbers what is read from which source, how it is cut, and why.
+    ///
+    /// Ranges such as ``heads 4..8`` are half-open.
     fn explain(&self, py: Python<'_>) -> String {
         py.detach(|| self.core.explain())
     }
@@ -163,14 +165,15 @@ impl Plan {
     ///     num_tokens: as for the transfer.
     ///     local: as for the transfer.
     ///     remote: as for the transfer.
-    ///     failed: shape (n, 3): the rows of `Read.local` that did not arrive; of an id read, `id_descriptors`.
+    ///     failed: uint64 of shape (n, 3): the rows of `Read.local` that did not arrive, or parts of them; of an id
+    ///         read, `id_descriptors`.
     ///     cached: leading tokens that every group had before the transfer.
     ///
     /// Returns:
     ///     The layers that lost something, with the tokens, and what is left of the prefix.
     ///
     /// Raises:
-    ///     RequestError: as for `transfer`, or `failed` has another form.
+    ///     RequestError: as for `transfer`, `failed` has another form, or a row is no part of what the request reads.
     ///     BlockIdError: as for `transfer`.
     #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = None), text_signature = "($self, num_tokens, local, remote, failed, *, cached=0)")]
     fn losses(
@@ -184,7 +187,7 @@ impl Plan {
     ) -> PyResult<Losses> {
         let cached = cached.map_or(Ok(0), |tokens| read_u64("cached", tokens))?;
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let failed = read_descriptors("failed", failed)?;
+        let failed = read_rows("failed", failed)?;
         let kvhma_core::Losses { layers, whole_prefix } =
             py.detach(|| self.core.losses(num_tokens, &local, &remote, &failed, cached)).or_raise(py)?;
         Ok(Losses { layers: layers.into_iter().map(Loss::from).collect(), whole_prefix })

@@ -157,10 +157,9 @@ impl Form {
         if json.len() > MAX_JSON_BYTES {
             return Err(Error::too_large(json.len(), MAX_JSON_BYTES));
         }
-        let bad = |reason: String| Error::json(SCHEMA_VERSION, reason);
-        let Object(form): Object<Self> = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
+        let Object(form): Object<Self> = serde_json::from_slice(json).map_err(|_| wrong_json(json))?;
         if form.kvhma != SCHEMA_VERSION {
-            return Err(bad(format!("its kvhma field is {}", form.kvhma)));
+            return Err(Error::json(SCHEMA_VERSION, "kvhma", format!("its kvhma field is {}", form.kvhma)));
         }
         Ok(form)
     }
@@ -180,6 +179,19 @@ impl Form {
         written.expect("numbers and strings have a JSON form, and memory takes it");
         out
     }
+}
+
+/// What is wrong with a JSON form, and where: it is read again for that, so that a right one is read once and fast.
+fn wrong_json(json: &[u8]) -> Error {
+    let mut reader = serde_json::Deserializer::from_slice(json);
+    let Err(error) = serde_path_to_error::deserialize::<_, Object<Form>>(&mut reader) else {
+        // What is wrong comes after the object.
+        let reason = reader.end().err().map_or_else(String::new, |error| error.to_string());
+        return Error::json(SCHEMA_VERSION, "", reason);
+    };
+    let path = error.path().to_string();
+    let field = if [".", "?"].contains(&path.as_str()) { "" } else { &path };
+    Error::json(SCHEMA_VERSION, field, error.inner().to_string())
 }
 
 fn one() -> u64 {
@@ -209,6 +221,25 @@ mod tests {
         r#"{"name":"rows","extent":2,"stride":1,"start":0,"length":2,"spare":1}]}]}],"#,
         r#""layers":[{"name":"a","group":0,"region":0,"offset":0,"num_blocks":4,"block_stride":64,"page":0}]}"#
     );
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (right, wrong, field) in [
+            (r#""base":4096"#, r#""base":-1"#, "regions[0].base"),
+            (r#""block_size":16"#, r#""block_size":"16""#, "groups[0].block_size"),
+            (r#""stride":2,"start":1"#, r#""stride":2.5,"start":1"#, "pages[0].parts[0].axes[1].stride"),
+            (r#""name":"a","#, "", "layers[0]"),
+            (r#""kvhma":1"#, r#""kvhma":2"#, "kvhma"),
+            (r#""page":0}]}"#, r#""page":0}]}{"#, ""),
+            (r#""page":0}]}"#, r#""page":0}]"#, ""),
+        ] {
+            assert_eq!(JSON.matches(right).count(), 1, "{right}");
+            let error = Form::from_json(JSON.replace(right, wrong).as_bytes()).expect_err(wrong);
+            let Error::Input(found) = error else { panic!("{error:?}") };
+            assert_eq!((found.code, found.field.as_ref()), ("json", field), "{}", found.text);
+            assert!(!found.reason.is_empty());
+        }
+    }
 
     #[test]
     fn what_is_read_is_written_again() {

@@ -40,7 +40,8 @@ pub fn expand_blocks(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
     if ratio == 0 {
         return Err(Error::value("", "ratio", 0, "has to be at least 1".into()));
     }
-    let limit = i32::MAX as u64 / ratio;
+    // The last kernel id of a block is (id + 1) * ratio - 1.
+    let limit = (1 << 31) / ratio;
     let total = (ids.len() as u64).checked_mul(ratio).filter(|&total| total <= i32::MAX as u64);
     let Some(total) = total else {
         let what = format!("{} blocks x ratio {ratio}", ids.len());
@@ -118,11 +119,13 @@ pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
 
 /// For each group, the first block table entry that a request of `num_tokens` tokens still needs and that is not among
 /// the `cached_blocks[group]` leading ones. Of a state group that is 0: which slot counts depends on the table's length.
-pub fn first_entries(geometry: &Geometry, num_tokens: u64, cached_blocks: &[u64]) -> Result<Vec<u64>> {
+/// Without a number of tokens all entries behind the leading ones are needed.
+pub fn first_entries(geometry: &Geometry, num_tokens: Option<u64>, cached_blocks: &[u64]) -> Result<Vec<u64>> {
     let groups = geometry.groups();
     if cached_blocks.len() != groups.len() {
         return Err(Error::count("cached", cached_blocks.len(), groups.len()));
     }
+    let Some(num_tokens) = num_tokens else { return Ok(cached_blocks.to_vec()) };
     let first = |(group, &cached): (&Group, &u64)| match group.kind {
         Kind::Ssm { .. } => 0,
         _ => (group.first_needed_token(num_tokens) / group.tokens_per_entry()).max(cached),
@@ -148,6 +151,9 @@ mod tests {
     fn a_block_is_its_kernel_blocks() {
         assert_eq!(expand_blocks(&[3, 0], 2), Ok(vec![6, 7, 0, 1]));
         assert!(expand_blocks(&[1 << 30], 2).is_err());
+        assert_eq!(expand_blocks(&[(1 << 30) - 1], 2), Ok(vec![i32::MAX - 1, i32::MAX]));
+        assert_eq!(expand_blocks(&[i32::MAX.into()], 1), Ok(vec![i32::MAX]));
+        assert!(expand_blocks(&[(1 << 31) / 3], 3).is_err());
         assert!(expand_blocks(&[-1], 2).is_err());
     }
 

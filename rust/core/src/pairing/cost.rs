@@ -36,16 +36,16 @@ pub(crate) fn too_dear(local: &Geometry, remote: &Geometry) -> Option<Finding> {
             }
             let parts = local.page(layer).part(part).zip(remote.page(other).part(part));
             let place = Place::layer(&layer.name).part(part);
-            if let Some((place, strides)) = parts.and_then(|(here, there)| split_unit(&place, here, there))
+            if let Some((place, strides)) = parts.and_then(|(part, other)| split_unit(&place, part, other))
                 && unexplained > SPARE_PIECES
             {
                 let reason = "every layout of an engine keeps these items together, for each token and head";
                 return Some(Finding::error("split-items", place, "stride", strides, reason));
             }
-            if let Some((here, there)) = parts.filter(|_| pieces > MAX_PIECES) {
+            if let Some((part, other)) = parts.filter(|_| pieces > MAX_PIECES) {
                 let reason = "one block of all layers is more than 2^21 pieces: the bytes of the two sides lie too \
                               differently";
-                return Some(Finding::error("pieces", place, "strides", (strides(here), strides(there)), reason));
+                return Some(Finding::error("pieces", place, "strides", (strides(part), strides(other)), reason));
             }
         }
     }

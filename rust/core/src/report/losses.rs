@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The way back: which tokens of which layers local bytes belong to, and what is whole without them.
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::bytes::pieces::{Cutout, PageBases, Piece, TokenCut, part_pieces};
-use crate::error::Result;
+use crate::bytes::rows::Descriptor;
+use crate::error::{Error, Result};
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Geometry, KernelBlockId, Layer};
 use crate::pairing::plan::Plan;
 use crate::request::block_pairs::visit_pairs;
+use crate::request::bound::ALLOCATE;
 use crate::request::checked::CheckedRequest;
 use crate::request::group_span::GroupSpan;
 use crate::request::span::Span;
@@ -31,23 +35,27 @@ pub struct Losses {
     pub whole_prefix: u64,
 }
 
+/// Bytes of some rows: sorted ranges that do not touch.
+fn join(rows: impl Iterator<Item = Descriptor>) -> Vec<Interval> {
+    let mut ranges: Vec<Interval> =
+        rows.map(|[start, length, _]| Interval { start, end: start.saturating_add(length) }).collect();
+    ranges.sort_unstable();
+    ranges.dedup_by(|next, last| {
+        let touches = next.start <= last.end;
+        if touches {
+            last.end = last.end.max(next.end);
+        }
+        touches
+    });
+    ranges
+}
+
 /// Failed bytes: sorted ranges that do not touch.
 struct Failed(Vec<Interval>);
 
 impl Failed {
-    /// Joins ranges `(address, length)`.
-    fn new(ranges: &[(u64, u64)]) -> Self {
-        let interval = |&(start, length): &(u64, u64)| Interval { start, end: start.saturating_add(length) };
-        let mut ranges: Vec<Interval> = ranges.iter().map(interval).collect();
-        ranges.sort_unstable();
-        ranges.dedup_by(|next, last| {
-            let touches = next.start <= last.end;
-            if touches {
-                last.end = last.end.max(next.end);
-            }
-            touches
-        });
-        Self(ranges)
+    fn new(rows: &[Descriptor]) -> Self {
+        Self(join(rows.iter().copied()))
     }
 
     /// Whether any byte of `start..end` failed.
@@ -78,7 +86,8 @@ fn page_address(geometry: &Geometry, layer: &Layer, block: KernelBlockId) -> u64
 }
 
 impl Plan {
-    /// Maps failed local ranges `(address, length)` of a request back to layers and tokens.
+    /// Maps failed local rows of a request back to layers and tokens. Fails if one is no part of what the request reads,
+    /// its last kernel block whole or not: nothing that failed is passed over.
     ///
     /// The other arguments are those of the transfer. `cached` tokens were there before it: the prefix that is whole
     /// is never shorter.
@@ -87,10 +96,11 @@ impl Plan {
         num_tokens: u64,
         local: &[Span],
         remote: &[Vec<Span>],
-        failed: &[(u64, u64)],
+        failed: &[Descriptor],
         cached: u64,
     ) -> Result<Losses> {
         let request = self.check(num_tokens, local, remote, TailPolicy::Whole)?;
+        self.require_read(&request, failed)?;
         let failed = Failed::new(failed);
         let mut layers = Vec::new();
         for layer in &self.local.layers {
@@ -110,6 +120,29 @@ impl Plan {
         }
         let whole_prefix = self.whole_prefix(cached.min(num_tokens), &request, &layers);
         Ok(Losses { layers, whole_prefix })
+    }
+
+    /// Fails unless each row lies in bytes that a request reads. Rows may be cut or joined: as ids, a block has its own.
+    fn require_read(&self, request: &CheckedRequest, failed: &[Descriptor]) -> Result<()> {
+        if failed.is_empty() {
+            return Ok(());
+        }
+        let reads = self.reads(request, &[], ALLOCATE)?;
+        let rows = || reads.iter().flat_map(|read| &read.copies.local).copied();
+        let mut by_device: BTreeMap<u64, Vec<Interval>> = BTreeMap::new();
+        for device in rows().map(|[_, _, device]| device).collect::<BTreeSet<u64>>() {
+            by_device.insert(device, join(rows().filter(|row| row[2] == device)));
+        }
+        let is_read = |&[start, length, device]: &Descriptor| {
+            let end = start.checked_add(length).filter(|&end| end > start);
+            let ranges = by_device.get(&device).map_or(&[] as &[Interval], Vec::as_slice);
+            let begun = ranges.partition_point(|range| range.start <= start);
+            begun > 0 && end.is_some_and(|end| end <= ranges[begun - 1].end)
+        };
+        match failed.iter().position(|row| !is_read(row)) {
+            Some(index) => Err(Error::not_read(index, failed[index])),
+            None => Ok(()),
+        }
     }
 
     /// Ranges of tokens of a layer that failed, of those that were moved.
@@ -205,10 +238,15 @@ mod tests {
 
     /// Losses of a request of 10 tokens, of which 2 were cached, in blocks 7, 3 and 5 and with its state in slot 4.
     fn losses(failed: &[(u64, u64)]) -> Losses {
+        tried(failed).expect("a whole request")
+    }
+
+    fn tried(failed: &[(u64, u64)]) -> Result<Losses> {
+        let failed: Vec<Descriptor> = failed.iter().map(|&(address, length)| [address, length, 0]).collect();
         let plan =
             Plan::new(geometry(1 << 20), vec![geometry(1 << 30)], PlanOptions::EXACT).expect("equal geometries pair");
         let spans = [Span { first: 0, ids: vec![7, 3, 5] }, Span { first: 0, ids: vec![4] }];
-        plan.losses(10, &spans, &[spans.to_vec()], failed, 2).expect("a whole request")
+        plan.losses(10, &spans, &[spans.to_vec()], &failed, 2)
     }
 
     #[test]
@@ -218,15 +256,21 @@ mod tests {
         assert_eq!(one.layers, [Loss { group: 0, layer: "a".into(), tokens: vec![(6, 7)] }]);
         // The state is that of all tokens, so only what was cached is whole.
         assert_eq!(one.whole_prefix, 2);
-        let touching = losses(&[((1 << 20) + 54, 3), ((1 << 20) + 112, 4), ((1 << 20) + 51, 2)]);
+        let touching = losses(&[((1 << 20) + 54, 2), ((1 << 20) + 112, 4), ((1 << 20) + 51, 2)]);
         assert_eq!(touching.layers[0].tokens, [(0, 2), (5, 8)]);
     }
 
     #[test]
-    fn padding_and_other_blocks_are_not_lost() {
-        assert_eq!(losses(&[((1 << 20) + 56, 8), ((1 << 20) + 16, 8)]), Losses { layers: vec![], whole_prefix: 10 });
-        // Block 5 has tokens 8 and 9; room for two more tokens follows.
-        assert_eq!(losses(&[((1 << 20) + 84, 4)]).layers, []);
+    fn what_is_not_read_cannot_have_failed() {
+        // Padding behind block 3, block 1, the end of a row, nothing at all, and another device.
+        for row in [(56, 8), (16, 8), (54, 3), (52, 0)] {
+            let error = tried(&[((1 << 20) + 48, 4), ((1 << 20) + row.0, row.1)]).expect_err("not read");
+            assert!(error.to_string().starts_with("failed[1]: "), "{error}");
+        }
+        assert!(tried(&[(u64::MAX, 8)]).is_err());
+        // Block 5 has tokens 8 and 9 in its first kernel block; the other one is not read.
+        assert!(tried(&[((1 << 20) + 84, 4)]).is_err());
+        assert_eq!(losses(&[]), Losses { layers: vec![], whole_prefix: 10 });
     }
 
     #[test]
