@@ -377,6 +377,7 @@ def test_dtype_of_the_outermost_configuration() -> None:
         ({**FOO, "head_dim": 96}, "head_dim 96: 8 heads of hidden_size 512 have another size"),
         ({**FOO, "sliding_window": 64, "layer_types": WINDOWS}, "layer_types ['sliding_attention', 'full_attention'"),
         ({**PUBLIC["MiniCPM4-8B"], "layer_types": WINDOWS * 4}, "windows in some layers cannot be described yet"),
+        ({**PLAIN, "model_type": "qwen2", "sliding_window": 96, "layer_types": WINDOWS}, "use_sliding_window is false"),
         ({**PLAIN, "model_type": "mixtral", "sliding_window": 96, "layer_types": WINDOWS}, "windows in some layers"),
         ({**PLAIN, "model_type": "qwen3_moe", "sliding_window": 96, "layer_types": WINDOWS}, "windows in some layers"),
         ({**PLAIN, "model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window True: windows in some"),

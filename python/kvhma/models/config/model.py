@@ -13,7 +13,7 @@ from kvhma.errors import ConfigError, GeometryError
 from kvhma.models.config.architectures import ARCHITECTURES, GENERAL, Architecture
 from kvhma.models.config.fields import Fields
 from kvhma.models.config.general import check_fields
-from kvhma.models.config.layers import WITHOUT_WINDOWS, WORDS
+from kvhma.models.config.layers import WITHOUT_WINDOWS, WORDS, late_windows
 from kvhma.models.config.recorded import defaults_of, known_types, text_type
 from kvhma.models.table import STATE_KINDS, Model, State
 from kvhma.text import quote
@@ -221,6 +221,8 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
             if word not in WORDS:
                 raise ConfigError(f"{name}[{index}] {quote(word)}: known are {', '.join(WORDS)}")
         kinds = [WORDS[word] for word in words]
+        if architecture.layers is late_windows and "sliding" in kinds and not fields.get("use_sliding_window"):
+            raise ConfigError(f"{name} {quote(words)}: use_sliding_window is false, so that no layer has a window")
         count = fields.get("num_hidden_layers")
         # NemotronH's count is what its list has, whatever the file says.
         if count is not None and count != len(words) and name == "layer_types":
