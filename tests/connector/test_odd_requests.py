@@ -232,6 +232,30 @@ def test_a_window_that_p_has_passed_is_the_policys_to_decide(recompute):
     assert (d.refused, str(d.finished["x"].finish_reason)) == ([], "length" if recompute else "error")
 
 
+@pytest.mark.parametrize("hit", [31, 32, 40])
+def test_what_fails_does_so_behind_a_hit_that_ends_inside_of_a_block(hit):
+    """VLLM takes no load that is shorter than such a hit's last block: D computed the prompt, whatever the policy."""
+    groups = (GroupShape("0.full", "full", 16), GroupShape("1.state", "state", 16))
+    p, d = (
+        Engine(
+            EngineShape(name, groups, 60, batch=64, recompute=False, hash_unit=4, checkpoint=4),
+            random.Random(1),
+        )
+        for name in "pd"
+    )
+    d.read_from(p)
+    tokens = list(range(1, 60))
+    d.add("before", tokens[:hit], 2)
+    p.add("x", [9] * 59, 1, dict(REMOTE))
+    while "x" not in p.finished or "before" not in d.finished:
+        p.step()
+        d.step()
+    d.add("x", tokens, 2, p.finished["x"].kv_transfer_params)
+    for _ in range(20):
+        d.step()
+    assert str(d.finished["x"].finish_reason) == "error"
+
+
 def prefill_request(name, tokens):
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
     return Request(name, tokens, sampling, None)

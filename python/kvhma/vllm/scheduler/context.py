@@ -32,6 +32,7 @@ class SchedulerContext:
         stats: what this process counts.
         geometry: caches of the first worker; None until the workers have registered theirs.
         manager: vLLM's manager of blocks, once it is there.
+        partial_hits: whether a hit of its prefix cache may end inside of a block.
         prompts: digests of prompts.
     """
 
@@ -42,6 +43,7 @@ class SchedulerContext:
     stats: StatsCollector
     geometry: Geometry | None = None
     manager: KVCacheManager | None = None
+    partial_hits: bool = False
     prompts: PromptDigests = field(init=False)
 
     def __post_init__(self) -> None:

@@ -49,9 +49,6 @@ _DIGEST_SECONDS = 5e-3
 _KEYS_REMEMBERED = 4096
 """Requests at P that are remembered, to know those that are read again."""
 
-_FAILS = (1, True)
-"""What vLLM hears of a load that fails. Only one that waits for tokens can fail; for one it needs the fewest blocks."""
-
 
 class DecodeScheduler:
     """Decides which requests are loaded, and tells P when their blocks are not needed any more.
@@ -416,7 +413,7 @@ class DecodeScheduler:
         if load is None and local < self._items_end.get(request.request_id, 0):
             # It was preempted, and what it had loaded is not in the prefix cache any more.
             self.refuse(request.request_id, "only P has seen its multimodal items, and what was loaded of them is lost")
-            return _FAILS
+            return self._failing(request, local)
         if load is not None and load.followed is not None:
             load = self._look(request, load, load.followed)
             if load is not None and load.followed is None and request.request_id in self._items_end:
@@ -432,7 +429,7 @@ class DecodeScheduler:
                 return None, False
             return (wanted, True) if (wanted := load.num_tokens - local) > 0 else (0, False)
         if load.refusal or load.remote is None:
-            return _FAILS
+            return self._failing(request, local)
         held = self._held_at_p(load, load.remote)
         if held is None:
             return None, False
@@ -455,10 +452,18 @@ class DecodeScheduler:
             self._unclaimed.pop(request.request_id, None)
             self._release(load, read=False)
             self._disagree(request.request_id, load, reason, text)
-            return _FAILS
+            return self._failing(request, local)
         self._compute_here(request.request_id, reason, text)
         self._end(request.request_id, read=True)
         return 0, False
+
+    def _failing(self, request: Request, local: int) -> tuple[int, bool]:
+        """Return what vLLM hears of a load that fails: only a request that waits for tokens can.
+
+        For one token it needs the fewest blocks. Where `local` leaves out what a hit has of a last block that is not
+        full, vLLM lets it wait for more tokens than that only; a hit never has all of them.
+        """
+        return request.num_tokens - local if self._context.partial_hits else 1, True
 
     def _is_short(self, load: PendingLoad, request: Request, local: int) -> bool:
         """Return whether a prefill computes as fast what it would read."""

@@ -34,6 +34,11 @@ def check_manager(manager: KVCacheManager) -> None:
             )
 
 
+def has_partial_hits(manager: KVCacheManager) -> bool:
+    """Return whether a hit may end inside of a block."""
+    return bool(getattr(manager.coordinator, "enable_partial_hash_hits", False))
+
+
 def hits_may_differ(manager: KVCacheManager) -> bool:
     """Return whether groups may begin with hits of different lengths, of which a load fills what the others lack.
 
@@ -41,7 +46,7 @@ def hits_may_differ(manager: KVCacheManager) -> bool:
     granted that the hits of all groups but state reach up to the cut. That of a window or a chunk need not: the engine
     would stop.
     """
-    if not getattr(manager.coordinator, "enable_partial_hash_hits", False):
+    if not has_partial_hits(manager):
         return True
     specs = [
         spec for group in manager.kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)

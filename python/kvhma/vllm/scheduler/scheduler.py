@@ -15,7 +15,7 @@ from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY, EngineLoop
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefill import PrefillScheduler
-from kvhma.vllm.scheduler.prefix_cache import check_manager, hits_may_differ
+from kvhma.vllm.scheduler.prefix_cache import check_manager, has_partial_hits, hits_may_differ
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import StatsCollector, TransferStats
 from kvhma.vllm.wire.secrets import Secrets
@@ -71,6 +71,7 @@ class KvhmaScheduler:
         """
         check_manager(manager)
         self.context.manager = manager
+        self.context.partial_hits = has_partial_hits(manager)
         # The null block is none that could be kept.
         blocks = manager.block_pool.num_gpu_blocks - 1
         self.context.leases.max_unread_blocks = int(blocks * self.context.settings.max_held_share)
