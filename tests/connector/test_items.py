@@ -30,9 +30,9 @@ def feature(identifier=CAT, offset=20, length=24, data=None):
     return MultiModalFeatureSpec(data, "image", identifier, PlaceholderRange(offset=offset, length=length))
 
 
-def asked(name, params, *features, tokens=TOKENS, salt=None):
+def asked(name, params, *features, tokens=TOKENS, salt=None, **more):
     init_none_hash(sha256)
-    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params}, **more)
     hasher = get_request_block_hasher(BLOCK, sha256)
     return Request(name, list(tokens), sampling, None, mm_features=list(features), block_hasher=hasher, cache_salt=salt)
 
@@ -116,9 +116,11 @@ def test_what_is_not_trusted(p, d, what):
     assert d.step(STEP).refusals["r"].cause == "other_prompt"
 
 
+@pytest.mark.parametrize("backoff", [0, 1])
 @pytest.mark.parametrize("given", [[], [feature("a placeholder", offset=70, length=10)]])
-def test_an_item_that_d_would_have_to_compute(p, d, given):
-    d.context.engine = replace(d.context.engine, backoff=1)
+def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
+    """The last token is computed in any case: vLLM's worker looks for the item there, and the engine ended."""
+    d.context.engine = replace(d.context.engine, backoff=backoff)
     request = asked("r", handed_over(p, feature(offset=70, length=10)), *given)
     before = list(request.block_hashes)
     d.add(request)
@@ -162,6 +164,67 @@ def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     d.finish(request, tables(d))
     assert d.decode._items_end == {}
+
+
+def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
+    """VLLM computed the placeholder, whatever it heard of a load, and knew it by P's picture from then on."""
+    request = asked("r", handed_over(p, feature()), feature("a placeholder"), prompt_logprobs=1)
+    before = list(request.block_hashes)
+    d.add(request)
+    assert d.matched_tokens(request, 0) == (1, True)
+    assert not request.skip_reading_prefix_cache, "vLLM asks for no load"
+    d.allocated(request, blocks(d), 1)
+    assert "of this prompt 0 are loaded" in d.step(STEP).refusals["r"].text
+    assert request.block_hashes == before
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize(("all_groups", "fails"), [(64, False), (48, False), (32, True)])
+def test_what_all_groups_have_is_what_is_not_computed(p, d, loaded, all_groups, fails):
+    """VLLM names the hit of full attention. If nothing is loaded then, it begins where the state has one too."""
+    d.context.engine = replace(d.context.engine, has_state=True)
+    d.context.manager.get_computed_blocks = lambda request: (None, all_groups, 0)
+    request = asked("r", handed_over(p, feature()), feature("a placeholder"))
+    d.add(request)
+    if loaded:
+        assert d.matched_tokens(request, 0) == (80, True)
+        d.allocated(request, blocks(d), 80)
+        d.step(STEP)
+        d.results(output(["r"]))
+    assert d.matched_tokens(request, 80) == ((1, True) if fails else (0, False))
+    if fails:
+        d.allocated(request, blocks(d), 1)
+        assert "only P has seen" in d.step(STEP).refusals["r"].text
+
+
+def test_who_computes_what_fails_takes_over_nothing(p):
+    """A producer may recompute, and gets parameters of P all the same: the request failed again and again."""
+    d = scheduler(mm_items="trust_prefill", recompute=True, ranks=1)
+    try:
+        request = asked("r", handed_over(p, feature()), feature("a placeholder"))
+        d.add(request)
+        assert d.matched_tokens(request, 0) == (0, False)
+        assert request.mm_features[0].identifier == "a placeholder"
+    finally:
+        d.close()
+
+
+def test_workers_hear_of_no_items(p, d):
+    """Those of a prompt that was followed to its end were in each rank's order."""
+    ticket = "0123456789abcdef" * 2
+    at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
+    p.add(at_p)
+    address = p.context.engine.address
+    params = {"do_remote_prefill": True, "kvhma_ticket": ticket, "remote_host": address.host}
+    request = asked("r", params | {"remote_port": address.port}, feature())
+    d.add(request)
+    until(lambda: d.matched_tokens(request, 0) == (80, True))
+    d.allocated(request, blocks(d), 80)
+    at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
+    assert p.finish(at_p, tables(p))["kvhma"]["items"]
+    orders = []
+    until(lambda: orders, lambda: orders.extend(d.step(STEP).loads))
+    assert [order.remote.items for order in orders] == [()]
 
 
 def test_p_names_its_items_only_if_they_are_trusted(p):

@@ -49,6 +49,8 @@ _DIGEST_SECONDS = 5e-3
 _KEYS_REMEMBERED = 4096
 """Requests at P that are remembered, to know those that are read again."""
 
+_ITEMS_LOST = "only P has seen its multimodal items, and the prefix cache has not all of what was loaded of them"
+
 
 class DecodeScheduler:
     """Decides which requests are loaded, and tells P when their blocks are not needed any more.
@@ -268,7 +270,7 @@ class DecodeScheduler:
                 params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
             )
             self._check_source(remote.address, remote.engine_id)
-            remote = self._adopt_items(request, remote)
+            self._adopt_items(request, remote)
         except OtherPromptError as error:
             return self._disagree(request.request_id, PendingLoad(None), "other_prompt", str(error))
         except KvhmaError as error:
@@ -279,15 +281,26 @@ class DecodeScheduler:
         self._uncompared[request.request_id] = request
         return load
 
-    def _adopt_items(self, request: Request, remote: PrefillParams) -> PrefillParams:
+    def _adopt_items(self, request: Request, remote: PrefillParams) -> None:
         """Make a request's multimodal items those of P, if they are trusted. Whether the rest agrees is seen later."""
-        if self._context.settings.trusts_items and remote.items:
+        if self._trusts_items and remote.items:
             engine = self._context.engine
-            loaded = min(remote.num_tokens, request.num_prompt_tokens - engine.backoff)
+            # VLLM computes the last token in any case, and every one of a prompt that must not read its cache.
+            most = request.num_prompt_tokens - max(1, engine.backoff)
+            loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, most)
             depend = engine.positions_depend_on_items
             if end := adopt_items(request, remote.items, loaded, positions_depend=depend):
                 self._items_end[request.request_id] = end
-        return remote._replace(items=())
+
+    @property
+    def _trusts_items(self) -> bool:
+        """Whether items of P are taken over: what cannot be loaded of them has to fail."""
+        return self._context.settings.trusts_items and not self._context.engine.recompute
+
+    def _would_compute_items(self, request: Request, local: int) -> bool:
+        """Return whether D, if nothing is loaded, would compute an item that only P has seen."""
+        end = self._items_end.get(request.request_id, 0)
+        return end > 0 and self._hit_without_load(request, local) < end
 
     def _compare(self, request: Request) -> PendingLoad | None:
         """Return what is pending of a request; if its prompt was not compared yet it is now."""
@@ -351,8 +364,8 @@ class DecodeScheduler:
         return load
 
     def _taken(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters as they count here: with a lease within bounds, and a digest only if it is compared."""
-        remote = _bounded(remote)
+        """Return parameters as they count here: a lease within bounds, a digest only if it is compared, no items."""
+        remote = _bounded(remote)._replace(items=())
         is_compared = self._context.settings.content_digests or remote.content_seed is None
         return remote if is_compared else remote._replace(content_seed=None)
 
@@ -410,9 +423,9 @@ class DecodeScheduler:
         if self.put_off.lets_others_go(request.request_id, loads=request.request_id in self.pending):
             return None, False
         load = self.pending.get(request.request_id)
-        if load is None and local < self._items_end.get(request.request_id, 0):
+        if load is None and self._would_compute_items(request, local):
             # It was preempted, and what it had loaded is not in the prefix cache any more.
-            self.refuse(request.request_id, "only P has seen its multimodal items, and what was loaded of them is lost")
+            self.refuse(request.request_id, _ITEMS_LOST)
             return self._failing(request, local)
         if load is not None and load.followed is not None:
             load = self._look(request, load, load.followed)
@@ -444,10 +457,12 @@ class DecodeScheduler:
                 text = "its load has failed, and there are not enough free blocks to try again"
         else:
             wanted = load.num_tokens - local
-            if load.prefilled is None or not self._is_short(load, request, local):
+            if load.prefilled is not None and self._is_short(load, request, local):
+                self._end(request.request_id, read=True)
+                return 0, False
+            if wanted > 0 or not self._would_compute_items(request, local):
                 return (wanted, True) if wanted > 0 else (0, False)
-            self._end(request.request_id, read=True)
-            return 0, False
+            reason, text = "refused", _ITEMS_LOST
         if load.prefilled is None and not self._context.engine.recompute:
             self._unclaimed.pop(request.request_id, None)
             self._release(load, read=False)
@@ -461,8 +476,11 @@ class DecodeScheduler:
         """Return what vLLM hears of a load that fails: only a request that waits for tokens can.
 
         For one token it needs the fewest blocks. Where `local` leaves out what a hit has of a last block that is not
-        full, vLLM lets it wait for more tokens than that only; a hit never has all of them.
+        full, vLLM lets it wait for more tokens than that only; a hit never has all of them. A prompt that must not read
+        its cache waits for nothing; since it fails, it may read.
         """
+        if self._trusts_items:
+            request.skip_reading_prefix_cache = False
         return request.num_tokens - local if self._context.partial_hits else 1, True
 
     def _is_short(self, load: PendingLoad, request: Request, local: int) -> bool:
@@ -470,11 +488,14 @@ class DecodeScheduler:
         least = self._context.settings.kv_recompute_threshold
         if load.num_tokens - local >= least:
             return False
+        return load.num_tokens - self._hit_without_load(request, local) < least
+
+    def _hit_without_load(self, request: Request, local: int) -> int:
+        """Return how many tokens vLLM would not compute: the hit that it names is that of full attention."""
         engine, manager = self._context.engine, self._context.manager
         if manager is not None and (engine.has_state or engine.has_windows):
-            # What it had to compute: the hit that vLLM names is that of full attention.
-            local = min(local, manager.get_computed_blocks(request)[1])
-        return load.num_tokens - local < least
+            return min(local, int(manager.get_computed_blocks(request)[1]))
+        return local
 
     def _held_at_p(self, load: PendingLoad, remote: PrefillParams) -> bool | None:
         """Return whether P still holds what is to be loaded; None if it has to answer first."""
