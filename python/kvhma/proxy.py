@@ -80,13 +80,13 @@ def has_several_prompts(prompt: Any) -> bool:
 def is_computed_by_decode(body: dict[str, Any]) -> bool:
     """Whether a decode engine computes the prompt itself, whatever a prefill engine holds for it.
 
-    vLLM computes all of a prompt whose log-probabilities are asked for. It hands over neither the beams of a search nor
-    the prompts of a body but for the first.
+    vLLM computes all of a prompt whose log-probabilities are asked for, as they are of every chat that is echoed. It
+    hands over neither the beams of a search nor the prompts of a body but for the first.
     """
     prompt: Any = body.get("prompt")
     several = has_several_prompts(prompt) and len(prompt) > 1
-    scored = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
-    return bool(several or scored or body.get("use_beam_search"))
+    echoed = body.get("echo") and ("messages" in body or body.get("logprobs") is not None)
+    return bool(several or echoed or body.get("prompt_logprobs") is not None or body.get("use_beam_search"))
 
 
 class Metrics:

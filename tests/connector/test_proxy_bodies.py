@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of which the proxy says that D computes them itself, and vLLM's own parameters for them."""
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from kvhma.proxy import is_computed_by_decode
+
+PROMPT = {"prompt": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize("kind", [PROMPT, CHAT], ids=["prompt", "chat"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": None},
+        {"echo": True},
+        {"echo": False, "logprobs": 1},
+        {"echo": True, "logprobs": None},
+        {"echo": True, "logprobs": 0},
+        {"echo": True, "logprobs": 1, "top_logprobs": 1},
+        {"echo": True, "top_logprobs": None},
+        {"logprobs": 1},
+    ],
+    ids=str,
+)
+def test_whose_prompt_log_probabilities_vllm_computes(kind, more):
+    """Of an echoed chat it computes them in any case, and P had computed the prompt too."""
+    made = (CompletionRequest if kind is PROMPT else ChatCompletionRequest)(**kind, **more)
+    assert is_computed_by_decode(kind | more) == made.to_sampling_params(4, {}).skip_reading_prefix_cache
