@@ -361,6 +361,23 @@ def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
         d.close()
 
 
+@pytest.mark.parametrize("change", [{"kvhma": None}, {}])
+def test_what_is_computed_instead_of_failing_is_told(p, change, caplog):
+    """So vLLM does with a prompt that must not read the cache, whatever it hears: nothing was logged or counted."""
+    d = scheduler(recompute=False)
+    try:
+        asked = request(params=finished_at(p) | change, tokens=40 if change else 39)
+        asked.get_skip_reading_prefix_cache = lambda: True
+        d.add(asked)
+        assert d.matched_tokens(asked, 0) == (1, True)
+        d.allocated(asked, blocks(d), 0)
+        assert d.decode.pending == {}
+        assert d.take_stats().data["computed_prompts"] == {"refused" if change else "other_prompt": 1}
+        assert "request r is computed here" in caplog.text
+    finally:
+        d.close()
+
+
 @pytest.mark.parametrize("secrets", [(), [b"a secret of the two of them"]])
 def test_what_vllm_rejected_lets_p_go(secrets):
     """For each request that its front end rejects vLLM sends one of one token with the same parameters, and aborts it.

@@ -515,6 +515,8 @@ class DecodeScheduler:
         if load is None or load.state is not LoadState.WANTED:
             return
         if external <= 0:
+            if load.refusal:  # vLLM has not let it wait: it must not read the cache, or another connector loads it
+                self._compute_here(request_id, load.refusal.cause, load.refusal.text)
             self._end(request_id, read=True)
             return
         load.state = LoadState.LOADING
