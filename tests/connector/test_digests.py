@@ -172,6 +172,8 @@ def request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> SimpleNa
         max_tokens=16,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
         get_skip_reading_prefix_cache=lambda: False,
+        abort_immediately=False,
+        resumable=False,
     )
 
 
