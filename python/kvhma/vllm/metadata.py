@@ -22,7 +22,7 @@ from kvhma.geometry import Span
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
+from kvhma.vllm.wire.params import Address, Item, LeaseKey, PrefillParams, Prefix
 
 
 class Load(NamedTuple):
@@ -152,6 +152,7 @@ def _load(row: Sequence[Any]) -> Load:
             lease_key=LeaseKey(*remote.lease_key),
             spans=_spans(remote.spans),
             prefixes=tuple(Prefix(*prefix) for prefix in remote.prefixes),
+            items=tuple(Item(*item) for item in remote.items),
         ),
         spans=_spans(load.spans),
         outcome=None if load.outcome is None else Outcome(load.outcome),
