@@ -9,7 +9,14 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -24,6 +31,7 @@ from support.waiting import until
 BLOCK = 16
 TOKENS = list(range(80))
 CAT, DOG = "sha of a cat", "sha of a dog"
+SHAPE = "0" * 32
 
 
 def feature(identifier=CAT, offset=20, length=24, data=None):
@@ -130,17 +138,47 @@ def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
     assert request.block_hashes == before
 
 
-@pytest.mark.parametrize("given", [[], [feature("a placeholder")]])
-def test_positions_that_depend_on_items(p, d, given):
-    d.context.engine = replace(d.context.engine, positions_depend_on_items=True)
-    request = asked("r", handed_over(p, feature()), *given)
+def grid(*sizes):
+    """What a processor of vLLM makes of a picture, or of embeddings in its place."""
+    pixels = MultiModalFieldElem(torch.zeros(3), MultiModalBatchedField())
+    sizes = MultiModalFieldElem(torch.tensor(sizes), MultiModalBatchedField(keep_on_cpu=True))
+    return MultiModalKwargsItem({"pixel_values": pixels, "image_grid_thw": sizes})
+
+
+@pytest.mark.parametrize(
+    ("at_p", "given", "why"),
+    [
+        (grid(1, 4, 6), grid(1, 4, 6), ""),
+        (grid(1, 4, 6), grid(1, 6, 4), "is another one here"),
+        (grid(1, 4, 6), None, "is not known"),
+        (None, None, "is not known"),
+        (grid(1, 4, 6), [], "the prompt has none"),
+    ],
+)
+def test_positions_that_depend_on_items(p, d, at_p, given, why):
+    """Of as many tokens may be a picture that is high and one that is wide: D answered from other positions."""
+    for one in (p, d):
+        one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
+    features = [] if given == [] else [feature("a placeholder", data=given)]
+    request = asked("r", handed_over(p, feature(data=at_p)), *features)
     d.add(request)
-    if given:
+    if not why:
         assert d.matched_tokens(request, 0) == (80, True)
     else:
         assert d.matched_tokens(request, 0) == (1, True)
         d.allocated(request, blocks(d), 1)
-        assert "M-RoPE" in d.step(STEP).refusals["r"].text
+        text = d.step(STEP).refusals["r"].text
+        assert why in text
+        assert "M-RoPE" in text
+
+
+@pytest.mark.parametrize("shapes", [(grid(1, 4, 6), None), (None, grid(1, 4, 6)), (None, None)])
+def test_the_same_item_needs_no_shape(p, d, shapes):
+    for one in (p, d):
+        one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
+    request = asked("r", handed_over(p, feature(data=shapes[0])), feature(data=shapes[1]))
+    d.add(request)
+    assert d.matched_tokens(request, 0) == (80, True)
 
 
 @pytest.mark.parametrize("hit", [0, 32, 48])
@@ -228,7 +266,7 @@ def test_workers_hear_of_no_items(p, d):
 
 
 def test_p_names_its_items_only_if_they_are_trusted(p):
-    assert handed_over(p, feature())["kvhma"]["items"] == [[CAT, "image", 20, 24]]
+    assert handed_over(p, feature())["kvhma"]["items"] == [[CAT, "image", 20, 24, SHAPE]]
     assert "items" not in handed_over(p)["kvhma"]
     p.context.settings = Settings()
     assert "items" not in handed_over(p, feature())["kvhma"]
@@ -241,16 +279,18 @@ def test_p_names_its_items_only_if_they_are_trusted(p):
         {},
         [[]],
         [[CAT, "image", 20]],
-        [[CAT, "image", -1, 24]],
-        [[CAT, "image", 80, 24]],
-        [[CAT, "image", 20, 0]],
-        [[CAT, "image", 20.5, 24]],
-        [["", "image", 20, 24]],
-        [["x" * 513, "image", 20, 24]],
-        [[CAT, 7, 20, 24]],
-        [[CAT, "image", 30, 4], [DOG, "image", 20, 4]],
-        [[CAT, "image", 20, 24]] * 4097,
-        [[DOG, "image", 20, 24]],
+        [[CAT, "image", 20, 24]],
+        [[CAT, "image", 20, 24, "no digest"]],
+        [[CAT, "image", -1, 24, SHAPE]],
+        [[CAT, "image", 80, 24, SHAPE]],
+        [[CAT, "image", 20, 0, SHAPE]],
+        [[CAT, "image", 20.5, 24, SHAPE]],
+        [["", "image", 20, 24, SHAPE]],
+        [["x" * 513, "image", 20, 24, SHAPE]],
+        [[CAT, 7, 20, 24, SHAPE]],
+        [[CAT, "image", 30, 4, SHAPE], [DOG, "image", 20, 4, SHAPE]],
+        [[CAT, "image", 20, 24, SHAPE]] * 4097,
+        [[DOG, "image", 20, 24, SHAPE]],
     ],
 )
 def test_items_that_somebody_has_made_up(p, d, items):

@@ -13,9 +13,11 @@ D cannot compute such an item, only the tokens after it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.vllm.wire.params import Item
@@ -25,13 +27,34 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def items_of(request: Request, num_tokens: int) -> tuple[Item, ...]:
-    """Return the items that begin among the first tokens of a request, in their order."""
+_NOT_KNOWN = Item("", "", 0, 0).shape
+
+
+def items_of(request: Request, num_tokens: int, *, shapes: bool) -> tuple[Item, ...]:
+    """Return the items that begin among the first tokens of a request, in their order; without shapes if not asked."""
     return tuple(
-        Item(one.identifier, one.modality, one.mm_position.offset, one.mm_position.length)
+        Item(
+            one.identifier,
+            one.modality,
+            one.mm_position.offset,
+            one.mm_position.length,
+            _shape(one) if shapes else _NOT_KNOWN,
+        )
         for one in request.mm_features
         if one.mm_position.offset < num_tokens
     )
+
+
+def _shape(feature: MultiModalFeatureSpec) -> str:
+    """Return a digest of the fields that vLLM keeps for positions, if they are here: they may be in shared memory."""
+    fields = {key: one.data for key, one in (feature.data or {}).items() if getattr(one.field, "keep_on_cpu", False)}
+    if not fields:
+        return _NOT_KNOWN
+    return hashlib.blake2b(json.dumps(fields, default=_plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, positions_depend: bool) -> int:
@@ -50,8 +73,9 @@ def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, pos
         OtherPromptError: the request has items in other places.
         RequestError: D would have to compute one of them, or cannot number the tokens after them.
     """
-    own = items_of(request, request.num_prompt_tokens)
-    unseen = [item for item in items if item not in own]
+    own = items_of(request, request.num_prompt_tokens, shapes=positions_depend)
+    seen = {item[:4] for item in own}
+    unseen = [item for item in items if item[:4] not in seen]
     if not unseen:
         return 0
     if own and _places(own) != _places(items):
@@ -61,6 +85,8 @@ def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, pos
             f"mm_items is trust_prefill, and the prompt has none of P's {len(items)} multimodal items: with this model "
             "(M-RoPE) the positions of tokens depend on the size of items, so D needs items of their size"
         )
+    if positions_depend:
+        _check_shapes(own, items)
     end = max(item.offset + item.length for item in unseen)
     if end > num_tokens:
         raise RequestError(
@@ -71,6 +97,17 @@ def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, pos
     request.block_hashes.clear()
     request.update_block_hashes()
     return end
+
+
+def _check_shapes(own: Sequence[Item], items: Sequence[Item]) -> None:
+    """Refuse items of as many tokens as P's whose positions are others, or may be."""
+    for local, item in zip(own, items, strict=True):
+        if item[:4] != local[:4] and (item.shape != local.shape or item.shape == _NOT_KNOWN):
+            known = "is not known" if _NOT_KNOWN in (item.shape, local.shape) else "is another one here"
+            raise RequestError(
+                f"mm_items is trust_prefill, and the shape of P's multimodal item at token {item.offset} {known}: with "
+                "this model (M-RoPE) positions of tokens depend on it"
+            )
 
 
 def _places(items: Iterable[Item]) -> list[tuple[int, int]]:

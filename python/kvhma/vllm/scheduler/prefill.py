@@ -213,7 +213,8 @@ class PrefillScheduler:
         spans = None if tokens is None else self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
         if tokens is None or spans is None:
             return None
-        items = items_of(request, tokens) if self._context.settings.trusts_items else ()
+        shapes = self._context.engine.positions_depend_on_items
+        items = items_of(request, tokens, shapes=shapes) if self._context.settings.trusts_items else ()
         return self.describe(request, tokens, spans)._replace(items=items)
 
     def describe(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:

@@ -125,12 +125,14 @@ class Item(NamedTuple):
         modality: ``image``, ``audio``, ``video`` and others, as vLLM names them.
         offset: the first token that stands for it.
         length: how many do.
+        shape: digest of what positions of tokens may depend on, for example a grid of patches; 32 zeros if not known.
     """
 
     identifier: str
     modality: str
     offset: int
     length: int
+    shape: str = "0" * 32
 
 
 class PrefillParams(NamedTuple):
@@ -391,9 +393,8 @@ def _items(own: Mapping[str, Any], tokens: int) -> tuple[Item, ...]:
         # Audio may lie within its video.
         offset = _integer(values, "kvhma.items.offset", found[-1].offset if found else 0, tokens - 1)
         length = _integer(values, "kvhma.items.length", 1, _MAX_TOKENS)
-        found.append(
-            Item(_text(values, "kvhma.items.identifier"), _text(values, "kvhma.items.modality"), offset, length)
-        )
+        identifier, modality = _text(values, "kvhma.items.identifier"), _text(values, "kvhma.items.modality")
+        found.append(Item(identifier, modality, offset, length, hex_digits(values, "kvhma.items.shape")))
     return tuple(found)
 
 
