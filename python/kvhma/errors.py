@@ -82,6 +82,12 @@ class UnsupportedPairError(KvhmaError, NotImplementedError):
     axis: str | None = None
 
 
+class NotCountedError(UnsupportedPairError):
+    """What another connector would move is not known: nothing is said of whether it refuses."""
+
+    code = "not-counted"
+
+
 class RequestError(InputError, ValueError):
     """A request does not fit the plan: group count, positions, token count, types."""
 

@@ -11,10 +11,9 @@ from functools import partial
 import pytest
 
 from kvhma.cli.compare.engines import select_vllm_reads
-from kvhma.cli.compare.views import NotCountedError
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.hand_off import Counted, RequestOptions, count, of_geometries, of_model
-from kvhma.errors import UnsupportedPairError
+from kvhma.errors import NotCountedError, UnsupportedPairError
 from kvhma.models.config import model_from_config
 from kvhma.models.stride_orders import Order
 from support.nixl_requests import FORMS, TOKENS, NixlRequest, recorded_answers, requests

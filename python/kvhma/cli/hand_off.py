@@ -11,10 +11,9 @@ from kvhma._kvhma import Plan
 from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
 from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
-from kvhma.cli.compare.views import NotCountedError
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.format import watched
-from kvhma.errors import KvhmaError, LayoutError, RequestError
+from kvhma.errors import KvhmaError, LayoutError, NotCountedError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.models import Model
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS, live_spans

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvhma.cli.compare.selection import Count, Selection, heads_axis, kept_blocks, select_all, select_vllm
-from kvhma.cli.compare.views import NotCountedError, vllm_views
-from kvhma.errors import UnsupportedPairError
+from kvhma.cli.compare.views import vllm_views
+from kvhma.errors import NotCountedError, UnsupportedPairError
 from kvhma.geometry import Geometry
 
 Tables = Sequence[Sequence[int]]

@@ -23,14 +23,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.errors import BlockIdError, UnsupportedPairError
+from kvhma.errors import BlockIdError, NotCountedError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Layer, Page, Part
 
 Ids: TypeAlias = NDArray[np.int64]
-
-
-class NotCountedError(UnsupportedPairError):
-    """What another connector would move is not known: nothing is said of whether it refuses."""
 
 
 @dataclass(frozen=True, slots=True)
