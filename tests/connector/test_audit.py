@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from audit.verdicts import Verdict, judged, table
 from kvhma.oracle import traces
 from kvhma.oracle.audit import audit
 from kvhma.oracle.smallest import smallest
+from support.nixl_connector import channels_first
 
 # What vLLM imports on its way warns.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("order_of_states")]
@@ -29,9 +31,10 @@ of_this_version = pytest.mark.skipif(not vllm.__version__.startswith("0.32."), r
 
 
 @pytest.fixture
-def order_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def order_of_states() -> Iterator[None]:
     """The one that vLLM's connector takes."""
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    with channels_first():
+        yield
 
 
 def verdict(name: str, folder: Path | None = None) -> Verdict:

@@ -362,7 +362,7 @@ def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
 
 
 @pytest.mark.parametrize("change", [{"kvhma": None}, {}])
-def test_what_is_computed_instead_of_failing_is_told(p, change, caplog):
+def test_what_is_computed_instead_of_failing_is_counted(p, change):
     """So vLLM does with a prompt that must not read the cache, whatever it hears: nothing was logged or counted."""
     d = scheduler(recompute=False)
     try:
@@ -373,7 +373,6 @@ def test_what_is_computed_instead_of_failing_is_told(p, change, caplog):
         d.allocated(asked, blocks(d), 0)
         assert d.decode.pending == {}
         assert d.take_stats().data["computed_prompts"] == {"refused" if change else "other_prompt": 1}
-        assert "request r is computed here" in caplog.text
     finally:
         d.close()
 

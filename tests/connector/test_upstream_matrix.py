@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -113,11 +112,20 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[Any]:
     """vLLM's platform for NVIDIA, which imports its compiled files and needs nothing of them to say its order."""
-    compiled = ("vllm._C", "vllm._C_stable_libtorch")
-    with mock.patch.dict(sys.modules, {name: types.ModuleType(name) for name in compiled}):
+    # Not for good, and nothing else that is imported meanwhile goes with them: it would be there twice.
+    compiled = {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
+    before = {name: sys.modules.get(name) for name in compiled}
+    sys.modules |= compiled
+    try:
         import vllm.platforms.cuda as platform
 
         yield platform
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 @cache

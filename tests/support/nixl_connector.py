@@ -22,8 +22,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# vLLM's connector refuses any other order of the convolution state.
-os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 from audit.engine import Rank, Shape
@@ -32,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from support.nixl_requests import RECORDED, NixlRequest, requests
@@ -51,6 +50,18 @@ class Moved:
     bytes: int
 
 
+@contextmanager
+def channels_first() -> Iterator[None]:
+    """Have vLLM lay the state of a convolution out in the order that its connector takes. vLLM asks once a process."""
+    with mock.patch.dict(os.environ, {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}):
+        get_conv_state_layout.cache_clear()
+        try:
+            yield
+        finally:
+            get_conv_state_layout.cache_clear()
+
+
+@channels_first()
 def moved(asked: NixlRequest) -> list[Moved]:
     """Return what vLLM's connector reads for a request, by rank of D.
 
@@ -114,6 +125,7 @@ def _scheduler(caches: Any) -> Any:
     return NixlPullConnectorScheduler(config, "scheduler", caches)
 
 
+@channels_first()
 def prepared(config: Any, caches: Any, views: Any) -> NDArray[np.uint64]:
     """Return the prepared list that vLLM's connector makes of caches, whatever model they are of.
 
