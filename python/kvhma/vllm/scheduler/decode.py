@@ -125,8 +125,8 @@ class DecodeScheduler:
     def release_rejected(self, request: Request, params: dict[str, Any]) -> None:
         """Tell P that a request will not be read, since vLLM has rejected it.
 
-        vLLM says so by a request of the same parameters and one token, which it aborts at once. What that is compared
-        with nothing: the parameters name what P holds, and only whom P gave them to can know them.
+        vLLM says so by a request of the same parameters and one token, which it aborts at once. That prompt is
+        compared with nothing: the parameters name what P holds, and only whom P gave them to can know them.
         """
         try:
             if params.get(TICKET) is not None:
