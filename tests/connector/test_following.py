@@ -367,9 +367,12 @@ def test_another_prompt_fails_where_policy_says_so(p, d):
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
-@pytest.mark.parametrize("why", ["rejected", "computed"])
+@pytest.mark.parametrize("why", ["rejected", "computed", "too short"])
 def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
-    """It was rejected by vLLM, which sends one of one token, or its prompt's log-probabilities are asked for."""
+    """VLLM has rejected it, and sends one of one token; its prompt's log-probabilities are asked for; or D computes all
+    of it in any case."""
+    if why == "too short":
+        d.context.engine = replace(d.context.engine, backoff=N, recompute=False)
     table = p.scheduler.prefill.settling.tickets
     at_p = p.add(tokens=N) if first == "p" else None
     asked = request("r", 1 if why == "rejected" else N, params=p.params_of_d())
@@ -379,7 +382,7 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     assert d.decode.pending == {}
     assert d.matched_tokens(asked, 0) == (0, False)
     assert d.take_stats().data.get("computed_prompts", {}) == (
-        {} if why == "rejected" else {"skip_reading_prefix_cache": 1}
+        {"skip_reading_prefix_cache": 1} if why == "computed" else {}
     )
     ticket = bytes.fromhex(TICKET)
     until(lambda: table.is_dropped(ticket) if at_p is not None else ticket in table._dropped_early)

@@ -178,8 +178,10 @@ class DecodeScheduler:
         """Begin to ask P about a request that it computes at the same time."""
         try:
             ticket = self._ticket(params)
-            if request.get_skip_reading_prefix_cache():
+            is_unread = request.get_skip_reading_prefix_cache()
+            if is_unread:
                 self._compute_unread(request.request_id)
+            if is_unread or request.num_prompt_tokens <= self._context.engine.backoff:  # too short to be handed over
                 self._following.give_up(ticket)
                 return None
             return PendingLoad(None, followed=self._following.follow(request, ticket))
