@@ -75,8 +75,10 @@ fn cost(local: &Part, remote: &Part, tokens: u64) -> Option<Cost> {
         let most = |part, ranges| MostPieces::of(part, ranges).pieces(cut, 1);
         most(local, &ranges).max(most(remote, &other_ranges))
     };
-    let pieces = |cut| count_pieces(local, remote, Cutout { ranges: &ranges, tokens: Some(cut) });
-    let costs = cuts.map(|cut| Cost { pieces: pieces(cut), unexplained: pieces(cut).saturating_sub(explained(cut)) });
+    let costs = cuts.map(|cut| {
+        let pieces = count_pieces(local, remote, Cutout { ranges: &ranges, tokens: Some(cut) });
+        Cost { pieces, unexplained: pieces.saturating_sub(explained(cut)) }
+    });
     costs.into_iter().max_by_key(|cost| cost.pieces)
 }
 
@@ -90,18 +92,10 @@ fn strides(part: &Part) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pairing::most_pieces::tests::part as part_of_two_byte_items;
 
     fn part(axes: &[(&str, u64, u64)]) -> Part {
-        let axis = |&(name, length, stride): &(&str, u64, u64)| Axis {
-            name: name.into(),
-            extent: length,
-            stride,
-            start: 0,
-            length,
-            may_repeat: false,
-            spare: 0,
-        };
-        Part { name: "kv".into(), dtype: "u8".into(), item_bytes: 1, offset: 0, axes: axes.iter().map(axis).collect() }
+        Part { dtype: "u8".into(), item_bytes: 1, ..part_of_two_byte_items(axes) }
     }
 
     fn counted(local: &Part, remote: &Part, tokens: u64) -> (u64, u64) {

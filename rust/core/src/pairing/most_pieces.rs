@@ -75,11 +75,11 @@ pub(crate) fn split_unit(place: &Place, local: &Part, remote: &Part) -> Option<(
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// Axes of a part with items of 2 bytes: name, length and stride.
-    fn part(axes: &[(&str, u64, u64)]) -> Part {
+    pub(crate) fn part(axes: &[(&str, u64, u64)]) -> Part {
         let axis = |&(name, length, stride): &(&str, u64, u64)| Axis {
             name: name.into(),
             extent: length,

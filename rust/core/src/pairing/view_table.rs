@@ -9,7 +9,7 @@ use crate::geometry::types::Geometry;
 use crate::pairing::cuts::whole_block_cuts;
 use crate::pairing::group_pair::{BlockStrides, CopyTemplate, Geometries};
 use crate::pairing::most_pieces::MAX_PIECES;
-use crate::pairing::page_pair::RegionPair;
+use crate::pairing::page_pair::{Place, RegionPair};
 use crate::pairing::table::Table;
 
 /// Cuts of whole kernel blocks that are made views of.
@@ -111,13 +111,14 @@ fn entries(geometries: &Geometries, table: &Table, cuts: &[PairCut]) -> Result<V
     let mut entries: Vec<Entry> = Vec::new();
     for (page_pair, pages) in table.page_pairs.iter().enumerate() {
         let members: Vec<usize> = pages.group_pairs().collect();
+        let places: Vec<&Place> = table.places.iter().filter(|place| place.page_pair == page_pair).collect();
         for (filled_by, of) in cuts.iter().enumerate().filter(|(_, of)| members.contains(&of.group_pair)) {
             let unjoined = pages.count_unjoined(of.group_pair, of.cut, geometries).saturating_mul(pages.num_places);
             if unjoined.saturating_add(entries.len() as u64) > MAX_PIECES {
                 return no_views(format!("blocks are cut into too many pieces, at most {MAX_VIEWS} are kept"));
             }
             let pieces = pages.pieces(of.group_pair, of.cut, geometries);
-            for place in table.places.iter().filter(|place| place.page_pair == page_pair) {
+            for place in &places {
                 for (strides, pieces) in &pieces.by_strides {
                     entries.extend(pieces.iter().map(|piece| {
                         let (local, remote) = (place.bases.local + piece.local, place.bases.remote + piece.remote);
