@@ -83,6 +83,21 @@ for block, size, rank, turn, tokens, table in json.load(sys.stdin):
 """
 
 
+def interpreted(script, cases):
+    """What a kernel prints of each case, run by Triton's interpreter."""
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(cases),
+        env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "HOME": str(script.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
 def test_tokens_are_where_vllms_kernel_puts_them(tmp_path):
     """The rule by which bytes are written here, against vLLM's kernel, run by Triton's interpreter."""
     pytest.importorskip("triton")
@@ -98,17 +113,7 @@ def test_tokens_are_where_vllms_kernel_puts_them(tmp_path):
         for rank in range(size)
         if block % turn == 0
     ]
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(cases),
-        env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    for (block, size, rank, turn, tokens, table), line in zip(cases, run.stdout.splitlines(), strict=True):
+    for (block, size, rank, turn, tokens, table), line in zip(cases, interpreted(script, cases), strict=True):
         assert slots(np.arange(tokens), table, block, (size, rank, turn)).tolist() == json.loads(line)
 
 
@@ -165,17 +170,7 @@ def test_a_draft_that_keeps_every_token_is_written_so(tmp_path):
     script.write_text(textwrap.dedent(OF_GROUPS).format(source=ast.unparse(kernel), load=ast.unparse(load)))
     tables = [np.random.default_rng(seed).permutation(200).tolist() for seed in (1, 2)]
     cases = [(16, size, rank, turn, 130, tables) for size in (2, 4) for rank in range(size) for turn in (1, 16)]
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(cases),
-        env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    for (block, size, rank, turn, tokens, _), line in zip(cases, run.stdout.splitlines(), strict=True):
+    for (block, size, rank, turn, tokens, _), line in zip(cases, interpreted(script, cases), strict=True):
         shared, whole = (
             slots(np.arange(tokens), table, block, of).tolist()
             for table, of in zip(tables, ((size, rank, turn), (1, 0, 1)), strict=True)

@@ -113,19 +113,12 @@ PAIRS = [
 def cuda() -> Iterator[Any]:
     """vLLM's platform for NVIDIA, which imports its compiled files and needs nothing of them to say its order."""
     # Not for good, and nothing else that is imported meanwhile goes with them: it would be there twice.
-    compiled = {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
-    before = {name: sys.modules.get(name) for name in compiled}
-    sys.modules |= compiled
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("vllm._C", "vllm._C_stable_libtorch"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
         import vllm.platforms.cuda as platform
 
         yield platform
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 @cache
