@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.programs import program
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -57,9 +57,7 @@ def test_the_page_names_much():
 
 
 def test_the_picture_has_the_rooms_of_the_check():
-    spec = importlib.util.spec_from_file_location("layers", ROOT / "tools/layers.py")
-    layers = sys.modules["layers"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(layers)
+    layers = program("tools/layers.py")
     picture = PAGE.split("```")[1]
     drawn = [name for house in ("python/kvhma", "rust/core/src") for name in layers.rows_of(layers.PICTURES[house])]
     left_out = {"__init__", "types", "versions", "text", "lib", "digest", "finding"}

