@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
@@ -191,6 +192,35 @@ def test_over_ranks(p_drafts: int, d_drafts: int, here: str, there: str, kind: A
         fill(wanted, rank, mine)
         copied(d, sources, ([Span(0, [1])], [Span(0, [1])]))
         np.testing.assert_array_equal(d.conv(1)[:, : TAPS - 1], wanted.conv(1)[:, : TAPS - 1])
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (2, 1), (4, 2), (2, 2)])
+def test_linear_attention_over_ranks(mine: int, theirs: int, drafts: int) -> None:
+    """vLLM's shape of a rank: a matrix of each of its heads, and heads follow each other over the ranks."""
+
+    def engine(rank: int, size: int) -> tuple[Engine, Any]:
+        spec = MambaSpec(
+            block_size=16,
+            shapes=MambaStateShapeCalculator.linear_attention_state_shape(num_heads=4, tp_size=size, head_dim=3),
+            dtypes=(torch.float32,),
+            mamba_type=MambaAttentionBackendEnum.LINEAR,
+            num_speculative_blocks=drafts,
+        )
+        made = Engine(spec, rank, size)
+        page = made.raw.numpy()[spec.page_size_bytes :][: spec.page_size_bytes]
+        return made, page.view(np.float32).reshape(spec.shapes[0])
+
+    whole = np.arange(4 * 3 * 3, dtype=np.float32).reshape(4, 3, 3)
+    sources = []
+    for rank in range(theirs):
+        source, state = engine(rank, theirs)
+        state[:] = np.split(whole, theirs)[rank]
+        sources.append(source)
+    for rank in range(mine):
+        d, state = engine(rank, mine)
+        copied(d, sources, ([Span(0, [1])], [Span(0, [1])]))
+        np.testing.assert_array_equal(state, np.split(whole, mine)[rank])
 
 
 def test_what_it_was() -> None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvhma.errors import ConfigError, LayoutError
+from kvhma.errors import ConfigError, GeometryError, LayoutError
+from kvhma.geometry import Shard
 from kvhma.models import Attention, Model, State, models
 from kvhma.models.config import load_json, model_from_config, read_config
 from kvhma.models.config.architectures import ARCHITECTURES
@@ -216,6 +217,43 @@ def test_short_convolution() -> None:
     (part,) = page.parts
     assert (part.name, part.nbytes) == ("x", 1024)
     assert [(axis.name, axis.start, axis.length) for axis in part.axes] == [("channels", 256, 256), ("rows", 0, 2)]
+
+
+def test_linear_attention() -> None:
+    """Ring 2.5: a matrix of each head in seven layers of eight, and nothing convolved."""
+    one = model_from_config(PUBLIC["Ring-2.5-1T"])
+    assert one.layers == (("linear",) * 7 + ("mla",)) * 2
+    assert one.state == State("linear", 0, 1, 64, 128, 128, 0, "bfloat16", "bfloat16")
+    assert (one.state.conv_parts, state_bytes(one.state, tp_size=4)) == ((), 16 * 128 * 128 * 2)
+    geometry = layout(one, LayoutOptions(num_blocks=4, tp_rank=1, tp_size=2))
+    (page,) = {layer.page for layer in geometry.layers if geometry.groups[layer.group].kind == "ssm"}
+    (part,) = page.parts
+    assert (part.name, part.offset, part.axes[0].shard) == ("ssm", 0, Shard(64, 32, 32))
+    assert all(layer == "mla" for layer in model_from_config({"model_type": "bailing_hybrid", **PLAIN}).layers)
+
+
+@pytest.mark.parametrize("sizes", [{"conv_dim": 4}, {"d_conv": 2}, {"n_groups": 1}, {"draft_rows": 1}, {"n_heads": 0}])
+def test_linear_attention_keeps_no_rows(sizes: dict[str, int]) -> None:
+    with pytest.raises(GeometryError, match=next(iter(sizes))):
+        State(**{**asdict(State("linear", 0, 1, 4, 8, 8, 0, "bfloat16", "bfloat16")), **sizes})
+
+
+def test_an_index_beside_heads() -> None:
+    """MiniMax-M3: a key of each token in bfloat16, whole on every rank, beside the heads of some layers."""
+    one = model_from_config(PUBLIC["MiniMax-M3"])
+    assert one.layers == ("full",) * 3 + ("indexer+full",) * 3
+    index = next(cache for _, cache in one.specs() if cache.kind == "indexer")
+    assert index == Attention("indexer", 1, 128, dtype="bfloat16")
+    geometry = layout(one, LayoutOptions(num_blocks=4, tp_rank=1, tp_size=2))
+    (part,) = geometry.layer_by_name["model.layers.4.self_attn.indexer.k_cache"].page.parts
+    assert [(axis.name, axis.start, axis.length, axis.extent) for axis in part.axes] == [
+        ("tokens", 0, 16, 16),
+        ("content", 0, 128, 128),
+    ]
+    assert model_from_config({"model_type": "minimax_m3_text"}).layers == ("full",) * 60
+    for wrong in ({}, [1], {"sparse_attention_freq": [1]}, {"sparse_attention_freq": [2] * 6}):
+        with pytest.raises(ConfigError, match="sparse_attention_freq must be"):
+            model_from_config({**PUBLIC["MiniMax-M3"], "sparse_attention_config": wrong})
 
 
 def test_models_without_attention() -> None:

@@ -338,7 +338,7 @@ def test_state_is_checked(change: dict[str, Any], text: str) -> None:
         ({"window": None}, "window"),
         ({"layers": ("chunked",)}, "chunk"),
         ({"layers": ("gdn",)}, "gdn layers, but state is None"),
-        ({"layers": ("full", "linear")}, "layer 1 is 'linear'"),
+        ({"layers": ("full", "quadratic")}, "layer 1 is 'quadratic'"),
         ({"dtype": "int3"}, "dtype 'int3'"),
         ({"kv_heads": 0}, "kv_heads 0"),
     ],

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from kvhma.errors import LayoutError
 from kvhma.geometry import Axis, Page, Part
 from kvhma.models.shards import conv_split, kv_heads, shard
-from kvhma.models.table import INDEX_KEY, INDEX_SCALE, Attention, State, item_bytes
+from kvhma.models.table import INDEX_KEY, INDEX_SCALE, LATENT_KINDS, Attention, State, item_bytes
 
 ConvOrder: TypeAlias = Literal["DS", "SD"]
 """``DS``: channels, then rows (rows innermost); ``SD``: rows, then channels."""
@@ -29,7 +29,7 @@ def state_bytes(state: State, *, tp_size: int = 1) -> int:
 
 
 def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:
-    """Return the parts of one state page: the convolution's, then ``ssm`` if there is one; no gaps between them.
+    """Return the parts of one state page: those of a convolution, then ``ssm``, as far as the kind has them; no gaps.
 
         DS   |x0: r0 r1 r2|x1: r0 r1 r2|..|B0: ..|C0: ..| ssm      offset of a part: its first channel * rows
         SD   |r0: x0 x1 .. B0 .. C0 ..|r1: x0 x1 ..|..  | ssm      offset of a part: its first channel
@@ -81,13 +81,13 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
     Raises:
         LayoutError: heads do not divide over the ranks, or the dtype is not known.
     """
-    if cache.kind == "indexer":
+    if cache.has_scales:
         return Page(section_parts("uint8", tokens, (INDEX_KEY, INDEX_SCALE)))
     if cache.dtype is None:
         raise LayoutError(f"dtype None of {cache.kind} attention")
     item = item_bytes(cache.dtype)
     token_axis = Axis("tokens", tokens, strides["N"])
-    if cache.kind == "mla":
+    if cache.kind in LATENT_KINDS:
         return Page((Part("kv", cache.dtype, item, 0, (token_axis, Axis("content", cache.head_dim, item))),))
     held = kv_heads(cache, tp_rank, tp_size)
     heads = Axis("heads", held.extent, strides["H"], held.start, held.length)

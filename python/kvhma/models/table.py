@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from kvhma.errors import GeometryError, UnknownModelError
 
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked", "mla", "indexer"]
-StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "kda", "short_conv"]
+StateKind: TypeAlias = Literal["mamba1", "mamba2", "gdn", "kda", "linear", "short_conv"]
 CacheKind: TypeAlias = AttentionKind | StateKind
 
 ATTENTION_KINDS: frozenset[str] = frozenset(get_args(AttentionKind))
@@ -67,16 +67,16 @@ class State:
     Mamba2 convolves ``x`` (``n_heads * head_dim`` channels), ``B`` and ``C`` (``n_groups * d_state`` each); a
     gated delta net (GDN) and Kimi delta attention (KDA) convolve ``q``, ``k`` (``n_groups`` key heads of
     ``d_state``) and ``v``; Mamba1 only ``x``, and each of its channels is a head of one row. A short convolution
-    has nothing but that ``x``.
+    has nothing but that ``x``; linear attention convolves nothing and has heads alone.
 
     Attributes:
-        kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"``, ``"kda"`` or ``"short_conv"``.
-        conv_dim: channels of the convolution state.
-        d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows.
+        kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"linear"`` or ``"short_conv"``.
+        conv_dim: channels of the convolution state; 0 for linear attention.
+        d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows. 1 for linear attention.
         n_heads: heads of the recurrent state (value heads for GDN and KDA).
         head_dim: rows of a head.
         d_state: columns of a head; 0 for a short convolution.
-        n_groups: groups of ``B`` and ``C``, or key heads for GDN and KDA; 0 for Mamba1 and a short convolution.
+        n_groups: groups of ``B`` and ``C``, or key heads for GDN and KDA; 0 for the other kinds.
         conv_dtype: dtype of the convolution state.
         ssm_dtype: dtype of the recurrent state.
         draft_rows: rows after those ``d_conv - 1`` that an engine keeps for draft tokens, one for each. They are
@@ -103,8 +103,13 @@ class State:
             raise GeometryError(f"state kind {self.kind!r}: known are {', '.join(sorted(STATE_KINDS))}")
         item_bytes(self.conv_dtype)
         item_bytes(self.ssm_dtype)
-        if min(self.conv_dim, self.n_heads, self.head_dim) < 1 or self.d_conv < 2 or self.draft_rows < 0:
-            raise GeometryError(f"state sizes must be positive, d_conv at least 2 and draft_rows not negative: {self}")
+        if min(self.n_heads, self.head_dim) < 1 or self.draft_rows < 0:
+            raise GeometryError(f"state sizes must be positive and draft_rows not negative: {self}")
+        if self.is_convolved and (self.conv_dim < 1 or self.d_conv < 2):
+            raise GeometryError(f"conv_dim must be positive and d_conv at least 2: {self}")
+        if not self.is_convolved and (self.d_conv, self.draft_rows) != (1, 0):
+            rows = f"d_conv {self.d_conv}, draft_rows {self.draft_rows}"
+            raise GeometryError(f"{rows} of a {self.kind} state, which has none: must be 1 and 0")
         self._check_part("d_state", self.d_state, self.is_recurrent)
         self._check_part("n_groups", self.n_groups, self.is_grouped)
         total = sum(columns for _, columns in self.conv_parts)
@@ -124,14 +129,21 @@ class State:
         return self.kind != "short_conv"
 
     @property
+    def is_convolved(self) -> bool:
+        """Whether there is a convolution's state."""
+        return self.kind != "linear"
+
+    @property
     def is_grouped(self) -> bool:
         """Whether the convolution has parts that are shared by groups of heads."""
-        return self.kind not in ("mamba1", "short_conv")
+        return self.kind not in ("mamba1", "linear", "short_conv")
 
     @property
     def conv_parts(self) -> tuple[tuple[str, int], ...]:
         """Parts of the convolution state in memory order: name and channels over all ranks."""
         inner, grouped = self.n_heads * self.head_dim, self.n_groups * self.d_state
+        if not self.is_convolved:
+            return ()
         if not self.is_grouped:
             return (("x", inner),)
         if self.kind in ("gdn", "kda"):
@@ -145,11 +157,12 @@ class Attention:
 
     Attributes:
         kind: ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, or ``"indexer"``: the keys of a sparse-attention
-            index (DeepSeek-V3.2), in 8 bits with a scale of 4 bytes for each.
+            index.
         kv_heads: KV heads; 1 for MLA and an index.
-        head_dim: items of a K vector; for MLA the latent and the rotary items together; for an index 128.
+        head_dim: items of a K vector; for MLA the latent and the rotary items together.
         v_head_dim: items of a V vector; None for as many as K has.
-        dtype: dtype of K and V; None for the model's. An index has its own.
+        dtype: dtype of K and V; None for the model's. Of an index it is that of its keys (MiniMax-M3); None for keys of
+            128 items of 8 bits with a scale of 4 bytes for each (DeepSeek-V3.2).
         window: tokens a query of a ``sliding`` layer sees, itself included; None for the model's.
         chunk: tokens of an attention chunk of a ``chunked`` layer; None for the model's.
         name: what `Model.layers` calls such a layer; None for `kind`.
@@ -180,12 +193,15 @@ class Attention:
                 f"kv_heads {self.kv_heads}, v_head_dim {self.v_head_dim} of {self.kind} attention: "
                 "one vector for each token, on every rank whole"
             )
-        if self.kind == "indexer" and (self.head_dim != INDEX_KEY or self.dtype is not None):
-            raise GeometryError(
-                f"head_dim {self.head_dim}, dtype {self.dtype} of an index: known are {INDEX_KEY} items of 8 bits"
-            )
+        if self.has_scales and self.head_dim != INDEX_KEY:
+            raise GeometryError(f"head_dim {self.head_dim} of an index in 8 bits: known are {INDEX_KEY} items")
         if self.dtype is not None:
             item_bytes(self.dtype)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is an index in 8 bits, with a scale beside each key."""
+        return self.kind == "indexer" and self.dtype is None
 
     @property
     def token_bytes(self) -> int:
@@ -194,7 +210,7 @@ class Attention:
         Raises:
             GeometryError: `dtype` is None and this is no index.
         """
-        if self.kind == "indexer":
+        if self.has_scales:
             return self.head_dim + INDEX_SCALE
         if self.dtype is None:
             raise GeometryError(f"dtype None of {self.kind} attention: a model's layer has one")
@@ -216,8 +232,8 @@ class Model:
     Attributes:
         name: its name in the table.
         layers: per layer ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, ``"indexer"``, ``"mamba1"``,
-            ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"short_conv"``, a name of `attention`, ``"none"`` (an MLP layer, or
-            one that uses the cache of another layer), or several joined by ``+``.
+            ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"linear"``, ``"short_conv"``, a name of `attention`, ``"none"`` (an
+            MLP layer, or one that uses the cache of another layer), or several joined by ``+``.
         kv_heads: KV heads over all ranks; 1 for MLA.
         head_dim: items of one K or V vector; for MLA the latent and the rotary items together.
         dtype: dtype of K and V.
@@ -262,7 +278,8 @@ class Model:
         for kind, field in (("sliding", "window"), ("chunked", "chunk")):
             if any(spec.kind == kind and getattr(spec, field) is None for _, spec in found):
                 raise GeometryError(f"{self.name}: {kind} layers, but {field} is None")
-        if any(spec.kind == "indexer" for _, spec in found) and item_bytes(self.dtype) == 1:
+        scaled = any(isinstance(spec, Attention) and spec.has_scales for _, spec in found)
+        if scaled and item_bytes(self.dtype) == 1:
             raise GeometryError(
                 f"{self.name}: dtype {self.dtype} beside an index: which of two formats of 8 bits the latent has is "
                 "the attention kernel's choice"
@@ -314,7 +331,7 @@ class Model:
             one,
             # One vector of K has another length than the next of V only where that is said.
             v_head_dim=one.v_head_dim if one.v_head_dim != one.head_dim else None,
-            dtype=None if one.kind == "indexer" else one.dtype or self.dtype,
+            dtype=one.dtype if one.kind == "indexer" else one.dtype or self.dtype,
             window=(one.window or self.window) if one.kind == "sliding" else None,
             chunk=(one.chunk or self.chunk) if one.kind == "chunked" else None,
             name=None,

@@ -23,6 +23,7 @@ _STATES: dict[str, StateKind] = {
     "MAMBA1": "mamba1",
     "MAMBA2": "mamba2",
     "GDN_ATTN": "gdn",
+    "LINEAR": "linear",
     "SHORT_CONV": "short_conv",
 }
 
@@ -228,6 +229,8 @@ def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | No
     kind = _STATES.get(spec.mamba_type.name)
     if kind == "short_conv":
         return _short_convolution(spec, rank_info.tp_size)
+    if kind == "linear":
+        return _linear_attention(spec, rank_info.tp_size)
     if kind is None or len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
         return None
     conv, ssm = spec.shapes
@@ -272,6 +275,15 @@ def _short_convolution(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
     total = channels * ranks
     state = State("short_conv", total, rows - drafts + 1, total, 1, 0, 0, dtype, dtype, draft_rows=drafts)
     return state, "DS" if spec.shapes[0] == (channels, rows) else "SD"
+
+
+def _linear_attention(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
+    """Return the state of linear attention: a matrix of each head, and no convolution whose order could differ."""
+    if len(spec.shapes) != 1 or len(spec.shapes[0]) != 3:
+        return None
+    heads, rows, columns = spec.shapes[0]
+    dtype = str(spec.dtypes[0]).removeprefix("torch.")
+    return State("linear", 0, 1, heads * ranks, rows, columns, 0, dtype, dtype), "DS"
 
 
 def _state_groups(kind: StateKind, channels: int, d_state: int, rank_info: RankInfo) -> int | None:

@@ -65,6 +65,7 @@ _STATES: dict[str, StateKind] = {
     "MAMBA2": "mamba2",
     "GDN_ATTN": "gdn",
     "KDA_ATTN": "kda",
+    "LINEAR": "linear",
     "SHORT_CONV": "short_conv",
 }
 
@@ -364,13 +365,13 @@ def _model(name: str, layers: list[str], attention: dict[Attention, str], states
             one.kv_heads,
             one.head_dim,
             one.v_head_dim,
-            None if one.dtype == most.dtype else one.dtype,
+            None if one.dtype == most.dtype and one.kind != "indexer" else one.dtype,
             one.window,
             one.chunk,
             plain.get(one, word),
         )
         for one, word in attention.items()
-        if one.kind != "indexer"
+        if not one.has_scales
     )
     renamed = {attention[one]: kind for one, kind in plain.items()}
     return Model(
@@ -403,7 +404,8 @@ def _cache(layer: str, spec: Any) -> Attention | State:
     kind = _ATTENTION[found]
     dtype = str(spec.dtype).removeprefix("torch.")
     if getattr(getattr(spec, "cache_role", None), "value", None) == "indexer":
-        return Attention("indexer", 1, spec.head_size - 4)
+        # Keys in 8 bits are counted in bytes, with the scale of each.
+        return Attention("indexer", 1, *((spec.head_size - 4,) if dtype == "uint8" else (spec.head_size, None, dtype)))
     odd = {
         "state_content_bytes": spec.state_content_bytes,
         "num_head_slots": spec.num_head_slots,
@@ -438,12 +440,12 @@ def _state(layer: str, spec: Any) -> State:
     if kind is None:
         raise GeometryError(f"{told}; known are {', '.join(_STATES)}")
     *conv, last = spec.shapes if kind != "short_conv" else (*spec.shapes, (0, 0, 0))
-    rows = min(min(shape) for shape in conv)
+    rows = min((min(shape) for shape in conv), default=0)
     channels = sum(max(shape) for shape in conv)
     heads, head_dim, d_state = {2: (last[0], 1, last[-1]), 3: last}[len(last)]
     if kind == "short_conv":
         heads, head_dim = channels, 1
-    rest = channels - heads * head_dim
+    rest = channels - heads * head_dim if conv else 0
     groups, odd = divmod(rest, 2 * d_state) if d_state else (0, rest)
     if odd:
         raise GeometryError(f"{told}: {rest} channels beside those of the heads")

@@ -98,6 +98,18 @@ _QWEN_GDN = Architecture(
     defaults=_GDN,
 )
 _LFM2 = Architecture(layers.lfm2, states.short_conv, defaults={"conv_L_cache": 3})
+_MINIMAX_M3 = Architecture(
+    layers.minimax_m3,
+    listed=False,
+    heads=heads.minimax_m3,
+    defaults={
+        "num_hidden_layers": 60,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "hidden_size": 6144,
+        "head_dim": 128,
+    },
+)
 _MULTI_HEAD = Architecture(layers.uniform, refused={"num_key_value_heads": "heads that share K and V"})
 _MAMBA1 = Architecture(
     layers.all_state, states.mamba1, listed=False, defaults={"conv_kernel": 4, "state_size": 16, "expand": 2}
@@ -193,6 +205,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=frozenset(("v_head_dim", "swa_num_key_value_heads", "swa_head_dim", "hybrid_layer_pattern")),
     ),
     "minimax_m2": _UNIFORM,
+    "minimax_m3_text": _MINIMAX_M3,
+    "minimax_m3_vl_text": _MINIMAX_M3,
     "nemotron": _UNIFORM,
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
@@ -217,6 +231,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         mla=True,
         listed=False,
         reads=_MLA.reads | {"linear_attn_config"},
+    ),
+    "bailing_hybrid": Architecture(
+        layers.every_nth_full("state", "layer_group_size"),
+        states.linear_attention,
+        mla=True,
+        listed=False,
+        defaults={"layer_group_size": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+        reads=_MLA.reads,
     ),
     "nemotron_h": Architecture(
         layers.nemotron_h,

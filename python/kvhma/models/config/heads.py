@@ -45,6 +45,15 @@ def _of_each_full_layer(fields: Fields) -> Attention:
     return Attention("full", own.size("num_key_value_heads"), own.size("head_dim"))
 
 
+def minimax_m3(fields: Fields) -> tuple[Attention, ...]:
+    """An index has one key of each token, in bfloat16 whatever the model is in."""
+    sparse = fields.get("sparse_attention_config")
+    if sparse is None:
+        return ()
+    own = Fields(sparse if isinstance(sparse, dict) else {}, {})
+    return (Attention("indexer", 1, own.size("sparse_index_dim"), dtype="bfloat16"),)
+
+
 def falcon(fields: Fields) -> int:
     """One head, or as many as queries have; the newer architecture says how many."""
     flags = [fields.get(name) for name in ("new_decoder_architecture", "multi_query")]

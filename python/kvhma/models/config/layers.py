@@ -91,6 +91,19 @@ def indexed(fields: Fields) -> list[str]:
     return ["indexer+full"] * fields.layers()
 
 
+def minimax_m3(fields: Fields) -> list[str]:
+    """An index beside the heads of the layers where the list has a one."""
+    count, sparse = fields.layers(), fields.get("sparse_attention_config")
+    if sparse is None:
+        return ["full"] * count
+    flags = sparse.get("sparse_attention_freq") if isinstance(sparse, dict) else None
+    if not isinstance(flags, list) or len(flags) != count or any(flag not in (0, 1) for flag in flags):
+        raise ConfigError(
+            f"sparse_attention_config {quote(sparse)}: sparse_attention_freq must be a 0 or a 1 for each of the layers"
+        )
+    return ["indexer+full" if flag else "full" for flag in flags]
+
+
 def kimi_linear(fields: Fields) -> list[str]:
     """Full attention and state in the layers that are listed, counted from one."""
     count, lists = fields.layers(), fields.get("linear_attn_config")
@@ -187,5 +200,7 @@ def lfm2(fields: Fields) -> list[str]:
     return ["full" if full is None or index in full else "state" for index in range(fields.layers())]
 
 
-WITHOUT_WINDOWS = frozenset((uniform, twice, nemotron_nas, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2))
+WITHOUT_WINDOWS = frozenset(
+    (uniform, twice, minimax_m3, nemotron_nas, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2)
+)
 """Rules that know no windows: an engine gives every layer one that a file has all the same."""

@@ -82,6 +82,13 @@ def short_conv(fields: Fields, dtype: str) -> State:
     return _state("short_conv", _taps(fields, "conv_L_cache"), (channels, 1, 0), 0, dtype)
 
 
+def linear_attention(fields: Fields, dtype: str) -> State:
+    """Read the state of linear attention: a matrix of each query head."""
+    heads = fields.size("num_attention_heads")
+    width = fields.size("head_dim", derived=fields.size("hidden_size") // heads)
+    return State("linear", 0, 1, heads, width, width, 0, dtype, dtype)
+
+
 def _state(kind: StateKind, taps: int, heads: tuple[int, int, int], groups: int, dtype: str) -> State:
     """Return a state; `heads` are how many there are, rows of each and columns, as in :class:`State`."""
     count, rows, columns = heads
