@@ -192,14 +192,52 @@ def test_words_that_have_a_better_one(tmp_path, capsys):
         "python/kvhma/vllm/leases.py:1: Courier is called LeaseRenewer",
         "python/kvhma/vllm/leases.py:3: theirs is called remote",
         "rust/core/src/link.rs:1: Lane is called PageBases",
-        "4 names that have a better one",
+        "4 places to be mended",
     ]
 
 
 def test_good_words_pass(tmp_path, capsys):
     build(tmp_path, "python/kvhma", {"vllm/scheduler/lease_table.py": "class LeaseTable: ...\n"})
     assert words.main(tmp_path) == 0
-    assert capsys.readouterr().out == "0 names that have a better one\n"
+    assert capsys.readouterr().out == "0 places to be mended\n"
+
+
+PAGE = """# A page
+
+Whoever reads this is told it. `whoever` is code, and so is a URL: https://host/nobody.
+
+```
+Nobody wraps code.
+```
+
+| a table | of its own |
+
+{long}
+"""
+
+
+def test_prose_that_has_a_plainer_form(tmp_path, capsys):
+    page = PAGE.format(long="word " * 31 + "and " + "longer " * 20)
+    build(tmp_path, "docs", {"page.md": page, "compatibility.md": "Nobody.\n"})
+    code = '"""It lies there."""\n# and what it\n# goes on with\nprint("nobody", f"{1} is told")\none = 1\n'
+    build(tmp_path, "python/kvhma", {"code.py": code})
+    build(tmp_path, "tests", {"code.py": "one = 'nobody'\n"})
+    build(tmp_path, "rust/core", {"lib.rs": "/// What lies\n/// there.\nfn lies() {}\n"})
+    assert words.main(tmp_path, ["docs", "python", "tests", "rust"]) == 1
+    found = [line.split(": ")[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [" ".join(place) for place in found] == [
+        "docs/page.md:3 'Whoever'",
+        "docs/page.md:3 'told'",
+        "docs/page.md:9 'of its own'",
+        "docs/page.md:11 a line of 299 characters",
+        "docs/page.md:11 a sentence of 52 words",
+        "python/kvhma/code.py:1 'lies'",
+        "python/kvhma/code.py:2 'goes on'",
+        "python/kvhma/code.py:4 'told'",
+        "python/kvhma/code.py:5 the name one",
+        "rust/core/lib.rs:1 'lies'",
+        "10 places to be mended",
+    ]
 
 
 def test_this_house_has_good_words(capsys):
