@@ -162,6 +162,6 @@ def test_a_ticket_that_leads_back_says_so():
         own = {"remote_host": "127.0.0.1", "remote_port": d.context.engine.address.port, "kvhma_ticket": "0" * 32}
         asked = request("d", params={"do_remote_prefill": True, **own}, tokens=41)
         d.add(asked)
-        told = d.decode.pending["d"].followed.conversation
+        told = d.decode.pending["d"].ticket.conversation
         until(lambda: told.error)
         assert told.error.endswith("and is this engine itself: set advertised_host of P to where this host reaches it")

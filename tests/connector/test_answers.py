@@ -105,7 +105,7 @@ class Chat:
             assert not engine.refused
             assert not engine.kvhma.prefill._shortened
             assert not engine.kvhma.decode.pending
-            assert not engine.kvhma.decode.put_off._failed
+            assert not engine.kvhma.decode.failed._yielded_at
 
 
 @pytest.mark.parametrize("kinds", KINDS)
@@ -476,14 +476,14 @@ def test_a_window_that_is_not_filled_is_not_handed_over(monkeypatch):
     """It would be in another engine's prefix cache, whose blocks begin further back."""
     lengths = range(200, 264, 7)
     assert {"short_window": 1} in [another_d_after(length) for length in lengths]
-    right = DecodeScheduler._loaded_for_prefill
+    right = DecodeScheduler._read_ended
 
-    def wrong(self, request_id, load, request, *, failed):
-        self._keep_unfilled_out(request_id, load.first_tokens)
-        load.first_tokens = {}
-        right(self, request_id, load, request, failed=failed)
+    def wrong(self, load, *, failed):
+        self._exclude_partial_blocks(load.request_id, load.attempt.first_tokens)
+        load.attempt.first_tokens = {}
+        right(self, load, failed=failed)
 
-    monkeypatch.setattr(DecodeScheduler, "_loaded_for_prefill", wrong)
+    monkeypatch.setattr(DecodeScheduler, "_read_ended", wrong)
     with pytest.raises(Violation, match="zeros"):
         _ = [another_d_after(length) for length in lengths]
 

@@ -18,7 +18,7 @@ import pytest
 # With its parts, since torch warns while they are imported, which is no error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.scheduler import answers, decode, put_off
+from kvhma.vllm.scheduler import answers, decode, failed_loads
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.cache.mutants import MUTANTS, TURN_MUTANTS
@@ -187,12 +187,12 @@ def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
     holds none by then. Where it needs more than are free, nothing was scheduled, and those behind it never let go of
     theirs. And vLLM keeps blocks free for a load that has failed: its second try needs twice as many.
     """
-    monkeypatch.setattr(put_off, "_RETRY_ROOM_SECONDS", math.inf if lacks == "a second try has an end" else 0.0)
+    monkeypatch.setattr(failed_loads, "_RETRY_SECONDS", math.inf if lacks == "a second try has an end" else 0.0)
     if lacks == "it is put off":
         asked = decode.DecodeScheduler.matched_tokens
 
         def at_once(self, *given):
-            self.put_off._failed.clear()
+            self.failed._yielded_at.clear()
             return asked(self, *given)
 
         monkeypatch.setattr(decode.DecodeScheduler, "matched_tokens", at_once)
@@ -204,7 +204,7 @@ def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
 @pytest.mark.parametrize("passing", [False, True], ids=["computed here", "tried again"])
 def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(passing, monkeypatch):
     """vLLM keeps blocks free for it, and those that lack them were asked before it in every step."""
-    monkeypatch.setattr(put_off, "_RETRY_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(failed_loads, "_RETRY_SECONDS", 0.0)
     groups = (GroupShape("0", "full", 16),)
     p = Engine(EngineShape("p", groups, 400, 2048), random.Random(1))
     d = Engine(EngineShape("d", groups, 50, 2048, policy="priority"), random.Random(1))
@@ -226,7 +226,7 @@ def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(passi
     for _ in range(50):
         d.step()
     assert d.unfinished == []
-    assert not d.kvhma.decode.put_off._failed
+    assert not d.kvhma.decode.failed._yielded_at
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -135,7 +135,7 @@ def read(d, name="r", lost=""):
 
 
 def conversation_of(d, name="r"):
-    return d.decode.pending[name].followed.conversation
+    return d.decode.pending[name].ticket.conversation
 
 
 def entries(load):
@@ -492,7 +492,7 @@ def test_with_nothing_to_compute_d_waits_for_news(p, d):
         d.step(STEP)
     assert waits.seconds == []  # the worker waits for the piece
     read(d)
-    d.decode.refuse("another", "which is reported with the next step")
+    d.decode.refuse(request("another", N), "which is reported with the next step")
     for _ in range(5):
         d.step(STEP)
     assert waits.seconds == []

@@ -143,7 +143,7 @@ def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
     if why == "another prompt":
         asked._all_token_ids[3] = 99
     d.add(asked)
-    told = d.decode.pending["r"].followed.conversation
+    told = d.decode.pending["r"].ticket.conversation
     until(lambda: told.source is not None)
     drop, waits_for = p.scheduler.prefill.settling.tickets.drop, []
     p.scheduler.prefill.settling.tickets.drop = waits_for.append

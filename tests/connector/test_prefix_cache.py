@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Span
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, never_cache_before
+from kvhma.vllm.scheduler.prefix_cache import check_manager, hit_blocks, hits_may_differ, mark_uncacheable
 from kvhma.vllm.worker.polling import first_filled_tokens
 from support.tiny import BLOCK, tiny_hybrid
 
@@ -67,7 +67,7 @@ def test_blocks_that_begin_before_a_token_get_no_hash():
     single = SimpleNamespace(block_size=16, num_cached_block={"r": 2})
     manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[None, single]))
     for token, cached in ((17, 2), (33, 3), (48, 3), (49, 4), (1, 4)):
-        never_cache_before(manager, "r", 1, token)
+        mark_uncacheable(manager, "r", 1, token)
         assert single.num_cached_block == {"r": cached}
 
 

@@ -93,7 +93,7 @@ def test_a_step_without_work_waits_a_little(params, d, go_on):
     asked = request(params=params)
     d.add(asked)
     threading.Timer(1e-3, go_on.set).start()
-    until(lambda: not d.step(STEP) or not d.decode._uncompared)
+    until(lambda: not d.step(STEP) or not list(d.decode._loads.comparing()))
     assert d.matched_tokens(asked, 0) == (40, True)
     d.allocated(asked, blocks(d), 40)
     assert len(d.step(STEP).loads) == 1
@@ -125,7 +125,7 @@ def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
     else:
         asked.status.name = "FINISHED_ABORTED"
     assert d.finish(asked, tables(d)) is None
-    assert (d.decode.pending, d.decode._uncompared) == ({}, {})
+    assert d.decode.pending == {}
     assert (told, d.decode.renewer._sessions) == ([], {})
     assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
     assert len(p.context.leases) == 1

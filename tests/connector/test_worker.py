@@ -32,7 +32,7 @@ from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker import lease, loading, polling, preconnect
+from kvhma.vllm.worker import board_reader, lease, loading, polling, preconnect
 from kvhma.vllm.worker.active_load import ReadPart
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.results import LoadResults
@@ -132,6 +132,9 @@ class Decode:
         """Order loads; short ones are read by the calling thread, `at_once`, or by the loader's."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
+            if at_once:  # P answers later than a step waits where the machine is busy
+                patch.setattr(polling, "_STAY_SECONDS", 20.0)
+                patch.setattr(board_reader, "_LATE_SECONDS", 20.0)
             self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
 
     def ended(self, *names: str) -> dict[str, str]:

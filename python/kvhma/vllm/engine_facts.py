@@ -66,6 +66,17 @@ class EngineFacts:
         on_all = bind.is_wildcard and bind.port == address.port and is_loopback(address.host)
         return on_all or address in (self.address, bind)
 
+    def loadable_tokens(self, num_prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt D loads at most: it computes the last `backoff` itself."""
+        return max(0, num_prompt_tokens - self.backoff)
+
+    def is_ahead(self, num_tokens: int, num_prompt_tokens: int) -> bool:
+        """Return whether what P has of `num_tokens` tokens is good for no fewer, and D can load only fewer.
+
+        A state is that of one position, and the first block of a window may have been freed.
+        """
+        return num_tokens > self.loadable_tokens(num_prompt_tokens) and (self.has_state or self.has_windows)
+
     @property
     def workers(self) -> int:
         """How many workers the engine has."""

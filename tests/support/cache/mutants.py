@@ -19,6 +19,7 @@ from kvhma.vllm.scheduler import prefill as prefill_module
 from kvhma.vllm.scheduler import prompt_digests
 from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.decode import DecodeScheduler
+from kvhma.vllm.scheduler.load_machine import Purpose
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.worker import polling
 
@@ -73,7 +74,7 @@ def only_the_window(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D caches blocks that are filled in part", *WINDOWS)
 def never_marked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decode_module, "never_cache_before", lambda *_: None)
+    patch.setattr(decode_module, "mark_uncacheable", lambda *_: None)
 
 
 @mutant("the worker's report is lost", *WINDOWS)
@@ -100,28 +101,28 @@ def earlier(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("one block too few is kept out", *WINDOWS)
 def one_block_less(patch: pytest.MonkeyPatch) -> None:
-    right = decode_module.never_cache_before
+    right = decode_module.mark_uncacheable
 
     def wrong(manager: Any, request_id: str, group: int, token: int) -> None:
         size = manager.coordinator.single_type_managers[group].block_size
         right(manager, request_id, group, token // size * size)
 
-    patch.setattr(decode_module, "never_cache_before", wrong)
+    patch.setattr(decode_module, "mark_uncacheable", wrong)
 
 
 @mutant("the blocks of another group are kept out", "full+sliding", "full+two windows", "mla+sliding_mla")
 def another_group(patch: pytest.MonkeyPatch) -> None:
-    right = decode_module.never_cache_before
+    right = decode_module.mark_uncacheable
 
     def wrong(manager: Any, request_id: str, group: int, token: int) -> None:
         right(manager, request_id, (group + 1) % len(manager.coordinator.single_type_managers), token)
 
-    patch.setattr(decode_module, "never_cache_before", wrong)
+    patch.setattr(decode_module, "mark_uncacheable", wrong)
 
 
 @mutant("blocks are kept out once they are in", *WINDOWS)
 def too_late(patch: pytest.MonkeyPatch) -> None:
-    marked = DecodeScheduler._keep_unfilled_out
+    marked = DecodeScheduler._exclude_partial_blocks
     step = KvhmaScheduler.step
     left: list[Any] = []
 
@@ -133,7 +134,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
             marked(self.decode, *left.pop())
         return step(self, output)
 
-    patch.setattr(DecodeScheduler, "_keep_unfilled_out", wrong)
+    patch.setattr(DecodeScheduler, "_exclude_partial_blocks", wrong)
     patch.setattr(KvhmaScheduler, "step", late)
 
 
@@ -219,9 +220,11 @@ def any_part(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("what was given up while it was read counts", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
 def no_check(patch: pytest.MonkeyPatch) -> None:
-    right = DecodeScheduler._loaded_for_prefill
+    right = DecodeScheduler._read_ended
 
-    def wrong(self: DecodeScheduler, request_id: str, load: Any, request: Any, *, failed: bool) -> None:
-        right(self, request_id, load, request, failed=False)
+    def wrong(self: DecodeScheduler, load: Any, *, failed: bool) -> None:
+        is_turn = load.purpose is Purpose.NEXT_TURN
+        load.attempt.rank_failed = load.attempt.rank_failed and not is_turn
+        right(self, load, failed=failed and not is_turn)
 
-    patch.setattr(DecodeScheduler, "_loaded_for_prefill", wrong)
+    patch.setattr(DecodeScheduler, "_read_ended", wrong)

@@ -23,8 +23,8 @@ from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY
 from kvhma.vllm.scheduler.kept_blocks import keep_blocks
 from kvhma.vllm.scheduler.lease_table import Blocks
-from kvhma.vllm.scheduler.pending_load import is_sample
 from kvhma.vllm.scheduler.prefill import FINISHED_WELL, PrefillScheduler
+from kvhma.vllm.scheduler.prompt import is_sample
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.peer_log import logger
 
@@ -290,12 +290,10 @@ def readable_part(context: SchedulerContext, request: Request, params: Mapping[s
     engine = context.engine
     prompt: int = request.num_prompt_tokens
     remote = PrefillParams.from_params(params, context.secrets, num_prompt_tokens=max(prompt, engine.max_model_len))
-    most = prompt - engine.backoff
-    if remote.num_tokens <= prompt and context.prompts.of(request, remote.num_tokens) == remote.prompt:
-        if remote.num_tokens <= most:
-            return remote
-        if not (engine.has_state or engine.has_windows) and most > 0:
-            return remote._replace(num_tokens=most)
+    most = engine.loadable_tokens(prompt)
+    is_loadable = most > 0 and remote.num_tokens <= prompt and not engine.is_ahead(remote.num_tokens, prompt)
+    if is_loadable and context.prompts.of(request, remote.num_tokens) == remote.prompt:
+        return remote._replace(num_tokens=min(most, remote.num_tokens))
     prefixes = [prefix for prefix in remote.prefixes if prefix.num_tokens <= most]
     own = context.prompts.prefixes(request, [prefix.num_tokens for prefix in prefixes])
     agreed = [prefix.num_tokens for prefix, digest in zip(prefixes, own, strict=True) if prefix.digest == digest]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's part of the connector's scheduler: requests whose caches are loaded from P."""
+"""D's part of the connector's scheduler: requests whose caches are loaded from P.
+
+vLLM's calls become events of a load here, and what `kvhma.vllm.scheduler.load_machine` answers is carried out.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
-from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport, later
+from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport, later
+from kvhma.vllm.metadata import Load as ReadCommand
 from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import DecodeDigests
+from kvhma.vllm.scheduler.failed_loads import FailedLoads
 from kvhma.vllm.scheduler.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.scheduler.items import adopt_items
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
-from kvhma.vllm.scheduler.pending_load import LoadState, PendingLoad, is_sample
-from kvhma.vllm.scheduler.prefix_cache import hit_blocks, never_cache_before
-from kvhma.vllm.scheduler.put_off import PutOffLoads
+from kvhma.vllm.scheduler.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState, Purpose
+from kvhma.vllm.scheduler.prefix_cache import hit_blocks, mark_uncacheable
+from kvhma.vllm.scheduler.prompt import is_sample
 from kvhma.vllm.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, leads_back
@@ -38,10 +43,10 @@ _RENEWALS = 6
 _MIN_LEASE_SECONDS = 1.0
 _MAX_LEASE_SECONDS = 3600.0
 _MIN_RENEWAL_SECONDS = 0.5
-"""Bounds of what parameters say of a lease, and of how often it is renewed for that: anybody may have written them."""
+"""Bounds of what parameters say of a lease, and of how often D renews it: an untrusted client may have written them."""
 
 _CLAIM_AFTER_SECONDS = 0.05
-"""Most loads are over by then, and P has never to hear of them before: what has finished is kept for a lease anyway."""
+"""Most loads have ended by then, and P need not be notified before: it holds a finished request for a lease anyway."""
 
 _DIGEST_SECONDS = 5e-3
 """How long a step that has nothing else to do waits for the digest of a prompt."""
@@ -51,16 +56,31 @@ _KEYS_REMEMBERED = 4096
 
 _ITEMS_LOST = "only P has seen its multimodal items, and the prefix cache has not all of what was loaded of them"
 
+_TICKET_ENDS = {
+    LoadEffect.TICKET_HANDED_OFF: "handed_over",
+    LoadEffect.TICKET_LATE: "late",
+    LoadEffect.TICKET_LOST: "lost",
+    LoadEffect.TICKET_REFUSED: "refused",
+    LoadEffect.TICKET_GIVEN_UP: "given_up",
+}
+"""What the counter of tickets calls their ends."""
+
+_UNKNOWN = None, False
+"""What vLLM hears as long as it is not known how many tokens will be loaded: it asks again in the next step."""
+
+_NOTHING = 0, False
+"""What vLLM hears of a request for which nothing is loaded."""
+
 
 class DecodeScheduler:
-    """Decides which requests are loaded, and tells P when their blocks are not needed any more.
+    """Decides which requests are loaded, and notifies P when it may free their blocks.
 
     Attributes:
-        pending: requests that are to be loaded, by id.
+        pending: loads that have not ended, by request.
         unfilled: of requests that were loaded, where blocks are not filled from their start: the first token from which
             on they are, by index of the group. Only if answers are kept.
         renewer: renews and releases leases.
-        put_off: loads that have failed, and those that let others go first.
+        failed: requests whose load has failed, as long as vLLM has given them no blocks.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -74,35 +94,35 @@ class DecodeScheduler:
             counters=context.stats,
         )
         self._following = FollowedLoads(context)
-        self.pending: dict[str, PendingLoad] = {}
+        self._loads = Loads()
+        self.pending = self._loads.by_id
         self._digests = DecodeDigests(context)
         self.unfilled: dict[str, dict[int, int]] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
         """Whether a request at P has more than one reader here, or may have."""
         self._metadata = StepMetadata()
-        self.put_off = PutOffLoads(context)
+        self.failed = FailedLoads(context)
         self._items_end: dict[str, int] = {}
-        """Of requests with multimodal items that only P has seen, where the last one of them ends."""
-        self._unclaimed: dict[str, PendingLoad] = {}
-        """Pending loads that P has not heard of."""
-        self._uncompared: dict[str, Request] = {}
-        """Requests with long prompts, of which it is not known yet whether P has computed the same. P does not hear of
-        them before."""
+        """Of requests with multimodal items that only P has seen, where the last of these items ends."""
 
     def close(self) -> None:
-        """Stop to renew leases, and to follow."""
+        """Stop the threads that renew leases and follow tickets."""
         self.renewer.close()
         self._following.close()
 
+    # --- A new request ------------------------------------------------------------------------------------------
+
     def add(self, request: Request, params: dict[str, Any]) -> None:
-        """Take a new request whose prompt another engine has computed, or computes now."""
-        load = self._read(request, params) if params.get(TICKET) is None else self._follow(request, params)
-        if load is not None:
-            load.traceparent = traceparent_of(request)
-            self.pending[request.request_id] = load
+        """Add a request whose prompt another engine has computed, or computes now."""
+        load = Load(request, traceparent=traceparent_of(request))
+        if params.get(TICKET) is None:
+            self._add_params(load, params)
+        else:
+            self._add_ticket(load, params)
 
     def add_next_turn(self, request: Request, params: dict[str, Any]) -> None:
-        """Take a new request that is prefilled here, of whose beginning another engine may hold the last turn."""
+        """Add a request that is prefilled here, and of whose beginning another engine may hold the last turn."""
+        load = Load(request, purpose=Purpose.NEXT_TURN, traceparent=traceparent_of(request))
         try:
             remote = readable_part(self._context, request, params)
             self._check_source(remote.address, remote.engine_id)
@@ -110,23 +130,20 @@ class DecodeScheduler:
                 raise RequestError("the last turn's answer is this engine's own")
         except KvhmaError as error:
             reason = "other_prompt" if isinstance(error, OtherPromptError) else "refused"
-            self._compute_here(request.request_id, reason, str(error))
+            self._fall_back(load, reason, str(error))
             return
-        # D may have given it up long ago.
-        load = PendingLoad(_bounded(remote), num_tokens=remote.num_tokens, ask_first=True, prefilled=request)
-        self._claim(load, _bounded(remote))
-        load.traceparent = traceparent_of(request)
-        self.pending[request.request_id] = load
+        load.remote, load.num_tokens = _bounded(remote), remote.num_tokens
+        self._move(load, LoadEvent.LAST_TURN)
 
-    def refuse(self, request_id: str, text: str) -> None:
-        """Take a new request that cannot be loaded."""
-        self.pending[request_id] = PendingLoad(None, _refused(text))
+    def refuse(self, request: Request, text: str) -> None:
+        """Add a request that cannot be loaded."""
+        self._fail(Load(request), _refused(text))
 
     def release_rejected(self, request: Request, params: dict[str, Any]) -> None:
-        """Tell P that a request will not be read, since vLLM has rejected it.
+        """Notify P that a request will not be read, because vLLM has rejected it.
 
-        vLLM says so by a request of the same parameters and one token, which it aborts at once. That prompt is
-        compared with nothing: the parameters name what P holds, and only whom P gave them to can know them.
+        vLLM says this with a request of the same parameters and one token, which it aborts at once. Nothing compares
+        that prompt: the parameters name what P holds, and only those to whom P gave them know them.
         """
         try:
             if params.get(TICKET) is not None:
@@ -134,59 +151,47 @@ class DecodeScheduler:
             else:
                 remote = PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=None)
                 self._check_source(remote.address)
-                self._release(PendingLoad(remote), read=True)
+                self._release(Load(request, remote=remote), read=True)
         except KvhmaError as error:
-            logger.warning("kvhma: request %s was rejected, and P is not told: %s", request.request_id, error)
+            logger.warning("kvhma: request %s was rejected, and P is not notified: %s", request.request_id, error)
 
-    def take_metadata(self) -> StepMetadata:
-        """Return the loads and refusals since the last call; called at the end of each of vLLM's schedules."""
-        for request_id, followed in list(self._following.with_blocks.items()):
-            self._follow_on(request_id, self.pending[request_id], followed)
-        if self._unclaimed:
-            self._claim_what_lasts()
-        if self._uncompared:  # what is scheduled in the next step is not claimed
-            self._compare_what_is_summed()
-        metadata, self._metadata = self._metadata, StepMetadata()
-        return metadata
+    def _add_params(self, load: Load, params: dict[str, Any]) -> None:
+        """Add a load of what P has computed. P is notified of it only if the parameters are of the same prompt."""
+        request = load.request
+        try:
+            if params.get("do_remote_decode"):
+                raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+            remote = PrefillParams.from_params(
+                params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
+            )
+            self._check_source(remote.address, remote.engine_id)
+            self._adopt_items(request, remote)
+        except OtherPromptError as error:
+            self._fall_back(load, "other_prompt", str(error))
+        except KvhmaError as error:
+            self._fail(load, _refused(str(error)))
+        else:
+            load.remote = self._counted(remote)
+            self._move(load, LoadEvent.PARAMS)
+            if not self._context.prompts.begin(request, remote.num_tokens):
+                self._compare(load)
 
-    def wait_for_others(self) -> None:
-        """Wait a little for what pending loads wait for: news of a followed prompt, the digest of one."""
-        self._following.wait_for_news(load.followed for load in self.pending.values())
-        if self._uncompared:  # the thread makes one after the other
-            self._context.prompts.is_ready(next(iter(self._uncompared)), _DIGEST_SECONDS)
-
-    def _compare_what_is_summed(self) -> None:
-        for request in list(self._uncompared.values()):
-            if not self._context.prompts.is_ready(request.request_id):
-                break
-            self._compare(request)
-
-    def finish(self, request: Request) -> bool:
-        """Take note that a request has ended; return whether it was one to be loaded."""
-        self.put_off.forget(request.request_id)
-        self._items_end.pop(request.request_id, None)
-        load = self._compare(request)
-        if load is None:
-            return False
-        load.finished = True
-        load.aborted = request.status.name == "FINISHED_ABORTED"
-        if load.state is LoadState.WANTED:
-            self._end(request.request_id, read=load.aborted)
-        return True
-
-    def _follow(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
+    def _add_ticket(self, load: Load, params: dict[str, Any]) -> None:
         """Begin to ask P about a request that it computes at the same time."""
+        request = load.request
         try:
             ticket = self._ticket(params)
-            is_unread = request.get_skip_reading_prefix_cache()
-            if is_unread:
-                self._compute_unread(request.request_id)
-            if is_unread or request.num_prompt_tokens <= self._context.engine.backoff:  # too short to be handed over
+            if request.get_skip_reading_prefix_cache():
                 self._following.give_up(ticket)
-                return None
-            return PendingLoad(None, followed=self._following.follow(request, ticket))
+                self._compute_unread(load)
+            elif self._context.engine.loadable_tokens(request.num_prompt_tokens) == 0:
+                self._following.give_up(ticket)
+                self._move(load, LoadEvent.NOTHING_TO_LOAD)
+            else:
+                load.ticket = self._following.follow(request, ticket)
+                self._move(load, LoadEvent.TICKET)
         except KvhmaError as error:
-            return PendingLoad(None, _refused(str(error)))
+            self._fail(load, _refused(str(error)))
 
     def _ticket(self, params: dict[str, Any]) -> Ticket:
         ticket = read_ticket(params)
@@ -194,125 +199,6 @@ class DecodeScheduler:
             raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
         self._check_source(ticket.address)
         return ticket
-
-    def _look(self, request: Request, load: PendingLoad, followed: FollowedLoad) -> PendingLoad | None:
-        """Return what is pending of a followed request, which may be computed here, or have been handed over."""
-        request_id = request.request_id
-        if (params := followed.conversation.handed_over()) is not None:
-            self._unfollow(request_id, load, "late")
-            found = self._read(request, params)
-            if found is None:
-                del self.pending[request_id]
-            else:
-                found.traceparent = load.traceparent
-                self.pending[request_id] = found
-        elif not is_sample(request_id):  # samples share what P keeps: each reads it as a whole, when it is there
-            try:
-                load.num_tokens = self._following.look(request, followed) or 0
-            except OtherPromptError as error:
-                self._unfollow(request_id, load, "refused")
-                if self._disagree(request_id, load, "other_prompt", str(error)) is None:
-                    del self.pending[request_id]
-            except KvhmaError as error:
-                self._unfollow(request_id, load, "lost")
-                load.refusal = _refused(str(error))
-        return self.pending.get(request_id)
-
-    def _unfollow(self, request_id: str, load: PendingLoad, end: str) -> None:
-        followed, load.followed = load.followed, None
-        if followed is not None:
-            self._following.stop(request_id, followed, end)
-
-    def _follow_on(self, request_id: str, load: PendingLoad, followed: FollowedLoad) -> None:
-        """Order the next piece of a followed load, or the last one; unless a piece is being read."""
-        told, geometry = followed.conversation, self._context.geometry
-        params = told.handed_over()
-        if followed.reading or geometry is None:
-            return
-        if load.finished:
-            load.state = LoadState.LOADING
-            self._unfollow(request_id, load, "given_up")
-            self._metadata.given_up.append(request_id)
-        elif told.error:
-            self._unfollow(request_id, load, "lost")
-            self._refuse(request_id, load, _refused(told.error))
-        elif params is not None:
-            self._unfollow(request_id, load, "handed_over")
-            try:
-                self._finish_following(request_id, load, followed, params)
-            except KvhmaError as error:
-                self._refuse(request_id, load, _refused(str(error)))
-        elif (piece := followed.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
-            self._metadata.loads.append(piece)
-
-    def _finish_following(
-        self, request_id: str, load: PendingLoad, followed: FollowedLoad, params: dict[str, Any]
-    ) -> None:
-        """Order the last piece: from here on it is a load like others."""
-        remote = self._taken(
-            PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=followed.num_prompt_tokens)
-        )
-        if self._context.geometry is None:
-            raise RequestError("this engine has no caches that were registered")
-        order = followed.last_piece(self._context.geometry, remote)
-        load.remote, load.state, load.since = remote, LoadState.LOADING, time.monotonic()
-        load.tries += 1
-        load.ask_first = self._is_shared(request_id, remote.lease_key)
-        self._unclaimed[request_id] = load
-        self._metadata.loads.append(order._replace(outcome=self._outcome(remote)))
-
-    def _read(self, request: Request, params: dict[str, Any]) -> PendingLoad | None:
-        """Return what is to be loaded, None if nothing is. P hears of a request only if the parameters are of it."""
-        if params.get("do_remote_decode"):
-            return PendingLoad(
-                None, _refused("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
-            )
-        try:
-            remote = PrefillParams.from_params(
-                params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
-            )
-            self._check_source(remote.address, remote.engine_id)
-            self._adopt_items(request, remote)
-        except OtherPromptError as error:
-            return self._disagree(request.request_id, PendingLoad(None), "other_prompt", str(error))
-        except KvhmaError as error:
-            return PendingLoad(None, _refused(str(error)))
-        load = PendingLoad(self._taken(remote))
-        if not self._context.prompts.begin(request, remote.num_tokens):
-            return self._start(request, load)
-        self._uncompared[request.request_id] = request
-        return load
-
-    def _adopt_items(self, request: Request, remote: PrefillParams) -> None:
-        """Make a request's multimodal items those of P, if they are trusted. Whether the rest agrees is seen later."""
-        if self._trusts_items and remote.items:
-            engine = self._context.engine
-            # VLLM computes the last token in any case, and every one of a prompt that must not read its cache.
-            most = request.num_prompt_tokens - max(1, engine.backoff)
-            loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, most)
-            depend = engine.positions_depend_on_items
-            if end := adopt_items(request, remote.items, loaded, positions_depend=depend):
-                self._items_end[request.request_id] = end
-
-    @property
-    def _trusts_items(self) -> bool:
-        """Whether items of P are taken over: what cannot be loaded of them has to fail."""
-        return self._context.settings.trusts_items and not self._context.engine.recompute
-
-    def _would_compute_items(self, request: Request, local: int) -> bool:
-        """Return whether D, if nothing is loaded, would compute an item that only P has seen."""
-        end = self._items_end.get(request.request_id, 0)
-        return end > 0 and self._hit_without_load(request, local) < end
-
-    def _compare(self, request: Request) -> PendingLoad | None:
-        """Return what is pending of a request; if its prompt was not compared yet it is now."""
-        request_id = request.request_id
-        if (
-            self._uncompared.pop(request_id, None) is not None
-            and self._start(request, self.pending[request_id]) is None
-        ):
-            del self.pending[request_id]
-        return self.pending.get(request_id)
 
     def _check_source(self, address: Address, engine_id: str = "") -> None:
         """Refuse what may not, or cannot, be read; a ticket does not say which engine it is of."""
@@ -326,158 +212,151 @@ class DecodeScheduler:
         if self._context.geometry is None or not self._context.geometry.groups:
             raise RequestError("this engine has no caches that were registered")
 
-    def _start(self, request: Request, load: PendingLoad) -> PendingLoad | None:
-        """Compare what P holds for a request with its prompt, and claim it; None if all of it is computed here."""
-        remote, engine, request_id = load.remote, self._context.engine, request.request_id
-        assert remote is not None  # noqa: S101
-        try:
-            same = self._context.prompts.take(request, remote.num_tokens) == remote.prompt
-        except KvhmaError as error:
-            load.remote, load.refusal = None, _refused(str(error))
-            return load
-        if not same:
-            text = (
-                f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P; of a "
-                "body with several prompts, vLLM hands over the parameters of the first"
-            )
-            return self._disagree(request_id, load, "other_prompt", text)
-        if request.get_skip_reading_prefix_cache():
-            self._compute_unread(request_id)
-            self._release(load, read=True)
-            return None
-        most = request.num_prompt_tokens - engine.backoff
-        if most <= 0:  # too short to be handed over: that is no loss
-            self._release(load, read=True)
-            return None
-        load.num_tokens = min(remote.num_tokens, most)
-        load.ask_first = self._is_shared(request_id, remote.lease_key)
-        if remote.num_tokens > most and (engine.has_state or engine.has_windows):
-            text = (
-                f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most {most} can be "
-                f"taken over: the last {engine.backoff} are computed here, for a state, for a window or for "
-                "num_speculative_tokens, and P leaves as many with equal settings and without prompt_logprobs"
-            )
-            self._release(load, read=engine.recompute)
-            return self._disagree(request_id, load, "state_ahead", text)
-        if load.ask_first:
-            self._claim(load, remote)
-        else:
-            self._unclaimed[request_id] = load
-        return load
-
-    def _taken(self, remote: PrefillParams) -> PrefillParams:
+    def _counted(self, remote: PrefillParams) -> PrefillParams:
         """Return parameters as they count here: a lease within bounds, a digest only if it is compared, no items."""
         remote = _bounded(remote)._replace(items=())
         is_compared = self._context.settings.content_digests or remote.content_seed is None
         return remote if is_compared else remote._replace(content_seed=None)
 
-    def _claim(self, load: PendingLoad, remote: PrefillParams) -> None:
-        every = max(_MIN_RENEWAL_SECONDS, remote.lease / _RENEWALS)
-        self.renewer.track(remote.address, remote.claim(load.reader), every=every)
-        load.claimed = True
+    # --- Multimodal items that only P has seen ------------------------------------------------------------------
 
-    def _claim_what_lasts(self) -> None:
-        """Claim what waits for room, or takes long to load."""
-        now = time.monotonic()
-        for request_id, load in list(self._unclaimed.items()):
-            if load.state is LoadState.LOADING and now - load.since < _CLAIM_AFTER_SECONDS:
-                continue
-            del self._unclaimed[request_id]
-            if load.remote is not None:
-                self._claim(load, load.remote)
+    def _adopt_items(self, request: Request, remote: PrefillParams) -> None:
+        """Make a request's multimodal items those of P, if they are trusted. The rest is compared later."""
+        if self._trusts_items and remote.items:
+            engine = self._context.engine
+            # vLLM computes the last token in any case, and every token of a prompt that must not read its cache.
+            most = min(engine.loadable_tokens(request.num_prompt_tokens), request.num_prompt_tokens - 1)
+            loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, most)
+            depend = engine.positions_depend_on_items
+            if end := adopt_items(request, remote.items, loaded, positions_depend=depend):
+                self._items_end[request.request_id] = end
 
-    def _is_shared(self, request_id: str, key: LeaseKey) -> bool:
+    @property
+    def _trusts_items(self) -> bool:
+        """Whether a request may adopt P's items. If what was loaded of them is lost, the request must fail."""
+        return self._context.settings.trusts_items and not self._context.engine.recompute
+
+    def _would_compute_items(self, request: Request, local: int) -> bool:
+        """Return whether D, if nothing is loaded, would compute an item that only P has seen."""
+        end = self._items_end.get(request.request_id, 0)
+        return end > 0 and self._hit_without_load(request, local) < end
+
+    # --- The prompt ---------------------------------------------------------------------------------------------
+
+    def _compare(self, load: Load) -> None:
+        """Compare what P holds for a request with its prompt; waits for the digest if that is being made."""
+        remote, request = load.remote, load.request
+        assert remote is not None  # noqa: S101
+        try:
+            same = self._context.prompts.take(request, remote.num_tokens) == remote.prompt
+        except KvhmaError as error:
+            self._fail(load, _refused(str(error)))
+            return
+        if not same:
+            text = (
+                f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P; of a "
+                "body with several prompts, vLLM hands over the parameters of the first"
+            )
+            self._fall_back(load, "other_prompt", text)
+            return
+        self._move(load, LoadEvent.SAME_PROMPT)
+        engine, prompt = self._context.engine, request.num_prompt_tokens
+        load.num_tokens = min(remote.num_tokens, engine.loadable_tokens(prompt))
+        if request.get_skip_reading_prefix_cache():
+            self._compute_unread(load)
+        elif load.num_tokens == 0:  # too short to be handed off: that is no loss
+            self._move(load, LoadEvent.NOTHING_TO_LOAD)
+        elif engine.is_ahead(remote.num_tokens, prompt):
+            text = (
+                f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most "
+                f"{load.num_tokens} can be loaded: the last {engine.backoff} are computed here, for a state, for a "
+                "window or for num_speculative_tokens, and P leaves as many with equal settings and without "
+                "prompt_logprobs"
+            )
+            self._fall_back(load, "state_ahead", text)
+        else:
+            load.is_shared = self._is_shared(load, remote)
+            if load.is_shared:
+                self._move(load, LoadEvent.SHARED)
+
+    def _compare_finished(self, load: Load | None) -> Load | None:
+        """Compare a prompt whose comparison was put off; return the load, None if there is none or it has ended."""
+        if load is not None and load.state is LoadState.COMPARING:
+            self._compare(load)
+        return None if load is None or load.state.is_end else load
+
+    def _is_shared(self, load: Load, remote: PrefillParams) -> bool:
         """Return whether other requests may come, or have come, with the same parameters."""
+        key = remote.lease_key
         known = key in self._shared
-        self._shared[key] = known or is_sample(request_id)
+        self._shared[key] = known or is_sample(load.request_id)
         self._shared.move_to_end(key)
         if len(self._shared) > _KEYS_REMEMBERED:
             self._shared.popitem(last=False)
         return self._shared[key]
 
-    def _disagree(self, request_id: str, load: PendingLoad, reason: str, text: str) -> PendingLoad | None:
-        """Have ``kv_load_failure_policy`` decide about a prompt that P has computed and that cannot be taken over.
-
-        Returns:
-            The load, which fails then; None if the prompt is computed here.
-        """
-        if self._context.engine.recompute:
-            self._compute_here(request_id, reason, text)
-            return None
-        load.remote, load.refusal = None, Failure(reason, text, passing=False)
-        return load
-
-    def _compute_unread(self, request_id: str) -> None:
-        """Take note that vLLM computes a prompt whatever is there: it is asked for all of its log-probabilities."""
-        text = "skip_reading_prefix_cache is set for it, which prompt_logprobs do"
-        self._compute_here(request_id, "skip_reading_prefix_cache", text)
-
-    def _compute_here(self, request_id: str, reason: str, text: str) -> None:
-        logger.warning("kvhma: request %s is computed here: %s", request_id, text)
-        self._context.stats.count("computed_prompts", label=reason)
+    # --- What vLLM asks -----------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.
 
-        vLLM asks again in each step until the request is scheduled. The answer is the same unless P has answered or
-        the request has waited too long.
+        vLLM asks again in each step until it has scheduled the request. The answer follows from the state of the load;
+        it changes only if P has answered or the request has waited too long.
         """
-        if self.put_off.lets_others_go(request.request_id, loads=request.request_id in self.pending):
-            return None, False
         load = self.pending.get(request.request_id)
-        if load is None and self._would_compute_items(request, local):
-            # It was preempted, and what it had loaded is not in the prefix cache any more.
-            self.refuse(request.request_id, _ITEMS_LOST)
-            return self._failing(request, local)
-        if load is not None and load.followed is not None:
-            load = self._look(request, load, load.followed)
-            if load is not None and load.followed is None and request.request_id in self._items_end:
-                return None, False  # vLLM has looked for its blocks by the items that it had before
-        if request.request_id in self._uncompared:
-            if not self._context.prompts.is_ready(request.request_id):
-                return None, False
-            load = self._compare(request)
+        if self.failed.must_yield_to_running(request.request_id, loads=load is not None):
+            return _UNKNOWN
         if load is None:
-            return 0, False
-        if load.followed is not None:
-            if not load.num_tokens:
-                return None, False
-            return (wanted, True) if (wanted := load.num_tokens - local) > 0 else (0, False)
-        if load.refusal or load.remote is None:
-            return self._failing(request, local)
-        held = self._held_at_p(load, load.remote)
+            if not self._would_compute_items(request, local):
+                return _NOTHING
+            # vLLM has preempted it, and the prefix cache has lost what it had loaded.
+            load = Load(request)
+            self._fail(load, _refused(_ITEMS_LOST))
+        if load.state is LoadState.FOLLOWING:
+            self._look_at_ticket(load)
+            if load.ticket is None and not load.state.is_end and request.request_id in self._items_end:
+                return _UNKNOWN  # vLLM has looked for its blocks by the items that it had before
+        if load.state is LoadState.COMPARING:
+            if not self._context.prompts.is_ready(request.request_id):
+                return _UNKNOWN
+            self._compare(load)
+        if load.state in (LoadState.ASKING, LoadState.WAITING, LoadState.RETRYING):
+            return self._answer_of_waiting(load, local)
+        if load.state is LoadState.FOLLOWING and load.num_tokens:
+            return _beyond(load, local)
+        if load.state is LoadState.REFUSED:
+            return self._answer_of_failing(request, local)
+        return _NOTHING if load.state.is_end else _UNKNOWN
+
+    def _answer_of_waiting(self, load: Load, local: int) -> tuple[int | None, bool]:
+        held = self._is_held(load)
         if held is None:
-            return None, False
+            return _UNKNOWN
+        if held and load.state is LoadState.ASKING:
+            self._move(load, LoadEvent.HELD)
         if not held:
             reason, text = "late_reader", "others have read what P held for it, and its lease has ended"
-            if load.prefilled is not None:
+            if load.purpose is Purpose.NEXT_TURN and load.remote is not None:
                 text = f"{load.remote.address} does not hold the last turn's answer any more, or does not answer"
-        elif self.put_off.is_starved(load):
+        elif self.failed.waited_too_long_for_blocks(load):
             reason = "no_room"
             text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
-            if load.tries:
+            if load.state is LoadState.RETRYING:
                 text = "its load has failed, and there are not enough free blocks to try again"
+        elif load.purpose is Purpose.NEXT_TURN and self._is_short(load, local):
+            self._move(load, LoadEvent.NOTHING_TO_LOAD)
+            return _NOTHING
+        elif load.num_tokens > local or not self._would_compute_items(load.request, local):
+            return _beyond(load, local)
         else:
-            wanted = load.num_tokens - local
-            if load.prefilled is not None and self._is_short(load, request, local):
-                self._end(request.request_id, read=True)
-                return 0, False
-            if wanted > 0 or not self._would_compute_items(request, local):
-                return (wanted, True) if wanted > 0 else (0, False)
             reason, text = "refused", _ITEMS_LOST
-        if load.prefilled is None and not self._context.engine.recompute:
-            self._unclaimed.pop(request.request_id, None)
-            self._release(load, read=False)
-            self._disagree(request.request_id, load, reason, text)
-            return self._failing(request, local)
-        self._compute_here(request.request_id, reason, text)
-        self._end(request.request_id, read=True)
-        return 0, False
+        self._fall_back(load, reason, text)
+        return self._answer_of_failing(load.request, local) if load.state is LoadState.REFUSED else _NOTHING
 
-    def _failing(self, request: Request, local: int) -> tuple[int, bool]:
-        """Return what vLLM hears of a load that fails: only a request that waits for tokens can.
+    def _answer_of_failing(self, request: Request, local: int) -> tuple[int, bool]:
+        """Return what vLLM hears of a load that fails: only a request that waits for tokens can fail.
 
-        For one token it needs the fewest blocks. Where `local` leaves out what a hit has of a last block that is not
+        With one token it needs the fewest blocks. Where `local` leaves out what a hit has of a last block that is not
         full, vLLM lets it wait for more tokens than that only; a hit never has all of them. A prompt that must not read
         its cache waits for nothing; since it fails, it may read.
         """
@@ -485,12 +364,12 @@ class DecodeScheduler:
             request.skip_reading_prefix_cache = False
         return request.num_tokens - local if self._context.partial_hits else 1, True
 
-    def _is_short(self, load: PendingLoad, request: Request, local: int) -> bool:
+    def _is_short(self, load: Load, local: int) -> bool:
         """Return whether a prefill computes as fast what it would read."""
         least = self._context.settings.kv_recompute_threshold
         if load.num_tokens - local >= least:
             return False
-        return load.num_tokens - self._hit_without_load(request, local) < least
+        return load.num_tokens - self._hit_without_load(load.request, local) < least
 
     def _hit_without_load(self, request: Request, local: int) -> int:
         """Return how many tokens vLLM would not compute: the hit that it names is that of full attention."""
@@ -499,55 +378,44 @@ class DecodeScheduler:
             return min(local, int(manager.get_computed_blocks(request)[1]))
         return local
 
-    def _held_at_p(self, load: PendingLoad, remote: PrefillParams) -> bool | None:
+    def _is_held(self, load: Load) -> bool | None:
         """Return whether P still holds what is to be loaded; None if it has to answer first."""
-        if not load.ask_first:
+        if not load.must_be_confirmed or load.remote is None:
             return True
-        held = self.renewer.held(remote.address, remote.claim(load.reader))
+        held = self.renewer.held(load.remote.address, load.remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
-            # The load finds that P does not answer, and kv_load_failure_policy decides; a prefill does without it.
-            return load.prefilled is None
+            # The read finds that P does not answer, and kv_load_failure_policy decides; a prefill computes instead.
+            return load.purpose is Purpose.DECODE
         return held
 
+    # --- Blocks and reads ---------------------------------------------------------------------------------------
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Take the blocks that a load is to fill; without external tokens there is nothing to load."""
-        request_id = request.request_id
-        self.put_off.forget(request_id)
-        load = self._compare(request)
-        if load is None or load.state is not LoadState.WANTED:
+        """Order the read into the blocks that vLLM has given a load; without external tokens nothing is loaded."""
+        self.failed.forget(request.request_id)
+        load = self._compare_finished(self.pending.get(request.request_id))
+        if load is None or load.state in (LoadState.PIECES, LoadState.LOADING, LoadState.FAILING):
             return
         if external <= 0:
-            if load.refusal:  # vLLM has not let it wait: it must not read the cache, or another connector loads it
-                self._compute_here(request_id, load.refusal.cause, load.refusal.text)
-            self._end(request_id, read=True)
+            self._move(load, LoadEvent.NOTHING_TO_LOAD)
             return
-        load.state = LoadState.LOADING
-        load.first_tokens, load.unheard = {}, False
-        self._digests.forget(request_id)
-        if load.refusal:
-            self._refuse(request_id, load, load.refusal)
+        self._digests.forget(load.request_id)
+        load.begin_attempt()
+        if load.state is LoadState.REFUSED:
+            self._move(load, LoadEvent.BLOCKS)
             return
         try:
-            if load.followed is not None:
-                remote = load.followed.provisional()
-                order = self._make_load(request_id, load, remote, blocks, external)
-                load.state = LoadState.FOLLOWING
-                self._following.place(request_id, load.followed, order)
-            else:
-                load.tries += 1
-                self._metadata.loads.append(self._make_load(request_id, load, load.remote, blocks, external))
+            remote = load.remote if load.ticket is None else load.ticket.provisional()
+            command = self._read_command(load, remote, blocks, external)
         except KvhmaError as error:
-            self._refuse(request_id, load, _refused(str(error)))
+            load.refusal = _refused(str(error))
+            self._move(load, LoadEvent.UNREADABLE)
+        else:
+            self._move(load, LoadEvent.BLOCKS, command)
 
-    def _refuse(self, request_id: str, load: PendingLoad, refusal: Failure) -> None:
-        """Have the workers report a load as failed, so that ``kv_load_failure_policy`` decides about it."""
-        logger.warning("kvhma: request %s cannot be loaded: %s", request_id, refusal.text)
-        load.refusal = refusal
-        self._metadata.refusals[request_id] = refusal
-
-    def _make_load(
-        self, request_id: str, load: PendingLoad, remote: PrefillParams | None, blocks: KVCacheBlocks, external: int
-    ) -> Load:
+    def _read_command(
+        self, load: Load, remote: PrefillParams | None, blocks: KVCacheBlocks, external: int
+    ) -> ReadCommand:
         geometry = self._context.geometry
         if remote is None or geometry is None:
             raise RequestError("there is nothing to load it from")
@@ -562,8 +430,8 @@ class DecodeScheduler:
             if is_state and any(block.is_null for block in filled):
                 raise RequestError("the block of its state is the null block")
             spans.append(Span(0 if is_state else first, [block.block_id for block in filled]))
-        return Load(
-            request_id=request_id,
+        return ReadCommand(
+            request_id=load.request_id,
             remote=remote,
             reader=load.reader,
             num_tokens=load.num_tokens,
@@ -571,118 +439,271 @@ class DecodeScheduler:
             spans=tuple(spans),
             outcome=self._outcome(remote),
             trace=load.trace(),
-            optional=load.prefilled is not None,
+            optional=load.purpose is Purpose.NEXT_TURN,
         )
 
-    def _worker_releases(self, remote: PrefillParams | None) -> bool:
-        """Whether the worker that has read a load tells P so; not before its digest was compared."""
-        has_digest = remote is not None and remote.content_seed is not None
-        return self._context.engine.worker_releases and not has_digest
+    # --- Tickets ------------------------------------------------------------------------------------------------
 
-    def _is_released(self, load: PendingLoad) -> bool:
-        """Whether P has heard that a load was read."""
-        return self._worker_releases(load.remote) and not load.unheard
+    def _look_at_ticket(self, load: Load) -> None:
+        """Act on what P says of a ticket whose request has no blocks yet."""
+        ticket = load.ticket
+        assert ticket is not None  # noqa: S101
+        if (params := ticket.conversation.handed_over()) is not None:
+            self._move(load, LoadEvent.HANDED_OFF)
+            load.since = time.monotonic()
+            self._add_params(load, params)
+        elif not is_sample(load.request_id):  # samples share what P holds: each reads it as a whole, when it is there
+            try:
+                load.num_tokens = self._following.look(load.request, ticket) or 0
+            except OtherPromptError as error:
+                self._fall_back(load, "other_prompt", str(error))
+            except KvhmaError as error:
+                load.refusal = _refused(str(error))
+                self._move(load, LoadEvent.TICKET_LOST)
+
+    def _read_next_piece(self, load: Load, ticket: FollowedLoad) -> None:
+        """Order the next piece of a followed load, or the last one; unless a piece is being read."""
+        conversation, geometry = ticket.conversation, self._context.geometry
+        params = conversation.handed_over()
+        if ticket.reading or geometry is None:
+            return
+        if load.end is not None:
+            self._move(load, LoadEvent.CANCELLED)
+        elif conversation.error:
+            load.refusal = _refused(conversation.error)
+            self._move(load, LoadEvent.TICKET_LOST)
+        elif params is not None:
+            try:
+                command = self._last_piece(load, ticket, params)
+            except KvhmaError as error:
+                load.refusal = _refused(str(error))
+                self._move(load, LoadEvent.UNREADABLE)
+            else:
+                self._move(load, LoadEvent.HANDED_OFF, command)
+        elif (piece := ticket.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
+            self._move(load, LoadEvent.SETTLED, piece)
+
+    def _last_piece(self, load: Load, ticket: FollowedLoad, params: dict[str, Any]) -> ReadCommand:
+        """Return what reads the rest of a followed load, which from here on is a load like others."""
+        remote = self._counted(
+            PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=ticket.num_prompt_tokens)
+        )
+        if self._context.geometry is None:
+            raise RequestError("this engine has no caches that were registered")
+        command = ticket.last_piece(self._context.geometry, remote)
+        load.remote, load.since = remote, time.monotonic()
+        load.is_shared = self._is_shared(load, remote)
+        return command._replace(outcome=self._outcome(remote))
+
+    # --- Steps --------------------------------------------------------------------------------------------------
+
+    def take_metadata(self) -> StepMetadata:
+        """Return the reads and refusals since the last call; called at the end of each of vLLM's schedules."""
+        for request_id, ticket in list(self._following.with_blocks.items()):
+            self._read_next_piece(self.pending[request_id], ticket)
+        if self._loads.unclaimed:
+            self._claim_what_lasts()
+        for load in self._loads.comparing():  # what is scheduled in the next step is not claimed
+            if not self._context.prompts.is_ready(load.request_id):
+                break
+            self._compare(load)
+        metadata, self._metadata = self._metadata, StepMetadata()
+        return metadata
+
+    def wait_for_others(self) -> None:
+        """Wait a little for what pending loads wait for: progress of a followed prompt, the digest of one."""
+        self._following.wait_for_news(load.ticket for load in self.pending.values())
+        for load in self._loads.comparing():  # the thread makes one after the other
+            self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
+            break
+
+    def _claim_what_lasts(self) -> None:
+        """Claim what waits for room, or takes long to load."""
+        now = time.monotonic()
+        for load in list(self._loads.unclaimed.values()):
+            if load.state is not LoadState.LOADING or now - load.since >= _CLAIM_AFTER_SECONDS:
+                self._move(load, LoadEvent.LASTS)
 
     def results(self, output: KVConnectorOutput) -> None:
-        """Take note of the loads that have ended."""
+        """Act on the reads that have ended."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._note_report(report)
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
             load = self.pending.get(request_id)
-            if load is not None and load.prefilled is not None:
-                self._loaded_for_prefill(request_id, load, load.prefilled, failed=load.lost or request_id in failed)
-            elif load is not None:
-                self._loaded(request_id, load, failed=request_id in failed)
+            if load is not None and load.state in (LoadState.LOADING, LoadState.FAILING):
+                self._read_ended(load, failed=request_id in failed or load.state is LoadState.FAILING)
 
     def _note_report(self, report: WorkerReport) -> None:
+        """Note what some ranks say of the reads that they have ended."""
         for request_id, tokens in report.first_tokens.items():
-            if (load := self.pending.get(request_id)) is not None:
-                load.first_tokens = later(load.first_tokens, tokens)
+            if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
+                load.attempt.first_tokens = later(load.attempt.first_tokens, tokens)
         for request_id in report.shown:
-            if (load := self.pending.get(request_id)) is not None:
-                load.unheard = True
+            if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
+                load.attempt.verified_by_board = True
         for request_id, ranks in report.pieces.items():
             self._following.note_piece(request_id, ranks, report.lost_pieces.get(request_id, ""))
         for request_id, failure in report.failures.items():
-            load = self.pending.get(request_id)
-            if load is not None:
-                load.lost = load.prefilled is not None
+            if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
+                load.attempt.rank_failed = True
                 if not failure.passing:
                     load.refusal = load.refusal or failure
         if self._context.settings.content_digests:
             self._metadata.verdicts |= self._digests.verdicts(report)
 
-    def _loaded_for_prefill(self, request_id: str, load: PendingLoad, request: Request, *, failed: bool) -> None:
-        """Take note that the last turn was read; or make vLLM compute the prompt, whatever its policy.
-
-        So it does where windows begin inside of blocks that are not filled from their start: these cannot be handed
-        over, and D would lack the windows.
-        """
-        if not load.finished and (failed or load.first_tokens):
-            reason = "failed_read" if failed else "short_window"
-            self._compute_here(request_id, reason, "the last turn's answer could not be read as it is needed")
-            if self._context.manager is not None:
-                # What vLLM itself does with the recompute policy. It has not looked at the request yet.
-                self._context.manager.free(request)
-                request.num_computed_tokens = 0
-                self.put_off.note_failed(request_id)
-        self._end(request_id, read=True, released=not failed and self._is_released(load))
-
-    def _loaded(self, request_id: str, load: PendingLoad, *, failed: bool) -> None:
-        recompute = self._context.engine.recompute
-        if failed and recompute and not load.finished:
-            self.put_off.note_failed(request_id)
-        if not failed and not load.finished:
-            self._keep_unfilled_out(request_id, load.first_tokens)
-        may_try_again = not load.refusal and load.tries <= self._context.settings.load_retries
-        if failed and may_try_again and not load.finished and recompute:
-            load.state = LoadState.WANTED
-            load.asked_since = None
+    def _read_ended(self, load: Load, *, failed: bool) -> None:
+        """Act on a read that has ended on all ranks; `failed` is what vLLM has heard."""
+        attempt, recompute = load.attempt, self._context.engine.recompute
+        assert attempt is not None  # noqa: S101
+        if load.purpose is Purpose.NEXT_TURN:
+            failed = failed or attempt.rank_failed
+            # A block that is not filled from its start cannot be handed off, and D would lack the window in it.
+            if load.end is None and (failed or attempt.first_tokens):
+                self._recompute(load, "failed_read" if failed else "short_window")
+            event = LoadEvent.FAILED if failed else LoadEvent.LOADED
+        elif not failed:
+            if load.end is None:
+                self._exclude_partial_blocks(load.request_id, attempt.first_tokens)
+            event = LoadEvent.LOADED
         else:
-            # A D that recomputes the prompt does not need P any more; if the request fails, another D may read it.
-            released = not failed and self._is_released(load)
-            self._end(request_id, read=not failed or recompute or load.aborted, released=released)
+            event = LoadEvent.FAILED
+            if recompute and load.end is None:
+                self.failed.note_failed(load.request_id)
+                if load.refusal is None and attempt.number <= self._context.settings.load_retries:
+                    event, load.waits_since = LoadEvent.FAILED_TRANSIENT, None
+        self._move(load, event)
 
-    def _keep_unfilled_out(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
-        """Keep blocks that the load has not filled from their first token on out of the prefix cache."""
+    def _recompute(self, load: Load, reason: str) -> None:
+        """Make vLLM compute the prompt of a next turn, whatever ``kv_load_failure_policy`` is."""
+        request = load.request
+        self._compute_locally(load.request_id, reason, "the last turn's answer could not be read as it is needed")
+        if self._context.manager is not None:
+            # What vLLM itself does with the recompute policy. It has not looked at the request yet.
+            self._context.manager.free(request)
+            request.num_computed_tokens = 0
+            self.failed.note_failed(load.request_id)
+
+    def _exclude_partial_blocks(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
+        """Exclude blocks that the read has not filled from their first token on from the prefix cache."""
         if self._context.manager is not None:
             for group, token in first_tokens.items():
-                never_cache_before(
-                    self._context.manager, request_id, self._context.engine.transfer_groups[group], token
-                )
+                mark_uncacheable(self._context.manager, request_id, self._context.engine.transfer_groups[group], token)
             if first_tokens and self._context.engine.keeps_answers:
                 self.unfilled[request_id] = dict(first_tokens)
 
-    def _end(self, request_id: str, *, read: bool, released: bool = False) -> None:
-        """Forget a load; P is told, unless the worker has `released` the blocks with its question.
+    def finish(self, request: Request) -> bool:
+        """Note that a request has ended; return whether it had a load."""
+        self.failed.forget(request.request_id)
+        self._items_end.pop(request.request_id, None)
+        load = self._compare_finished(self.pending.get(request.request_id))
+        if load is None:
+            return False
+        is_aborted = request.status.name == "FINISHED_ABORTED"
+        load.end = End.ABORTED if is_aborted else End.FINISHED
+        self._move(load, LoadEvent.ABORTED if is_aborted else LoadEvent.ENDED)
+        return True
 
-        What is claimed is released all the same: a renewal may have been on its way then, and have claimed it again.
-        """
-        load = self.pending.pop(request_id)
-        self._unfollow(request_id, load, "given_up")
-        self._digests.forget(request_id)
-        self._unclaimed.pop(request_id, None)
-        if load.claimed or not released:
-            self._release(load, read=read)
+    # --- What is done about an event ----------------------------------------------------------------------------
 
-    def _release(self, load: PendingLoad, *, read: bool) -> None:
-        """Tell P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
+    def _fail(self, load: Load, failure: Failure) -> None:
+        """Have a request fail that has no blocks."""
+        load.refusal = failure
+        self._move(load, LoadEvent.REFUSED)
+        load.remote, load.claim = None, None
+
+    def _fall_back(self, load: Load, reason: str, text: str) -> None:
+        """Have ``kv_load_failure_policy`` decide about a prompt that P has computed and D cannot load."""
+        failure = Failure(reason, text, passing=False)
+        if load.purpose is Purpose.DECODE and not self._context.engine.recompute:
+            self._fail(load, failure)
+            return
+        load.refusal = failure
+        self._move(load, LoadEvent.LOCAL)
+
+    def _compute_unread(self, load: Load) -> None:
+        """Leave a prompt to vLLM that computes it anyway, because its log-probabilities are asked for."""
+        text = "skip_reading_prefix_cache is set for it, which prompt_logprobs do"
+        load.refusal = Failure("skip_reading_prefix_cache", text, passing=False)
+        self._move(load, LoadEvent.LOCAL)
+
+    def _compute_locally(self, request_id: str, reason: str, text: str) -> None:
+        logger.warning("kvhma: request %s is computed here: %s", request_id, text)
+        self._context.stats.count("computed_prompts", label=reason)
+
+    def _move(self, load: Load, event: LoadEvent, command: ReadCommand | None = None) -> None:
+        """Move a load on, and carry out what its machine asks for; `command` is the read that the event brings."""
+        effects = self._loads.on(load, event)
+        if load.state.is_end:
+            self._digests.forget(load.request_id)
+        for effect in effects:
+            self._carry_out(load, effect, command)
+
+    def _carry_out(self, load: Load, effect: LoadEffect, command: ReadCommand | None) -> None:
+        request_id, ticket, failure = load.request_id, load.ticket, load.refusal
+        if effect is LoadEffect.ORDER and command is not None:
+            self._metadata.loads.append(command)
+        elif effect is LoadEffect.PLACE and command is not None and ticket is not None:
+            self._following.place(request_id, ticket, command)
+        elif effect is LoadEffect.CANCEL_READ:
+            self._metadata.given_up.append(request_id)
+        elif effect is LoadEffect.REPORT_FAILED and failure is not None:
+            logger.warning("kvhma: request %s cannot be loaded: %s", request_id, failure.text)
+            self._metadata.refusals[request_id] = failure
+        elif effect is LoadEffect.COMPUTE_LOCALLY and failure is not None:
+            self._compute_locally(request_id, failure.cause, failure.text)
+        elif effect is LoadEffect.CLAIM and load.remote is not None:
+            claim = load.remote.claim(load.reader)
+            every = max(_MIN_RENEWAL_SECONDS, load.remote.lease / _RENEWALS)
+            self.renewer.track(load.remote.address, claim, every=every)
+            self._loads.claimed(load, claim)
+        elif effect in (LoadEffect.RELEASE, LoadEffect.RELEASE_UNREAD):
+            self._release(load, read=effect is LoadEffect.RELEASE)
+        elif effect is LoadEffect.RELEASE_FAILED:
+            computes = self._context.engine.recompute or load.purpose is Purpose.NEXT_TURN
+            self._release(load, read=computes or load.end is End.ABORTED)
+        elif effect is LoadEffect.RELEASE_UNNOTIFIED:
+            # What is claimed is released all the same: a renewal may have been on its way, and have claimed it again.
+            if load.claim is not None or not self._worker_has_notified(load):
+                self._release(load, read=True)
+        elif effect in _TICKET_ENDS and ticket is not None:
+            load.ticket = None
+            self._following.stop(request_id, ticket, _TICKET_ENDS[effect])
+
+    # --- Leases -------------------------------------------------------------------------------------------------
+
+    def _release(self, load: Load, *, read: bool) -> None:
+        """Notify P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
         if load.remote is not None:
             outcome = self._read_outcome(load.remote) if read else Outcome.UNREAD
             self.renewer.release(load.remote.address, load.remote.claim(load.reader), outcome)
 
+    def _worker_notifies(self, remote: PrefillParams | None) -> bool:
+        """Return whether the worker that reads a load notifies P itself; not before its digest was compared."""
+        has_digest = remote is not None and remote.content_seed is not None
+        return self._context.engine.worker_releases and not has_digest
+
+    def _worker_has_notified(self, load: Load) -> bool:
+        """Return whether P knows that a load was read."""
+        asked_p = load.attempt is not None and not load.attempt.verified_by_board
+        return asked_p and self._worker_notifies(load.remote)
+
     def _outcome(self, remote: PrefillParams) -> Outcome | None:
         """Return what a worker tells P itself when it has read; None if others read too."""
-        return self._read_outcome(remote) if self._worker_releases(remote) else None
+        return self._read_outcome(remote) if self._worker_notifies(remote) else None
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         # Any of these may turn out to be a reader; if none is, P keeps the blocks for two seconds more.
-        uncompared = (self.pending[request_id].remote for request_id in self._uncompared)
-        may_be_shared = any(one is not None and one.lease_key == remote.lease_key for one in uncompared)
+        uncompared = (load.remote for load in self._loads.comparing())
+        may_be_shared = any(other is not None and other.lease_key == remote.lease_key for other in uncompared)
         shared = may_be_shared or self._shared.get(remote.lease_key, False)
         return Outcome.READ_SHARED if shared else Outcome.READ
+
+
+def _beyond(load: Load, local: int) -> tuple[int, bool]:
+    """Return how many tokens of a load vLLM has not got."""
+    return (load.num_tokens - local, True) if load.num_tokens > local else _NOTHING
 
 
 def _refused(text: str) -> Failure:
@@ -690,6 +711,6 @@ def _refused(text: str) -> Failure:
 
 
 def _bounded(remote: PrefillParams) -> PrefillParams:
-    """Return parameters whose lease is one that counts."""
+    """Return parameters whose lease is within bounds."""
     lease = min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
     return remote if lease == remote.lease else remote._replace(lease=lease)

@@ -199,20 +199,20 @@ class FollowedLoads:
             followed.checked = True
         if followed.is_told_late:
             return None
-        tokens = min(told.total, request.num_prompt_tokens - self._context.engine.backoff)
+        tokens = min(told.total, self._context.engine.loadable_tokens(request.num_prompt_tokens))
         return tokens if tokens > 0 and self._has_room(followed, tokens) else None
 
     def _check(self, request: Request, told: Conversation) -> bool:
         """Compare what P computes with what is asked for; return whether it takes P's multimodal items to do so."""
         engine = self._context.engine
-        most = request.num_prompt_tokens - engine.backoff
         if told.total > request.num_prompt_tokens or (self._context.prompts.of(request, told.total) != told.prompt):
             if self._context.settings.trusts_items and told.total <= request.num_prompt_tokens:
                 return True
             raise OtherPromptError(f"P computes {told.total} tokens, or its adapter, items or salt are others")
-        if told.total > most and (engine.has_state or engine.has_windows):
+        if engine.is_ahead(told.total, request.num_prompt_tokens):
+            most = engine.loadable_tokens(request.num_prompt_tokens)
             raise OtherPromptError(
-                f"P computes {told.total} tokens, of this prompt at most {most} can be taken over: the last "
+                f"P computes {told.total} tokens, of this prompt at most {most} can be loaded: the last "
                 f"{engine.backoff} are computed here, and P leaves as many with equal settings"
             )
         return False

@@ -114,7 +114,7 @@ class PrefillScheduler:
         """Take a new request whose decode another engine does."""
         # Log-probabilities of the prompt are wanted of all of its tokens; one that is resumable goes on.
         if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
-            shorten_prompt(request, request.num_prompt_tokens - self._context.engine.backoff)
+            shorten_prompt(request, self._context.engine.loadable_tokens(request.num_prompt_tokens))
             self._shortened.add(request.request_id)
         if self._context.engine.host_staged:
             self._to_stage[request.request_id] = request
@@ -242,8 +242,9 @@ class PrefillScheduler:
 
     def _left_to_d(self, request: Request) -> int:
         """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""
-        backoff = self._context.engine.backoff
-        return backoff if request.request_id not in self._shortened and request.num_prompt_tokens > backoff else 0
+        engine = self._context.engine
+        is_whole = request.request_id not in self._shortened and engine.loadable_tokens(request.num_prompt_tokens) > 0
+        return engine.backoff if is_whole else 0
 
     def _tokens_to_hand_over(self, request: Request) -> int | None:
         """Return how many tokens the caches of a request hold for a decode engine; None if its state is elsewhere."""

@@ -66,7 +66,7 @@ def hit_blocks(table: Sequence[KVCacheBlock], start: int = 0) -> int:
     return len(table)
 
 
-def never_cache_before(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
+def mark_uncacheable(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
     """Keep the blocks of a loaded request that begin before a token out of the prefix cache.
 
     Call it before the load is reported as done: vLLM gives blocks their hashes right after. It takes them for cached

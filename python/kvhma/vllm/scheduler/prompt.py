@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,15 @@ from kvhma._kvhma import digest_prefixes, digest_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+_SAMPLE = re.compile(r"\d+_")
+"""How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
+
+
+def is_sample(request_id: str) -> bool:
+    """Return whether a request may be one of several samples of a prompt."""
+    return _SAMPLE.match(request_id) is not None
 
 
 def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = True) -> str:

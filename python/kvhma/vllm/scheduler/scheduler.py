@@ -92,7 +92,7 @@ class KvhmaScheduler:
         if not isinstance(params, dict):
             request.kv_transfer_params = None  # vLLM itself takes it for a dictionary
             text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
-            self.decode.refuse(request.request_id, text)
+            self.decode.refuse(request, text)
         elif request.abort_immediately:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
@@ -157,7 +157,7 @@ class KvhmaScheduler:
         if self.answers is not None:
             done = (output.finished_recving or set()) - (output.failed_recving or set())
             pending = self.decode.pending  # forgets them below
-            self.answers.loaded({one for one in done if one in pending and not pending[one].finished})
+            self.answers.loaded({one for one in done if one in pending and pending[one].end is None})
         self.decode.results(output)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:

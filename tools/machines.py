@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machines of the connector, as tables of docs/one-request.md.
+
+    python tools/machines.py    # writes the tables of the page anew
+
+A table is made from the one that the connector runs, so that the page cannot say anything else.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvhma.vllm.scheduler import load_machine
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "one-request.md"
+BEGIN, END = "<!-- {name}: made by tools/machines.py -->", "<!-- end of {name} -->"
+
+Table = Mapping[tuple[Any, Any], tuple[Any, Sequence[Any]]]
+
+
+def drawn(table: Table) -> str:
+    """Return a machine as Markdown: what each state waits for, its transitions, and what events and effects are."""
+    states = list(dict.fromkeys([state for state, _ in table] + [state for state, _ in table.values()]))
+    rows = ["| state | waits for | event → next state: effects |", "|---|---|---|"]
+    for state in states:
+        moves = [
+            f"{event.name} → {following.name}" + "".join(f", {effect.name}" for effect in effects)
+            for (at, event), (following, effects) in table.items()
+            if at is state
+        ]
+        rows.append(f"| **{state.name}** | {state.value} | {'<br>'.join(moves)} |")
+    return "\n".join(rows)
+
+
+def named(kind: str, members: Iterable[enum.Enum]) -> str:
+    """Return what the members of an enumeration mean, as Markdown."""
+    return "\n".join([f"| {kind} | what it is |", "|---|---|", *(f"| {one.name} | {one.value} |" for one in members)])
+
+
+def filled(page: str) -> str:
+    """Return the page with the tables of today.
+
+    Raises:
+        ValueError: it has no place for one of them.
+    """
+    for name, text in {
+        "loads": drawn(load_machine.TABLE),
+        "load events": named("event", load_machine.LoadEvent),
+        "load effects": named("effect", load_machine.LoadEffect),
+    }.items():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        if begin not in page or end not in page:
+            raise ValueError(f"{PAGE.name} has no line {begin} or {end}")
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main() -> int:
+    """Write the page anew."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
