@@ -276,7 +276,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
 def test_a_page_says_first_who_needs_it(page):
     _, first, _ = (ROOT / page).read_text(encoding="utf-8").split("\n\n", 2)
-    assert re.match(r"For (?:whoever|developers of) ", first), first
+    assert re.match(r"For [a-z]+ ", first), first
 
 
 def test_links_of_the_readme_lead_to_the_repository():
