@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.scheduler import answers, decode, failed_loads
+from kvhma.vllm.scheduler.load_machine import Loads, LoadState
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.cache.mutants import MUTANTS, TURN_MUTANTS
@@ -51,6 +53,26 @@ def test_what_is_cached_and_read_is_right(part):
     # Sequences in which nothing happens prove nothing.
     assert min(seen.hits, seen.loads, seen.failed) > SEQUENCES // SLICES
     assert seen.preempted > SEQUENCES // SLICES // 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_vllms_scheduler_leads_loads_through_the_table(monkeypatch):
+    """3,000 sequences of vLLM's own calls: what they make of loads is in the table, and all loads end."""
+    seen, on = Counter(), Loads.on
+
+    def counted(self, load, event):
+        seen[load.state, event] += 1
+        return on(self, load, event)
+
+    monkeypatch.setattr(Loads, "on", counted)
+    for seed in range(3000):
+        run = Run(case_of(100_000 + seed) if seed % 3 else turns_of(100_000 + seed))
+        run.play()
+        left = [load.state for engine in (run.p, run.d) for load in engine.kvhma.decode.pending.values()]
+        assert not left, f"{left} after {run.case}"
+    tickets = {LoadState.FOLLOWING, LoadState.PIECES}  # test_following_machine.py walks through them
+    assert {state for state, _ in seen} == {state for state in LoadState if not state.is_end} - tickets
 
 
 def test_all_pairs_and_mixes_are_among_the_sequences():

@@ -45,14 +45,14 @@ def mutant(name: str, *mixes: str, into: Mutants = MUTANTS) -> Callable[[Patch],
 
 def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], Span]) -> None:
     """Change what D asks for; `change` takes a group, its span, and the tokens that vLLM says were hit."""
-    load = DecodeScheduler._make_load
+    load = DecodeScheduler._read_command
 
     def wrong(self: DecodeScheduler, *given: Any) -> Load:
         asked = load(self, *given)
         groups = zip(self._context.geometry.groups, asked.spans, strict=True)
         return asked._replace(spans=tuple(change(group, span, asked.cached) for group, span in groups))
 
-    patch.setattr(DecodeScheduler, "_make_load", wrong)
+    patch.setattr(DecodeScheduler, "_read_command", wrong)
 
 
 @mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)

@@ -347,8 +347,8 @@ class Run:
                 if key not in claimed:
                     held.expires = held.overdue_since = 0.0
             for load in engine.kvhma.decode.pending.values():
-                if load.asked_since is not None:
-                    load.asked_since -= engine.kvhma.context.settings.kv_lease_duration + 1
+                if load.waits_since is not None:
+                    load.waits_since -= engine.kvhma.context.settings.kv_lease_duration + 1
 
     def _expire(self) -> None:
         for engine in (self.p, self.d):
