@@ -34,9 +34,9 @@ BEGIN, END = "<!-- differences: made by tools/differences.py -->", "<!-- end of 
 TOKENS = 500
 PLANNED = "planned"
 NOTE = (
-    "Counted over the {models} built-in models, each between engines that are alike in all else: with heads inside and "
-    "outside of tokens, with the block outermost, and with long and short kernel blocks. What is refused has the "
-    "[code of its error](https://github.com/kvhma/kvhma/blob/main/docs/errors.md)."
+    "Counted over the {models} built-in models, between engines that are equal in everything else. Each difference is\n"
+    "tried with heads outside and inside of tokens, with the block outermost, and with short and long kernel blocks. A\n"
+    "refused pair has the [code of its error](https://github.com/kvhma/kvhma/blob/main/docs/errors.md)."
 )
 
 Options = Mapping[str, Any]
