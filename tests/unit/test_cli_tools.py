@@ -447,7 +447,7 @@ def test_documented_names() -> None:
     text = DOCS.read_text()
     for key in engine_options.KEYS:
         assert f"\n| `{key}` |" in text
-    listed = text.partition("rule of their own, also inside a `text_config`:\n\n")[2].partition(".\n")[0]
+    listed = text.partition("dedicated rule, also inside a `text_config`:\n\n```text\n")[2].partition("\n```")[0]
     assert {name.strip() for name in listed.split(",")} == set(ARCHITECTURES)
     for field in cli("plan", "gpt-oss-20b", "--json").form:
         assert f"`{field}" in text
