@@ -35,8 +35,8 @@ TOKENS = 500
 PLANNED = "planned"
 NOTE = (
     "Counted over the {models} built-in models, between engines that are equal in everything else. Each difference is\n"
-    "tried with heads outside and inside of tokens, with the block outermost, and with short and long kernel blocks. A\n"
-    "refused pair has the [code of its error](https://github.com/kvhma/kvhma/blob/main/docs/errors.md)."
+    "tried with heads outside and inside of tokens, with the block outermost, and with short and long kernel blocks.\n"
+    "A refused pair has the [code of its error](https://github.com/kvhma/kvhma/blob/main/docs/errors.md)."
 )
 
 Options = Mapping[str, Any]
