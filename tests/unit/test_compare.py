@@ -28,6 +28,7 @@ GDN = State("gdn", 64, 4, 4, 8, 4, 4, "bfloat16", "bfloat16")
 
 FULL = Model("full", ("full",) * 2, 4, 8)
 SLIDING = Model("sliding", ("sliding", "full") * 2, 4, 8, window=24)
+LINEAR = Model("linear", ("linear", "mla"), 1, 576, state=State("linear", 0, 1, 4, 8, 8, 0, "bfloat16", "bfloat16"))
 HYBRID = Model("hybrid", ("mamba2", "mamba2", "full") * 2, 4, 8, state=MAMBA2)
 
 
@@ -339,6 +340,11 @@ def test_sequence_blocks() -> None:
             layout(FULL, LayoutOptions(num_blocks=4, order="BHLNC")),
             layout(FULL, LayoutOptions(num_blocks=4, order="BHLNC", tp_size=2)),
             "heads can only be split",
+        ),
+        (
+            layout(LINEAR, LayoutOptions(num_blocks=4)),
+            layout(LINEAR, LayoutOptions(num_blocks=4)),
+            "state of ssm; vLLM 0.32 moves that of Mamba and GDN",
         ),
         (
             layout(HYBRID, LayoutOptions(num_blocks=4, conv="SD")),

@@ -203,7 +203,8 @@ def check_supported(geometry: Geometry) -> None:
     for layer in geometry.layers:
         if geometry.groups[layer.group].kind != "ssm":
             continue
-        if layer.page.parts[-1].name != "ssm":
+        # A short convolution has no part ssm, linear attention no other.
+        if layer.page.parts[-1].name != "ssm" or len(layer.page.parts) == 1:
             names = ", ".join(part.name for part in layer.page.parts)
             raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves that of Mamba and GDN")
         for part in layer.page.parts:
