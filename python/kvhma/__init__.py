@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must move when a prefill engine hands a request's hybrid KV cache to a decode engine.
+"""Plans the copies when a prefill engine hands off a request's hybrid KV cache to a decode engine.
 
-A :class:`Geometry` describes one rank's cache. :func:`plan` pairs a decode rank with its sources once;
+A :class:`Geometry` describes one rank's cache. :func:`plan` pairs a decode rank with its prefill ranks once;
 :meth:`Plan.transfer` turns a request's :class:`Span` lists into the fewest contiguous copies.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the Rust half. Arrays that come back own their memory and are C-contiguous."""
+"""Types of the Rust extension. Returned arrays own their memory and are C-contiguous."""
 
 from collections.abc import Sequence
 from types import GenericAlias
@@ -55,33 +55,33 @@ _Group: TypeAlias = tuple[Kind, int, int, int | None, int | None, int, int, int,
 
 @final
 class BlockUsers:
-    """How many blocks some requests keep, of whom several may keep the same."""
+    """Counts the blocks that some requests hold; several requests may hold the same block."""
 
     def __new__(cls) -> BlockUsers: ...
     @property
     def used(self) -> int:
-        """Blocks that at least one request keeps."""
+        """Blocks that at least one request holds."""
 
     def add(self, ids: NDArray[np.int64]) -> None:
-        """Add a request's blocks, each once.
+        """Add a request's blocks. A repeated id counts once.
 
         Raises:
-            RequestError: an id is not in 0..2**31; none is added then.
+            RequestError: an id is not in 0..2**31; then no block is added.
         """
 
     def remove(self, ids: NDArray[np.int64]) -> None:
-        """Take a request's blocks off again; those that were not added are passed over."""
+        """Remove a request's blocks, ignoring blocks that were not added."""
 
     def has_own(self, ids: NDArray[np.int64]) -> bool:
-        """Return whether no other request keeps one of a request's blocks."""
+        """Return whether no other request holds any of a request's blocks."""
 
     def __deepcopy__(self, _memo: object, /) -> BlockUsers: ...
 
 @final
 class CheckedGeometry:
-    """A geometry that passed its checks, read from JSON.
+    """A checked geometry, read from JSON.
 
-    `kvhma.Geometry.core` holds one. What was left out is left out when it is written or shown.
+    `kvhma.Geometry.core` is an instance. Fields that were left out stay out of the JSON form and the repr.
 
     Raises:
         GeometryError: as for `kvhma.Geometry`.
@@ -91,12 +91,12 @@ class CheckedGeometry:
     def __new__(cls, json: bytes) -> CheckedGeometry: ...
     @staticmethod
     def from_values(geometry: Geometry) -> CheckedGeometry:
-        """Check a geometry of Python values. Equal pages of layers become one."""
+        """Check a geometry of Python values, and store equal pages of layers once."""
     def to_json(self, indent: int | None = None) -> bytes:
-        """Return the JSON form, in one line or with so many spaces for each level."""
+        """Return the JSON form in one line, or indented by a number of spaces."""
     @property
     def tp_rank(self) -> int:
-        """Place among the tensor-parallel ranks."""
+        """Rank number among the tensor-parallel ranks."""
     @property
     def tp_size(self) -> int:
         """Tensor-parallel ranks."""
@@ -105,22 +105,22 @@ class CheckedGeometry:
         """The block id that stands for "no block", or None."""
     @property
     def regions(self) -> list[tuple[int, int, Memory, int]]:
-        """For each region the arguments of a `Region`."""
+        """Arguments of a `Region`, for each region."""
     @property
     def groups(self) -> list[_Group]:
-        """For each group the arguments of a `Group`."""
+        """Arguments of a `Group`, for each group."""
     @property
     def pages(self) -> list[list[tuple[str, str, int, int, list[_Axis]]]]:
-        """For each page its parts: the arguments of a `Part`, with those of each `Axis`."""
+        """Arguments of a `Part` with those of each `Axis`, for each part of each page."""
     @property
     def layers(self) -> list[tuple[str, int, int, int, int, int, int, int | None]]:
-        """For each layer the arguments of a `Layer`, with an index into the pages."""
+        """Arguments of a `Layer` with an index into the pages, for each layer."""
     def __copy__(self) -> CheckedGeometry: ...
     def __deepcopy__(self, memo: object, /) -> CheckedGeometry: ...
 
 @final
 class Finding:
-    """One difference between two geometries; `UnsupportedPairError` carries the same words."""
+    """A difference between two geometries; `UnsupportedPairError` has the same text."""
 
     def __new__(
         cls,
@@ -141,19 +141,19 @@ class Finding:
         """Stable short name, e.g. ``"dtype"``."""
     @property
     def severity(self) -> Literal["error", "warning"]:
-        """``"error"`` refuses the pair."""
+        """``"error"`` if the pair is refused."""
     @property
     def place(self) -> str:
-        """Object it is about, e.g. ``'layer "model.layers.0" part "kv"'``."""
+        """The object that differs, e.g. ``'layer "model.layers.0" part "kv"'``."""
     @property
     def layer(self) -> str | None:
-        """Name of the layer that `place` is about, if it is about one."""
+        """Name of the layer in `place`, if it has one."""
     @property
     def part(self) -> str | None:
-        """Name of the part of the layer's page, if it is about one."""
+        """Name of the part of the layer's page, if `place` has one."""
     @property
     def axis(self) -> str | None:
-        """Name of the axis of the part, if it is about one."""
+        """Name of the axis of the part, if `place` has one."""
     @property
     def field(self) -> str:
         """Field that differs."""
@@ -168,13 +168,13 @@ class Finding:
         """Why it matters."""
     @property
     def text(self) -> str:
-        """One printable sentence, the same whichever side is local."""
+        """A printable sentence, the same for both orders of the two geometries."""
 
 @final
 class Read(Generic[_Item]):
-    """What a request reads from one source: descriptors, or ids into prepared views.
+    """The read of a request from one source: descriptors, or ids into prepared views.
 
-    ``Read[np.uint64]``, or just ``Read``, is of `Plan.transfer`, ``Read[np.int32]`` of `Plan.ids`.
+    `Plan.transfer` returns ``Read[np.uint64]``, the default of ``Read``; `Plan.ids` returns ``Read[np.int32]``.
     """
 
     def __new__(
@@ -190,22 +190,22 @@ class Read(Generic[_Item]):
     def __class_getitem__(cls, key: object) -> GenericAlias: ...
     @property
     def source(self) -> int:
-        """Index of the source in the list the plan was made with."""
+        """Index of the source in the list that the plan was made with."""
     @property
     def local(self) -> NDArray[_Item]:
-        """Descriptors of shape (n, 3): address, length in bytes, device; sorted by address. Or ids of shape (n,)."""
+        """Descriptors of shape (n, 3), sorted by address: address, length in bytes, device. Or ids of shape (n,)."""
     @property
     def remote(self) -> NDArray[_Item]:
-        """The same of the source: row or id i is read into row or id i of `local`."""
+        """Descriptors or ids of the source: row or id i is read into row or id i of `local`."""
     @property
     def bytes(self) -> int:
         """Bytes moved."""
     @property
     def descriptors(self) -> int:
-        """Descriptors: of rows the fewest for these bytes, of ids those that are left after NIXL has joined neighbours.
+        """Number of descriptors: the minimum for these bytes, or for ids the number after NIXL joins neighbours.
 
-        NIXL joins ids that follow each other in dense strided views on both sides. Where views are written out row by
-        row (NIXL before 1.5), it may also join across views that touch.
+        NIXL joins consecutive ids in dense strided views on both sides. NIXL before 1.5 writes views out row by row,
+        and may also join ids across views that touch.
         """
     @property
     def bytes_by_group(self) -> list[int]:
@@ -216,9 +216,10 @@ class Read(Generic[_Item]):
 
 @final
 class Transfer(Generic[_Item]):
-    """What a request moves and zeroes.
+    """All reads of a request, and the ranges to zero.
 
-    ``Transfer[np.uint64]``, or just ``Transfer``, is of `Plan.transfer`, ``Transfer[np.int32]`` of `Plan.ids`.
+    `Plan.transfer` returns ``Transfer[np.uint64]``, the default of ``Transfer``; `Plan.ids` returns
+    ``Transfer[np.int32]``.
     """
 
     def __new__(
@@ -235,10 +236,10 @@ class Transfer(Generic[_Item]):
     def __class_getitem__(cls, key: object) -> GenericAlias: ...
     @property
     def reads(self) -> list[Read[_Item]]:
-        """One entry for each source that something is read from."""
+        """One entry for each source with something to read."""
     @property
     def zero(self) -> NDArray[np.uint64]:
-        """Shape (m, 3): local address, length in bytes, device; to be zeroed before a read is posted."""
+        """Ranges to zero before a read is posted, of shape (m, 3): local address, length in bytes, device."""
     @property
     def bytes(self) -> int:
         """Bytes moved from all sources."""
@@ -247,34 +248,34 @@ class Transfer(Generic[_Item]):
         """Descriptors for all sources."""
     @property
     def excess_bytes(self) -> int:
-        """Bytes of tokens behind the request's that come along because the last block is cheaper whole.
+        """Bytes of tokens after the request's last token, read because a whole last block needs fewer descriptors.
 
-        Ids always bring them: views have whole kernel blocks only.
+        Ids always read them, because views have whole kernel blocks only.
         """
     @property
     def first_tokens(self) -> list[int]:
-        """For each local group, the first token from which on its blocks are filled up to the request's last token.
+        """For each local group, the first token from which its blocks are filled up to the request's last token.
 
-        A block that begins before it holds zeros there: it is good for this request, but not for every other one that
-        shares its tokens, so it must not be left in a prefix cache. 0 for groups whose blocks hold no tokens.
+        A block that begins before this token has zeros before it. The block is valid for this request but not for other
+        requests that share its tokens, so it must not stay in a prefix cache. 0 for groups whose blocks hold no tokens.
         """
     @property
     def bytes_by_group(self) -> list[int]:
-        """Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``.
+        """Bytes read into each local group, in the order of the local geometry's groups. Their sum is ``bytes``.
 
         Empty for ids, which are not counted by group.
         """
     @property
     def descriptors_by_group(self) -> list[int]:
-        """Descriptors of each local group, in the same order; their sum is ``descriptors``.
+        """Descriptors of each local group, in the same order. Their sum is ``descriptors``.
 
-        A descriptor that goes on from one group's block to another's counts for the group of its first byte. Empty for
-        ids, which are not counted by group.
+        A descriptor that continues from one group's block into another group's block counts for the group of its first
+        byte. Empty for ids, which are not counted by group.
         """
 
 @final
 class Loss:
-    """What of one layer did not arrive."""
+    """The lost tokens of one layer."""
 
     def __new__(cls, group: int, layer: str, tokens: Sequence[tuple[int, int]]) -> Loss: ...
     @property
@@ -289,22 +290,22 @@ class Loss:
 
 @final
 class Losses:
-    """What a request lost."""
+    """The losses of a request."""
 
     def __new__(cls, layers: Sequence[Loss], whole_prefix: int) -> Losses: ...
     @property
     def layers(self) -> list[Loss]:
-        """Layers that lost anything, in the order of the geometry."""
+        """Layers that lost data, in the order of the geometry."""
     @property
     def whole_prefix(self) -> int:
-        """The most leading tokens for which every group has all it needs; never less than `cached`."""
+        """The longest prefix, in tokens, for which every group has all that it needs; never shorter than `cached`."""
 
 @final
 class Plan:
-    """What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
+    """The pairing of a local rank with its sources, valid for every request. Made by `kvhma.plan`.
 
-    It cannot be changed, so copies are the plan itself. It is pickled as its geometries and options, and made again
-    from these.
+    A plan is immutable, so a copy is the plan itself. Pickle stores its geometries and options and plans again when it
+    loads them.
     """
 
     def __new__(
@@ -320,34 +321,34 @@ class Plan:
     def __getnewargs_ex__(self) -> tuple[tuple[CheckedGeometry, list[CheckedGeometry]], dict[str, int]]: ...
     @property
     def sources(self) -> list[int]:
-        """Indices of the sources that anything is read from."""
+        """Indices of the sources with something to read."""
     @property
     def findings(self) -> list[tuple[int, Finding]]:
-        """Warnings, each with the index of the source it is about."""
+        """Warnings, each with the index of its source."""
     def transfer(
         self, num_tokens: int, local: Sequence[Span], remote: Sequence[Span] | Sequence[Sequence[Span]]
     ) -> Transfer:
-        """Compute what a request moves, as descriptors.
+        """Compute the copies of a request, as descriptors.
 
         Args:
-            num_tokens: tokens whose cache the source holds; later ones are not read.
-            local: a span for each local group, of the blocks to fill. A group that holds everything already has an
-                empty span that starts at or behind the last block.
-            remote: a span for each group of the sources, or a list of such for each source.
+            num_tokens: number of tokens whose cache the source holds; later tokens are not read.
+            local: a span for each local group with the blocks to fill. For a group that already holds all blocks, pass
+                an empty span that starts at or after the last block.
+            remote: a span for each group of the sources, or a list of such spans for each source.
 
         Returns:
-            What to read from each source, and what to zero before.
+            The read from each source, and the ranges to zero before the reads.
 
         Raises:
-            RequestError: a count, type or position does not fit, or two reads would write the same byte; or there
-                are more descriptors than the layouts explain, or than `max_descriptors`.
+            RequestError: a count, type or position does not fit; two reads would write the same byte; or there are more
+                descriptors than the layouts explain, or more than `max_descriptors`.
             BlockIdError: an id is negative, too large, listed twice, or the null block.
         """
     @property
     def num_sources(self) -> int:
-        """Number of sources, read from or not."""
+        """Number of sources, including those with nothing to read."""
     def explain(self) -> str:
-        """Return in sentences and numbers what is read from which source, how it is cut, and why.
+        """Return a text that says which bytes are read from which source, how they are cut, and why.
 
         Ranges such as ``heads 4..8`` are half-open.
         """
@@ -360,36 +361,36 @@ class Plan:
         *,
         cached: int = 0,
     ) -> Losses:
-        """Map failed local descriptors of a request back to layers and tokens.
+        """Map the failed local descriptors of a request to layers and tokens.
 
         Args:
             num_tokens: as for the transfer.
             local: as for the transfer.
             remote: as for the transfer.
-            failed: uint64 of shape (n, 3): the rows of `Read.local` that did not arrive, or parts of them; of an id
-                read, `id_descriptors`.
+            failed: uint64 of shape (n, 3): rows of `Read.local` that did not arrive, or parts of such rows. For a read
+                by ids, pass `id_descriptors`.
             cached: leading tokens that every group had before the transfer.
 
         Returns:
-            The layers that lost something, with the tokens, and what is left of the prefix.
+            The layers that lost tokens, with the tokens, and the length of the prefix that remains.
 
         Raises:
-            RequestError: as for `transfer`, `failed` has another form, or a row is no part of what the request reads.
+            RequestError: as for `transfer`; `failed` has another form; or a row is not part of the request's reads.
             BlockIdError: as for `transfer`.
         """
     def id_descriptors(self, source: int, ids: IdsLike) -> NDArray[np.uint64]:
-        """Return the local descriptors that ids into the views of a source stand for: shape (n, 3).
+        """Return the local descriptors that ids into the views of a source stand for, of shape (n, 3).
 
         Args:
             source: its index in the list that the plan was made with.
-            ids: entries of its local view, as `Read.local` has them.
+            ids: entries of the source's local view, as in `Read.local`.
 
         Raises:
             BlockIdError: an id is outside the views.
             UnsupportedPairError: the source has no views.
         """
     def views(self, source: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the local and the remote views of a source, to be prepared once.
+        """Return the local and the remote views of a source, to prepare once.
 
         Args:
             source: its index in the list that the plan was made with.
@@ -398,50 +399,50 @@ class Plan:
             Two arrays of shape (r, 5): address, length in bytes, device, stride in bytes, count.
 
         Raises:
-            UnsupportedPairError: there are too many, or blocks are not evenly spaced; use `transfer`.
+            UnsupportedPairError: there are too many views, or blocks are not evenly spaced; use `transfer`.
         """
     def ids(
         self, num_tokens: int, local: Sequence[Span], remote: Sequence[Span] | Sequence[Sequence[Span]]
     ) -> Transfer[np.int32]:
-        """Compute what a request moves, as ids into `views`.
+        """Compute the copies of a request, as ids into `views`.
 
         Arguments, result and errors are as for `transfer`.
         """
 
 def validate(local: _AnyGeometry, remote: _AnyGeometry) -> list[Finding]:
-    """Compare two geometries: what keeps them from being paired, and what is worth knowing.
+    """Compare two geometries, and return the reasons against pairing them and the warnings.
 
-    Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
+    Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` return the same texts.
 
     Args:
         local: the rank that reads.
-        remote: a rank that it may read from.
+        remote: a rank that `local` may read from.
 
     Returns:
-        Every difference that matters; the pair is refused if one of them is an error.
+        Every difference that matters. The pair is refused if one of them is an error.
 
     Raises:
         RequestError: an argument has the wrong type.
     """
 
 def first_entries(geometry: _AnyGeometry, num_tokens: int | None, cached: U64s) -> list[int]:
-    """Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state.
+    """Return the first block table entry of each group that a request needs after the `cached` entries; 0 for state.
 
-    Without `num_tokens` that is `cached`.
+    Without `num_tokens`, returns `cached`.
     """
 
 def table_lengths(block_tables: Sequence[IdsLike]) -> list[int]:
-    """Return how many ids each of some block tables has.
+    """Return the number of ids of each of some block tables.
 
     Raises:
         RequestError: a table is no list or array of integers.
     """
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Return the trailing blocks that vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.
+    """Return how many trailing blocks vLLM 0.32 holds of a sliding-window group: ``ceil(window / block_size) + 1``.
 
     Args:
-        window: tokens that a query sees, itself included.
+        window: tokens that a query sees, including itself.
         block_size: tokens of a block.
 
     Raises:
@@ -455,24 +456,24 @@ def clip_blocks(
     speculative: Sequence[int | None] | None = None,
     null_block: int | None = 0,
 ) -> list[list[int]]:
-    """Keep the blocks of each group that are moved, by vLLM's static rule.
+    """Select the blocks of each group that move, by vLLM's static rule.
 
     Args:
-        block_ids: logical block ids of each group; null blocks at the front are dropped.
-        keep: trailing blocks to keep of each group, 0 for all (see `window_blocks`).
-        speculative: for a state group the number of slots behind the state-bearing one, which alone is kept;
-            None for the others.
+        block_ids: logical block ids of each group; null blocks at the front are removed.
+        keep: number of trailing blocks to select of each group, 0 for all (see `window_blocks`).
+        speculative: for a state group, the number of slots after the slot with the state, which alone is selected; None
+            for other groups.
         null_block: the id that stands for "no block", or None.
 
     Returns:
-        For each group the ids that are left, in their order.
+        For each group the selected ids, in their order.
 
     Raises:
-        RequestError: lists of different length, or of the wrong type.
+        RequestError: lists of different length or of the wrong type.
     """
 
 def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
-    """Return the kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+    """Return the kernel block ids of logical block ids: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
 
     Args:
         block_ids: logical block ids.
@@ -493,18 +494,19 @@ def permuted_rows(
     remote_bounds: U64s,
     permute_bytes: int,
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Read rows as they lie in the source where that takes fewer of them, to be permuted where they arrive.
+    """Read rows in the order of the source where that needs fewer rows, and return the ranges to permute after arrival.
 
     Args:
-        local: shape (n, 3), of one source, sorted by address; as `Read.local`.
-        remote: shape (n, 3), as `Read.remote`.
-        local_bounds: sorted addresses at which registered memory begins or ends: no row goes on over one.
-        remote_bounds: the same of the source.
-        permute_bytes: bytes that may be permuted to save a row.
+        local: shape (n, 3), of one source, sorted by address, as in `Read.local`.
+        remote: shape (n, 3), as in `Read.remote`.
+        local_bounds: sorted addresses at which registered memory begins or ends; no row crosses such an address.
+        remote_bounds: the same addresses of the source.
+        permute_bytes: how many bytes may be permuted to save a row.
 
     Returns:
-        Local and remote rows, each of shape (m, 3), and ranges to permute, of shape (k, 5): address, device, blocks,
-        heads, bytes of a head in a block. There ``blocks x heads`` arrive, where ``heads x blocks`` belong.
+        Local and remote rows, each of shape (m, 3), and the ranges to permute, of shape (k, 5): address, device,
+        blocks, heads, bytes of a head in a block. Such a range arrives as ``blocks x heads`` and must become
+        ``heads x blocks``.
 
     Raises:
         RequestError: arrays of another type or shape, or of unequal length.
@@ -520,39 +522,39 @@ def content_sums(
     cp_tp_size: int = 1,
     memory: Sequence[NDArray[np.uint8]] | None = None,
 ) -> list[tuple[str, int, int, int, list[int], tuple[int, int, list[int]] | None, list[int]]]:
-    """Sum what a request's blocks hold, the same whatever the layout is; `kvhma.digests` says how.
+    """Sum the content of a request's blocks; the sums do not depend on the layout. `kvhma.digests` has the definition.
 
     Args:
-        of: geometry of a rank, or the plan it reads with.
+        of: geometry of a rank, or the plan that the rank reads with.
         num_tokens: tokens that the blocks hold.
         spans: blocks of each group.
-        seed: that the keys of coordinates are made from.
-        first_tokens: for each group the first token that counts; None for all that are needed.
-        cp_tp_size: neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
-        memory: the bytes of each region; None to read them where the regions are, which have to be host memory.
+        seed: the seed of the keys of coordinates.
+        first_tokens: for each group the first token that counts; None to count all needed tokens.
+        cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
+        memory: the bytes of each region; None to read the regions in place, which must be host memory.
 
     Returns:
-        For each kind of layers: kind, window or chunk, first token that is needed, first that counts, sums, place and
-        places of heads that may repeat with their sums, extents of the heads.
+        For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, rank number, rank
+        numbers of heads that may repeat with their sums, extents of the heads.
 
     Raises:
-        GeometryError: a shard is no equal share, or the regions are not host memory.
+        GeometryError: a shard is not an equal share, or the regions are not host memory.
         RequestError: spans or numbers do not fit.
-        BlockIdError: a block id is none of a group's.
+        BlockIdError: a group has no block with such an id.
     """
 
 def content_keys(seed: int, axis: str, count: int) -> list[int]:
-    """Return the keys of the first indices of an axis, with which sums of repeated heads are multiplied."""
+    """Return the keys of the first indices of an axis, which are the factors of sums of repeated heads."""
 
 def digest_prefixes(tokens: list[int], counts: list[int]) -> list[bytes]:
-    """Return `digest_tokens` without a header for each of some counts of a list's first ids, in one pass over them.
+    """Return `digest_tokens` without a header for each of several prefixes of a token list, in one pass.
 
     Args:
         tokens: token ids. The list is read in place, not copied.
-        counts: how many of them count, none less than the one before.
+        counts: lengths of the prefixes, in ascending order.
 
     Raises:
-        RequestError: there are fewer, one is not an integer of 32 bits, or counts go down.
+        RequestError: there are fewer tokens, a token is not an integer of 32 bits, or counts decrease.
     """
 
 def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:
@@ -561,33 +563,33 @@ def digest_tokens(header: bytes, tokens: list[int], num_tokens: int) -> bytes:
     Numbers are little-endian.
 
     Args:
-        header: what belongs to the prompt besides its tokens.
+        header: what identifies the prompt besides its tokens.
         tokens: token ids. The list is read in place, not copied.
-        num_tokens: how many of them count, from the first.
+        num_tokens: the length of the prefix that counts.
 
     Raises:
-        RequestError: there are fewer, or one is not an integer of 32 bits.
+        RequestError: there are fewer tokens, or a token is not an integer of 32 bits.
     """
 
 def ids_to_text(ids: IdsLike) -> str:
-    """Return block ids as ranges of text that go up or down by one, e.g. ``7-9,4,2-1``.
+    """Return block ids as a text of ascending and descending ranges, e.g. ``7-9,4,2-1``.
 
     Args:
         ids: block ids, list or array.
 
     Raises:
-        RequestError: one is not an integer of 64 bits.
+        RequestError: an id is not an integer of 64 bits.
     """
 
 def text_to_ids(text: str, limit: int) -> NDArray[np.int64]:
-    """Return the block ids of a text of ids_to_text, which may be a stranger's.
+    """Return the block ids of a text of `ids_to_text`, which may come from an untrusted peer.
 
     Args:
         text: the text.
-        limit: how many ids are stored at most.
+        limit: the largest number of ids.
 
     Raises:
-        RequestError: it is no such text, an id has more than 31 bits, or there are more.
+        RequestError: the text has another form, an id has more than 31 bits, or there are more ids than `limit`.
     """
 
 def join_tables(tables: Sequence[IdsLike], null_block: int | None) -> NDArray[np.int64]:
@@ -602,11 +604,11 @@ def join_tables(tables: Sequence[IdsLike], null_block: int | None) -> NDArray[np
     """
 
 def leading_nulls(table: IdsLike, start: int, null_block: int) -> int:
-    """Return how many entries of a block table from `start` on are null blocks, up to the first that is none.
+    """Return how many consecutive entries of a block table, from `start` on, are null blocks.
 
     Args:
         table: block ids, list or array.
-        start: entry to begin with.
+        start: index of the first entry to look at.
         null_block: the id that stands for "no block".
 
     Raises:
@@ -616,20 +618,20 @@ def leading_nulls(table: IdsLike, start: int, null_block: int) -> int:
 def descriptor_ids(
     block_ids: Sequence[IdsLike], view_counts: U64s, view_groups: Sequence[int | tuple[int, ...]]
 ) -> NDArray[np.int32]:
-    """Return ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
+    """Return ids into a flat list of views: for each view the ids of its groups, shifted by the start of the view.
 
-    With all attention regions first and the parts of the state regions behind them, these are vLLM 0.32's ids.
+    These are vLLM 0.32's ids if all attention regions come first and the parts of the state regions follow.
 
     Args:
         block_ids: block ids of each group, at the granularity of the views.
         view_counts: entries of each view.
-        view_groups: the group, or the groups, whose blocks each view holds.
+        view_groups: the group, or the groups, whose blocks each view has.
 
     Returns:
         The ids, view after view.
 
     Raises:
-        BlockIdError: an id is outside one of its views.
+        BlockIdError: an id is outside one of the views.
         RequestError: a group does not exist, or lists differ in length.
         AddressOverflowError: the list has more than 2**31 - 1 entries.
     """
@@ -637,7 +639,7 @@ def descriptor_ids(
 def fa_views(
     bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
 ) -> NDArray[np.uint64]:
-    """Return views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+    """Return one view for each attention region, of shape (n, 5): address, length, device, stride, count.
 
     Args:
         bases: address of each region.
@@ -654,7 +656,7 @@ def fa_views(
 def fa_descriptors(
     bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
 ) -> NDArray[np.uint64]:
-    """Return every block of every attention region, region after region: shape (n, 3), address, length, device.
+    """Return every block of every attention region, region by region, of shape (n, 3): address, length, device.
 
     Arguments and errors are as for `fa_views`.
     """
@@ -666,7 +668,7 @@ def ssm_views(
     counts: U64s,
     devices: U64s | None = None,
 ) -> NDArray[np.uint64]:
-    """Return views of state regions: for each region one for each part. Errors are as for `fa_views`.
+    """Return one view for each part of each state region. Errors are as for `fa_views`.
 
     Args:
         bases: address of each region.
@@ -683,13 +685,13 @@ def ssm_descriptors(
     counts: U64s,
     devices: U64s | None = None,
 ) -> NDArray[np.uint64]:
-    """Return every block of every part of every state region: shape (n, 3), address, length, device.
+    """Return every block of every part of every state region, of shape (n, 3): address, length, device.
 
     Arguments and errors are as for `ssm_views`.
     """
 
 def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the descriptors that views of shape (n, 5) stand for, shape (sum of counts, 3).
+    """Return the descriptors that views of shape (n, 5) stand for, of shape (sum of counts, 3).
 
     Args:
         views: rows of address, length in bytes, device, stride in bytes, count.
@@ -700,17 +702,17 @@ def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """
 
 def check_rows(what: str, rows: NDArray[np.uint64], columns: int = 3) -> int:
-    """Check rows before NIXL gets them: it copies whatever has the right number of bytes, and lets addresses wrap.
+    """Check rows before a call of NIXL, which accepts any array with the right number of bytes and lets addresses wrap.
 
     Args:
-        what: what the rows are, for the message.
+        what: a name of the rows for the error message.
         rows: address, length in bytes, device; with five columns also stride in bytes and count.
         columns: 3 or 5.
 
     Returns:
-        How many descriptors they stand for.
+        The number of descriptors that the rows stand for.
 
     Raises:
-        RequestError: no C-contiguous uint64 array of shape (n, columns); a length, stride or count of 0.
+        RequestError: not a C-contiguous uint64 array of shape (n, columns); or a length, stride or count of 0.
         AddressOverflowError: a row leaves the address space, or there are more than 2**31 - 1 entries.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over what a request's blocks hold, the same however ranks, blocks and strides cut it.
+"""Sums over the content of a request's blocks that do not depend on ranks, blocks or strides.
 
-Every four bytes of a row count as a number, multiplied by keys of their coordinates: layer and part, token, index of
-each axis, place in the row. What the ranks of an engine sum is added; copies that several ranks hold count as one
-together, and each of them for something. So an engine with one rank and one with eight come to the same numbers if they
-hold the same bytes at the same coordinates. docs/digests.md has the definition, and what it finds and what it does not.
+Every four bytes of a row are a number. It is multiplied by keys of its coordinates: layer and part, token, index of
+each axis, place in the row. The sums of an engine's ranks are added. Copies that several ranks hold count once in
+total, with a share from each rank. So engines with one rank and with eight ranks get the same sums if they hold the
+same bytes at the same coordinates. docs/digests.md has the definition, and what the sums find and miss.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvhma.errors import RequestError, UnsupportedPairError
 from kvhma.geometry import Geometry, Span
 
 Layers: TypeAlias = tuple[str, int]
-"""Which layers are summed together: kind of their group, and its window or chunk, 0 without one. Those of latent
-attention are among the ``full`` ones, since they may share a group."""
+"""The layers of one sum: the kind of their group, and its window or chunk (0 without a limit). Latent attention counts
+as ``full`` because it may share a group with full attention."""
 
 _BY_TOKEN = ("full", "sliding", "chunked")
 _WRAP = (1 << 64) - 1
@@ -32,7 +32,7 @@ _MAX_RANGES = 64
 """As in rust/core/src/content/pieces.rs."""
 
 _HEADER = struct.Struct("<8sQQQHII")
-"""Kind, window or chunk, first token, first that counts, sums, places, places that have sums."""
+"""Kind, window or chunk, first token, first counted token, number of sums, places, number of places with sums."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Counting:
     """Which bytes are summed, and where they are.
 
     Attributes:
-        first_tokens: for each group the first token that counts; None for all that the next step needs.
-        cp_tp_size: how many neighbouring tensor-parallel ranks share the tokens of context-parallel groups.
-        memory: the regions, each uint8 ``(bytes,)``; None to read host memory at the regions' addresses. They have to
-            be mapped then, and nothing may write to the request's blocks meanwhile.
+        first_tokens: for each group the first token that counts; None for all tokens that the next step needs.
+        cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
+        memory: the regions, each uint8 ``(bytes,)``; None to read host memory at the regions' addresses. It must be
+            mapped then, and nothing may write to the request's blocks during the call.
     """
 
     first_tokens: Sequence[int] | None = None
@@ -53,16 +53,17 @@ class Counting:
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Sums over some layers, of one rank or of several, modulo 2**64.
+    """Sums over some layers, of one or several ranks, modulo 2**64.
 
     Attributes:
-        first_token: the first one that the next step needs; the ranges of tokens begin with that of it.
-        from_token: the first one that counts; of states the request's end if one is missing, else 0.
-        sums: over coordinates alone, which are equal if the same items count, then over each range of tokens.
-        places: of heads that ranks may repeat, not knowing how often: the ranks that may each hold another one; 0
-            without such.
-        repeated: sums over these heads, as if their key were 1, by place.
-        heads: extents of the heads that have numbers.
+        first_token: the first token that the next step needs; the first range of tokens contains it.
+        from_token: the first token that counts. For a state: the end of the request if a state is missing, else 0.
+        sums: first the sum over coordinates alone, equal if both sides count the same items; then one sum per token
+            range.
+        places: number of ranks that may each hold a different head, for heads that may repeat an unknown number of
+            times; 0 without such heads.
+        repeated: sums over these heads by rank number, with a head key of 1.
+        heads: extents of the heads axes with known indices.
     """
 
     first_token: int
@@ -72,27 +73,27 @@ class LayerSums:
     repeated: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
 
-    def __add__(self, other: LayerSums) -> LayerSums:
-        """Add what another rank has summed."""
-        if (self.first_token, len(self.sums)) != (other.first_token, len(other.sums)):
-            raise RequestError("sums of other tokens cannot be added")
-        if self.places and other.places and self.places != other.places:
-            raise UnsupportedPairError(f"heads of {self.places} places and of {other.places} cannot be added")
+    def __add__(self, added: LayerSums) -> LayerSums:
+        """Add the sums of another rank."""
+        if (self.first_token, len(self.sums)) != (added.first_token, len(added.sums)):
+            raise RequestError("sums over different tokens cannot be added")
+        if self.places and added.places and self.places != added.places:
+            raise UnsupportedPairError(f"heads of {self.places} places and of {added.places} cannot be added")
         repeated = dict(self.repeated)
-        for place, sums in other.repeated.items():
+        for place, sums in added.repeated.items():
             repeated[place] = _added(repeated[place], sums) if place in repeated else sums
         return LayerSums(
             self.first_token,
-            max(self.from_token, other.from_token),
-            _added(self.sums, other.sums),
-            self.places or other.places,
+            max(self.from_token, added.from_token),
+            _added(self.sums, added.sums),
+            self.places or added.places,
             repeated,
-            self.heads | other.heads,
+            self.heads | added.heads,
         )
 
 
 class Difference(NamedTuple):
-    """Tokens of some layers that are not the same on both sides; a state has none."""
+    """A range of tokens of some layers that differs between the sides; a state has no range."""
 
     layers: Layers
     first: int
@@ -107,78 +108,78 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class ContentDigest:
-    """What a rank holds of a request, or several ranks together.
+    """The sums of one or several ranks for a request.
 
     Attributes:
-        num_tokens: tokens that it holds.
-        layers: the sums.
+        num_tokens: number of tokens that the ranks hold.
+        layers: the sums, by layers.
     """
 
     num_tokens: int
     layers: Mapping[Layers, LayerSums]
 
-    def __add__(self, other: ContentDigest) -> ContentDigest:
-        """Add what another rank of the same engine holds.
+    def __add__(self, added: ContentDigest) -> ContentDigest:
+        """Add the sums of another rank of the same engine.
 
         Raises:
-            RequestError: of another number of tokens.
+            RequestError: the other digest is for a different number of tokens.
             UnsupportedPairError: the ranks do not agree on how often heads are repeated.
         """
-        if self.num_tokens != other.num_tokens:
-            raise RequestError(f"digests of {self.num_tokens} and of {other.num_tokens} tokens cannot be added")
+        if self.num_tokens != added.num_tokens:
+            raise RequestError(f"digests of {self.num_tokens} and of {added.num_tokens} tokens cannot be added")
         layers = dict(self.layers)
-        for name, sums in other.layers.items():
+        for name, sums in added.layers.items():
             layers[name] = layers[name] + sums if name in layers else sums
         return ContentDigest(self.num_tokens, layers)
 
     def to_bytes(self) -> bytes:
-        """Return it as it is sent; :meth:`from_bytes` reads it."""
+        """Return the wire format, which :meth:`from_bytes` reads."""
         parts = [self.num_tokens.to_bytes(8, "little")]
-        for (kind, limit), one in self.layers.items():
-            head = (limit, one.first_token, one.from_token, len(one.sums), one.places, len(one.repeated))
-            parts += [_HEADER.pack(kind.encode(), *head), _packed(one.sums)]
-            for place, sums in one.repeated.items():
-                parts += [place.to_bytes(4, "little"), _packed(sums)]
+        for (kind, limit), sums in self.layers.items():
+            head = (limit, sums.first_token, sums.from_token, len(sums.sums), sums.places, len(sums.repeated))
+            parts += [_HEADER.pack(kind.encode(), *head), _packed(sums.sums)]
+            for place, repeated in sums.repeated.items():
+                parts += [place.to_bytes(4, "little"), _packed(repeated)]
         return b"".join(parts)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ContentDigest:
-        """Read a digest. Safe on any bytes. Which extents its heads have is not sent.
+        """Read a digest. Safe on any bytes. The wire format does not have the extents of heads.
 
         Args:
-            data: of `to_bytes`.
+            data: the result of `to_bytes`.
 
         Returns:
             The digest.
 
         Raises:
-            RequestError: it is none.
+            RequestError: the bytes are not a digest.
         """
         try:
             return _read(data)
         except (struct.error, ValueError) as error:
-            raise RequestError(f"digest: {len(data)} bytes are none: {error}") from error
+            raise RequestError(f"digest: {len(data)} bytes cannot be read: {error}") from error
 
 
 def content_digest(
     of: Geometry | Plan, num_tokens: int, spans: Sequence[Span], seed: int, counting: Counting = Counting()
 ) -> ContentDigest:
-    """Sum what one rank holds of a request.
+    """Sum the blocks of a request on one rank.
 
     Args:
-        of: the rank's geometry; at D the plan it reads with, so that P and it mean the same by each axis. Then layers
-            that no source has do not count.
+        of: the rank's geometry. D passes the plan that it reads with, so that D and P mean the same by each axis;
+            layers that no source has do not count then.
         num_tokens: tokens that the blocks hold.
-        spans: live blocks of each group. Tokens that the next step does not need any more may be missing.
-        seed: number of 64 bits that the keys are made from, equal on both sides.
+        spans: live blocks of each group. Tokens that the next step no longer needs may be missing.
+        seed: a number of 64 bits from which the keys are made, equal on both sides.
         counting: which bytes count, and where they are.
 
     Returns:
-        The rank's sums. Those of all ranks of an engine have to be added before they are compared.
+        The rank's sums. Add the sums of all ranks of an engine before you compare them.
 
     Raises:
-        GeometryError: a shard is not the equal share of its rank; or the caches are not host memory.
-        RequestError: a span or a number that the geometry does not fit.
+        GeometryError: a shard is not its rank's equal share, or the caches are not host memory.
+        RequestError: a span or a number does not fit the geometry.
     """
     found = content_sums(
         of,
@@ -198,31 +199,32 @@ def content_digest(
 
 
 def range_tokens(num_tokens: int) -> int:
-    """Return over how many tokens each sum of a request is; ranges begin at multiples of it.
+    """Return the number of tokens of each sum of a request; ranges begin at its multiples.
 
     Args:
         num_tokens: tokens of the request.
     """
-    least = -(-num_tokens // _MAX_RANGES)
-    return max(_RANGE_TOKENS, 1 << (least - 1).bit_length())
+    fewest = -(-num_tokens // _MAX_RANGES)
+    return max(_RANGE_TOKENS, 1 << (fewest - 1).bit_length())
 
 
 def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tuple[list[Difference], int]:
-    """Compare what P's ranks hold with what D's ranks have.
+    """Compare the sums of P's ranks with the sums of D's ranks.
 
-    A range of tokens counts if D has moved all of it: not the one in which D's own prefix hit ends, nor the last one
-    if D has taken fewer tokens, nor any if it has so few that its ranges are other ones.
+    A range of tokens counts if D has moved all of it. So the range in which D's own prefix hit ends does not count, nor
+    the last range if D loaded fewer tokens than P has. If D has so few tokens that its ranges have another length, no
+    range counts.
 
     Args:
-        prefill: the sum of P's ranks.
-        decode: the sum of D's ranks, of plans with P's.
-        seed: that both were summed with.
+        prefill: the added sums of P's ranks.
+        decode: the added sums of D's ranks, computed with the plans that read from P.
+        seed: the seed of both sums.
 
     Returns:
-        What differs, and how many tokens were compared, those of each kind of layers apart.
+        The differences, and the number of compared tokens, counted separately for each kind of layers.
 
     Raises:
-        UnsupportedPairError: the two sides do not sum the same items, so that nothing can be said.
+        UnsupportedPairError: the two sides sum different items, so they cannot be compared.
     """
     if prefill.layers.keys() != decode.layers.keys():
         raise _incomparable("layers", _names(decode.layers), _names(prefill.layers))
@@ -232,7 +234,7 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
     for layers, local in decode.layers.items():
         remote = _numbered(layers, prefill.layers[layers], local, seed)
         if remote[0] != local.sums[0]:
-            raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "others, or in another number of ranks")
+            raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "different items or ranks")
         first = prefill.layers[layers].first_token
         if first != local.first_token or len(remote) < len(local.sums):
             raise _incomparable(f"{Difference(layers, 0, 0)}", f"from token {local.first_token}", f"from {first}")
@@ -242,18 +244,18 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
             continue
         if not same_ranges:
             continue
-        for index, (one, other) in enumerate(zip(remote[1:], local.sums[1:], strict=False)):
+        for index, (held, loaded) in enumerate(zip(remote[1:], local.sums[1:], strict=False)):
             low = max(first, (first // step + index) * step)
             end = min(prefill.num_tokens, (first // step + index + 1) * step)
             if local.from_token <= low and end <= decode.num_tokens:
                 compared += end - low
-                if one != other:
+                if held != loaded:
                     found.append(Difference(layers, low, end))
     return found, compared
 
 
 def _numbered(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) -> tuple[int, ...]:
-    """Return P's sums with its repeated heads under the numbers that D has for them."""
+    """Return P's sums, with its repeated heads under the indices that D has for them."""
     if local.repeated:
         raise _incomparable(f"{Difference(layers, 0, 0)}", f"{local.places} places of heads", "another number")
     if not remote.repeated:
@@ -266,7 +268,7 @@ def _numbered(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) ->
         raise _incomparable(f"{Difference(layers, 0, 0)}", f"{count} heads", f"{remote.places} places")
     total = remote.sums
     for key, place in zip(content_keys(seed, "heads", count), places, strict=True):
-        total = _added(total, [key * one & _WRAP for one in remote.repeated[place]])
+        total = _added(total, [key * value & _WRAP for value in remote.repeated[place]])
     return total
 
 
@@ -276,11 +278,11 @@ def _incomparable(field_name: str, local: str, remote: str) -> UnsupportedPairEr
 
 
 def _names(layers: Iterable[Layers]) -> str:
-    return ", ".join(str(Difference(one, 0, 0)) for one in sorted(layers)) or "nothing"
+    return ", ".join(str(Difference(name, 0, 0)) for name in sorted(layers)) or "nothing"
 
 
-def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple((a + b) & _WRAP for a, b in zip(one, other, strict=True))
+def _added(sums: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple((a + b) & _WRAP for a, b in zip(sums, more, strict=True))
 
 
 def _packed(sums: Sequence[int]) -> bytes:
@@ -288,7 +290,7 @@ def _packed(sums: Sequence[int]) -> bytes:
 
 
 def _read(data: bytes) -> ContentDigest:
-    """Read what :meth:`ContentDigest.to_bytes` writes.
+    """Read the result of :meth:`ContentDigest.to_bytes`.
 
     | tokens: 8 bytes | for each kind of layers: header, sums | for each place: place: 4 bytes, sums |
     """

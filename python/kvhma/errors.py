@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error kvhma raises on purpose. Rust raises the same classes.
+"""Every error that kvhma raises on purpose. The Rust extension raises the same classes.
 
-Texts are for people. What a program wants to know is in attributes: they are what the text was made from, as it was
-found, so a peer's names in them are not made printable as they are in the text. They are kept by pickle and by copies.
-Ranges such as ``4..8`` are half-open.
+Texts are for people; programs read the attributes, from which the text was made. Attributes have raw values: a peer's
+names in them are not made printable, unlike in the text. Pickle and copies preserve them. Ranges such as ``4..8`` are
+half-open.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class KvhmaError(Exception):
     """Base of all errors of kvhma.
 
     Attributes:
-        code: short name of what is wrong, which stays as it is, e.g. ``"dtype"`` or ``"null-block"``; that of the class
-            where nothing more is known. docs/errors.md lists them.
-        place: the object it is about, e.g. ``'layer "model.layers.0" part "kv"'``; empty if that is not known.
-        field: the field or argument that is wrong; empty if that is not known.
-        reason: why it is wrong; the whole text where nothing more is known.
+        code: stable short name of the error, e.g. ``"dtype"`` or ``"null-block"``; the code of the class if nothing
+            more is known. docs/errors.md lists the codes.
+        place: the object with the error, e.g. ``'layer "model.layers.0" part "kv"'``; empty if unknown.
+        field: the field or argument that is wrong; empty if unknown.
+        reason: why it is wrong; the whole text if nothing more is known.
     """
 
     text: InitVar[str] = ""
@@ -31,7 +31,7 @@ class KvhmaError(Exception):
     reason: str = ""
 
     def __post_init__(self, text: str) -> None:
-        """Take from the class and from the text what was not given."""
+        """Derive missing attributes from the class and the text."""
         super().__init__(text)
         if self.code == KvhmaError.code:
             self.code = type(self).code
@@ -40,11 +40,11 @@ class KvhmaError(Exception):
 
 @dataclass(eq=False, repr=False)
 class InputError(KvhmaError):
-    """A value is not what it has to be.
+    """A value is not as required.
 
     Attributes:
-        value: what was found, a number if it was one that Rust had read; empty if that is not known.
-        expected: what it has to be, a number or in words; empty if that is not known.
+        value: the value that was found; a number if Rust had read a number. Empty if unknown.
+        expected: the required value, as a number or in words; empty if unknown.
     """
 
     code = "input"
@@ -63,14 +63,14 @@ class GeometryError(InputError, ValueError):
 class UnsupportedPairError(KvhmaError, NotImplementedError):
     """Two geometries cannot be paired; the text names the field and both values.
 
-    It says the same as the :class:`kvhma.Finding` of that difference, in the same words.
+    It has the same text as the :class:`kvhma.Finding` of that difference.
 
     Attributes:
         local: value on the local side.
         remote: value on the remote side.
-        layer: name of the layer that `place` is about, if it is about one.
-        part: name of the part of the layer's page, if it is about one.
-        axis: name of the axis of the part, if it is about one.
+        layer: name of the layer in `place`, if it has one.
+        part: name of the part of the layer's page, if `place` has one.
+        axis: name of the axis of the part, if `place` has one.
     """
 
     code = "pair"
@@ -83,7 +83,7 @@ class UnsupportedPairError(KvhmaError, NotImplementedError):
 
 
 class NotCountedError(UnsupportedPairError):
-    """What another connector would move is not known: nothing is said of whether it refuses."""
+    """It is not known what another connector would move, nor whether it refuses."""
 
     code = "not-counted"
 
@@ -95,13 +95,13 @@ class RequestError(InputError, ValueError):
 
 
 class OtherPromptError(RequestError):
-    """What P holds is not of this prompt. Nothing is wrong with either of them."""
+    """P's blocks are not of this prompt. Neither of them is wrong."""
 
     code = "other-prompt"
 
 
 class BlockIdError(InputError, IndexError):
-    """A block id is negative, too large, doubled or the null block."""
+    """A block id is negative, too large, listed twice or the null block."""
 
     code = "block-id"
 
@@ -125,31 +125,31 @@ class PeerLostError(TransferError, ConnectionError):
 
 
 class LeaseEndedError(TransferError):
-    """P may have used the blocks for something else while they were read."""
+    """P may have reused the blocks while they were read."""
 
     code = "lease-ended"
 
 
 class LeaseUnknownError(LeaseEndedError):
-    """P may have, and does not say."""
+    """P may have reused the blocks, and does not reply."""
 
     code = "lease-unknown"
 
 
 class DigestError(TransferError):
-    """What D has after a load is not what P holds, or P does not say what it holds."""
+    """After a load, D's content differs from P's, or P does not send its digest."""
 
     code = "digest"
 
 
 class HandshakeError(KvhmaError, ValueError):
-    """A handshake message is not one, is of another version, or is too large."""
+    """A handshake message has another form or version, or is too large."""
 
     code = "handshake"
 
 
 class HandshakeTimeoutError(HandshakeError):
-    """Nobody answered; it may be worth another try."""
+    """The peer did not reply; a retry may succeed."""
 
     code = "handshake-timeout"
 
@@ -161,40 +161,40 @@ class ConfigError(KvhmaError, ValueError):
 
 
 class UnknownModelError(KvhmaError, LookupError):
-    """No model of that name is in the table; the text lists those that are."""
+    """The table has no model of that name; the text lists its models."""
 
     code = "unknown-model"
 
 
 class LayoutError(KvhmaError, ValueError):
-    """A model cannot be laid out as asked; the text names the field and its value."""
+    """A model cannot be laid out as requested; the text names the field and its value."""
 
     code = "layout"
 
 
 class AllocationError(KvhmaError, MemoryError):
-    """There is not enough memory for all buffers; none was kept."""
+    """There is not enough memory for all buffers; no buffer was kept."""
 
     code = "allocation"
 
 
 class SettingsError(KvhmaError, ValueError):
-    """A setting has a value it cannot have; the text names it and both values."""
+    """A setting has an invalid value; the text names it and both values."""
 
     code = "settings"
 
 
 class OracleError(KvhmaError, AssertionError):
-    """A transfer is wrong; the text says where, what was expected and what was found."""
+    """A transfer is wrong; the text says where, and has the expected and the found value."""
 
     code = "oracle"
 
 
 class ConnectionEnded(Exception):  # noqa: N818
-    """A connection of the side channel is to be closed; it is no error of ours and leaves no listener.
+    """A connection of the side channel must be closed. It never leaves the listener and is no error of kvhma.
 
     Attributes:
-        refused: why the peer was refused, in a word for a metric; empty if it was not.
+        refused: why the peer was refused, as a label for a metric; empty if it was not refused.
     """
 
     def __init__(self, refused: str = "") -> None:

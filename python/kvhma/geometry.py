@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker's KV cache looks like: regions, groups, pages and layers, as frozen values.
+"""One worker's KV cache: regions, groups, pages and layers, as frozen values.
 
-A :class:`Geometry` describes one rank. It is read and checked once, in Rust, when it is made: a geometry that exists
-has no address that overflows or leaves its region. docs/geometry.md has the JSON form and what every field means.
+A :class:`Geometry` describes one rank. Rust reads and checks it once, when it is made. So no address of an existing
+geometry overflows or leaves its region. docs/geometry.md has the JSON form and the meaning of every field.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Span(NamedTuple):
     """A request's live blocks in one group.
 
     Attributes:
-        first: index of ``ids[0]`` in the request's block table, which for a group without context parallelism is
-            the absolute block position in the sequence: block ``first + i`` starts at token
-            ``(first + i) * block_size``, with it at ``(first + i) * block_size * cp_size``. Ignored for ``ssm``
-            groups, whose last state is what counts.
+        first: index of ``ids[0]`` in the request's block table. Without context parallelism this is the absolute block
+            position in the sequence: block ``first + i`` starts at token ``(first + i) * block_size``. With context
+            parallelism it starts at ``(first + i) * block_size * cp_size``. Ignored for ``ssm`` groups, whose last
+            state counts.
         ids: logical block ids, in the order of the sequence: a list of int, or an array of integers of shape ``(n,)``.
             Never the null block.
     """
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One contiguous range of memory that is registered for transfer as a whole.
+    """One contiguous range of memory, registered for transfer as a whole.
 
     Attributes:
         base: address of the first byte.
@@ -55,21 +55,21 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share one block table.
+    """Layers that share a block table.
 
     Attributes:
         kind: what the blocks hold; ``sliding`` needs `window`, ``chunked`` needs `chunk`.
         block_size: tokens per *logical* block, on one rank. For ``ssm`` and ``opaque`` it only describes the manager.
         ratio: kernel blocks per logical block; a page is the bytes of one *kernel* block.
-        window: tokens a query sees, itself included (``sliding`` only).
+        window: tokens that a query sees, including itself (``sliding`` only).
         chunk: tokens per attention chunk (``chunked`` only).
-        speculative: extra state slots kept behind the state-bearing one (``ssm`` only).
-        cp_rank: this rank's place among the context-parallel ranks.
-        cp_size: context-parallel ranks, which take turns: token ``t`` is that of rank ``t // turn % cp_size``. An entry
-            of the block table is for ``block_size * cp_size`` tokens of the sequence; each rank has its own of them in
-            its block, in their order.
-        cp_interleave: tokens of a turn, vLLM's ``cp_kv_cache_interleave_size``: a divisor of `block_size`, in a
-            ``full`` or ``mla`` group. None for `block_size`: the ranks take turns by whole blocks.
+        speculative: extra state slots after the slot with the state (``ssm`` only).
+        cp_rank: number of this rank among the context-parallel ranks.
+        cp_size: number of context-parallel ranks, which take turns: token ``t`` is held by rank
+            ``t // turn % cp_size``. An entry of the block table covers ``block_size * cp_size`` tokens of the sequence;
+            the block of each rank holds that rank's tokens of them, in their order.
+        cp_interleave: tokens of a turn, vLLM's ``cp_kv_cache_interleave_size``: a divisor of `block_size`, for ``full``
+            and ``mla`` groups. None for `block_size`: the ranks take turns by whole blocks.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def turn(self) -> int:
-        """Tokens that a context-parallel rank holds before it is the next one's turn."""
+        """Tokens that a context-parallel rank holds before the next rank's turn."""
         return self.cp_interleave or self.block_size
 
     @property
@@ -100,7 +100,7 @@ class Shard:
     Attributes:
         extent: size of the axis over all ranks.
         start: first index of this rank.
-        length: indices of this rank; None for all that are left.
+        length: number of indices of this rank; None for all indices from `start` on.
     """
 
     extent: int
@@ -109,11 +109,11 @@ class Shard:
 
     @property
     def held(self) -> int:
-        """Indices of this rank."""
+        """Number of indices of this rank."""
         return self.extent - self.start if self.length is None else self.length
 
     def problem(self, field: str) -> str | None:
-        """Return what is wrong with it, or None; `field` is its name in the text."""
+        """Return an error text, or None; the text calls the range `field`."""
         for name, value in (("extent", self.extent), ("start", self.start), ("length", self.length or 0)):
             if not isinstance(value, int):
                 return f"{field}: {name} {value!r}: must be an integer"
@@ -127,20 +127,19 @@ class Axis:
     """One dimension of a part.
 
     Attributes:
-        name: what meets what on the other side. ``"tokens"`` is special: its extent is the tokens of one kernel
-            block and may differ between the sides; every other axis must have the same extent on both.
+        name: axes of the two sides are paired by name. ``"tokens"`` is special: its extent is the tokens of one kernel
+            block and may differ between the sides. Every other axis must have the same extent on both sides.
         extent: size of the axis over all ranks, in items.
         stride: bytes from one index to the next.
         start: first global index that this rank holds.
-        length: how many indices this rank holds; None for all that are left. An axis held whole by several ranks
-            is replicated: any of them can be read.
-        may_repeat: this rank holds one index, and neighbouring ranks may hold the same one; how many do is not
-            known. `extent` then counts ranks and `start` is this rank: the true extent is a divisor of `extent`. Two
-            sides that know no more than this still meet: whatever the divisor is, the ranks that are paired hold
-            the same index.
-        spare: how many of the last indices hold what is written before it is read, as rows for draft tokens do. They
-            are moved where both sides have equally many, since a gap costs more than they do, and else left out.
-            Only of an axis that is held whole.
+        length: how many indices this rank holds; None for all indices from `start` on. An axis that several ranks hold
+            whole is replicated: any of these ranks can be read.
+        may_repeat: this rank holds one index, and an unknown number of neighbouring ranks may hold the same index.
+            `extent` then counts ranks and `start` is this rank: the true extent is a divisor of `extent`. Two sides
+            that know no more than this can still be paired: for every divisor, the paired ranks hold the same index.
+        spare: how many of the last indices are written before they are read, like rows for draft tokens. They move if
+            both sides have equally many, because a gap costs more, and are left out otherwise. Only for an axis that
+            this rank holds whole.
     """
 
     name: str
@@ -152,13 +151,13 @@ class Axis:
     spare: int = 0
 
     def __post_init__(self) -> None:
-        """Write the default length out, so that equal axes compare equal."""
+        """Fill in the default length, so that equal axes compare equal."""
         if self.length is None:
             object.__setattr__(self, "length", self.extent - self.start)
 
     @property
     def shard(self) -> Shard:
-        """The range of it that this rank holds."""
+        """The range of the axis that this rank holds."""
         return Shard(self.extent, self.start, self.length)
 
 
@@ -170,9 +169,9 @@ class Part:
     An attention part without a ``tokens`` axis is never cut by tokens; a part with a single axis of bytes is opaque.
 
     Attributes:
-        name: parts meet by name.
-        dtype: name of the item's encoding, e.g. ``"bfloat16"``; must be equal on both sides. A packing that
-            only some machines use belongs here too (``"bfloat16/amx-32"``).
+        name: parts of the two sides are paired by name.
+        dtype: name of the item's encoding, e.g. ``"bfloat16"``; must be equal on both sides. A packing that only some
+            machines use belongs into this name (``"bfloat16/amx-32"``).
         item_bytes: bytes of one item.
         offset: bytes from the start of the page.
         axes: the dimensions, in any order.
@@ -186,7 +185,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes this rank holds of the part in one page."""
+        """Bytes of the part that this rank holds in one page."""
         total = self.item_bytes
         for axis in self.axes:
             total *= axis.length or 0
@@ -195,40 +194,40 @@ class Part:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Page:
-    """The bytes of one layer in one kernel block: its parts. Bytes of no part are padding and never move.
+    """The bytes of one layer in one kernel block, as parts. Bytes outside of parts are padding and never move.
 
     Attributes:
-        parts: named pieces of it; none lies over another.
+        parts: named pieces of the page, which do not overlap.
     """
 
     parts: tuple[Part, ...]
 
     def __repr__(self) -> str:
-        """Say what it holds in a line."""
+        """Describe the content in a line."""
         return f"Page({', '.join(part.name for part in self.parts)}: {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of content in the page, padding excluded."""
+        """Bytes of content in the page, without padding."""
         return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where one layer's pages are.
+    """Where the pages of one layer are.
 
     The page of kernel block ``k`` of logical block ``b`` starts at
     ``region.base + offset + b * block_stride + k * kernel_stride``.
 
     Attributes:
-        name: layers of two sides meet by name.
+        name: layers of the two sides are paired by name.
         group: index into `Geometry.groups`.
         region: index into `Geometry.regions`; layers of different groups may alias the same bytes.
         offset: bytes from the region's base to the page of block 0.
-        num_blocks: logical blocks, the null block included.
-        block_stride: bytes between logical blocks. Blocks of a layer may lie between each other's bytes, but share
-            none: that is not checked here, and a request that would write a byte twice is refused.
-        page: what a page holds.
+        num_blocks: logical blocks, including the null block.
+        block_stride: bytes between logical blocks. The blocks of two layers may be interleaved but must not share
+            bytes. This is not checked here; a request that would write a byte twice is refused.
+        page: the content of a page.
         kernel_stride: bytes between the kernel blocks of a logical block; None for ``block_stride / ratio``.
     """
 
@@ -246,17 +245,17 @@ class Layer:
 class Geometry:
     """One worker's cache, checked.
 
-    It cannot be changed, so copies are the geometry itself. It is pickled as JSON. Of one that was read from JSON,
-    regions, groups and layers become Python values when they are first asked for.
+    It is immutable, so a copy is the geometry itself. Pickle stores its JSON. If it was read from JSON, regions, groups
+    and layers become Python values on first access.
 
     Attributes:
         regions: registered memory.
         groups: KV cache groups, in the order of the engine's block tables.
         layers: every layer with a cache.
-        tp_rank: place among `tp_size` ranks; it only chooses between equally good sources.
+        tp_rank: number among the `tp_size` ranks; it only selects between equally good sources.
         tp_size: tensor-parallel ranks of this engine.
-        null_block: the logical block id that stands for "no block", or None if there is none.
-        core: the same, checked, as the compiled half has it.
+        null_block: the logical block id that stands for "no block", or None.
+        core: the same, checked, as the Rust extension has it.
 
     Raises:
         GeometryError: a field is out of range or does not fit another; the message has both values.
@@ -273,13 +272,13 @@ class Geometry:
     """The checked form that plans are made from."""
 
     def __post_init__(self) -> None:
-        """Check everything once; nothing below has to."""
+        """Check everything once, so that no later code has to."""
         object.__setattr__(self, "core", CheckedGeometry.from_values(self))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Make what a geometry that was read does not have yet."""
+            """Make the attributes that a geometry read from JSON does not have yet."""
             make = _VALUES.get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -317,13 +316,13 @@ class Geometry:
             The geometry, checked.
 
         Raises:
-            GeometryError: not JSON, an unknown or missing field, another version, too large, or a failed check.
+            GeometryError: no JSON, an unknown or missing field, another version, too large, or a failed check.
             AddressOverflowError: an address does not fit 64 bits.
         """
         if not isinstance(data, str | bytes | bytearray | memoryview):
             found, reason = type(data).__name__, "is no JSON text: has to be bytes or a string"
             raise GeometryError(f"data: {found} {reason}", code="type", field="data", value=found, reason=reason)
-        # A lone surrogate is no UTF-8, which the parser finds.
+        # The parser finds a lone surrogate, which is not UTF-8.
         core = CheckedGeometry(data.encode(errors="surrogatepass") if isinstance(data, str) else bytes(data))
         made = cls.__new__(cls)
         made.__dict__.update(core=core, tp_rank=core.tp_rank, tp_size=core.tp_size, null_block=core.null_block)
@@ -334,15 +333,15 @@ class Geometry:
         return type(self).from_json, (self.to_json(),)
 
     def __copy__(self) -> Geometry:
-        """Return itself: nothing in it changes."""
+        """Return the geometry itself, because it is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
-        """Return itself: nothing in it changes."""
+        """Return the geometry itself, because it is immutable."""
         return self
 
     def __repr__(self) -> str:
-        """Say what it is in a line; the whole is `to_json`."""
+        """Describe it in a line; `to_json` returns everything."""
         return repr(self.core).removeprefix("Checked")
 
 
@@ -364,4 +363,4 @@ _VALUES: dict[str, Callable[[CheckedGeometry], object]] = {
     "groups": lambda core: tuple(Group(*arguments) for arguments in core.groups),
     "layers": _layers,
 }
-"""How the values of a geometry that was read are made."""
+"""Makes the Python values of a geometry that was read from JSON."""

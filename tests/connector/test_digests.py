@@ -312,8 +312,8 @@ def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "cause", "said"),
     [
-        (b"garbage", "request", "digest: 7 bytes are none"),
-        (bytes(range(256)) * 9, "request", "digest: 2304 bytes are none"),
+        (b"garbage", "request", "digest: 7 bytes cannot be read"),
+        (bytes(range(256)) * 9, "request", "digest: 2304 bytes cannot be read"),
         (ContentDigest(TOKENS - 1, {}).to_bytes(), "request", "P's digest is of 39 tokens, expected 40"),
         (
             ContentDigest(TOKENS, {}).to_bytes(),

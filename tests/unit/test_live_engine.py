@@ -107,7 +107,7 @@ def test_a_peer_is_named(secret: bool, secret_file: Path) -> None:
     assert ("takes our secret (TLS 1.3)" in found["port"][1]) == secret
     assert found["engine"][1].startswith("p, started as 0000000000000102, tp=2; a question and its answer take ")
     assert found["handshake"][1].startswith("kvhma ")
-    assert "vLLM 0.32.0; 2 hellos (" in found["handshake"][1]
+    assert "vLLM 0.32.0; 2 signed worker identities (" in found["handshake"][1]
     assert found["model"][1] == "org/tiny, revision 0123abc, dtype bfloat16, KV cache bfloat16"
     one = geometries(2, 1 << 30)[0]
     assert found["geometry"][1].startswith(f"{len(one.layers)} layers in {len(one.groups)} groups (kind, block: ")

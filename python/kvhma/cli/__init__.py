@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; without the ``cli`` extra, say how to get it."""
+    """Run the command line, or name the missing package if the ``cli`` extra is not installed."""
     try:
         from kvhma.cli.app import run
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and what they have in common."""
+"""The command ``kvhma`` with its subcommands, and how it reports errors."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from kvhma.cli.serve_pair import serve_pair
 from kvhma.cli.sweep import sweep
 from kvhma.errors import KvhmaError
 
-_EPILOG = "Exit codes: 0 done, 1 something was found or a check failed, 2 the input is wrong."
+_EPILOG = "Exit codes: 0 done, 1 a check failed or found a problem, 2 the input is wrong."
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
 @click.version_option(__version__)
 def app() -> None:
-    """What must move when a prefill engine hands a hybrid KV cache to a decode engine.
+    """Show which bytes move when a prefill engine hands off a hybrid KV cache to a decode engine.
 
-    Of a model that vLLM serves, without an engine, a GPU or a network:
+    No command below needs an engine, a GPU or a network. For a model that vLLM serves:
 
     \b
     kvhma models
@@ -43,13 +43,13 @@ def app() -> None:
     kvhma explain google/gemma-3-27b-it --prefill tp=2 --decode tp=4
     kvhma map google/gemma-3-27b-it --prefill tp=2 --decode tp=4 -o map.svg
     kvhma sweep google/gemma-3-27b-it --decode tp=1/2/4 --tokens 1k/8k/64k
-    """  # noqa: D301 - click's mark for lines to be left as they are
+    """  # noqa: D301 - click's mark for lines that it must not wrap
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line: whatever is wrong with the input is one line and exit code 2."""
+    """Run the command line. An error in the input becomes one line and exit code 2."""
     try:
-        # The name is what shells ask completions of, however the command was started.
+        # Shell completion looks for this name, however the command was started.
         code = app.main(arguments, prog_name="kvhma", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
@@ -61,7 +61,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         _refuse(str(error))
     except click.Abort:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader, say `head`, has seen enough
+    except BrokenPipeError:  # the reader, for example `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     raise SystemExit(code or 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of every command that looks at a hand-off, and how they become one."""
+"""The arguments of every command about a hand-off, and how they become a `HandOff`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINE_HELP = (
     "layout= (HND, NHD, LBHNC, …), kernel= (tokens, flashinfer, logical), conv= (DS, SD), spec= (draft tokens), "
     "with commas between. vLLM's long names are known too."
 )
-"""What help says of the keys of an engine; docs/cli.md has a table."""
+"""The help text for the keys of an engine; docs/cli.md has a table."""
 
 
 def engine_option(name: str, text: str, parse: Callable[..., Any] = parse_engine) -> Callable[[F], F]:
@@ -41,7 +41,7 @@ def engine_option(name: str, text: str, parse: Callable[..., Any] = parse_engine
 
 
 def dtype_options() -> tuple[Callable[[F], F], ...]:
-    """Return the options for dtypes of both engines, under their short names and those of vLLM."""
+    """Return the options for dtypes of both engines, under their short names and under vLLM's names."""
     kv, ssm = (
         "KV cache of both engines: auto, bf16, fp16, fp32, fp8_e4m3.",
         "Recurrent state of both engines: the same.",
@@ -53,14 +53,14 @@ def dtype_options() -> tuple[Callable[[F], F], ...]:
 
 
 def layout_option(command: F) -> F:
-    """Add the option that says who is asked what a model caches."""
+    """Add the option that chooses who decides what a model caches."""
     choice = click.Choice(get_args(Layout))
     text = "Who says what a config.json caches: kvhma's table, vLLM's own classes, or vLLM where the table refuses."
     return click.option("--layout", type=choice, default="auto", show_default=True, help=text)(command)
 
 
 def hand_off_options(command: F) -> F:
-    """Add MODEL and the options that say what is handed over; the command makes :class:`Arguments` of them."""
+    """Add MODEL and the options that describe a hand-off; the command makes :class:`Arguments` of them."""
     options = (
         engine_option("--prefill", f"The prefill engine (P): {ENGINE_HELP}"),
         engine_option("--decode", "The decode engine (D): the same keys."),
@@ -124,8 +124,8 @@ class Arguments(RequestOptions):
         """Make the hand-off that the arguments ask for.
 
         Raises:
-            click.UsageError: arguments that do not go together.
-            KvhmaError: a file, model or request that is wrong.
+            click.UsageError: arguments that exclude each other.
+            KvhmaError: a file, model or request is invalid.
         """
         if self.local or self.remote:
             if self.model or not self.local or not self.remote:

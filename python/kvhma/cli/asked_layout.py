@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who says what a model caches: kvhma's table, or vLLM's own classes in a process of their own."""
+"""Decides what a model caches: kvhma's table, or vLLM's own classes in a separate process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class AskedModel:
-    """A model, and who said what it caches.
+    """A model, and the source of its cache layout.
 
     Attributes:
-        model: what it caches.
+        model: the model with its layers.
         layout: ``"table"``, or ``"vLLM"`` with its version.
-        refused: tensor-parallel sizes that vLLM refuses, or at which its ranks hold something else, and why.
-        is_staged: whether its layers can be shared out among pipeline stages.
+        refused: tensor-parallel sizes that vLLM refuses, or at which its ranks hold other caches, and why.
+        is_staged: whether its layers can be divided among pipeline stages.
     """
 
     model: Model
@@ -43,10 +43,10 @@ class AskedModel:
     is_staged: bool = True
 
     def check(self, *engines: EngineOptions) -> None:
-        """Refuse engines that vLLM does not make of this model.
+        """Refuse engines that vLLM cannot make of this model.
 
         Raises:
-            LayoutError: the text names the size.
+            LayoutError: the text has the refused size.
         """
         for engine in engines:
             if reason := (self.refused or {}).get(engine.tp_size):
@@ -61,7 +61,7 @@ class AskedModel:
 def ask_layout(
     text: str, layout: Layout, kv_dtype: str | None, ssm_dtype: str | None, tp_sizes: Iterable[int]
 ) -> AskedModel | Geometry:
-    """Return what MODEL caches, as the table or vLLM says.
+    """Return what MODEL caches, from the table or from vLLM.
 
     Args:
         text: MODEL.
@@ -71,7 +71,7 @@ def ask_layout(
         tp_sizes: tensor-parallel sizes of the engines.
 
     Raises:
-        KvhmaError: it cannot be read, or neither of them takes it.
+        KvhmaError: MODEL cannot be read, or neither the table nor vLLM supports it.
     """
     if not is_there(text):
         if layout == "vllm":
@@ -92,8 +92,8 @@ def ask_layout(
             raise ConfigError(f"{file}: {error}; where vLLM is installed, its own classes are asked") from error
         try:
             return _ask_vllm(file, name, form, kv_dtype, ssm_dtype, tp_sizes)
-        except KvhmaError as other:
-            raise ConfigError(f"{file}: {error}; {str(other).removeprefix(f'{file}: ')}") from other
+        except KvhmaError as vllm_error:
+            raise ConfigError(f"{file}: {error}; {str(vllm_error).removeprefix(f'{file}: ')}") from vllm_error
     return AskedModel(replace(model, name=name))
 
 
@@ -130,9 +130,9 @@ def _ask_vllm(
 
 
 def _answer(pipe: Connection, name: str, form: dict[str, Any], tp_sizes: list[int]) -> None:
-    """Ask vLLM in a process of its own, and send what it says, or the error."""
+    """Ask vLLM in a separate process, and send its answer or the error."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    logging.disable(logging.ERROR)  # what engines would log
+    logging.disable(logging.ERROR)  # the log lines of an engine
     try:
         from kvhma.vllm.meta_model import ask, version
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma audit``: what a connector did, judged byte by byte."""
+"""``kvhma audit``: checks byte by byte what a connector did."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = ("wrong", "missing", "extra", "unheld", "stale", "idle", "needed", "b
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where to write the smallest request that shows what is wrong; None where it is not asked for."""
+    """Where to write the smallest request that shows the fault; None if the option is not given."""
 
     case: Path | None
     trace: Path | None
@@ -79,7 +79,7 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], tuple[str, RankTrace] | None]:
-    """Judge a file: a row for each request and rank of D, and the first one that is wrong."""
+    """Judge a file: a row for each request and rank of D, and the first wrong request."""
     name = click.format_filename(path)
     rows: list[dict[str, Any]] = []
     wrong = None
@@ -123,7 +123,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def _show(connector: str, traced: RankTrace, files: _Files, quiet: bool) -> None:
-    """Write the smallest request that shows what is wrong."""
+    """Write the smallest request that shows the fault."""
     if not any((files.case, files.trace, files.picture)):
         return
     small = smallest(traced)
@@ -140,7 +140,7 @@ def _show(connector: str, traced: RankTrace, files: _Files, quiet: bool) -> None
 
 
 def _draw(traced: RankTrace, output: Path) -> None:
-    """Draw what was transferred from the first source, or which blocks there are."""
+    """Draw the transfer from the first source, or the blocks if nothing was transferred."""
     case, found = traced.case, judge(traced, with_plan=False)
     source, rows = next(iter(sources_of(traced)), (0, np.empty((0, 3), np.uint64)))
     runs = rows[:, [1, 0, 2]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma bench``: how long planning takes, and what the way between two processes costs."""
+"""``kvhma bench``: measures how long planning takes, and how fast two processes transfer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvhma.cli.values import Tokens
 from kvhma.versions import NIXL_INSTALL
 
 _SECONDS = 0.2
-"""Time that one figure of `maths` is repeated for."""
+"""How long each figure of `maths` is repeated."""
 _BAR = 16
 
 
@@ -158,7 +158,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Return the shortest time of a call, repeated for a while."""
+    """Return the shortest time of a call that is repeated for a while."""
     best, until = float("inf"), time.perf_counter() + _SECONDS
     while (start := time.perf_counter()) < until:
         call()
@@ -188,7 +188,7 @@ def _print(points: list[loop_back.Point], constants: Link, style: str) -> None:
 
 
 def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None:
-    """Draw speed by block size: measured as boxes, what the model says as a line."""
+    """Draw speed by block size: measurements as boxes, the model as a line."""
     page = Drawing(COLUMN, "kvhma bench link", "Bytes per second by block size, blocks apart and in one run")
     page.text(20, 34, "Reads between two processes", "big")
     law = f"{duration(constants.seconds_per_descriptor)} a descriptor, {constants.bytes_per_second / 1e9:.2f} GB/s"

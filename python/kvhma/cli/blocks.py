@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The middle of the picture: the block tables of the request."""
+"""The middle of the picture: the request's block tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvhma.cli.pages import LEFT, SPAN, DrawnRank, color
 from kvhma.cli.svg import Drawing
 
 _MAX_BOXES = 32
-"""Blocks of a group that are drawn one by one; of more, those in one state are one box."""
+"""Up to this many blocks of a group are drawn one by one; beyond it, neighbours in one state are one box."""
 _WIDTH, _MIN_WIDTH = 34.0, 90.0
 _MAX_RANGES = 8
 
 
 def draw_blocks(page: Drawing, y: float, rank: DrawnRank) -> float:
-    """Draw a line for each group: which of its blocks were dropped, which are read, and which are not."""
+    """Draw a line for each group that shows which blocks were dropped, which are read, and which are not."""
     y = page.paragraph(12, y, f"{rank.name}: blocks of the request", "head") - 8
     for index, (group, table) in enumerate(zip(rank.geometry.groups, rank.tables, strict=True)):
         page.text(12, y + 14, f"group {index} {group.kind}")
@@ -44,7 +44,7 @@ def _state(rank: DrawnRank, group: int, block: int) -> str:
 
 
 def _alike(states: Sequence[str]) -> list[tuple[int, int]]:
-    """Return first entry and end of every stretch of equal states."""
+    """Return first entry and end of every run of equal states."""
     found, first = [], 0
     for _, same in groupby(states):
         last = first + len(list(same))
@@ -54,13 +54,13 @@ def _alike(states: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _widths(spans: list[tuple[int, int]]) -> list[float]:
-    """Return the width of each box: by its blocks, but wide enough for what stands in it."""
+    """Return the width of each box: proportional to its blocks, but wide enough for its text."""
     blocks = sum(last - first for first, last in spans)
     if blocks == len(spans):
         return [min(SPAN / max(len(spans), 1), _WIDTH)] * len(spans)
-    least = min(_MIN_WIDTH, SPAN / len(spans))
-    rest = SPAN - least * len(spans)
-    return [least + rest * (last - first) / blocks for first, last in spans]
+    narrowest = min(_MIN_WIDTH, SPAN / len(spans))
+    rest = SPAN - narrowest * len(spans)
+    return [narrowest + rest * (last - first) / blocks for first, last in spans]
 
 
 def _hover(rank: DrawnRank, index: int, first: int, last: int, state: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma check``: plan the cases in files and prove every byte of them with the oracle."""
+"""``kvhma check``: plans the cases in files and verifies every byte with the oracle."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _line(row: dict[str, Any]) -> str:
     if "bytes" in row:
         of = f"{text}: " if text else ""
         text = (
-            f"{of}{row['descriptors']:,} descriptors, {row['bytes']:,} bytes read ({row['excess']:,} behind the last "
+            f"{of}{row['descriptors']:,} descriptors, {row['bytes']:,} bytes read ({row['excess']:,} after the last "
             f"token), {row['zeroed']:,} zeroed, {row['untouched']:,} untouched"
         )
     return f"{row['verdict']:<10} {printable(row['case'])}: {text}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of what ``kvhma doctor`` has looked at."""
+"""A row of the output of ``kvhma doctor``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ State: TypeAlias = Literal["ok", "note", "missing", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what.
-        state: how it is; ``note`` is worth knowing and no fault.
-        found: what there is.
-        fix: command or setting that helps, empty where nothing has to be done.
+        name: what was checked.
+        state: the result; ``note`` is information and no fault.
+        found: what the check found.
+        fix: command or setting that helps; empty if nothing has to be done.
     """
 
     name: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion in bash of words with ``=`` in them, which bash hands over in pieces."""
+"""Completion in bash of words with ``=`` in them, which bash passes in pieces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 
 
 class WholeWords(BashComplete):
-    """Puts the pieces together, and gives back what follows the last ``=``.
+    """Joins the pieces, and returns the text after the last ``=``.
 
-    typed              kvhma plan M --prefill tp=2,lay
-    bash's words       --prefill  tp  =  2,lay              = is one of COMP_WORDBREAKS
-    completed          tp=2,lay   ->   tp=2,layout=
-    bash replaces      2,lay      ->   2,layout=            only its own last word
+    typed              ``kvhma plan M --prefill tp=2,lay``
+    bash's words       ``--prefill  tp  =  2,lay``       because ``=`` is in COMP_WORDBREAKS
+    completed          ``tp=2,lay   ->   tp=2,layout=``
+    bash replaces      ``2,lay      ->   2,layout=``     only its own last word
     """
 
     # No space after `layout=`: the value comes next.
@@ -23,9 +23,9 @@ class WholeWords(BashComplete):
     )
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the one that is completed, and that word."""
+        """Return the words before the completed word, and that word."""
         pieces = split_arg_string(os.environ["COMP_WORDS"])[: int(os.environ["COMP_CWORD"]) + 1]
-        # A last word of which nothing is written yet is not in the text.
+        # The text does not have a last word that is still empty.
         pieces += [""] * (int(os.environ["COMP_CWORD"]) + 1 - len(pieces))
         words: list[str] = []
         for piece in pieces:
@@ -36,7 +36,7 @@ class WholeWords(BashComplete):
         return words[1:-1], words[-1]
 
     def format_completion(self, item: CompletionItem) -> str:
-        """Return the kind and the value of a completion, as the script reads it."""
+        """Return the kind and the value of a completion in the form that the script reads."""
         _, incomplete = self.get_completion_args()
         start = incomplete.rpartition("=")[0]
         value = str(item.value)
@@ -46,5 +46,5 @@ class WholeWords(BashComplete):
 
 
 def install() -> None:
-    """Let ``_KVHMA_COMPLETE=bash_source kvhma``, and what it prints, use this."""
+    """Make ``_KVHMA_COMPLETE=bash_source kvhma``, and the script that it prints, use this class."""
     add_completion_class(WholeWords)

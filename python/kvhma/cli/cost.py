@@ -18,11 +18,11 @@ LINK_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one reader can expect of the way between two engines.
+    """Expected speed of the link between two engines, for one reader.
 
     Attributes:
-        seconds_per_descriptor: time that one more descriptor takes.
-        bytes_per_second: what is reached when descriptors are few.
+        seconds_per_descriptor: time that an additional descriptor takes.
+        bytes_per_second: bandwidth with few descriptors.
         source: where the two numbers come from.
     """
 
@@ -31,16 +31,16 @@ class Link:
     source: str
 
     def seconds(self, descriptors: int, nbytes: int) -> float:
-        """Return the time that one rank's reads take one after the other."""
+        """Return the time that one rank's reads take, one after the other."""
         return self.seconds_per_descriptor * descriptors + nbytes / self.bytes_per_second
 
 
 DEFAULT_LINK = Link(3e-6, 40e9, "defaults: 3 µs a descriptor, 40 GB/s; measure yours with `kvhma bench link`")
-"""About what a 400 Gb/s network card does."""
+"""Roughly the speed of a 400 Gb/s network card."""
 
 
 def link_file() -> Path:
-    """Return where ``kvhma bench link`` leaves its result and ``kvhma plan`` looks for it."""
+    """Return where ``kvhma bench link`` writes its result and ``kvhma plan`` looks for it."""
     return Path(click.get_app_dir("kvhma")) / "link.json"
 
 
@@ -58,11 +58,11 @@ def save_link(link: Link, path: Path) -> None:
 
 
 def load_link(path: Path | None) -> Link:
-    """Read the constants: of a file, else of the usual place, else the defaults.
+    """Read the constants from a file, else from the usual place, else return the defaults.
 
     Raises:
         ConfigError: the file cannot be read, or is not JSON.
-        RequestError: it is something else.
+        RequestError: the JSON was not written by `kvhma bench link`.
     """
     if path is None:
         path = link_file()

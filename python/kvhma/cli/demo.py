@@ -43,9 +43,9 @@ _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
 def demo(names: tuple[str, ...], style: str, quiet: bool, corrupt: bool, **given: Any) -> None:
     """Move caches between two processes, and check them.
 
-    Hybrid KV caches go from a prefill to a decode process over NIXL. Both processes lay their caches out as vLLM's
-    hybrid KV cache manager (HMA) would: groups that share tensors, padded state pages, kernel blocks. Every byte at D
-    is checked: moved, zeroed or untouched. Exit code 1 if one is wrong.
+    Hybrid KV caches go from a prefill to a decode process over NIXL. Both processes use the layout of vLLM's hybrid KV
+    cache manager (HMA): groups that share tensors, padded state pages, kernel blocks. Every byte at D is checked:
+    moved, zeroed or untouched. Exit code 1 if one is wrong.
     """
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError(f"the demo needs nixl: {NIXL_INSTALL}")
@@ -99,12 +99,12 @@ def _print(results: dict[str, list[dict[str, Any]]], style: str) -> None:
 
 
 def _flat(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    others = {f"{other}_{field}": row[other][field] for other in ("vllm", "no_hma") for field in row[other]}
-    return {"model": name, **{field: value for field, value in row.items() if not isinstance(value, dict)}, **others}
+    figures = {f"{name}_{field}": row[name][field] for name in ("vllm", "no_hma") for field in row[name]}
+    return {"model": name, **{field: value for field, value in row.items() if not isinstance(value, dict)}, **figures}
 
 
 def _sheet(name: str, rows: list[dict[str, Any]]) -> Sheet:
-    """Return a line for each request: what kvhma moved, and beside it what the two others would."""
+    """Return a line for each request: what kvhma moved, and what the two other connectors would move."""
     cells = [
         (
             row["name"],
@@ -116,8 +116,8 @@ def _sheet(name: str, rows: list[dict[str, Any]]) -> Sheet:
         )
         for row in rows
     ]
-    mib = [f"{one}\nMiB" for one in ("kvhma", VLLM, NO_HMA)]
-    descriptors = [f"{one}\ndescr." for one in ("kvhma", VLLM)]
+    mib = [f"{connector}\nMiB" for connector in ("kvhma", VLLM, NO_HMA)]
+    descriptors = [f"{connector}\ndescr." for connector in ("kvhma", VLLM)]
     right = sum(row["verified"] for row in rows)
     return Sheet(
         f"{name}: from a prefill to a decode process over NIXL",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma diff``: two geometries, two models, or two plans as `kvhma plan --json` prints them."""
+"""``kvhma diff``: compares two geometries, two models, or two plans as `kvhma plan --json` prints them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _word(value: object) -> str:
 
 
 def _comparable(value: Geometry | Model | dict[str, Any]) -> Any:
-    """Return plain values: layers by name, and pages in place of their numbers."""
+    """Return plain values, with layers by name and pages in place of their numbers."""
     if isinstance(value, dict):
         return value
     if isinstance(value, Model):
@@ -84,7 +84,7 @@ def _by_name(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path and both values of everything that differs; None where a side has nothing."""
+    """Yield the path and both values of everything that differs; None stands for a missing value."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys((*a, *b)):
             yield from differences(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma doctor``: what of this machine a hand-off needs, and what is missing."""
+"""``kvhma doctor``: checks what a hand-off needs of this machine, and names what is missing."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool,
     """Check what this machine has, and what is missing.
 
     NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
-    processes. With --peer also the way to a live engine: its name, its port, whether the address that it tells decode
-    engines leads there from this host, whether both have the same secret, versions, model and caches. Nothing is
-    changed. Exit code 0: all is there. 1: something is missing or failed; each line says what installs or fixes it.
-    With -q only those lines are printed.
+    processes. With --peer also the path to a live engine: its name, its port, and whether its advertised address leads
+    to it from this host. Then whether both have the same secret, versions, model and caches. Nothing is changed. Exit
+    code 0: all is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only
+    those lines are printed.
     """
     if peer is None and (read or any(given.values())):
         raise click.UsageError("--read, --secret-file and --settings are for --peer")
@@ -69,7 +69,7 @@ def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool,
 
 
 def look() -> Iterator[Row]:
-    """Look at one thing after the other."""
+    """Run the checks one after the other."""
     yield Row("kvhma", "ok", f"{__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
     yield from look_at_host()
     nixl = _nixl()
@@ -88,7 +88,7 @@ def look() -> Iterator[Row]:
 
 
 def installed(*names: str) -> tuple[str, str] | None:
-    """Return name and version of the first package that is installed."""
+    """Return name and version of the first installed package."""
     for name in names:
         try:
             return name, version(name)
@@ -110,7 +110,7 @@ def _nixl() -> Row:
 
 
 def _backends() -> Row:
-    """Ask NIXL for its plugins, in a process of its own: one that cannot be loaded may end it."""
+    """Ask NIXL for its plugins in a separate process, because a plugin that cannot be loaded may end the process."""
     try:
         with process(_plugins) as pipe:
             found = receive(pipe, "NIXL", 60)
@@ -127,12 +127,12 @@ def _plugins(pipe: Connection) -> None:
     try:
         api = import_nixl()
         pipe.send(sorted(api.nixl_agent("kvhma-doctor", api.nixl_agent_config(backends=[])).get_plugin_list()))
-    except Exception as error:  # whatever a broken installation raises is the answer
+    except Exception as error:  # the answer is any error of a broken installation
         pipe.send(f"{type(error).__name__}: {error}")
 
 
 def _transports() -> Row:
-    """Name the transports of UCX that the environment chooses, or that its own tool lists."""
+    """Name the transports of UCX that the environment selects, or that its own tool lists."""
     chosen = os.environ.get("UCX_TLS")
     tool = shutil.which("ucx_info")
     if tool is None:
@@ -147,7 +147,7 @@ def _transports() -> Row:
 
 
 def _copying() -> Row:
-    """Tell whether two processes of this machine may copy from one another without the network."""
+    """Check whether two processes of this machine may copy from each other without the network."""
     name = "cross-memory attach"
     if platform.system() != "Linux":
         return Row(name, "note", "Linux only; processes of one machine use TCP")
@@ -162,7 +162,7 @@ def _copying() -> Row:
 
 
 def _gpu_links() -> Row:
-    """Tell which GPUs of this machine no NVLink connects: reads between them may take TCP."""
+    """Find GPUs of this machine without NVLink between them: reads between them may take TCP."""
     name = "GPU links"
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -174,7 +174,7 @@ def _gpu_links() -> Row:
     links = gpu_links(matrix)
     if not links:
         return Row(name, "note", "nvidia-smi names no two GPUs")
-    slow = [f"{one}-{other} {how}" for (one, other), how in links.items() if not how.startswith("NV")]
+    slow = [f"{first}-{second} {how}" for (first, second), how in links.items() if not how.startswith("NV")]
     if not slow:
         return Row(name, "ok", f"NVLink between all of {len({gpu for pair in links for gpu in pair})} GPUs")
     fix = "UCX_PROTO_INFO=y shows what a read takes; P and D on GPUs with NVLink, or an RDMA device between them"
@@ -182,7 +182,7 @@ def _gpu_links() -> Row:
 
 
 def gpu_links(matrix: str) -> dict[tuple[str, str], str]:
-    """Return how each two GPUs are connected, from what ``nvidia-smi topo -m`` prints: a row and a column for each."""
+    """Return how each two GPUs are connected, from the matrix that ``nvidia-smi topo -m`` prints."""
     lines = [[cell.strip() for cell in line.split("\t")] for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
     columns = next((line for line in lines if "GPU0" in line[1:]), [])
     gpus = [column for column in columns if re.fullmatch(r"GPU\d+", column)]
@@ -195,7 +195,7 @@ def gpu_links(matrix: str) -> dict[tuple[str, str], str]:
 
 
 def _ports() -> Row:
-    """Look where an agent listens, in a process of its own: whoever reaches it there can read and write its memory."""
+    """Find where an agent listens, in a separate process. Who reaches an agent can read and write its memory."""
     name = "transport ports"
     if platform.system() != "Linux":
         return Row(name, "note", "looked for on Linux only")
@@ -206,8 +206,8 @@ def _ports() -> Row:
         return Row(name, "failed", str(error), "NIXL_LOG_LEVEL=DEBUG kvhma doctor says more")
     if isinstance(found, str):
         return Row(name, "failed", found, "NIXL_LOG_LEVEL=DEBUG kvhma doctor says more")
-    text = ", ".join(f"{one.host} ({one.device})" for one in sorted(found, key=str)) or "none over TCP"
-    if all(one.is_loopback for one in found):
+    text = ", ".join(f"{port.host} ({port.device})" for port in sorted(found, key=str)) or "none over TCP"
+    if all(port.is_loopback for port in found):
         return Row(name, "ok", f"an agent listens at {text}")
     fix = "let only engines reach these addresses, or choose others with net_devices or UCX_NET_DEVICES"
     return Row(name, "note", f"an agent listens at {text}: who reaches it can read and write its memory", fix)
@@ -221,7 +221,7 @@ def _listening(pipe: Connection) -> None:
         before = listening_sockets()
         with Agent("kvhma-doctor"):
             pipe.send(listening_sockets() - before)
-    except Exception as error:  # whatever a broken installation raises is the answer
+    except Exception as error:  # the answer is any error of a broken installation
         pipe.send(f"{type(error).__name__}: {error}")
 
 
@@ -250,7 +250,7 @@ def _vllm() -> Row:
 
 
 def _connector() -> Row:
-    """Look at what the connector needs beside vLLM, which brings both along."""
+    """Check the packages that the connector needs besides vLLM, which installs both."""
     lacking = [name for name in ("msgspec", "cryptography") if installed(name) is None]
     if lacking:
         return Row("connector", "missing", f"{' and '.join(lacking)} not installed", f"pip install {' '.join(lacking)}")

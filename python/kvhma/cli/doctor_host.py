@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kvhma doctor`` looks at of this host's network cards and of the memory that they may lock."""
+"""Checks of ``kvhma doctor`` on this host's network cards and on the memory that they may lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IPC_LOCK = 14
 
 
 def look_at_host() -> Iterator[Row]:
-    """Look at network cards and at memlock."""
+    """Check network cards and memlock."""
     if platform.system() != "Linux":
         yield Row("network cards", "note", "looked for on Linux only")
         return
@@ -30,7 +30,7 @@ def look_at_host() -> Iterator[Row]:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # some drivers do not say
+    except OSError:  # some drivers do not report it
         return ""
 
 
@@ -42,7 +42,7 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _network_devices() -> dict[str, str]:
-    """Return the network devices that are up, and their speed where it is known."""
+    """Return the network devices that are up, with their speed if it is known."""
     found = {}
     for device in _children(_NET):
         if device.name == "lo" or _read(device / "operstate") != "up":
@@ -53,7 +53,7 @@ def _network_devices() -> dict[str, str]:
 
 
 def _rdma_ports() -> dict[str, tuple[bool, str]]:
-    """Return the ports of RDMA devices, as ``mlx5_0:1``: whether they are active, and state and rate."""
+    """Return the ports of RDMA devices, as ``mlx5_0:1``, with state and rate, and whether each is active."""
     found = {}
     for device in _children(_RDMA):
         for port in _children(device / "ports"):
@@ -70,9 +70,9 @@ def _cards(net: dict[str, str], rdma: dict[str, tuple[bool, str]]) -> Row:
     listed = [f"{device}{speed}" for device, speed in net.items()]
     listed += [f"{port} ({text})" for port, (_, text) in rdma.items()]
     found = ", ".join(listed) or "none is up but lo"
-    chosen = [one for one in os.environ.get("UCX_NET_DEVICES", "").split(",") if one not in ("", "all")]
+    chosen = [device for device in os.environ.get("UCX_NET_DEVICES", "").split(",") if device not in ("", "all")]
     known = {"lo", *net, *rdma, *(port.partition(":")[0] for port in rdma)}
-    if absent := [one for one in chosen if one not in known]:
+    if absent := [device for device in chosen if device not in known]:
         fix = "net_devices or UCX_NET_DEVICES with names that are up here"
         return Row(name, "failed", f"{found}; UCX_NET_DEVICES also has {', '.join(absent)}", fix)
     if not chosen and (idle := [port for port, (active, _) in rdma.items() if not active]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kvhma doctor --peer`` looks at: the way to another engine, as a decode engine of this host would take it."""
+"""Checks of ``kvhma doctor --peer``: the path to another engine, as a decode engine of this host would take it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvhma.cli.subprocess import process, receive
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
-if TYPE_CHECKING:  # what the connector needs may not be installed
+if TYPE_CHECKING:  # the connector's packages may not be installed
     from kvhma.vllm.wire.client import Client
     from kvhma.vllm.wire.messages import EngineInfo
     from kvhma.vllm.wire.params import Address
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what the connector needs may not be installed
 _QUESTIONS = 9
 _READS = 20
 _MAX_ROWS, _MAX_ROW_BYTES = 64, 1 << 20
-"""What is read at a time at most: runs, and bytes of each."""
+"""Limits of a read: the number of runs, and bytes of each."""
 
 _UP = (
     "start it; or its side_channel_host (VLLM_NIXL_SIDE_CHANNEL_HOST) is no address that this host reaches, or a "
@@ -38,12 +38,12 @@ _UP = (
 
 
 def look_at_peer(address: tuple[str, int], access: Access, *, read: bool) -> Iterator[Row]:
-    """Look at one thing after the other, until one fails.
+    """Run the checks one after the other, until one fails.
 
     Args:
-        address: host and port of its side channel.
-        access: by what it is asked.
-        read: whether to read from its caches, too.
+        address: host and port of the engine's side channel.
+        access: the secrets and settings to ask with.
+        read: whether to read from the engine's caches, too.
     """
     try:
         began = time.perf_counter()
@@ -93,7 +93,7 @@ def _port(numeric: Address, access: Access, took: str) -> Row:
 
 
 def _engine(client: Client, info: EngineInfo) -> Row:
-    """Name the engine, and time how long a short question takes."""
+    """Name the engine, and time a short question."""
     times = []
     for _ in range(_QUESTIONS):
         began = time.perf_counter()
@@ -106,13 +106,16 @@ def _engine(client: Client, info: EngineInfo) -> Row:
 
 
 def _advertised(asked: tuple[str, int], info: EngineInfo, access: Access) -> Iterator[Row]:
-    """Go where the engine sends decode engines, unless it was asked there: this host may be led to another one."""
+    """Connect to the address that the engine advertises, because from this host it may lead to another engine.
+
+    Skipped if that is the address that was asked.
+    """
     from kvhma.vllm.wire.params import Address
 
     if info.advertised is None or info.advertised == asked:
         return
-    name, told = "peer: advertised address", Address(*info.advertised)
-    found = f"{info.engine_id} sends decode engines to {told}"
+    name, advertised = "peer: advertised address", Address(*info.advertised)
+    found = f"{info.engine_id} sends decode engines to {advertised}"
     fix = "advertised_host and advertised_port of that engine: where this host reaches it"
     try:
         with connect(look_up(info.advertised, access), access) as client:
@@ -129,12 +132,12 @@ def _advertised(asked: tuple[str, int], info: EngineInfo, access: Access) -> Ite
 def _handshake(workers: Sequence[LiveWorker], took: str) -> Row:
     nbytes = sum(len(worker.data) for worker in workers)
     versions = sorted({f"kvhma {worker.extra.kvhma}, vLLM {worker.extra.vllm}" for worker in workers})
-    hellos = f"{plural(len(workers), 'hello')} ({size(nbytes)}), signed, {took}"
-    return Row("peer: handshake", "ok", f"{'; '.join(versions)}; {hellos}")
+    signed = f"{len(workers)} signed {'worker identity' if len(workers) == 1 else 'worker identities'} ({size(nbytes)})"
+    return Row("peer: handshake", "ok", f"{'; '.join(versions)}; {signed}, {took}")
 
 
 def _models(workers: Sequence[LiveWorker]) -> Iterator[Row]:
-    """Name each model that the workers say they run: one, where the engine is whole."""
+    """Name each model that the workers report. A valid engine has one."""
     models = list(dict.fromkeys(worker.extra.model for worker in workers))
     for model in models:
         parts = [model.model, *([f"revision {model.revision}"] if model.revision else [])]
@@ -163,16 +166,18 @@ def _geometries(workers: Sequence[LiveWorker]) -> Row:
 
 
 def _read(worker: LiveWorker, numeric: Address, access: Access) -> Row:
-    """Read null blocks, which hold nobody's tokens, in a process of its own: the transport may end it."""
+    """Read null blocks, which hold no request's tokens, in a separate process: the transport may end the process."""
     from kvhma.vllm.devices import ENVIRONMENT, is_loopback
 
     name, fix = (
         "peer: read",
-        "NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info say more; kvhma's page on NICs what to look at",
+        "NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info say more; see also kvhma's page on NICs",
     )
     rows = null_rows(worker.payload.geometry)
     if not len(rows):
-        return Row(name, "note", "the engine has no null block, and nothing else is surely nobody's: nothing is read")
+        return Row(
+            name, "note", "the engine has no null block; other blocks may belong to requests, so nothing is read"
+        )
     devices = access.settings.net_devices
     if devices is None and is_loopback(numeric.host):
         devices = os.environ.get(ENVIRONMENT, "lo")
@@ -195,9 +200,9 @@ def _read(worker: LiveWorker, numeric: Address, access: Access) -> Row:
 
 
 def null_rows(geometry: Geometry) -> NDArray[np.uint64]:
-    """Return address, length and device of a run of each part in each layer's null block, each place once.
+    """Return address, length and device of a run of each part in each layer's null block, without repeats.
 
-    Other blocks may lie between the items of a page, so only bytes that touch each other are a run::
+    Other blocks may be between the items of a page, so only adjacent bytes are a run::
 
         region.base + offset + null_block * block_stride
         |..... part ............................|
@@ -217,7 +222,7 @@ def null_rows(geometry: Geometry) -> NDArray[np.uint64]:
 
 
 def _run(part: Part) -> int:
-    """Return how many bytes from a part's first item on are all of its items."""
+    """Return the length in bytes, from a part's first item on, of the run of all its items."""
     run = part.item_bytes
     for axis in sorted(part.axes, key=lambda axis: axis.stride):
         if axis.stride != run:
@@ -227,7 +232,7 @@ def _run(part: Part) -> int:
 
 
 def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: str | None, timeout: float) -> None:
-    """Connect, read and disconnect; tell the seconds of the first two, or what went wrong."""
+    """Connect, read and disconnect; send the seconds of connecting and reading, or the error."""
     if devices is not None:
         os.environ["UCX_NET_DEVICES"] = devices
     try:
@@ -252,7 +257,7 @@ def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: s
                 times.append(time.perf_counter() - began)
             agent.disconnect(peer, timeout)
         pipe.send((connected, min(times)))
-    except Exception as error:  # whatever a transport raises is the answer
+    except Exception as error:  # the answer is any error of a transport
         pipe.send(f"{type(error).__name__}: {error}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a block has: the logical one that the manager allocates, and the one that a kernel addresses."""
+"""Tokens of a block: of the logical block that the manager allocates, and of the block that a kernel addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KernelBlock: TypeAlias = "int | Literal['flashinfer'] | None"
 """Tokens of a kernel block, ``"flashinfer"`` for that kernel's choice, or None for the whole logical block."""
 
 _FLASHINFER_BLOCKS = (64, 32, 16)
-"""FlashInfer's kernel blocks: it picks the largest that divides the logical block."""
+"""FlashInfer's kernel blocks: it selects the largest that divides the logical block."""
 
 _SMALLEST_KERNEL_BLOCK = 16
 _MLA_ALIGN = 128
@@ -34,18 +34,17 @@ def token_bytes(cache: Attention, *, tp_size: int = 1) -> int:
 
 
 def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> int:
-    """Return the tokens of a logical block: the least multiple of `align` whose page holds a state.
+    """Return the tokens of a logical block: the smallest multiple of `align` whose page holds a state.
 
         state    |x B C ssm             |
-        tokens   |t0|t1|t2|t3|..|t15|..            at least as many as fill the bytes of a state
+        tokens   |t0|t1|t2|t3|..|t15|..            as many as needed for the bytes of a state
 
-    The page is one of the model's own heads. Groups whose layers have other heads can have longer blocks.
+    The page is of layers with the model's own heads. Groups whose layers have other heads can have longer blocks.
 
     Args:
         model: the model.
         tp_size: tensor-parallel ranks.
-        block_size: tokens per block that the user asked for; the result for a model without state or
-            attention.
+        block_size: tokens per block that the user asked for; the result if the model has no state or no attention.
         align: tokens; None for the larger of `block_size` and the smallest kernel block (16, MLA 128).
 
     Raises:
@@ -80,7 +79,7 @@ def kernel_block_size(kernel_block: int | str | None, block_size: int) -> int:
         block_size: tokens of a logical block.
 
     Raises:
-        LayoutError: it does not divide the logical block, or none of FlashInfer's does.
+        LayoutError: it does not divide the logical block, or no size of FlashInfer does.
     """
     if kernel_block == "flashinfer":
         for tokens in _FLASHINFER_BLOCKS:

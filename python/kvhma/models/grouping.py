@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers share a block table: the rules by which vLLM's allocator forms groups, on one rank.
+"""Which layers share a block table: the rules by which vLLM's allocator forms groups on one rank.
 
-The allocator sees a layer as a kind, tokens of a block and bytes of a page. All groups take blocks from one pool, so
-that a block has as many bytes for each of them. There are two ways to it. Where a layer's blocks lie together, all
-pages get one size: smaller ones hold more tokens, or are padded. Where all layers of a block lie together, a page may
-have any size, and groups are formed so that their pages fill about as much of a block.
+The allocator sees a layer as a kind, tokens of a block and bytes of a page. All groups take blocks from one pool, so a
+block has the same number of bytes for each group. There are two ways to achieve this. If the blocks of a layer follow
+each other, all pages get one size: smaller pages hold more tokens, or are padded. If all layers of a block follow each
+other, a page may have any size, and groups are formed so that their pages fill about the same share of a block.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer as the allocator sees it. Layers of equal spec are of one sort.
+    """A layer as the allocator sees it. Layers with equal specs are of one sort.
 
     Attributes:
-        cache: what it caches, over all ranks. Layers that differ only there are of one sort all the same.
-        held: what the rank holds of it: heads, items of K and V, dtype.
-        kind: what its group is called: ``cache.kind``, unless it gets blocks for all tokens in place of a window.
+        cache: the cache over all ranks. Layers that differ only in this field are still of one sort.
+        held: the rank's share of it: heads, items of K and V, dtype.
+        kind: kind of its group: ``cache.kind``, unless a layer with a window gets blocks for all tokens.
         block_size: tokens of a block.
         content: bytes of a page that are used.
         page: bytes of a page, padding included.
-        window: tokens a query sees, for windows.
+        window: tokens that a query sees, for windows.
         chunk: tokens of a chunk, for chunks.
     """
 
@@ -48,7 +48,7 @@ class LayerSpec:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What layers of one group have in common, if their pages may differ: they need blocks for the same tokens."""
+        """What the layers of a group share if their pages may differ: they need blocks for the same tokens."""
         if isinstance(self.cache, State):
             return ("state", self.page)
         if self.kind in ("sliding", "chunked"):
@@ -57,7 +57,7 @@ class LayerSpec:
 
 
 Members = dict[str, LayerSpec]
-"""Layers by name; of a group in the order in which they lie in memory, but that those of one spec lie together."""
+"""Layers by name, in memory order within a group, except that layers of one spec follow each other."""
 
 
 def layer_specs(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> Members:
@@ -70,7 +70,7 @@ def layer_specs(model: Model, *, tp_size: int = 1, block_size: int = 16, align: 
         align: the same.
 
     Raises:
-        LayoutError: the model has no cache at all, or something does not divide over the ranks.
+        LayoutError: the model has no cache, or a size does not divide over the ranks.
     """
     if model.query_heads is not None and has_attention(model):
         shard("query_heads", model.query_heads, 0, tp_size)
@@ -93,20 +93,20 @@ def layer_specs(model: Model, *, tp_size: int = 1, block_size: int = 16, align: 
 def group_layers(specs: Members, *, block_major: bool) -> list[Members]:
     """Cut a rank's layers into groups, as vLLM's allocator does.
 
-    Layers of one sort are cut into groups of the size of the smallest sort. If the largest sort has less than 1.5
-    times the smallest, its size is taken instead. Layers that need blocks for the same tokens, as latents and their
-    index do, are one group even if their pages differ, where there is nothing else.
+    Layers of one sort are cut into groups as large as the smallest sort. If the largest sort has less than 1.5 times as
+    many layers as the smallest, its size is used instead. Layers that need blocks for the same tokens, such as latents
+    and their index, form one group even if their pages differ, if there are no other layers.
 
     Args:
         specs: layers by name, in the order in which the engine makes them.
-        block_major: whether all layers of a block lie together.
+        block_major: whether all layers of a block follow each other in memory.
 
     Returns:
-        The groups with their layers' specs, whose block or page can have become larger: sorts in the order in which
-        the model first uses them, each cut with stride, so that neighbouring layers are in different groups.
+        The groups with their layers' specs, whose block or page may be larger than before. Sorts are in the order in
+        which the model first uses them. Each is cut with a stride, so that neighbouring layers are in different groups.
 
     Raises:
-        LayoutError: pages that cannot get one size, or cannot be shared out.
+        LayoutError: pages that cannot get one size, or layers that cannot be divided.
     """
     if len({spec.family for spec in specs.values()}) == 1:
         return [dict(specs)]
@@ -116,7 +116,7 @@ def group_layers(specs: Members, *, block_major: bool) -> list[Members]:
     try:
         return _equal_counts(_equal_pages(specs))
     except LayoutError:
-        # A window beside a latent, as of a draft model, may get blocks for every token instead.
+        # A window next to a latent, for example of a draft model, may get blocks for every token instead.
         if not ("mla" in found and found <= {"full", "sliding", *LATENT_KINDS} and "sliding" in found):
             raise
     return [
@@ -128,7 +128,7 @@ def group_layers(specs: Members, *, block_major: bool) -> list[Members]:
 
 
 def alike(specs: Members, key: Callable[[LayerSpec], _Key]) -> dict[_Key, Members]:
-    """Return layers by what they have in common; within it, and by its first layer, in their own order."""
+    """Return layers by a common property, ordered by the first layer with it; each keeps the order of its layers."""
     found: dict[_Key, Members] = {}
     for name, spec in specs.items():
         found.setdefault(key(spec), {})[name] = spec
@@ -136,7 +136,7 @@ def alike(specs: Members, key: Callable[[LayerSpec], _Key]) -> dict[_Key, Member
 
 
 def _equal_pages(specs: Members) -> Members:
-    """Give all pages the size of the largest."""
+    """Give all pages the size of the largest page."""
     page = max(spec.page for spec in specs.values())
     equal: Members = {}
     for name, spec in specs.items():
@@ -157,8 +157,8 @@ def _equal_pages(specs: Members) -> Members:
 def _equal_counts(specs: Members) -> list[Members]:
     """Cut pages of one size into groups with as many layers as the smallest sort.
 
-    If the largest has not 1.5 times as many, its number is taken: a few empty places cost less than twice the block
-    tables.
+    If the largest sort has less than 1.5 times as many layers, its number is used: a few empty slots cost less than
+    twice as many block tables.
     """
     sorts = alike(specs, lambda spec: spec).values()
     counts = [len(layers) for layers in sorts]
@@ -176,7 +176,7 @@ class _Sort:
 
     Attributes:
         layers: all of them.
-        pages: those of each size, by bytes of a page.
+        pages: the layers of each size, by bytes of a page.
     """
 
     layers: Members
@@ -184,12 +184,12 @@ class _Sort:
 
     @property
     def repeats(self) -> int:
-        """Layers of the size that most have."""
+        """Number of layers of the most frequent size."""
         return max(map(len, self.pages.values()))
 
     @property
     def is_pattern(self) -> bool:
-        """Whether there are as many layers of each size, so that one of each can be taken together."""
+        """Whether each size has the same number of layers, so that groups can take one layer of each size together."""
         return len({len(names) for names in self.pages.values()}) == 1
 
     def widest(self, groups: int) -> int:
@@ -197,7 +197,7 @@ class _Sort:
         return sum(-(-len(names) // groups) * page for page, names in self.pages.items())
 
     def cut(self, groups: int) -> list[Members]:
-        """Cut into groups with stride, one layer of each size at a time."""
+        """Cut into groups with a stride, one layer of each size at a time."""
         if groups == 1:
             return [self.layers]
         if not self.is_pattern:
@@ -212,20 +212,20 @@ class _Sort:
 
 
 def _packed(specs: Members) -> list[Members]:
-    """Form groups whose pages, of any size, fill about as much of a block."""
+    """Form groups whose pages, of any size, fill about the same share of a block."""
     sorts = [
         _Sort(layers, alike(layers, lambda spec: spec.page))
         for layers in alike(specs, lambda spec: spec.family).values()
     ]
     patterns = [sort.repeats for sort in sorts if sort.is_pattern]
-    least = max((sort.repeats for sort in sorts if sort.is_pattern and len(sort.pages) > 1), default=0)
-    each = _least_padding(patterns, least) if least else None
+    smallest = max((sort.repeats for sort in sorts if sort.is_pattern and len(sort.pages) > 1), default=0)
+    each = _least_padding(patterns, smallest) if smallest else None
 
     def groups_of(sort: _Sort) -> int:
         return -(-sort.repeats // each) if each and sort.is_pattern else 1
 
     def is_small(sort: _Sort) -> bool:
-        """Whether these layers need few blocks of a request, and so go where there is room."""
+        """Whether these layers need few blocks of a request, so they fill the remaining room."""
         kind = next(iter(sort.layers.values())).kind
         return kind in STATE_KINDS or (each is None and kind == "sliding")
 
@@ -240,6 +240,6 @@ def _packed(specs: Members) -> list[Members]:
     return groups
 
 
-def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the size of at least `least` to which `counts` are filled up with the fewest places; the larger of two."""
-    return min(range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size))
+def _least_padding(counts: Sequence[int], smallest: int) -> int:
+    """Return the size of at least `smallest` that pads `counts` with the fewest slots, or the largest such size."""
+    return min(range(smallest, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of one rank's pages, of attention and of recurrent state, as vLLM's kernels write them."""
+"""The parts of one rank's pages, for attention and recurrent state, in the layout of vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_bytes(state: State, *, tp_size: int = 1) -> int:
 
 
 def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Part, ...]:
-    """Return the parts of one state page: those of a convolution, then ``ssm``, as far as the kind has them; no gaps.
+    """Return the parts of one state page without gaps: first a convolution, then ``ssm``, as far as the kind has them.
 
         DS   |x0: r0 r1 r2|x1: r0 r1 r2|..|B0: ..|C0: ..| ssm      offset of a part: its first channel * rows
         SD   |r0: x0 x1 .. B0 .. C0 ..|r1: x0 x1 ..|..  | ssm      offset of a part: its first channel
@@ -38,23 +38,23 @@ def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Pa
         state: the state over all ranks.
         tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
-        conv: how channels and rows of the convolution state lie.
+        conv: order of channels and rows of the convolution state.
 
     Raises:
         LayoutError: heads or groups do not divide over the ranks.
     """
     channels = conv_split(state, tp_rank=tp_rank, tp_size=tp_size)
     item, rows = item_bytes(state.conv_dtype), state.d_conv - 1 + state.draft_rows
-    width = sum(one.held for one in channels.values())
+    width = sum(share.held for share in channels.values())
     channel_stride, row_stride = (rows * item, item) if conv == "DS" else (item, width * item)
     parts, first_channel = [], 0
-    for name, one in channels.items():
+    for name, share in channels.items():
         axes = (
-            Axis("channels", one.extent, channel_stride, one.start, one.length),
+            Axis("channels", share.extent, channel_stride, share.start, share.length),
             Axis("rows", rows, row_stride, spare=state.draft_rows),
         )
         parts.append(Part(name, state.conv_dtype, item, first_channel * channel_stride, axes))
-        first_channel += one.held
+        first_channel += share.held
     if not state.is_recurrent:
         return tuple(parts)
     cell = item_bytes(state.ssm_dtype)
@@ -71,10 +71,10 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
     """Return the page of one kernel block.
 
     Args:
-        cache: what a layer caches, over all ranks.
+        cache: the cache of a layer over all ranks.
         tokens: tokens of a kernel block.
-        strides: bytes from one index to the next of ``H`` heads, ``N`` tokens and, where K and V are parts of their
-            own, ``S``.
+        strides: bytes from one index to the next of ``H`` heads, ``N`` tokens and, if K and V are separate parts,
+            ``S``.
         tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one tensor-parallel rank holds of a model's heads and channels."""
+"""The share of a model's heads and channels that one tensor-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shard(field: str, extent: int, tp_rank: int, tp_size: int, *, may_repeat: bo
         extent 2, 4 ranks        |0|0|1|1|           may_repeat
 
     Args:
-        field: name of what is shared out, for the error.
+        field: name of the divided items, for the error.
         extent: items over all ranks.
         tp_rank: the rank.
         tp_size: tensor-parallel ranks.
@@ -47,7 +47,7 @@ def shard(field: str, extent: int, tp_rank: int, tp_size: int, *, may_repeat: bo
 
 
 def kv_heads(cache: Attention, tp_rank: int, tp_size: int) -> Shard:
-    """Return a rank's KV heads; every rank has the one vector of a latent.
+    """Return a rank's KV heads; every rank holds the single vector of a latent.
 
     Args:
         cache: heads of the layer.
@@ -64,10 +64,10 @@ def kv_heads(cache: Attention, tp_rank: int, tp_size: int) -> Shard:
 
 
 def conv_split(state: State, *, tp_rank: int = 0, tp_size: int = 1) -> dict[str, Shard]:
-    """Return the channels of every part of the convolution state that a rank holds, by name, in memory order.
+    """Return a rank's channels of every part of the convolution state, by name, in memory order.
 
-    ``x`` and ``v`` follow the heads. ``B`` and ``C`` follow the groups: split if `tp_size` divides them; a single
-    group is held whole by every rank. Key heads of GDN and KDA are always split.
+    ``x`` and ``v`` follow the heads. ``B`` and ``C`` follow the groups: they are split if `tp_size` divides the groups,
+    and every rank holds a single group whole. Key heads of GDN and KDA are always split.
 
     Args:
         state: sizes of the state over all ranks.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stride orders: which dimension of a cache is outside of which.
+"""Stride orders: the nesting of the dimensions of a cache.
 
-L layer slot, B block, K kernel block inside of its block, S keys or values, H head, N token, C content.
+L layer slot, B block, K kernel block inside its block, S keys or values, H head, N token, C content.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ Order: TypeAlias = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """Stride order, outermost first: layer slot, block, head, token, content."""
 
 KVForm: TypeAlias = Literal["packed", "split", "apart"]
-"""``packed``: K and V of a token are one content; ``split``: in each page K, then V; ``apart``: K of all
-blocks, then V of all blocks."""
+"""``packed``: K and V of a token are one content; ``split``: in each page K, then V; ``apart``: K of all blocks, then V
+of all blocks."""
 
 PAGE_ORDERS = tuple(order for order in get_args(Order) if set(order[:2]) == {"L", "B"})
 """Orders in which the page of a layer is contiguous."""
 
 
 def stride_axes(order: str, kv: str, *, kernel_blocks_in_page: bool) -> str:
-    """Return all axes of a cache, outermost first: a stride order with K put in, and S unless K and V are packed.
+    """Return all axes of a cache, outermost first: a stride order with K inserted, and S unless K and V are packed.
 
         order   kv      kernel blocks in the page   as smaller blocks
         LBNHC   packed  LBKNHC                      LBKNHC
@@ -30,10 +30,10 @@ def stride_axes(order: str, kv: str, *, kernel_blocks_in_page: bool) -> str:
 
     Args:
         order: stride order.
-        kv: how K and V lie. ``apart`` means a buffer for each layer slot, so L is outermost.
-        kernel_blocks_in_page: whether a contiguous page stays contiguous when its block has several kernel blocks, so
-            that a state page can lie over it. Otherwise, and in orders without contiguous pages, kernel blocks lie as
-            blocks of a smaller size would.
+        kv: where K and V are. ``apart`` means a buffer for each layer slot, so L is outermost.
+        kernel_blocks_in_page: whether a contiguous page stays contiguous if its block has several kernel blocks, so
+            that a state page can alias it. Otherwise, and in orders without contiguous pages, kernel blocks are placed
+            like blocks of a smaller size.
     """
     before_k = "L" if kernel_blocks_in_page and order in PAGE_ORDERS and order[0] == "B" else "B"
     axes = order.replace(before_k, before_k + "K")

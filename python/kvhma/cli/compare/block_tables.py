@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables of one request, as vLLM's manager leaves them in a fresh pool or in a used one."""
+"""Block tables of one request, as vLLM's block manager makes them in a fresh pool or in a used pool."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _STRETCHES = (1, 1, 1, 2, 3, 5, 8)
 def sequence_blocks(geometry: Geometry, num_tokens: int) -> tuple[NDArray[np.int64], ...]:
     """Return the block tables of a sequence in a fresh pool: ids count up through all groups.
 
-    Blocks before the window or chunk are the null block, as a manager marks them once the tokens are computed.
+    Blocks before the window or chunk are the null block, because vLLM's manager replaces them once their tokens are
+    computed.
 
     Args:
-        geometry: gives groups and block sizes.
+        geometry: has the groups and block sizes.
         num_tokens: tokens of the sequence.
 
     Returns:
@@ -53,42 +54,41 @@ def block_tables(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> 
     """Return the block tables of an engine.
 
     Args:
-        geometry: a rank of it.
+        geometry: a rank of the engine.
         num_tokens: tokens of the request.
         pool: ``"fresh"``: ids count up; ``"used"``: see :func:`pool_ids`.
-        seed: another seed, another used pool.
+        seed: selects another used pool.
 
     Raises:
         RequestError: the pool has not enough blocks.
     """
     tables = [table.tolist() for table in sequence_blocks(geometry, num_tokens)]
     blocks = min(layer.num_blocks for layer in geometry.layers)
-    most = max((max(table, default=0) for table in tables), default=0)
-    if most >= blocks:
+    largest = max((max(table, default=0) for table in tables), default=0)
+    if largest >= blocks:
         raise RequestError(
-            f"--tokens {num_tokens} takes {most} blocks; the geometry has {blocks - 1} beside the null block"
+            f"--tokens {num_tokens} takes {largest} blocks; the geometry has {blocks - 1} beside the null block"
         )
     ids = pool_ids(blocks, pool, seed)
     return [[ids[block] for block in table] for table in tables]
 
 
 def full_table(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> list[int]:
-    """Return blocks for every token of the sequence; ids past the end of the pool if it has not enough."""
+    """Return blocks for every token of the sequence, with ids past the end of the pool if the pool is too small."""
     count = -(-num_tokens // main_group(geometry).block_size)
     blocks = min(layer.num_blocks for layer in geometry.layers)
     return list(pool_ids(blocks, pool, seed)[1 : count + 1]) if count < blocks else list(range(1, count + 1))
 
 
 def main_group(geometry: Geometry) -> Group:
-    """Return the first group of attention, or of what there is."""
+    """Return the first attention group, or the first group if there is no attention."""
     return next((group for group in geometry.groups if group.kind != "ssm"), geometry.groups[0])
 
 
 def pool_ids(num_blocks: int, pool: Pool, seed: int) -> Sequence[int]:
-    """Return the ids of a pool in the order in which it hands them out, the null block first.
+    """Return the ids of a pool in the order in which it allocates them, the null block first.
 
-    A used pool is cut into stretches of 1 to 8 blocks, half of them descending as freed lists come back, in random
-    order.
+    A used pool is cut into runs of 1 to 8 blocks in random order. Half of the runs descend, as freed lists do.
     """
     if pool == "fresh":
         return range(num_blocks)

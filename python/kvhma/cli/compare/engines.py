@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32, and a connector with no HMA, would move between all ranks of two engines.
+"""Counts what vLLM 0.32, and a connector without HMA, would move between all ranks of two engines.
 
-:mod:`.selection` counts for one rank of each side; which ranks read from which, and what vLLM refuses when it looks
-at whole engines, is here.
+:mod:`.selection` counts for one rank of each side. This module decides which ranks read from which, and refuses what
+vLLM refuses when it compares whole engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Engines:
     Attributes:
         decode: ranks of the engine that reads.
         prefill: ranks of the engine that is read from.
-        lay_out_decode: lays the decode engine out with another kernel block; None if that is not known.
+        lay_out_decode: lays out the decode engine with another kernel block; None if unknown.
     """
 
     decode: Sequence[Geometry]
@@ -48,14 +48,14 @@ def count_vllm(engines: Engines, local_tables: Tables, remote_tables: Tables) ->
 
     Raises:
         UnsupportedPairError: vLLM refuses the pair or the request; the text says why.
-        NotCountedError: whether it does is not known.
+        NotCountedError: it is not known whether vLLM refuses.
     """
     reads = select_vllm_reads(engines, local_tables, remote_tables)
     return [total(map(_posted, selections)) for selections in reads]
 
 
 def select_vllm_reads(engines: Engines, local_tables: Tables, remote_tables: Tables) -> list[list[Selection]]:
-    """Select what each D rank of vLLM 0.32 reads from each of its sources. Arguments and errors as above."""
+    """Select what each D rank of vLLM 0.32 reads from each of its sources. Arguments and errors are as above."""
     _check_ranks(engines)
     _check_blocks(engines, local_tables, remote_tables)
     engines = _with_equal_kernel_blocks(engines)
@@ -79,7 +79,7 @@ def select_vllm_reads(engines: Engines, local_tables: Tables, remote_tables: Tab
 
 
 def count_all(engines: Engines, local_table: list[int], remote_table: list[int]) -> list[Count]:
-    """Count what each D rank reads if every layer keeps and sends every block of the sequence.
+    """Count what each D rank reads if every layer holds and sends every block of the sequence.
 
     Args:
         engines: both engines.
@@ -87,8 +87,8 @@ def count_all(engines: Engines, local_table: list[int], remote_table: list[int])
         remote_table: the same on P.
 
     Raises:
-        UnsupportedPairError: pages that not even vLLM would pair.
-        BlockIdError: the pool has not that many blocks.
+        UnsupportedPairError: vLLM would not pair these pages either.
+        BlockIdError: the pool has too few blocks.
     """
     engines = _with_equal_kernel_blocks(engines)
     return [
@@ -101,7 +101,7 @@ def count_all(engines: Engines, local_table: list[int], remote_table: list[int])
 
 
 def total(counts: Iterable[Count]) -> Count:
-    """Add counts up."""
+    """Add up counts."""
     found = list(counts)
     return Count(sum(count.descriptors for count in found), sum(count.bytes for count in found))
 
@@ -116,7 +116,7 @@ def _posted(selected: Selection) -> Count:
 
 
 def _with_equal_kernel_blocks(engines: Engines) -> Engines:
-    """Return D as vLLM reads into it: P's kernel blocks side by side, put in their places on the device afterwards."""
+    """Return D as vLLM reads into it: with P's kernel blocks, which the device then moves to their places."""
     local, remote = engines.kernel_blocks
     if local is None or remote is None or local == remote:
         return engines
@@ -128,10 +128,10 @@ def _with_equal_kernel_blocks(engines: Engines) -> Engines:
 
 
 def _sources(local: Geometry, engines: Engines) -> tuple[list[int], list[int]]:
-    """Return the P ranks that a D rank of vLLM reads attention from, and those it reads state from.
+    """Return the P ranks from which a D rank of vLLM reads attention, and those from which it reads state.
 
-    P of 4, D of 2      D0 reads attention of P0 (P1 repeats its heads) and state of P0 and P1
-    P of 2, D of 4      D0 and D1 read from P0
+    P of 4, D of 2      D0 reads attention of P0 (P1 repeats its heads) and state of P0 and P1.
+    P of 2, D of 4      D0 and D1 read from P0.
     """
     rank, decode, prefill = local.tp_rank, len(engines.decode), len(engines.prefill)
     if decode >= prefill:
@@ -151,7 +151,7 @@ def _sources(local: Geometry, engines: Engines) -> tuple[list[int], list[int]]:
 
 
 def _check_ranks(engines: Engines) -> None:
-    """Refuse what vLLM refuses of two engines, and a selection, which sees one rank of each, cannot know of."""
+    """Refuse what vLLM refuses for two engines and what a selection, which sees one rank of each, cannot see."""
     decode, prefill = len(engines.decode), len(engines.prefill)
     if decode > prefill and decode % prefill:
         raise UnsupportedPairError(f"tp_size {decode} of D is no multiple of P's {prefill}")
@@ -166,7 +166,7 @@ def _check_ranks(engines: Engines) -> None:
 
 
 def _check_blocks(engines: Engines, local_tables: Tables, remote_tables: Tables) -> None:
-    """Refuse a request of which D's worker asserts that P has as many blocks."""
+    """Refuse a request if D's worker would assert that P has as many blocks as D."""
     local, remote = engines.decode[0], engines.prefill[0]
     kernel_blocks = engines.kernel_blocks
     if kernel_blocks[0] != kernel_blocks[1] or _has_state(local):
@@ -184,10 +184,10 @@ def _has_state(geometry: Geometry) -> bool:
 
 
 def _repeated_bytes(local: Geometry, remote: Geometry, sources: int) -> int:
-    """Return the bytes that a selection counts too much for a source where P's ranks repeat B and C.
+    """Return the bytes that a selection counts too many for a source if P's ranks repeat B and C.
 
-    vLLM cuts every part of D's state into as many equal pieces as there are sources, also B and C, which all of them
-    hold whole; a selection takes the smaller of the two sides' parts.
+    vLLM cuts every part of D's state into as many equal pieces as there are sources. It also cuts B and C, although
+    every source holds them whole. A selection counts the smaller of the two sides' parts.
     """
     if sources < 2:
         return 0

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other connectors select when one D rank reads from one P rank.
+"""Counts what other connectors select when one D rank reads from one P rank.
 
-* :func:`select_vllm`: the choice of vLLM 0.32's NIXL connector between engines of the same build.
-* :func:`select_all`: no notion of a hybrid cache. Every layer keeps, and sends, every block of the sequence.
+* :func:`select_vllm`: the selection of vLLM 0.32's NIXL connector between engines of the same build.
+* :func:`select_all`: a connector without HMA. Every layer holds and sends every block of the sequence.
 
-A selection is counted three ways: descriptors asked for, bytes, and descriptors left after NIXL's own
-merging. NIXL joins neighbours of a prepared list only if both sides' ids go up by one together and both sides
-are dense there.
+A selection has three counts: requested descriptors, bytes, and the descriptors that are left after NIXL merges
+neighbours. NIXL joins neighbours of a prepared list only if the ids of both sides increase by one together and both
+sides are dense there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MAX_ENTRIES = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How much moves.
+    """How much is moved.
 
     Attributes:
-        descriptors: contiguous pieces asked for, on each side.
-        bytes: their length together.
+        descriptors: contiguous pieces that are requested, on each side.
+        bytes: their total length.
     """
 
     descriptors: int
@@ -50,12 +50,12 @@ class Count:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection(Count):
-    """What a connector hands to NIXL.
+    """The descriptors that a connector passes to NIXL.
 
     Attributes:
-        posted: descriptors left after NIXL's merging.
+        posted: descriptors that are left after NIXL's merging.
         local_tables: kernel blocks of D by group, int64 ``(n,)``.
-        remote_tables: their partners on P.
+        remote_tables: the blocks of P that are paired with them.
     """
 
     posted: int
@@ -68,21 +68,21 @@ def select_vllm(
 ) -> Selection:
     """Select as vLLM 0.32's NIXL connector does when one D rank reads from one of its P ranks.
 
-    Sliding groups keep the last ``ceil(window / block) + 1`` blocks, chunked groups all they are given, state
-    groups the one block before the speculative slots. Blocks are expanded to kernel blocks whole. The two
-    sides are paired from the end of their lists, or, if their kernel blocks per block differ, from the start:
-    there vLLM allows no prefix hits. With different TP an entry is the smaller of the two pages, as vLLM splits
-    the larger.
+    Sliding groups move the last ``ceil(window / block) + 1`` blocks, chunked groups all blocks that they get, state
+    groups the one block before the speculative slots. Blocks are expanded to kernel blocks as a whole. The two sides
+    are paired from the end of their lists. If their kernel blocks per block differ, they are paired from the start, and
+    vLLM then allows no prefix hits. With different TP an entry is the smaller of the two pages, because vLLM splits the
+    larger page.
 
     Args:
         local: geometry of the D rank.
         remote: geometry of the P rank.
-        local_blocks: per group, the logical blocks of D to fill, in the order of the sequence. Null blocks
-            are dropped: that is how a manager marks blocks before the window.
-        remote_blocks: the same of P.
+        local_blocks: per group, the logical blocks of D to fill, in the order of the sequence. Null blocks are dropped,
+            because the manager marks the blocks before the window with them.
+        remote_blocks: the same for P.
 
     Raises:
-        UnsupportedPairError: a pair that vLLM 0.32 refuses; the text has both values.
+        UnsupportedPairError: vLLM 0.32 refuses the pair; the text has both values.
         RequestError: the wrong number of groups, or ids that are not integers.
         BlockIdError: an id is out of range.
     """
@@ -104,13 +104,13 @@ def select_vllm(
 
 
 def select_all(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_blocks: IdsLike) -> Selection:
-    """Select as a connector that takes every layer for full attention with memory of its own.
+    """Select as a connector does that treats every layer as full attention with its own memory.
 
-    All blocks of the sequence move for every layer, as whole pages with their padding; so does a state, as if
-    it had grown with the sequence.
+    All blocks of the sequence move for every layer, as whole pages with their padding. A state is counted as if it had
+    grown with the sequence.
 
     Args:
-        local: geometry of the D rank; it gives layers and pages, its sharing of memory is ignored.
+        local: geometry of the D rank, for its layers and pages; its sharing of memory is ignored.
         remote: geometry of the P rank.
         local_blocks: the logical blocks of the whole sequence on D.
         remote_blocks: the same on P.
@@ -122,13 +122,13 @@ def select_all(local: Geometry, remote: Geometry, local_blocks: IdsLike, remote_
     """
     views = [full_attention_views(geometry) for geometry in (local, remote)]
     _check_pair(local, remote, views)
-    # All layers would be in one group, of the blocks that attention has.
+    # All layers would be in one group, with the blocks that attention has.
     blocks = _live(local, local_blocks), _live(remote, remote_blocks)
     return _selection(views, [_paired(main_group(local), main_group(remote), *blocks)])
 
 
 def kept_blocks(geometry: Geometry, group: Group, ids: IdsLike) -> Ids:
-    """Return what is left of a group's blocks after the connector's static clip, null blocks dropped."""
+    """Return a group's blocks after the connector's static clip, without null blocks."""
     live = _live(geometry, ids)
     if group.kind == "ssm":
         state_slot = max(len(live) - 1 - group.speculative, 0)
@@ -150,9 +150,9 @@ def _live(geometry: Geometry, ids: IdsLike) -> Ids:
 
 
 def _paired(local: Group, remote: Group, local_ids: Ids, remote_ids: Ids) -> tuple[Ids, Ids]:
-    """Return equally many kernel blocks of both sides.
+    """Return the same number of kernel blocks for both sides.
 
-    same ratio, from the end       other ratio, kernel blocks from the start
+    same ratio, from the end       different ratio, kernel blocks from the start
     local        7 8 9             local    |0 1 2|3 4 5|
     remote   1 2 3 4 5             remote   |0 1|2 3|
     pairs        3 4 5             pairs     0 1 2 3
@@ -171,7 +171,7 @@ def _kernel_blocks(ids: Ids, ratio: int) -> Ids:
 
 
 def _selection(sides: Sequence[Sequence[View]], pairs: Sequence[tuple[Ids, Ids]]) -> Selection:
-    """Count what is asked for: `pairs` has the kernel blocks of both sides, by group."""
+    """Count what is requested: `pairs` has the kernel blocks of both sides, by group."""
     for views in sides:
         if (entries := sum(view.count for view in views)) > _MAX_ENTRIES:
             raise AddressOverflowError(f"prepared list of {entries} entries; ids are int32")
@@ -190,17 +190,17 @@ def _selection(sides: Sequence[Sequence[View]], pairs: Sequence[tuple[Ids, Ids]]
 
 
 def _is_joined(view: View, ids: Ids, length: int) -> NDArray[np.bool_]:
-    """Return for each entry but the first whether this side lets NIXL join it to the one before.
+    """Return for each entry except the first whether this side lets NIXL join it to the previous entry.
 
-    A run in NIXL's list has one stride, so entries that touch are in a dense run, and only those are. It never joins
-    over two views, and never downwards.
+    A run in NIXL's list has one stride, so exactly the entries that touch each other form a dense run. NIXL never joins
+    across two views, and never joins descending ids.
     """
     joins: NDArray[np.bool_] = (np.diff(ids) == 1) & (np.diff(view.offsets(ids)) == length)
     return joins
 
 
 def _check_pair(local: Geometry, remote: Geometry, views: Sequence[Sequence[View]]) -> None:
-    """Refuse what vLLM 0.32 refuses in the handshake, as far as it changes the selection."""
+    """Refuse what vLLM 0.32 refuses in the handshake, as far as it affects the selection."""
     groups = [[group for group in rank.groups if group.kind != "ssm"] for rank in (local, remote)]
     _check_equal("group kinds", *([group.kind for group in rank.groups] for rank in (local, remote)))
     _check_equal("kernel block tokens", *([group.kernel_block_size for group in side] for side in groups))
@@ -217,7 +217,7 @@ def _check_pair(local: Geometry, remote: Geometry, views: Sequence[Sequence[View
 
 
 def _check_lengths(local: Geometry, remote: Geometry, views: Sequence[Sequence[View]]) -> None:
-    """Refuse regions of which vLLM asserts that their lengths differ as the heads of the first layer do."""
+    """Refuse regions if vLLM would assert that their lengths have the ratio of the heads of the first layer."""
     axes = [heads_axis(rank) for rank in (local, remote)]
     heads = [axis.shard.held if axis else 1 for axis in axes]
     for index, (at_local, at_remote) in enumerate(zip(*views, strict=True)):
@@ -242,7 +242,7 @@ def _pages(geometry: Geometry, *, state: bool = False) -> Iterator[Page]:
 
 
 def heads_axis(geometry: Geometry, *, state: bool = False) -> Axis | None:
-    """Return the axis of heads of the first state that has one, or of KV heads; None if there is none."""
+    """Return the heads axis of the first state that has such an axis, or of KV heads; None without such an axis."""
     parts = (page.parts[-1 if state else 0] for page in _pages(geometry, state=state))
     return next((axis for part in parts for axis in part.axes if axis.name == "heads"), None)
 
@@ -252,7 +252,7 @@ def _axis_order(part: Part) -> tuple[str, ...]:
 
 
 def _share_heads(local: Geometry, remote: Geometry, *, state: bool) -> bool:
-    """Return whether the ranks hold a head in common, of the state or of attention."""
+    """Return whether the ranks share a head of the state or of attention."""
     axes = [heads_axis(geometry, state=state) for geometry in (local, remote)]
     shards = [axis.shard for axis in axes if axis]
     if len(shards) < 2:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prepared lists of other connectors: views of a rank's memory, from which a request's blocks are taken by id.
+"""The prepared lists of other connectors: views of a rank's memory, indexed by the ids of a request's blocks.
 
-vLLM 0.32 makes a region of each page address, and a view of each region. A region is as long as the page of the layer
-that is registered first at that address, or of the last latent there:
+vLLM 0.32 makes a region of each page address, and a view of each region. A region is as long as the page of the first
+layer that is registered at that address, or of the last latent there:
 
     region   |P0 P1 .|P2 P3 .|P4 ..        P: page of a kernel block, 2 in a logical block; .: padding
     view      P0 P1   P2 P3   P4 ..        entry 2 starts 1 * block_stride + 0 * kernel_stride after entry 0
     ids       0  1    2  3    4
 
-Parts of a page are no entries of their own, unless they are of a state: a page that is one run is one entry. The rules
-are those of ``NixlBaseConnectorWorker.register_kv_caches`` (vllm 0.32, nixl/base_worker.py).
+Only parts of a state are separate entries; any other page that is one run is one entry. The rules follow
+``NixlBaseConnectorWorker.register_kv_caches`` (vllm 0.32, nixl/base_worker.py).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Ids: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Equal entries of a prepared list: one of every kernel block of a region.
+    """Equal entries of a prepared list: an entry for every kernel block of a region.
 
     Attributes:
         start: address of entry 0.
         length: bytes of an entry.
         count: entries.
         block_stride: bytes between logical blocks.
-        kernel_stride: bytes between the kernel blocks of one.
+        kernel_stride: bytes between the kernel blocks of a logical block.
         ratio: entries of a logical block.
         groups: the groups whose blocks are sent from here, in the order of their ids.
-        is_latent: whether every tensor-parallel rank holds the same in it.
+        is_latent: whether every tensor-parallel rank holds the same bytes in it.
     """
 
     start: int
@@ -54,20 +54,20 @@ class View:
     is_latent: bool = False
 
     def offsets(self, ids: Ids) -> Ids:
-        """Return the offset in bytes of each entry from `start`, int64 of the shape of `ids`."""
+        """Return the offset in bytes of each entry from `start`, int64 with the shape of `ids`."""
         return ids // self.ratio * self.block_stride + ids % self.ratio * self.kernel_stride
 
 
 def vllm_views(geometry: Geometry) -> tuple[View, ...]:
     """Return the prepared list of vLLM 0.32 for one rank: attention of all regions, then state.
 
-    All groups send from a region if several use it, though some may have no layer there; else only its own group does.
-    Beside state, all groups of attention send from all regions. State has four views per region: three of the
-    convolution, of Mamba1 one, and the recurrent one.
+    If several groups use a region, all groups send from it, though some may have no layer there; otherwise only its own
+    group sends. If there is state, all attention groups send from all regions. State has four views per region: three
+    of the convolution (Mamba1: one), and the recurrent state.
 
     Raises:
-        NotCountedError: what that connector makes of it is not known.
-        UnsupportedPairError: it makes no list; the text says why.
+        NotCountedError: it is not known how that connector treats the cache.
+        UnsupportedPairError: the connector makes no list; the text says why.
     """
     check_supported(geometry)
     ratios = sorted({group.ratio for group in geometry.groups if group.kind != "ssm"})
@@ -96,10 +96,10 @@ def vllm_views(geometry: Geometry) -> tuple[View, ...]:
 
 
 def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
-    """Return the list of a connector with no HMA: for each layer the views of its own pages, at any address.
+    """Return the list of a connector without HMA: for each layer the views of its own pages, at any address.
 
-    All layers then have blocks of one length, that of the first group with attention. A state is taken for as much as
-    an attention layer keeps.
+    All layers then have blocks of one length, that of the first attention group. A state counts as much as an attention
+    layer holds.
     """
     check_supported(geometry)
     pattern = _first_attention(geometry)
@@ -130,10 +130,10 @@ def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
 
 
 def sending_order(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the view and the groups of each stretch of ids: within one, blocks of neighbouring groups may merge.
+    """Return the view and the groups of each run of ids in which blocks of neighbouring groups may merge.
 
-    If all groups send from all views: view by view, the groups' blocks one after the other. Else, so for
-    attention beside state, group by group and view by view within.
+    If all groups send from all views, the order is view by view, with the groups' blocks after each other. Otherwise,
+    so for attention next to state, the order is group by group, and view by view in each group.
     """
     if len({view.groups for view in views}) <= 1:
         return [(index, view.groups) for index, view in enumerate(views)]
@@ -142,7 +142,7 @@ def sending_order(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def joined(view: View, tables: Sequence[Ids], groups: tuple[int, ...]) -> Ids:
-    """Return the tables of some groups, one after the other: entries of a view.
+    """Return the tables of some groups after each other, as entries of a view.
 
     Raises:
         BlockIdError: an entry is not in the view.
@@ -154,15 +154,15 @@ def joined(view: View, tables: Sequence[Ids], groups: tuple[int, ...]) -> Ids:
 
 
 def contiguous_pieces(part: Part, *, limit: int | None = None) -> list[tuple[int, int]]:
-    """Return offset in the page and length of the contiguous pieces of a part, by address.
+    """Return offset in the page and length of a part's contiguous pieces, by address.
 
-        heads      |<------- stride ------->|             axes from the innermost one on are one piece as long as
-        tokens     |t0 t1 t2|               |t0 t1 t2|    each starts where the one before ends; the others are
-        pieces      ^^^^^^^^                 ^^^^^^^^     walked
+        heads      |<------- stride ------->|             The innermost axes form one piece as long as each entry
+        tokens     |t0 t1 t2|               |t0 t1 t2|    starts where the previous entry ends. The outer axes are
+        pieces      ^^^^^^^^                 ^^^^^^^^     walked.
 
     Args:
         part: the part.
-        limit: return the whole part as one piece if there were more; None for all of them.
+        limit: return the whole part as one piece if it has more pieces; None for all pieces.
     """
     length, outer = part.item_bytes, list[Axis]()
     for axis in sorted(part.axes, key=lambda axis: axis.stride):
@@ -177,7 +177,7 @@ def contiguous_pieces(part: Part, *, limit: int | None = None) -> list[tuple[int
 
 
 def page_runs(page: Page) -> list[tuple[int, int]]:
-    """Return offset and length of the runs that a page's bytes make, whichever part they are of, by address."""
+    """Return offset and length of the runs of a page's bytes, across its parts, by address."""
     runs: list[tuple[int, int]] = []
     for start, length in sorted(piece for part in page.parts for piece in contiguous_pieces(part)):
         if runs and sum(runs[-1]) == start:
@@ -223,7 +223,7 @@ def _first_attention(geometry: Geometry) -> Layer | None:
 
 
 def _senders(layers: Sequence[Layer], groups: tuple[int, ...]) -> tuple[int, ...]:
-    """Return which of `groups` send from a region: all of them, unless one group alone uses it."""
+    """Return which of `groups` send from a region: all of them, unless a single group uses the region."""
     users = {layer.group for layer in layers}
     return groups if len(users) > 1 else tuple(users)
 
@@ -232,13 +232,13 @@ def _registered(geometry: Geometry, layer: Layer) -> Iterator[View]:
     """Yield the regions that vLLM registers for a layer.
 
     Raises:
-        UnsupportedPairError: padded pages between those of other layers, of which vLLM makes none.
+        UnsupportedPairError: padded pages between pages of other layers, for which vLLM registers no region.
     """
     start = geometry.regions[layer.region].base + layer.offset
     if geometry.groups[layer.group].kind == "ssm":
         pattern = _first_attention(geometry)
         ratio = 1 if pattern is None else geometry.groups[pattern.group].ratio
-        # Where the block is outermost, its stride is that of all layers; a state is as long as attention there.
+        # If the block is the outermost axis, its stride covers all layers; a state is as long as attention there.
         page = layer.block_stride
         if pattern is not None and _is_block_major(geometry, layer):
             page = min(page, pattern.page.nbytes * ratio)
@@ -247,7 +247,7 @@ def _registered(geometry: Geometry, layer: Layer) -> Iterator[View]:
     ratio, step = geometry.groups[layer.group].ratio, geometry.kernel_stride(layer)
     count, runs = layer.num_blocks * ratio, page_runs(layer.page)
     is_latent = all(axis.name != "heads" for part in layer.page.parts for axis in part.axes)
-    is_alone = len({(one.region, one.offset) for one in geometry.layers}) == 1
+    is_alone = len({(placed.region, placed.offset) for placed in geometry.layers}) == 1
     is_padded = runs == [(0, layer.page.nbytes)] and layer.page.nbytes < step
     if is_padded and not (is_alone or _is_block_major(geometry, layer)):
         raise UnsupportedPairError(
@@ -262,12 +262,12 @@ def _registered(geometry: Geometry, layer: Layer) -> Iterator[View]:
 
 
 def _is_block_major(geometry: Geometry, layer: Layer) -> bool:
-    """Return whether a block of all layers follows the one before: vLLM has one allocation for all of them."""
+    """Return whether each block holds all layers, because vLLM has one allocation for them."""
     total = sum(region.bytes for region in geometry.regions)
     return 0 <= total - layer.num_blocks * layer.block_stride < layer.block_stride
 
 
 def _is_interleaved(page: Page, kernel_stride: int) -> bool:
-    """Return whether other layers lie between a page's heads: then a block is one entry, as in BHLNC."""
+    """Return whether other layers are between a page's heads, as in BHLNC; a block is one entry then."""
     runs = page_runs(page)
     return len(runs) > 1 and max(offset for offset, _ in runs) < kernel_stride

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures that can be read, by ``model_type``.
+"""The supported architectures, by ``model_type``.
 
-Fields that a file may leave out have the defaults of the architectures' own configuration classes. Those of layers,
-heads and windows are recorded (`kvhma.models.config.recorded`); here are those of states and patterns.
+A file may leave out fields that have a default in the architecture's own configuration class. The defaults for layers,
+heads and windows are recorded (`kvhma.models.config.recorded`); those for states and patterns are here.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvhma.models.table import Attention, State
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How one ``model_type`` says what it caches.
+    """How the configuration of one ``model_type`` describes the cache.
 
     Attributes:
-        layers: gives the kind of every layer where the file has no list of them.
-        state: reads the recurrent state, of architectures that have one.
+        layers: returns the kind of every layer if the file has no list of them.
+        state: reads the recurrent state, if the architecture has a state.
         mla: whether attention caches a latent.
-        listed: whether a list of layers in the file counts; else `layers` alone knows.
+        listed: whether a list of layers in the file counts; otherwise only `layers` does.
         defaults: values of fields that a file may leave out.
-        heads: gives the layers whose heads are not the model's, of architectures that have such.
-        width: gives the items of a head, of architectures with a rule of their own.
-        kv_heads: gives the heads of K and V, of architectures with a rule of their own.
-        reads: fields that say more of a cache than most architectures know, and that these functions read.
-        refused: fields with which the cache of just this architecture is another one, and what it is.
-        window_more: tokens that a window has beyond `sliding_window`.
+        heads: returns the layers whose heads differ from the model's, if the architecture has such layers.
+        width: returns the items of a head, if the architecture has its own rule.
+        kv_heads: returns the heads of K and V, if the architecture has its own rule.
+        reads: fields about the cache that most architectures do not have and that these functions read.
+        refused: fields that change the cache of this architecture only, and how.
+        window_more: additional tokens of a window beyond `sliding_window`.
     """
 
     layers: Callable[[Fields], list[str]]
@@ -60,11 +60,11 @@ _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers
 _EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_sliding_window_pattern")
 
 GENERAL = Architecture(layers.windowed)
-"""Of decoders that are not named here; `kvhma.models.config.general` says which."""
+"""For decoders that are not named here; `kvhma.models.config.general` decides which."""
 
-_OWN_SIZE = {"head_dim": "heads of a size of their own"}
+_OWN_SIZE = {"head_dim": "heads of a separate size"}
 _UNLISTED = {"layer_types": "windows in some layers"}
-"""Of classes that give each layer the same window, whatever a list says."""
+"""For classes that give each layer the same window, even if the file has a list."""
 
 
 _UNIFORM = Architecture(layers.uniform)
@@ -80,7 +80,7 @@ _INDEXED = replace(
     defaults={"index_topk": 2048, "index_head_dim": 128},
     reads=_MLA.reads | {"index_topk"},
 )
-# The file has to say it: without it the model's own class fails.
+# The file must have this field: without it the model's own class fails.
 _HUNYUAN = Architecture(layers.uniform, width=lambda fields: fields.size("head_dim"))
 _QWEN_MOE = Architecture(
     layers.late_windows, defaults=_QWEN, refused={**_UNLISTED, "use_sliding_window": "windows in some layers"}

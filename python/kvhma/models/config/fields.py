@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked access to the fields of a configuration: whatever is wrong names the field and its value."""
+"""Checked access to the fields of a configuration: every error names the field and its value."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ALIASES = {
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "hidden_size": ("n_embd", "n_embed", "d_model"),
 }
-"""Other names of a field, as older architectures write it."""
+"""Other names of a field in older architectures."""
 
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 4096
 
 
 class Fields:
-    """The fields of one configuration, with the defaults its architecture has for those that are left out.
+    """The fields of one configuration, with the architecture's defaults for missing fields.
 
-    A file may leave out what equals the default, and may give ``null`` for what is to be derived.
+    A file may leave out a field that equals the default, and may give ``null`` for a derived value.
     """
 
     def __init__(self, form: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Take the configuration of the language model itself, and the defaults of its architecture."""
+        """Store the configuration of the language model itself, and the defaults of its architecture."""
         self._form = form
         self._defaults = defaults
 
@@ -45,7 +45,7 @@ class Fields:
 
         Args:
             names: names of the field, the usual one first.
-            derived: what it is where neither the file nor the architecture says.
+            derived: the value if neither the file nor the architecture has the field.
 
         Raises:
             ConfigError: it is missing, or not a positive integer of reasonable size.
@@ -68,11 +68,11 @@ class Fields:
         return next((name for name in _with_aliases(names) if name in self._form), names[0])
 
     def optional_size(self, name: str) -> int | None:
-        """Return a positive integer, or None where the field is null, 0 or neither given nor known."""
+        """Return a positive integer, or None if the field is null, 0 or missing without a default."""
         return None if self.get(name) in (None, 0) else self.size(name)
 
     def layers(self) -> int:
-        """Return the number of layers, within what anybody has.
+        """Return the number of layers, within a generous limit.
 
         Raises:
             ConfigError: as for `size`, or there are too many.
@@ -83,10 +83,10 @@ class Fields:
         return count
 
     def words(self, *names: str) -> tuple[str, list[str]] | None:
-        """Return name and value of a list of words, one for each layer; None where there is none.
+        """Return name and value of a list of words, one for each layer; None without such a list.
 
         Raises:
-            ConfigError: it is something else, or too long.
+            ConfigError: the value is something else, or too long.
         """
         for name in names:
             value = self._form.get(name)
@@ -100,10 +100,10 @@ class Fields:
         return None
 
     def indices(self, name: str) -> set[int] | None:
-        """Return a list of layer indices as a set; None where there is none.
+        """Return a list of layer indices as a set; None without such a list.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is something else.
         """
         value = self.get(name)
         if value is None:
@@ -114,4 +114,4 @@ class Fields:
 
 
 def _with_aliases(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(one for name in names for one in (name, *ALIASES.get(name, ())))
+    return tuple(alias for name in names for alias in (name, *ALIASES.get(name, ())))

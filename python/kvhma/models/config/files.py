@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a path to a model."""
+"""Reads a model from a path."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def read_config(path: Path, *, kv_dtype: str | None = None, ssm_dtype: str | Non
     """Read a model from a ``config.json``.
 
     Args:
-        path: the file, or a directory with it. A ``hf_quant_config.json`` beside it is read too, as engines do.
-        kv_dtype: dtype of the KV cache; None for what the checkpoint asks for.
-        ssm_dtype: dtype of the recurrent state; None for what the architecture and the configuration say.
+        path: the file, or its directory. A ``hf_quant_config.json`` next to it is read too, as engines do.
+        kv_dtype: dtype of the KV cache; None for the checkpoint's.
+        ssm_dtype: dtype of the recurrent state; None for the dtype of the architecture and the configuration.
 
     Returns:
-        The model, named after its directory, or after its file where that has another name.
+        The model, named after its directory, or after its file if that has another name than ``config.json``.
 
     Raises:
-        ConfigError: no such file, not JSON, an unknown architecture, or a field that is missing or wrong.
+        ConfigError: no such file, no JSON, an unknown architecture, or a field that is missing or wrong.
     """
     file, name, form = load_config(path)
     try:
@@ -40,16 +40,16 @@ def read_config(path: Path, *, kv_dtype: str | None = None, ssm_dtype: str | Non
 
 
 def load_config(path: Path) -> tuple[Path, str, Mapping[str, Any]]:
-    """Read a ``config.json``, and a ``hf_quant_config.json`` beside it.
+    """Read a ``config.json``, and a ``hf_quant_config.json`` next to it.
 
     Args:
-        path: the file, or the directory with it.
+        path: the file, or its directory.
 
     Returns:
         The file, the model's name, and its fields.
 
     Raises:
-        ConfigError: no such file, or not JSON.
+        ConfigError: no such file, or no JSON.
     """
     file = path / _FILE if path.is_dir() else path
     form = load_json(file)

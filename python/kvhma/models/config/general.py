@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders that no rule of their own describes: which fields of a file might change their cache.
+"""The rule for decoders without a separate rule, and the fields of a file that might change their cache.
 
-vLLM's Transformers backend, and most of its own classes, cache the same of every decoder whose file has the usual
-fields: heads in each layer, with a window where ``layer_types`` says so and the class reads it, or everywhere where
-there is a window and no such list. Any other field that could change a cache is refused by its name. So a list of
-architectures is not needed, and nothing is guessed.
+vLLM's Transformers backend, and most of its own classes, treat all decoders with the usual fields alike: heads in each
+layer. A layer has a window if ``layer_types`` lists one and the class reads that field. Without such a list all layers
+have the window. Any other field that could change a cache is refused by its name. So no list of architectures is
+needed, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _READ = frozenset(
 _OF_A_LIST = frozenset(
     {"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"}
 )
-"""Fields that say where windows are: nothing without a window, nor beside ``layer_types``."""
+"""Fields that say where windows are. They have no effect without a window, nor next to ``layer_types``."""
 
 _COULD_CHANGE = re.compile(
     r"window|sliding|swa|chunk|layer|block|group|pattern|kv|lora_rank|latent|ssm|mamba|linear|conv|state|index|compress"
     r"|global|local|cross|cla$|head|hybrid|interval|period|every|skip|reuse|sparse|attn|attention|recurr|rwkv|delta"
     r"|cache|encoder|multi_query|decoder_architecture|loop|share|mem_|memory|stack"
 )
-"""What names of fields that can change a cache have in them."""
+"""Parts of names of fields that can change a cache."""
 
 _HARMLESS = re.compile(
     "|".join(
         (
-            # of other modules, of experts and of positions
+            # other modules, experts and positions
             r"(vision|visual|image|video|audio|speech|tokenizer|lm_head|embedding|embd)_\w+",
             r"(moe|mlp|expert|shared_expert|router|num_nextn|mtp|num_mtp|rope|rotary|layer_rope|initializer)_\w+",
             r"((n|num|num_local|n_routed|num_shared|n_shared)_experts|shared_intermediate_size|num_dense_layers)\w*",
             r"n_group|topk_group|num_(expert|limited)_groups?|(decoder_)?sparse_step|interleave_moe_layer_step",
             r"no_rope_layers?\w*|nope_layer_interval|(spatial|temporal)_conv_size",
-            # of precision, scaling and kernels
+            # precision, scaling and kernels
             r"(output|norm|query_pre|scale|quantization|summary|apply)_\w+",
             r"\w*(dropout|layerdrop|layernorm|layer_norm\w*|_norm|token_index|bias|topk_prob|router\w*)",
             r"_?(flash_)?(attn|attention)_(implementation\w*|impl|dropout|pdrop|multiplier|logit_softcapping|scale)",
@@ -63,11 +63,11 @@ _HARMLESS = re.compile(
         )
     )
 )
-"""Fields with such a name that change no cache: precision, scaling, positions, experts, other modules."""
+"""Fields with such a name that do not change the cache: precision, scaling, positions, experts, other modules."""
 
 
 def check_fields(text: Mapping[str, Any], kind: str) -> None:
-    """Refuse a file whose cache the general rule might get wrong.
+    """Refuse a file if the general rule might be wrong about its cache.
 
     Args:
         text: the configuration of the language model.
@@ -87,7 +87,7 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
             continue
         if _COULD_CHANGE.search(name) and not _HARMLESS.fullmatch(name):
             raise ConfigError(
-                f"{name} {quote(value)}: model_type {quote(kind)} has no rule of its own, and this field could change "
+                f"{name} {quote(value)}: model_type {quote(kind)} has no separate rule, and this field could change "
                 "its cache; give a geometry instead"
             )
     _check_heads(Fields(text, defaults_of(kind)), kind)
@@ -103,7 +103,7 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
 
 
 def _check_heads(fields: Fields, kind: str) -> None:
-    """Refuse heads that a model's class may not read."""
+    """Refuse fields of heads that a model's class may not read."""
     queries, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     width, heads = fields.get("head_dim"), fields.get("num_key_value_heads")
     if isinstance(width, int) and width and width * queries != hidden and lacks(kind, "head_dim"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that differ by layer, and sizes of heads that do not follow from the hidden size."""
+"""Heads that differ by layer, and head sizes that do not follow from the hidden size."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvhma.text import quote
 
 
 def gemma4(fields: Fields) -> tuple[Attention, ...]:
-    """Full attention has longer heads; where K is V too, another number of them.
+    """Full attention has longer heads, and another number of them if V equals K.
 
-    transformers 5 writes that as what differs in each layer with full attention.
+    transformers 5 writes this as differences of each layer with full attention.
     """
     if fields.get("per_layer_config") is not None:
         return (_of_each_full_layer(fields),)
@@ -29,7 +29,7 @@ def gemma4(fields: Fields) -> tuple[Attention, ...]:
 def _of_each_full_layer(fields: Fields) -> Attention:
     differing, listed = fields.get("per_layer_config"), fields.words("layer_types")
     if not isinstance(differing, dict) or listed is None:
-        raise ConfigError(f"per_layer_config {quote(differing)}: must be an object, with layer_types beside it")
+        raise ConfigError(f"per_layer_config {quote(differing)}: must be an object, with layer_types next to it")
     full = {index for index, word in enumerate(listed[1]) if word == "full_attention"}
     numbers = {int(name) for name in differing if isinstance(name, str) and name.isdecimal() and len(name) < 6}
     forms = [form for form in differing.values() if form == next(iter(differing.values()))]
@@ -40,13 +40,13 @@ def _of_each_full_layer(fields: Fields) -> Attention:
             f"per_layer_config {quote(differing)}: must give head_dim and num_key_value_heads of each layer with full "
             "attention, the same ones"
         )
-    # A field that does not differ is left out.
+    # Fields that do not differ are left out.
     own = Fields(form, {name: fields.size(name) for name in known})
     return Attention("full", own.size("num_key_value_heads"), own.size("head_dim"))
 
 
 def minimax_m3(fields: Fields) -> tuple[Attention, ...]:
-    """An index has one key of each token, in bfloat16 whatever the model is in."""
+    """An index has one key for each token, in bfloat16 for every model dtype."""
     sparse = fields.get("sparse_attention_config")
     if sparse is None:
         return ()
@@ -55,23 +55,23 @@ def minimax_m3(fields: Fields) -> tuple[Attention, ...]:
 
 
 def falcon(fields: Fields) -> int:
-    """One head, or as many as queries have; the newer architecture says how many."""
+    """One head, as many as queries, or a field of the newer architecture."""
     flags = [fields.get(name) for name in ("new_decoder_architecture", "multi_query")]
     for flag, name in zip(flags, ("new_decoder_architecture", "multi_query"), strict=True):
         if not isinstance(flag, bool):
             raise ConfigError(f"{name} {quote(flag)}: must be true or false")
     queries = fields.size("num_attention_heads")
     heads = fields.size("num_kv_heads", derived=queries) if flags[0] else 1 if flags[1] else queries
-    other = "num_key_value_heads"
-    if fields.called(other) == other and fields.get(other) not in (None, heads):
+    unread = "num_key_value_heads"
+    if fields.called(unread) == unread and fields.get(unread) not in (None, heads):
         raise ConfigError(
-            f"{other} {quote(fields.get(other))}: must be {heads}, as the fields say that the class reads"
+            f"{unread} {quote(fields.get(unread))}: must be {heads}, the value of the fields that the class reads"
         )
     return heads
 
 
 def nemotron_nas(fields: Fields) -> tuple[Attention, ...]:
-    """Each layer has its own number of heads; `kvhma.models.config.layers.nemotron_nas` names them by it."""
+    """Each layer has its own number of heads, which `kvhma.models.config.layers.nemotron_nas` puts into its name."""
     queries = fields.size("num_attention_heads")
     width = fields.size("head_dim", derived=fields.size("hidden_size") // queries)
     counts = sorted({word for word in nemotron_nas_layers(fields) if word != "none"})
@@ -88,7 +88,7 @@ def mimo(fields: Fields) -> tuple[Attention, ...]:
 
 
 def zamba2(fields: Fields) -> int:
-    """Attention runs over the hidden state beside the embedding: heads are twice as long as they would be."""
+    """Attention runs over the hidden state and the embedding together, so heads are twice as long."""
     queries = fields.size("num_attention_heads")
     width = 2 * fields.size("hidden_size")
     if width % queries:

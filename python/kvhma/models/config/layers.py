@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules by which architectures order their layers: ``full``, ``sliding``, ``chunked``, ``none`` or ``state``.
 
-``state`` stands for whatever recurrent state the architecture has.
+``state`` stands for the recurrent state of the architecture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS: Mapping[str, str] = {
     "mlp": "none",
     "moe": "none",
 }
-"""What the words of a layer list stand for; ``state`` is whatever state the architecture has."""
+"""Meaning of the words of a layer list; ``state`` is the recurrent state of the architecture."""
 
 _NEMOTRON_LETTERS = {"M": "state", "*": "full", "-": "none", "E": "none"}
 
@@ -41,12 +41,12 @@ both = everywhere("full+state")
 
 
 def windowed(fields: Fields) -> list[str]:
-    """Windows everywhere, where there is one at all."""
+    """Windows everywhere, if there is a window."""
     return ["sliding" if fields.optional_size("sliding_window") else "full"] * fields.layers()
 
 
 def late_windows(fields: Fields) -> list[str]:
-    """Windows after the first layers, where they are switched on."""
+    """Windows after the first layers, if they are switched on."""
     count = fields.layers()
     if not fields.get("use_sliding_window") or not fields.optional_size("sliding_window"):
         return ["full"] * count
@@ -56,16 +56,16 @@ def late_windows(fields: Fields) -> list[str]:
     return ["full" if index < first else "sliding" for index in range(count)]
 
 
-def every_nth_full(other: str, *names: str) -> Callable[[Fields], list[str]]:
-    """Return a reader of models whose layers are `other` but for every n-th; the first of `names` given is n."""
+def every_nth_full(kind: str, *names: str) -> Callable[[Fields], list[str]]:
+    """Return a reader of models whose layers are `kind` except every n-th; n is the first given field of `names`."""
 
     def layers(fields: Fields) -> list[str]:
-        if other == "sliding" and not fields.optional_size("sliding_window"):
+        if kind == "sliding" and not fields.optional_size("sliding_window"):
             return ["full"] * fields.layers()
         pattern = fields.get(*names)
-        # Some write it out, as LLLG.
+        # Some files write the pattern out, as LLLG.
         step = len(pattern) if isinstance(pattern, str) else fields.size(*names)
-        return ["full" if step and (index + 1) % step == 0 else other for index in range(fields.layers())]
+        return ["full" if step and (index + 1) % step == 0 else kind for index in range(fields.layers())]
 
     return layers
 
@@ -92,7 +92,7 @@ def indexed(fields: Fields) -> list[str]:
 
 
 def minimax_m3(fields: Fields) -> list[str]:
-    """An index beside the heads of the layers where the list has a one."""
+    """Heads everywhere, and an index in the layers where the list has a one."""
     count, sparse = fields.layers(), fields.get("sparse_attention_config")
     if sparse is None:
         return ["full"] * count
@@ -123,7 +123,7 @@ def twice(fields: Fields) -> list[str]:
 
 
 def nemotron_nas(fields: Fields) -> list[str]:
-    """Heads of a number of their own in each layer, or no attention."""
+    """A separate number of heads in each layer, or no attention."""
     blocks, queries = fields.get("block_configs"), fields.size("num_attention_heads")
     count = fields.layers()
     if not isinstance(blocks, list) or len(blocks) != count:
@@ -147,9 +147,9 @@ def nemotron_nas(fields: Fields) -> list[str]:
 
 
 def zamba2(fields: Fields) -> list[str]:
-    """State in every layer, and attention in the hybrid ones: as vLLM counts, attention comes first.
+    """State in every layer, and attention in the hybrid layers, where vLLM counts attention first.
 
-    What older files call mamba, transformers 5 calls linear_attention.
+    transformers 5 calls linear_attention what older files call mamba.
     """
     listed = fields.words("layers_block_type", "layer_types")
     if listed is None or set(listed[1]) - {"mamba", "linear_attention", "hybrid"} or len(listed[1]) != fields.layers():
@@ -189,13 +189,13 @@ def jamba(fields: Fields) -> list[str]:
 
 
 def bamba(fields: Fields) -> list[str]:
-    """Full attention in the layers that are listed."""
+    """Full attention in the listed layers."""
     full = fields.indices("attn_layer_indices") or set()
     return ["full" if index in full else "state" for index in range(fields.layers())]
 
 
 def lfm2(fields: Fields) -> list[str]:
-    """Full attention in the layers that are listed, else everywhere."""
+    """Full attention in the listed layers; in all layers without a list."""
     full = fields.indices("full_attn_idxs")
     return ["full" if full is None or index in full else "state" for index in range(fields.layers())]
 
@@ -203,4 +203,4 @@ def lfm2(fields: Fields) -> list[str]:
 WITHOUT_WINDOWS = frozenset(
     (uniform, twice, minimax_m3, nemotron_nas, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2)
 )
-"""Rules that know no windows: an engine gives every layer one that a file has all the same."""
+"""Rules without windows. An engine still gives every layer a window if the file has one."""

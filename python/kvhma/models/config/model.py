@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the fields of a configuration to a model."""
+"""Makes a model of the fields of a configuration."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kvhma.models.table import STATE_KINDS, Model, State
 from kvhma.text import quote
 
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Where a multimodal model keeps the configuration of its language model. Only that one has a KV cache."""
+"""Where a multimodal model has the configuration of its language model, the only part with a KV cache."""
 
 _TEXT_TYPES = {"deepseek_vl_v2": "deepseek_v2", "kimi_k25": "kimi_k2"}
-"""Types of language models inside of types that transformers does not know."""
+"""Types of language models inside types that transformers does not know."""
 
 _TYPES_OF_CLASSES = {"LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash"}
-"""Types of public files that say only their class."""
+"""Types of public files that name only their class."""
 
 _DECODERS = re.compile(r"\w*(CausalLM|LMHeadModel|ConditionalGeneration|ChatModel|LanguageModel|MiniCPM[VO])\w*")
-"""Names of classes that generate text. Others, encoders among them, may have the same fields."""
+"""Names of classes that generate text. Other classes, such as encoders, may have the same fields."""
 
 _DTYPES = {
     "bfloat16": "bfloat16",
     "float16": "float16",
     "half": "float16",
-    # A checkpoint in float32 runs in bfloat16 unless the engine is told otherwise.
+    # A checkpoint in float32 runs in bfloat16 unless the engine is configured otherwise.
     "float32": "bfloat16",
 }
 _FP8 = "float8_e4m3fn"
 
 
 _REFUSED = {
-    "index_topk": "a sparse-attention index beside the latent",
+    "index_topk": "a sparse-attention index next to the latent",
     "index_topk_freq": "an index in some layers only",
     "index_topk_pattern": "an index in some layers only",
     "indexer_types": "an index in some layers only",
@@ -62,12 +62,12 @@ _REFUSED = {
     "attention_head_dim": "heads of two sizes",
     "use_bidirectional_attention": "attention to later tokens",
 }
-"""Fields of architectures whose cache is more than their type says, and what it is."""
+"""Fields with which a cache has more than its model type says, and what it has."""
 
 _USUAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "layer_types": lambda text: ["full_attention"] * len(text["layer_types"]),
     "indexer_types": lambda text: ["full"] * len(text["indexer_types"]),
-    # Of pictures alone, whose tokens see each other: the cache is the same.
+    # For pictures alone, whose tokens see each other; the cache is the same.
     "use_bidirectional_attention": lambda _: "vision",
     "index_topk_freq": lambda _: 1,
     "v_head_dim": lambda text: text.get("head_dim"),
@@ -75,7 +75,7 @@ _USUAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "head_dim": lambda text: _usual_width(text),
     "num_key_value_heads": lambda text: text.get("num_attention_heads"),
 }
-"""Values with which such a field says nothing."""
+"""Values with which such a field has no effect."""
 
 _GONE = {
     "arctic": "0.28",
@@ -89,11 +89,11 @@ _GONE = {
     "phi4flash": "0.10.2",
     "plamo2": "0.26",
 }
-"""Architectures that vLLM runs no more, and the last version that did: there is nothing to compare a layout with."""
+"""Architectures that vLLM no longer runs, and the last version that did: no layout to compare with."""
 
 
 def _usual_width(text: Mapping[str, Any]) -> Any:
-    """Return what a model makes of the size of its heads if the file does not say it; None if that is not known."""
+    """Return the head size that a model derives if the file has none; None if unknown."""
     if rotary := text.get("qk_rope_head_dim"):
         return rotary
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
@@ -105,8 +105,8 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
 
     Args:
         form: the parsed ``config.json``.
-        kv_dtype: dtype of the KV cache; None for what the checkpoint asks for.
-        ssm_dtype: dtype of the recurrent state; None for what the architecture and the configuration say.
+        kv_dtype: dtype of the KV cache; None for the checkpoint's.
+        ssm_dtype: dtype of the recurrent state; None for the dtype of the architecture and the configuration.
 
     Returns:
         The model as `kvhma.models.vllm_layout.layout` takes it.
@@ -130,7 +130,7 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
 
 
 def _refuse(text: Mapping[str, Any], architecture: Architecture) -> None:
-    """Refuse fields that say more of the cache than this architecture's reader knows."""
+    """Refuse fields about the cache that this architecture's reader does not know."""
     for name, what in {**_REFUSED, **architecture.refused}.items():
         value = text.get(name)
         if value and name not in architecture.reads and not (name in _USUAL and value == _USUAL[name](text)):
@@ -176,11 +176,11 @@ def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architect
         )
     found = ARCHITECTURES.get(kind)
     if found is not None:
-        # DeepSeek's first models have heads where the later ones have a latent.
+        # DeepSeek's first models have heads; the later models have a latent.
         has_heads = found.mla and text.get("qk_nope_head_dim") == 0 == text.get("qk_rope_head_dim")
         return GENERAL if has_heads else found
     names = form.get("architectures")
-    # What is inside of another model generates text.
+    # A model inside another model generates text.
     if form.get("model_type") == kind and not _is_decoder(names):
         raise ConfigError(f"architectures {quote(names)}: model_type {quote(kind)} is not known{_nearest(kind)}")
     try:
@@ -198,20 +198,20 @@ def _is_decoder(names: Any) -> bool:
 def _check_general(text: Mapping[str, Any], kind: str) -> None:
     for name in ("num_hidden_layers", "num_attention_heads"):
         if Fields(text, defaults_of(kind)).get(name) is None:
-            raise ConfigError(f"{name} is missing, and model_type {quote(kind)} has no rule of its own")
+            raise ConfigError(f"{name} is missing, and model_type {quote(kind)} has no separate rule")
     _refuse(text, GENERAL)
     check_fields(text, kind)
 
 
 def _nearest(kind: str) -> str:
-    """Return a question about a type that may be misspelt."""
+    """Return a suggestion for a type that may be misspelt."""
     known = {*ARCHITECTURES, *known_types()}
     near = [] if kind in known else get_close_matches(kind[:100], sorted(known), 3, 0.75)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _layers(fields: Fields, architecture: Architecture, state: State | None) -> tuple[str, ...]:
-    """Return the kind of every layer: as listed in the file, else by the architecture's rule."""
+    """Return the kind of every layer: as the file lists it, else by the architecture's rule."""
     listed = fields.words("layer_types", "layers_block_type") if architecture.listed else None
     if listed is None:
         kinds = architecture.layers(fields)
@@ -224,7 +224,7 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
         if architecture.layers is late_windows and "sliding" in kinds and not fields.get("use_sliding_window"):
             raise ConfigError(f"{name} {quote(words)}: use_sliding_window is false, so that no layer has a window")
         count = fields.get("num_hidden_layers")
-        # NemotronH's count is what its list has, whatever the file says.
+        # NemotronH's count is the length of its list, not the field in the file.
         if count is not None and count != len(words) and name == "layer_types":
             raise ConfigError(f"layer_types has {len(words)} entries, num_hidden_layers is {quote(count)}")
     attention = "mla" if architecture.mla else "full"
@@ -239,7 +239,7 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
 
 
 def _shared(fields: Fields, count: int) -> int:
-    """Return how many of the last layers use the cache of an earlier one."""
+    """Return how many of the last layers use the cache of an earlier layer."""
     shared = fields.optional_size("num_kv_shared_layers") or 0
     if shared >= count:
         raise ConfigError(f"num_kv_shared_layers {shared}: must be less than the {count} layers")
@@ -290,15 +290,15 @@ def _window(fields: Fields, architecture: Architecture) -> int | None:
 
 
 def _width(fields: Fields, queries: int) -> int:
-    """Return the items of a head: as given, else of a share of the hidden size."""
+    """Return the items of a head: as given, else derived from the hidden size."""
     hidden = fields.optional_size("hidden_size") or 0
     return fields.size("head_dim", "attention_head_dim", derived=hidden // queries or None)
 
 
 def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Return the dtype the model runs in: that of the checkpoint, as its outermost configuration says it."""
+    """Return the dtype that the model runs in: the checkpoint's, from its outermost configuration."""
     said = ((name, source.get(name)) for source in (form, text) for name in ("dtype", "torch_dtype"))
-    name, value = next((one for one in said if one[1] is not None), ("dtype", "bfloat16"))
+    name, value = next((item for item in said if item[1] is not None), ("dtype", "bfloat16"))
     short = value.removeprefix("torch.") if isinstance(value, str) else value
     if not isinstance(short, str) or short not in _DTYPES:
         raise ConfigError(f"{name} {quote(value)}: known are {', '.join(_DTYPES)}")
@@ -306,7 +306,7 @@ def _dtype(form: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def kv_dtype_of(form: Mapping[str, Any], dtype: str) -> str:
-    """Return the dtype of K and V: 8 bits where the quantized checkpoint says so, else the model's.
+    """Return the dtype of K and V: 8 bits if the quantized checkpoint asks for it, else the model's.
 
     Args:
         form: the parsed ``config.json``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' configuration classes assume where a file says nothing; ``tools/config_defaults.py`` asks them."""
+"""Defaults of transformers' configuration classes for missing fields; ``tools/config_defaults.py`` records them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def _recorded() -> Mapping[str, Mapping[str, Any]]:
 
 
 def defaults_of(kind: str) -> Mapping[str, Any]:
-    """Return the values of fields that a file of this ``model_type`` may leave out; empty if none is known."""
+    """Return the values of fields that a file of this ``model_type`` may leave out; empty if unknown."""
     return {name: value for name, value in _recorded().get(kind, {}).items() if name not in _NO_DEFAULTS}
 
 
 def text_type(kind: str) -> str | None:
-    """Return the type of the language model inside of a multimodal one; None if that is not known."""
+    """Return the type of the language model inside a multimodal type; None if unknown."""
     found = _recorded().get(kind, {}).get("text")
     return None if found is None else str(found)
 
 
 def derives_layers(kind: str) -> bool:
-    """Return whether the class of this type lists the kinds of layers itself where a file does not."""
+    """Return whether the class of this type lists the kinds of layers if a file does not."""
     return "layer_types" in _recorded().get(kind, {})
 
 
 def lacks(kind: str, field: str) -> bool:
-    """Return whether the class of this type does not have a field, or no class is known."""
+    """Return whether the class of this type lacks a field, or no class is known."""
     found = _recorded().get(kind)
     return found is None or field in found.get("lacks", ())
 
@@ -46,5 +46,5 @@ def is_known(kind: str) -> bool:
 
 
 def known_types() -> tuple[str, ...]:
-    """Return every ``model_type`` of which something is recorded."""
+    """Return every recorded ``model_type``."""
     return tuple(_recorded())

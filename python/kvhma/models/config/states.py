@@ -28,7 +28,7 @@ def pure_mamba2(fields: Fields, dtype: str) -> State:
 
 
 def nemotron_h(fields: Fields, dtype: str) -> State:
-    """Read a Mamba2 state as NemotronH writes it; its recurrent part is in float32 unless the file says otherwise."""
+    """Read a Mamba2 state as NemotronH writes it; the recurrent part is float32 unless the file has another dtype."""
     heads, head = fields.size("mamba_num_heads"), fields.size("mamba_head_dim")
     groups = fields.size("n_groups", "mamba_n_groups")
     ssm = _dtype_of(fields, "mamba_ssm_cache_dtype", dtype, "float32")
@@ -45,7 +45,7 @@ def mamba1(fields: Fields, dtype: str) -> State:
     """Read a Mamba1 state as Jamba and Mamba write it: each channel is a head of one row."""
     expand = fields.size("mamba_expand", "expand")
     inner = expand * fields.size("hidden_size")
-    if fields.get("mamba_expand") is None:  # Mamba itself has a field for it, which has the name of an MLP's elsewhere
+    if fields.get("mamba_expand") is None:  # Mamba's own field has the name of an MLP field of other models
         inner = fields.size("intermediate_size", derived=inner)
     taps, columns = _taps(fields, "mamba_d_conv", "conv_kernel"), fields.size("mamba_d_state", "state_size")
     return _state("mamba1", taps, (inner, 1, columns), 0, dtype)
@@ -60,7 +60,7 @@ def gated_delta_net(fields: Fields, dtype: str) -> State:
 
 
 def kimi_delta(fields: Fields, dtype: str) -> State:
-    """Read the state of Kimi delta attention; its recurrent part is in float32."""
+    """Read the state of Kimi delta attention; its recurrent part is float32."""
     lists = fields.get("linear_attn_config")
     linear = Fields(lists if isinstance(lists, dict) else {}, {"short_conv_kernel_size": 4})
     heads, width = linear.size("num_heads"), linear.size("head_dim")
@@ -77,7 +77,7 @@ def zamba2(fields: Fields, dtype: str) -> State:
 
 
 def short_conv(fields: Fields, dtype: str) -> State:
-    """Read the state of a short convolution: its last inputs, and nothing recurrent."""
+    """Read the state of a short convolution: its last inputs, without a recurrent part."""
     channels = fields.size("conv_dim", derived=fields.size("hidden_size"))
     return _state("short_conv", _taps(fields, "conv_L_cache"), (channels, 1, 0), 0, dtype)
 
@@ -90,7 +90,7 @@ def linear_attention(fields: Fields, dtype: str) -> State:
 
 
 def _state(kind: StateKind, taps: int, heads: tuple[int, int, int], groups: int, dtype: str) -> State:
-    """Return a state; `heads` are how many there are, rows of each and columns, as in :class:`State`."""
+    """Return a state; `heads` has their number, rows and columns, as in :class:`State`."""
     count, rows, columns = heads
     return State(
         kind=kind,
