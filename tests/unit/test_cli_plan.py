@@ -667,7 +667,7 @@ def test_a_pool_has_room_for_every_connector() -> None:
 
 
 def test_different_kernel_blocks_have_a_note() -> None:
-    words = "equal kernel blocks, or layout=LBNHC, need fewer"
+    words = "Equal kernel blocks, or layout=LBNHC, need fewer"
     sides = {
         "tp=1,block=64": True,
         "tp=1,block=64,kernel=16": False,

@@ -96,7 +96,7 @@ def maths(
 )
 @click.option(
     "--descriptors",
-    "most",
+    "limit",
     type=click.IntRange(2, 65536),
     default=1024,
     show_default=True,

@@ -30,21 +30,21 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     **{name: name for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")},
 }
-"""Dtypes by what they are called; `auto` is what the checkpoint or the architecture says, as in vLLM."""
+"""Dtypes by their names on the command line; `auto` is the dtype of the checkpoint or architecture, as in vLLM."""
 
 _ORDERS: dict[str, str] = {"HND": "LBHNC", "NHD": "LBNHC", **{order: order for order in get_args(Order)}}
-"""Stride orders by name; the names of attention kernels mean what they mean in vLLM."""
+"""Stride orders by name; names of attention kernels mean what they mean in vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions(LayoutOptions):
-    """One engine: what its ranks have in common, and dtypes in place of the model's.
+    """One engine: the options that its ranks share, and dtypes in place of the model's.
 
     Attributes:
         kv_dtype: dtype of the KV cache; None for the model's.
         ssm_dtype: dtype of the recurrent state; None for the model's.
-        dp_size: engines of this sort that share the requests. A request is on one of them.
-        dcp_size: decode-context-parallel ranks. More than one cannot be laid out here.
+        dp_size: number of such engines, which share the requests. A request runs on one of them.
+        dcp_size: decode-context-parallel ranks. Only 1 can be laid out here.
     """
 
     num_blocks: int = 2
@@ -60,20 +60,20 @@ class EngineOptions(LayoutOptions):
         return self.tp_size * self.pp_size
 
     def model(self, model: Model) -> Model:
-        """Return the model as this engine caches it: its dtypes, and room for a row of convolution for each draft."""
+        """Return the model as this engine caches it: with its dtypes, and a row of convolution for each draft token."""
         if self.kv_dtype:
             model = replace(model, dtype=self.kv_dtype)
         if model.state is not None:
-            # vLLM keeps none for Mamba1.
+            # vLLM has no such row for Mamba1.
             drafts = 0 if model.state.kind == "mamba1" else self.speculative
             state = replace(model.state, draft_rows=drafts, ssm_dtype=self.ssm_dtype or model.state.ssm_dtype)
             model = replace(model, state=state)
         return model
 
     def rank(self, model: Model, rank: int, num_blocks: int, base: int, kernel: int | None = None) -> Geometry:
-        """Lay one rank out; `kernel` is a kernel block in place of the engine's own.
+        """Return the geometry of one rank; `kernel` replaces the engine's own kernel block.
 
-        Ranks are counted as vLLM counts them: those of the first pipeline stage, then those of the next.
+        Ranks are numbered as in vLLM: first those of the first pipeline stage, then those of the next.
 
         Raises:
             KvhmaError: the model cannot be laid out so.
@@ -90,27 +90,27 @@ class EngineOptions(LayoutOptions):
         return layout(self.model(model), options)
 
     def ranks(self, model: Model, num_blocks: int, base: int, step: int, kernel: int | None = None) -> list[Geometry]:
-        """Lay all ranks out, `step` bytes apart. Errors as for `rank`."""
+        """Return the geometries of all ranks, `step` bytes apart. Errors as for `rank`."""
         return [self.rank(model, rank, num_blocks, base + rank * step, kernel) for rank in range(self.num_ranks)]
 
 
 def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> EngineOptions:
-    """Parse an option's value; what is wrong is named with its value.
+    """Parse an option's value; errors name the item and its value.
 
     Raises:
-        click.BadParameter: an unknown key, one that is there twice, or a value out of range.
+        click.BadParameter: an unknown key, a repeated key, or a value out of range.
     """
     return _engine(ctx, param, {field: _value(ctx, param, *found) for field, found in _items(ctx, param, text)})
 
 
 def parse_engines(ctx: click.Context, param: click.Parameter, text: str) -> list[tuple[str, EngineOptions]]:
-    """Parse the value of an option that can name several engines, as ``tp=1/2/4,block=16/64``.
+    """Parse the value of an option that may name several engines, as ``tp=1/2/4,block=16/64``.
 
     Returns:
-        Every combination: what was given for it, and the engine.
+        Every combination: the text of its options, and the engine.
 
     Raises:
-        click.BadParameter: as for :func:`parse_engine`, and too many combinations.
+        click.BadParameter: as for :func:`parse_engine`, or too many combinations.
     """
     choices = []
     for field, (key, values) in _items(ctx, param, text):
@@ -126,7 +126,7 @@ def parse_engines(ctx: click.Context, param: click.Parameter, text: str) -> list
 
 
 def _items(ctx: click.Context, param: click.Parameter, text: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the field, and key and text of its value, of everything that is given."""
+    """Yield the field, the key and the text of the value of every given item."""
     fields = set()
     for item in filter(None, (word.strip() for word in text.split(","))):
         key, equals, value = item.partition("=")
@@ -135,7 +135,7 @@ def _items(ctx: click.Context, param: click.Parameter, text: str) -> Iterator[tu
         if not equals or key not in KEYS:
             raise click.BadParameter(f"{item!a}: expected key=value with a key of {', '.join(KEYS)}", ctx, param)
         if (field := KEYS[key][0]) in fields:
-            raise click.BadParameter(f"{key} is there twice", ctx, param)
+            raise click.BadParameter(f"{key} is given twice", ctx, param)
         fields.add(field)
         yield field, (key, value)
 
@@ -156,15 +156,15 @@ def _value(ctx: click.Context, param: click.Parameter, key: str, text: str) -> A
 
 
 def complete_engine(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the key or the value that is being written, after those that are there."""
+    """Complete the key or the value at the end of the text, without the keys that it already has."""
     before, comma, item = incomplete.rpartition(",")
     key, equals, value = item.partition("=")
     if equals:
         known = _VALUES.get(_LONG_KEYS.get(key.lower(), key.lower()), ())
         words = [f"{key}={word}" for word in known if word.lower().startswith(value.lower())]
     else:
-        given = {one.partition("=")[0].strip().lower() for one in before.split(",")}
-        words = [f"{one}=" for one in KEYS if one.startswith(key.lower()) and one not in given]
+        given = {item.partition("=")[0].strip().lower() for item in before.split(",")}
+        words = [f"{name}=" for name in KEYS if name.startswith(key.lower()) and name not in given]
     return [CompletionItem(f"{before}{comma}{word}") for word in words]
 
 
@@ -213,7 +213,7 @@ def _kernel(text: str) -> KernelBlock:
 def _no_context_parallel(text: str) -> int:
     if within(1, MAX_RANKS)(text) > 1:
         raise ValueError(
-            "must be 1: the ranks of a context-parallel engine cannot be laid out here. The connector hands over "
+            "must be 1: the ranks of a context-parallel engine cannot be laid out here. The connector transfers "
             "between them, and `kvhma export` writes the geometries of live ones, for --local and --remote"
         )
     return 1
@@ -232,7 +232,7 @@ KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "conv": ("conv", _conv),
     "spec": ("speculative", within(0, 64)),
 }
-"""Keys of an engine: the field that each is, and what reads its value."""
+"""Keys of an engine: the field that each sets, and the parser of its value."""
 
 _LONG_KEYS = {
     "tensor_parallel_size": "tp",
@@ -247,7 +247,7 @@ _LONG_KEYS = {
     "kv_cache_layout": "layout",
     "num_speculative_tokens": "spec",
 }
-"""The same keys as options of vLLM are called."""
+"""The names of the same keys as options of vLLM."""
 
 _VALUES: dict[str, tuple[str, ...]] = {
     "tp": ("1", "2", "4", "8"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma explain``: a hand-off in sentences, and what would fix one that is refused."""
+"""``kvhma explain``: describes a hand-off in sentences, and what would fix a refused pair."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KINDS = {
     "sliding": "a sliding window keeps what the next token can see",
     "chunked": "chunked attention keeps the chunk that is not full yet",
     "mla": "latent attention keeps one latent a token, whole on every rank",
-    "ssm": "a recurrent state is one block, whatever the length of the prompt",
+    "ssm": "a recurrent state is one block, for any length of the prompt",
     "opaque": "content that only its owner understands moves block by block",
 }
 
 _SAYS = {"table": "kvhma's table"}
 
 _SAID = ("kind", "what", "prefill_blocks", "decode_blocks", "layers", "bytes")
-"""What is said of a group; groups of which the same is said share a sentence."""
+"""What a sentence says of a group; groups with equal values share a sentence."""
 
 
 @click.command()
@@ -85,13 +85,13 @@ def explain(ranks: tuple[int, ...] | None, all_ranks: bool, as_json: bool, quiet
 
 
 def _refusals(hand_off: HandOff) -> list[Refusal]:
-    """Return what keeps the first rank of a pipeline stage of D from reading: ranks of one stage are alike."""
+    """Return the reasons against reading on the first rank of each pipeline stage of D: ranks of a stage are alike."""
     stages = [rank for rank in hand_off.decode if rank.tp_rank == hand_off.decode[0].tp_rank]
     return next((found for stage in stages if (found := refusals(stage, hand_off.prefill))), [])
 
 
 def engines(hand_off: HandOff) -> list[str]:
-    """Say what the allocator makes of both engines."""
+    """Describe what the allocator makes of both engines."""
     sentences = [
         f"{hand_off.name}, {hand_off.tokens:,} tokens"
         + (f", of which D has {hand_off.cached:,}." if hand_off.cached else ".")
@@ -138,11 +138,11 @@ def _request(hand_off: HandOff, options: PlanOptions, quiet: bool) -> list[str]:
     for row in groups_form(hand_off, counted):
         alike.setdefault(tuple(row[field] for field in _SAID), []).append(row["group"])
     sentences += [_group_sentence(groups, dict(zip(_SAID, said, strict=True))) for said, groups in alike.items()]
-    for name, other in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
-        if other.why_not is not None:
-            sentences.append(f"{name}: {other.why_not}.")
+    for name, counts in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
+        if counts.why_not is not None:
+            sentences.append(f"{name}: {counts.why_not}.")
             continue
-        moved = other.total
+        moved = counts.total
         sentences.append(f"{name}: would move {size(moved.bytes)} in {plural(moved.descriptors, 'descriptor')}.")
     return [*sentences, *(f"Note: {note}." for note in notes(hand_off, counted))]
 

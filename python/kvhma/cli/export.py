@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma export``: what really ran, as files that the other commands take."""
+"""``kvhma export``: writes the geometries of live engines, of a case or of a model, as files for other commands."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _File:
     """A file to write.
 
     Attributes:
-        more: what its name has behind that of the option.
-        what: it is.
+        more: the text that its name has after that of the option.
+        what: a description of its content.
         data: its bytes.
     """
 
@@ -55,7 +55,7 @@ class _File:
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("geometry.json"),
     show_default=True,
-    help="File to write; of several, each has more behind this name.",
+    help="File to write; several files have a suffix after this name.",
 )
 @click.option("--model", shell_complete=complete_model, help="In place of HOST:PORT: MODEL as `kvhma plan` takes it.")
 @engine_option("--as", "With --model: the engine, with the keys of `kvhma plan --prefill`.")
@@ -76,15 +76,15 @@ def export(
 ) -> None:
     """Write what really ran, or what a model would have, for plan, explain, map, diff and check.
 
-    HOST:PORT is the side channel of a live engine. Its workers are asked for the geometry of their caches, and a file
-    is written for each:
+    HOST:PORT is the side channel of a live engine. The command asks its workers for the geometry of their caches and
+    writes a file for each:
 
     \b
     kvhma export 10.0.0.7:5600 --secret-file /etc/kvhma/secret -o p.json
     kvhma export 10.0.0.8:5600 --secret-file /etc/kvhma/secret -o d.json
     kvhma explain --local d.json --remote p.json
 
-    With --case, a case is taken apart: the rank that read, those that it read from, and the request.
+    With --case, a case is split: the rank that read, the ranks that it read from, and the request.
 
     \b
     kvhma export --case CASE.json -o failed.json
@@ -136,35 +136,35 @@ def _of_engine(address: tuple[str, int], access: Access) -> tuple[str, list[_Fil
 
 
 def _of_model(text: str, engine: EngineOptions, blocks: int, layout: Layout) -> tuple[str, str, list[_File]]:
-    """Return the model's name, who said what it caches, and a geometry for each rank."""
+    """Return the model's name, the source of its cache layout, and a geometry file for each rank."""
     asked = ask_layout(text, layout, engine.kv_dtype, engine.ssm_dtype, [engine.tp_size])
     if isinstance(asked, Geometry):
         raise RequestError(f"--model {text!a}: is a geometry already")
     asked.check(engine)
     sketches = [engine.rank(asked.model, stage * engine.tp_size, 2, 1 << 20) for stage in range(engine.pp_size)]
-    block = max(sum(region.bytes + 4096 for region in one.regions) for one in sketches) // 2
+    block = max(sum(region.bytes + 4096 for region in sketch.regions) for sketch in sketches) // 2
     step = 1 << (blocks * block + (1 << 20)).bit_length()
     ranks = engine.ranks(asked.model, blocks, step, step)
     files = [
         _File(
             "" if len(ranks) == 1 else f"-{rank}",
             f"rank {rank} of {asked.model.name} (layout: {asked.layout})",
-            one.to_json(),
+            made.to_json(),
         )
-        for rank, one in enumerate(ranks)
+        for rank, made in enumerate(ranks)
     ]
     return asked.model.name, asked.layout, files
 
 
 def _of_case(path: Path) -> Iterator[_File]:
-    """Yield a case's ranks, and its request as ``kvhma plan --request`` takes it."""
+    """Yield a case's ranks, and its request in the form of ``kvhma plan --request``."""
     try:
         case = load(path)
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from error
     spans = case.remote_spans
     if not all(isinstance(span, Span) for span in spans):
-        raise RequestError(f"{path}: its sources have blocks of their own; only `kvhma check` takes that")
+        raise RequestError(f"{path}: its sources have different blocks, which only `kvhma check` accepts")
     yield _File("-local", "the rank that reads", case.local.to_json())
     for index, remote in enumerate(case.remotes):
         yield _File(f"-remote-{index}", f"source {index}", remote.to_json())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where another connector is predicted to be faster: which change would make up for it, found by trying it."""
+"""Finds the change after which kvhma is as fast as a connector that is predicted to be faster, by trying changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvhma.errors import KvhmaError
 from kvhma.permute import permuted_reads
 
 PERMUTE_BYTES = 1 << 20
-"""Takes every block of P that can be read as it lies (docs/tuning.md)."""
+"""Allows every block of P to be read in P's order (docs/tuning.md)."""
 _TIE = 0.995
-"""A ratio that is shown as 1.00 is no difference."""
+"""Ratios up to this show as 1.00 and count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Change:
 
     Attributes:
         what: what to change, as an option of the command or a setting of the connector.
-        seconds: what kvhma is predicted to take then.
-        permuted_bytes: bytes that D's device puts into order afterwards, whose time is not counted.
+        seconds: kvhma's predicted time with the change.
+        permuted_bytes: bytes that D's device permutes afterwards; this time is not counted.
     """
 
     what: str
@@ -37,20 +37,20 @@ class Change:
 
     @property
     def text(self) -> str:
-        """What it comes to."""
+        """The effect of the change, as text."""
         after = f", and D's device puts {size(self.permuted_bytes)} into order" if self.permuted_bytes else ""
         return f"{self.what} makes it {duration(self.seconds)}{after}"
 
 
 @dataclass(frozen=True, slots=True)
 class Slower:
-    """What another connector is faster at, and what would change it.
+    """A connector that is faster, and changes that help.
 
     Attributes:
         name: the other connector.
-        seconds: what kvhma is predicted to take.
-        other_seconds: what the other is predicted to take.
-        changes: the changes after which kvhma is as fast; if there are none, the best one that helps.
+        seconds: kvhma's predicted time.
+        other_seconds: the other connector's predicted time.
+        changes: the changes after which kvhma is as fast; without such a change, the best change that helps.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Slower:
 
     @property
     def text(self) -> str:
-        """The same with the numbers of this request, as a sentence."""
+        """The advice with the numbers of this request, as a sentence."""
         start = f"{self.name} is predicted to take {duration(self.other_seconds)} where kvhma takes"
         start = f"{start} {duration(self.seconds)}"
         if not self.changes:
@@ -84,19 +84,19 @@ class Slower:
         return f"{start}: {'; '.join(change.text for change in self.changes)}{still}"
 
     def form(self) -> dict[str, Any]:
-        """Return what JSON has of it."""
+        """Return the JSON form."""
         return {
             "than": "vllm" if self.name == VLLM else "no_hma",
             "as_fast_with_changes": self.is_made_up_for,
             "changes": [
-                {"change": one.what, "seconds": one.seconds, "permuted_bytes": one.permuted_bytes}
-                for one in self.changes
+                {"change": change.what, "seconds": change.seconds, "permuted_bytes": change.permuted_bytes}
+                for change in self.changes
             ],
         }
 
 
 def slowest(counts: Sequence[Count], link: Link) -> float:
-    """Return the predicted seconds of ranks that read at the same time, each from its sources one after the other."""
+    """Return the predicted time of ranks that read in parallel, each from its sources one after the other."""
     return max(link.seconds(total.descriptors, total.bytes) for total in counts)
 
 
@@ -106,23 +106,23 @@ def own_seconds(hand_off: HandOff, counted: Counted, link: Link) -> float:
 
 
 def slower(hand_off: HandOff, counted: Counted, link: Link, options: PlanOptions | None = None) -> Slower | None:
-    """Return what makes up for a connector that is faster, vLLM's first; None if none is.
+    """Return the changes that help against a faster connector, vLLM's first; None if no connector is faster.
 
-    Changes are tried one at a time: the connector's setting, then block sizes, the kernel block and the layout.
+    The changes are tried one at a time: the connector's setting, then block sizes, the kernel block and the layout.
     """
     own = own_seconds(hand_off, counted, link)
-    others = ((name, _seconds(other, link)) for name, other in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)))
-    for name, other in others:
-        if other < _TIE * own:
+    connectors = ((name, _seconds(found, link)) for name, found in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)))
+    for name, seconds in connectors:
+        if seconds < _TIE * own:
             tried = [change for change in _tried(hand_off, link, options) if change.seconds < _TIE * own]
-            enough = [change for change in tried if other >= _TIE * change.seconds]
+            enough = [change for change in tried if seconds >= _TIE * change.seconds]
             best = [min(tried, key=lambda change: change.seconds)] if tried else []
-            return Slower(name, own, other, tuple(enough[:2] or best))
+            return Slower(name, own, seconds, tuple(enough[:2] or best))
     return None
 
 
-def _seconds(other: OtherCount, link: Link) -> float:
-    return float("inf") if other.why_not is not None else slowest(other.ranks, link)
+def _seconds(counts: OtherCount, link: Link) -> float:
+    return float("inf") if counts.why_not is not None else slowest(counts.ranks, link)
 
 
 def _tried(hand_off: HandOff, link: Link, options: PlanOptions | None) -> Iterator[Change]:
@@ -144,11 +144,11 @@ def _tried(hand_off: HandOff, link: Link, options: PlanOptions | None) -> Iterat
             changed = of_model(asked.model, prefill, decode, asked.request)
             yield Change(what, own_seconds(changed, count(changed, options), link))
         except KvhmaError:
-            continue  # no engine is like that, or the pair is refused
+            continue  # the engine cannot be laid out so, or the pair is refused
 
 
 def _permuted(hand_off: HandOff, link: Link, options: PlanOptions | None) -> Change:
-    """Read blocks of P as they lie, as the connector's setting says."""
+    """Count reads of P's blocks in P's order, as with the connector's setting."""
     counts, permuted = [], 0
     for local in hand_off.decode:
         transfer = hand_off.plan(local, options).transfer(hand_off.tokens, *hand_off.spans(local))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands have in common: options, how numbers and names are written, progress."""
+"""Shared parts of the commands: options, formats of numbers and names, progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 STYLES = ("table", "json", "csv", "markdown")
-"""How a command can print its tables."""
+"""The formats in which a command can print its tables."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -50,11 +50,11 @@ class Sheet:
     """A table as text.
 
     Attributes:
-        title: what stands above it.
+        title: the line above it.
         align: a letter for each column: ``l`` for words, ``n`` for names that are never broken, ``r`` for numbers.
         columns: headings.
         rows: cells of each row.
-        caption: what stands below it, line by line.
+        caption: the lines below it.
     """
 
     title: str
@@ -92,7 +92,7 @@ def print_sheets(sheets: Sequence[Sheet], style: str) -> None:
     for index, sheet in enumerate(sheets):
         if index:
             console.print()
-        # Not the table's own, which would be as narrow as the table.
+        # Not the table's own title, which would be as narrow as the table.
         if sheet.title:
             console.print(Text(printable(sheet.title)), style="bold", soft_wrap=True)
         console.print(sheet.table())
@@ -117,7 +117,7 @@ def print_json(form: object) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape what a name in a hostile file could do to a terminal."""
+    """Escape characters with which a name in a hostile file could affect a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -155,18 +155,18 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def working(what: str, quiet: bool) -> AbstractContextManager[object]:
-    """Show on a terminal, on the error stream, that something is done."""
+    """Show a running task on the error stream of a terminal."""
     console = Console(stderr=True)
     return nullcontext() if quiet or not console.is_terminal else console.status(what)
 
 
 def progress(quiet: bool) -> Progress:
-    """Return bars for the error stream, shown on a terminal only and gone when done."""
+    """Return bars for the error stream, shown only on a terminal and removed at the end."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
 
 
 def watched(what: str, items: Sequence[T], quiet: bool) -> Iterable[T]:
-    """Go through items; on a terminal a bar on the error stream shows how far."""
+    """Iterate over items, with a progress bar on the error stream of a terminal."""
     with progress(quiet) as bar:
         yield from bar.track(items, description=what)

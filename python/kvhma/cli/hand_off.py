@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request between two engines, planned and counted for every rank: what all commands print."""
+"""One request between two engines, planned and counted for every rank: the data that all commands print."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS, li
 from kvhma.planning import plan as make_plan
 
 VLLM, NO_HMA = "vLLM 0.32", "no HMA"
-"""What the two others are called wherever they stand beside kvhma: vLLM's own NIXL connector, and one that takes every
-layer for full attention, as without the hybrid KV cache manager."""
+"""Names of the two connectors next to kvhma: vLLM's own NIXL connector, and a connector without the hybrid KV cache
+manager, which treats every layer as full attention."""
 
 MAX_TOKENS = 1 << 22
-"""Of one request: more than any model takes, and block tables of it still take only seconds."""
+"""Limit of a request: more than any model supports, and its block tables still take only seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What is handed over.
+    """The request and its blocks.
 
     Attributes:
         tokens: tokens that P computed.
@@ -52,7 +52,7 @@ class RequestOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what no request can be.
+        """Refuse invalid numbers.
 
         Raises:
             RequestError: a number is out of range.
@@ -65,7 +65,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What :func:`of_model` lays out."""
+    """The arguments of :func:`of_model`."""
 
     model: Model
     prefill: EngineOptions
@@ -78,16 +78,16 @@ class HandOff(Engines):
     """All ranks of a decode engine (D) and a prefill engine (P), and a request between them.
 
     Attributes:
-        name: what is handed over.
+        name: name of the model or of the geometries.
         tokens: tokens that P computed.
-        cached: leading tokens that D holds already, as asked for.
-        cached_blocks: per group of D, the block table entries that this makes.
+        cached: leading tokens that D holds already, as requested.
+        cached_blocks: per group of D, the block table entries that these tokens fill.
         local_tables: D's block tables.
         remote_tables: P's block tables.
-        full_tables: blocks of the whole sequence on D and P, as they are without the hybrid KV cache manager.
-        dp_sizes: engines of the sort of D, and of P, that share the requests.
-        asked: what it was laid out from; None if the engines are geometries.
-        layout: who said what the model caches; None where geometries were given.
+        full_tables: blocks of the whole sequence on D and P, as without the hybrid KV cache manager.
+        dp_sizes: number of engines like D, and like P, that share the requests.
+        asked: the arguments that it was made from; None if the engines are geometries.
+        layout: the source of the cache layout; None if geometries were given.
     """
 
     name: str
@@ -112,7 +112,7 @@ class HandOff(Engines):
         return rank_numbers(self.prefill)
 
     def spans(self, local: Geometry) -> tuple[list[Span], list[Span]]:
-        """Return the spans to fill on a rank of D, and those P holds."""
+        """Return the spans to fill on a rank of D, and the spans that P holds."""
         local_spans = live_spans(local, self.tokens, self.local_tables, self.cached_blocks)
         return local_spans, live_spans(self.prefill[0], self.tokens, self.remote_tables)
 
@@ -129,20 +129,20 @@ class HandOff(Engines):
 
 
 def rank_numbers(ranks: Sequence[Geometry]) -> list[int]:
-    """Return what ranks are called: their number among the tensor-parallel ranks, or if there are more, their place."""
+    """Return names for ranks: their tensor-parallel rank, or their index if that is ambiguous."""
     return list(range(len(ranks))) if len(ranks) > ranks[0].tp_size else [rank.tp_rank for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCount:
-    """What one rank of D reads from one of P.
+    """The read of one rank of D from one rank of P.
 
     Attributes:
         decode_index: index of the decode rank.
         prefill_index: index of the prefill rank.
         total: descriptors and bytes of the read.
-        groups: the same for each group of D; a descriptor that goes on from group to group counts for the group of its
-            first byte.
+        groups: the same for each group of D. A descriptor that continues from one group into another counts for the
+            group of its first byte.
     """
 
     decode_index: int
@@ -153,7 +153,7 @@ class ReadCount:
 
 @dataclass(frozen=True, slots=True)
 class OtherCount:
-    """What another connector would move: by D rank, or why it refuses, or why this is not known."""
+    """What another connector would move, by D rank; or why it refuses; or why that is not known."""
 
     ranks: tuple[Count, ...] = ()
     refused: str | None = None
@@ -172,15 +172,15 @@ class OtherCount:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A request, counted.
+    """The counts of a request.
 
     Attributes:
-        reads: every pair of ranks that moves anything.
-        excess: bytes after the last token that come along.
+        reads: every pair of ranks that moves bytes.
+        excess: bytes after the last token that are read with it.
         zeroed: bytes that are zeroed on D.
         findings: warnings, each once.
         vllm: vLLM 0.32's own selection.
-        no_hma: a connector that takes every layer for full attention.
+        no_hma: a connector that treats every layer as full attention.
     """
 
     reads: tuple[ReadCount, ...]
@@ -196,15 +196,15 @@ class Counted:
         return total(read.total for read in self.reads)
 
     def of_rank(self, decode_index: int) -> Count:
-        """What one rank of D reads from all its sources."""
+        """The read of one rank of D from all its sources."""
         return total(read.total for read in self.reads if read.decode_index == decode_index)
 
 
 def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, request: RequestOptions) -> HandOff:
-    """Lay a model out on two engines, with room for one request.
+    """Make the geometries of a model on two engines, with room for one request.
 
     Raises:
-        KvhmaError: the model cannot be laid out so, or the request does not fit; the text names the option.
+        KvhmaError: this layout is impossible, or the request does not fit; the text names the option.
     """
     request.check()
     sizes = []
@@ -215,12 +215,12 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
             raise LayoutError(f"--{name}: {error}") from error
         sketch = sketches[0]
         # Enough for NO_HMA too, which drops no block before a window.
-        most = max(
+        needed = max(
             sum(map(len, sequence_blocks(sketch, request.tokens))),
             -(-request.tokens // main_group(sketch).block_size),
         )
-        blocks = 1 + most * (1 if request.pool == "fresh" else 2)
-        largest = max(sum(region.bytes + 4096 for region in one.regions) for one in sketches)
+        blocks = 1 + needed * (1 if request.pool == "fresh" else 2)
+        largest = max(sum(region.bytes + 4096 for region in rank.regions) for rank in sketches)
         sizes.append((max(blocks, 2), largest // 2))
     (prefill_blocks, _), (decode_blocks, _) = sizes
     step = 1 << max(blocks * size + (1 << 20) for blocks, size in sizes).bit_length()
@@ -232,7 +232,7 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
 
 
 def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandOff:
-    """Take geometries as they are.
+    """Use given geometries.
 
     Raises:
         KvhmaError: the request does not fit into one of them.
@@ -257,7 +257,7 @@ def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandO
 
 
 def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = True) -> Counted:
-    """Plan the request on every rank of D, on a terminal with a bar unless `quiet`.
+    """Plan the request on every rank of D, with a progress bar on a terminal unless `quiet`.
 
     Raises:
         UnsupportedPairError: a rank of D cannot be paired.
@@ -267,7 +267,7 @@ def count(hand_off: HandOff, options: PlanOptions | None = None, quiet: bool = T
     excess = zeroed = 0
     needed: list[int] = []
     findings: dict[str, None] = {}
-    # Layers that D and P have: that one stage lacks them is no news.
+    # A pipeline stage naturally lacks layers that D and P have; it is not worth a warning.
     both = _layers(hand_off.decode) & _layers(hand_off.prefill)
     for index, local in enumerate(watched("planning", hand_off.decode, quiet)):
         plan = hand_off.plan(local, options)
@@ -303,7 +303,7 @@ def vllm_counts(hand_off: HandOff) -> list[Count]:
     Raises:
         UnsupportedPairError: vLLM refuses the pair or the request.
     """
-    # vLLM pairs lists from their ends, so what D holds already is cut off at the front.
+    # vLLM pairs lists from their ends, so cut the blocks that D holds already off at the front.
     local_tables = [table[cached:] for table, cached in zip(hand_off.local_tables, hand_off.cached_blocks, strict=True)]
     return count_vllm(hand_off, local_tables, hand_off.remote_tables)
 
@@ -311,7 +311,7 @@ def vllm_counts(hand_off: HandOff) -> list[Count]:
 def _other(engines: Engines, counts: Callable[[], list[Count]], needed: Sequence[int]) -> OtherCount:
     """Count another connector; `needed` has the bytes that each rank of D needs.
 
-    Fewer bytes are no saving: the cache would be wrong, or the count is. They are not shown.
+    Fewer bytes than needed mean a wrong cache or a wrong count, and are not shown.
     """
     sides = (engines.decode, engines.prefill)
     if any(len(ranks) != ranks[0].tp_size for ranks in sides):
@@ -323,7 +323,7 @@ def _other(engines: Engines, counts: Callable[[], list[Count]], needed: Sequence
         return OtherCount(not_counted=str(error))
     except KvhmaError as error:
         return OtherCount(refused=str(error))
-    for rank, (count, least) in enumerate(zip(found, needed, strict=True)):
-        if count.bytes < least:
-            return OtherCount(not_counted=f"rank {rank} of D would read {count.bytes:,} bytes, and needs {least:,}")
+    for rank, (count, minimum) in enumerate(zip(found, needed, strict=True)):
+        if count.bytes < minimum:
+            return OtherCount(not_counted=f"rank {rank} of D would read {count.bytes:,} bytes, and needs {minimum:,}")
     return OtherCount(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two processes of ``kvhma bench link``: one holds memory, the other reads it in blocks and takes the time."""
+"""The two processes of ``kvhma bench link``: one holds memory, the other reads it in blocks and measures the time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # NIXL may not be installed
     from kvhma.nixl import Agent
 
 BUDGET = 64 << 20
-"""Bytes that one read moves at most."""
+"""Largest size of a read, in bytes."""
 _PAGE = 4096
 _TIMEOUT_SECONDS = 60.0
 
@@ -34,8 +34,8 @@ class Point:
     Attributes:
         block: bytes of a block.
         blocks: blocks that were read.
-        descriptors: copies they were read in: one a block where they are spaced, one in all where they touch.
-        seconds: time of the read, from making it until all bytes have come: the best of the repeats.
+        descriptors: copies of the read: one per block if they are spaced, one in total if they touch.
+        seconds: time of the read from making it until all bytes arrived; the best of the repeats.
         median: the median of the repeats.
     """
 
@@ -51,26 +51,26 @@ class Point:
         return self.block * self.blocks
 
 
-def blocks_of(block: int, most: int) -> int:
-    """Return how many blocks of a size are read."""
-    return max(1, min(most, BUDGET // block))
+def blocks_of(block: int, limit: int) -> int:
+    """Return how many blocks of a size a read has."""
+    return max(1, min(limit, BUDGET // block))
 
 
-def measure(sizes: Sequence[int], most: int, repeats: int, backend: str) -> Iterator[Point]:
-    """Start both processes and yield each measurement as it comes.
+def measure(sizes: Sequence[int], limit: int, repeats: int, backend: str) -> Iterator[Point]:
+    """Start both processes and yield each measurement when it is done.
 
     Args:
         sizes: bytes of a block.
-        most: blocks that a read takes at most.
-        repeats: how often each is done.
+        limit: largest number of blocks of a read.
+        repeats: how often each read is done.
         backend: NIXL's backend.
 
     Raises:
         PeerLostError: a process ended early.
-        TransferError: NIXL refused, or a byte is not what it has to be.
+        TransferError: NIXL refused, or a byte is wrong.
     """
-    memory = 2 * max(blocks_of(size, most) * size for size in sizes)
-    with process(_hold, memory, backend) as p, process(_read, memory, list(sizes), most, repeats, backend) as d:
+    memory = 2 * max(blocks_of(size, limit) * size for size in sizes)
+    with process(_hold, memory, backend) as p, process(_read, memory, list(sizes), limit, repeats, backend) as d:
         introduce(p, d)
         for _ in range(2 * len(sizes)):
             yield receive(d, "decode")
@@ -82,14 +82,14 @@ def fit(points: Sequence[Point], source: str) -> Link:
 
     Args:
         points: at least two, with different bytes per descriptor.
-        source: what to say where the constants come from.
+        source: a text that says where the constants come from.
     """
     rows = np.array([[point.descriptors, point.bytes] for point in points], dtype=float)
     seconds = np.array([point.seconds for point in points])
     found, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(points)), rcond=None)
     each, per_byte = (float(value) for value in found)
     if per_byte <= 0 or each <= 0:
-        # All of the time is in one of the two: read it off where that one counts most.
+        # One of the two constants explains all of the time: use the point where that constant weighs most.
         per_byte = min(float(s / n) for s, n in zip(seconds, rows[:, 1], strict=True))
         rest = [max(float(s - n * per_byte) / float(c), 1e-9) for s, (c, n) in zip(seconds, rows, strict=True)]
         each = float(np.median(rest))
@@ -103,7 +103,7 @@ def _geometry(memory: NDArray[np.uint8]) -> Geometry:
 
 
 def _pattern(length: int) -> NDArray[np.uint8]:
-    """Return bytes of which no two blocks are alike."""
+    """Return bytes in which no two blocks are equal."""
     words = np.arange(-(-length // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return words.view(np.uint8)[:length].copy()
 
@@ -114,12 +114,12 @@ def _room(nbytes: int) -> int:
 
 @contextmanager
 def _telling(pipe: Connection) -> Iterator[None]:
-    """Send what goes wrong through the pipe."""
+    """Send an error through the pipe."""
     try:
         yield
     except (KvhmaError, ImportError) as error:
         pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
-    except EOFError:  # the other process failed, and says so itself
+    except EOFError:  # the other process failed, and reports its own error
         return
 
 
@@ -137,14 +137,14 @@ def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
             agent.notifications()
 
 
-def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: int, backend: str) -> None:
+def _read(pipe: Connection, nbytes: int, sizes: list[int], limit: int, repeats: int, backend: str) -> None:
     expected = _pattern(_room(nbytes))
     memory = np.zeros(_room(nbytes), dtype=np.uint8)
     with _telling(pipe), _agent("link-decode", backend) as agent:
         peer = connect(pipe, agent, _geometry(memory))
         starts = (memory.ctypes.data, peer.geometry.regions[0].base)
         for size in sizes:
-            count = blocks_of(size, most)
+            count = blocks_of(size, limit)
             for spaced in (True, False):
                 rows = _rows(size, count, spaced)
                 local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in starts)
@@ -153,7 +153,7 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: i
                     begin = time.perf_counter()
                     moving = agent.read(peer, local, remote, b"")
                     if not moving.wait(_TIMEOUT_SECONDS):
-                        raise TransferError(f"{count} blocks of {size} bytes did not come in {_TIMEOUT_SECONDS} s")
+                        raise TransferError(f"{count} blocks of {size} bytes did not arrive in {_TIMEOUT_SECONDS} s")
                     times.append(time.perf_counter() - begin)
                 for at, length, _ in rows.tolist():
                     if not np.array_equal(memory[at : at + length], expected[at : at + length]):
@@ -163,7 +163,7 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], most: int, repeats: i
 
 
 def _rows(size: int, count: int, spaced: bool) -> NDArray[np.uint64]:
-    """Return offset, length and device of what is read: blocks with gaps as long as they are, or one run."""
+    """Return offset, length and device of the read: blocks with gaps of their length, or one run."""
     if not spaced:
         return np.array([[0, size * count, 0]], dtype=np.uint64)
     rows = np.zeros((count, 3), dtype=np.uint64)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live engine, asked as a decode engine asks it: which one it is, and what the caches of its workers are.
+"""Asks a live engine, as a decode engine would, for its identity and for the caches of its workers.
 
-What holds for a decode engine holds here: the secret, where it may ask, how much it takes and how long it waits.
+The rules for a decode engine hold here too: the secret, the allowed addresses, and limits on size and time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvhma.cli.values import ParamType
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.models.config import load_json
 
-if TYPE_CHECKING:  # what the connector needs may not be installed
+if TYPE_CHECKING:  # the connector's packages may not be installed
     from kvhma.nixl import HandshakePayload
     from kvhma.vllm.identity import EngineExtra
     from kvhma.vllm.settings import Settings
@@ -33,11 +33,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _MAX_HELLOS_BYTES = 256 << 20
 _HANDSHAKE_TIMEOUTS = 4
-"""Timeouts of one answer that all answers of an engine's workers may take together."""
+"""Time limit for the answers of all workers together, in timeouts of one answer."""
 
 
 class HostPort(ParamType):
-    """``HOST:PORT``, with brackets around an address of IPv6."""
+    """``HOST:PORT``, with brackets around an IPv6 address."""
 
     name = "host:port"
 
@@ -60,10 +60,10 @@ class HostPort(ParamType):
 
 
 def access_options(command: F) -> F:
-    """Add the options by which an engine may be asked; :func:`read_access` takes their values."""
+    """Add the options for access to an engine; :func:`read_access` takes their values."""
     options = (
         click.option(
-            "--secret-file", type=_FILE, help="File with the engines' secrets; else KVHMA_SECRET, or none of both."
+            "--secret-file", type=_FILE, help="File with the engines' secrets; else KVHMA_SECRET, or no secret."
         ),
         click.option(
             "--settings",
@@ -79,11 +79,11 @@ def access_options(command: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """By what another engine is asked.
+    """Secrets and settings for access to another engine.
 
     Attributes:
-        settings: of an engine of this host.
-        secrets: that it shares with the other one.
+        settings: settings of an engine of this host.
+        secrets: the secrets shared with the other engine.
     """
 
     settings: Settings
@@ -97,9 +97,9 @@ class LiveWorker:
     Attributes:
         pp_rank: its pipeline stage.
         tp_rank: its tensor-parallel rank.
-        data: its hello.
+        data: its signed worker identity, as bytes.
         payload: the same, decoded.
-        extra: what its engine adds: model and versions.
+        extra: additions of its engine: model and versions.
     """
 
     pp_rank: int
@@ -135,11 +135,11 @@ def read_access(secret_file: Path | None, settings: Path | None) -> Access:
 
 
 def look_up(address: tuple[str, int], access: Access) -> Address:
-    """Return the numeric address of an engine that may be asked.
+    """Return the numeric address of an engine, if the settings allow access to it.
 
     Raises:
         HandshakeError: the settings do not allow it.
-        HandshakeTimeoutError: the name is not known.
+        HandshakeTimeoutError: the name cannot be resolved.
     """
     from kvhma.vllm.wire.names import resolve
     from kvhma.vllm.wire.params import Address
@@ -155,7 +155,7 @@ def connect(numeric: Address, access: Access) -> Client:
 
     Raises:
         HandshakeError: only one side has a secret, or they differ.
-        HandshakeTimeoutError: nobody is there.
+        HandshakeTimeoutError: no engine listens there.
     """
     from kvhma.vllm.wire.client import Client
 
@@ -163,10 +163,10 @@ def connect(numeric: Address, access: Access) -> Client:
 
 
 def ask_engine(client: Client) -> EngineInfo:
-    """Return which engine it is.
+    """Ask an engine for its identity.
 
     Raises:
-        HandshakeError: it speaks another version, or its workers are no whole engine.
+        HandshakeError: the engine uses another version, or its workers are not a complete engine.
     """
     from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 
@@ -180,15 +180,16 @@ def ask_workers(client: Client, info: EngineInfo, access: Access) -> list[LiveWo
     """Return the workers of an engine, stage by stage.
 
     Raises:
-        HandshakeError: a hello is damaged, of another version or not signed by its agent, or all are too long.
-        HandshakeTimeoutError: they do not come in time.
+        HandshakeError: a worker identity is damaged, has another version or is not signed by its agent; or all together
+            are too long.
+        HandshakeTimeoutError: they do not arrive in time.
     """
     from kvhma.vllm.identity import decode_extra
     from kvhma.vllm.worker.hellos import ask_hellos
 
     def note(stored: int) -> None:
         if stored > _MAX_HELLOS_BYTES:
-            raise HandshakeError(f"hellos of {stored} bytes, at most {_MAX_HELLOS_BYTES} are taken")
+            raise HandshakeError(f"worker identities of {stored} bytes: at most {_MAX_HELLOS_BYTES} are accepted")
 
     ranks = sorted(info.ranks)
     deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * access.settings.handshake_timeout

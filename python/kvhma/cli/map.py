@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma map``: the picture of a hand-off, as one SVG or HTML file."""
+"""``kvhma map``: draws a hand-off as one SVG or HTML file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvhma.errors import RequestError
 def map_(output: Path, rank: int, source: int | None, tensors: int, as_json: bool, quiet: bool, **given: Any) -> None:
     """Draw what a request moves, as one file.
 
-    SVG, or HTML if its name ends so: where bytes lie, and which of them move. Takes what `kvhma plan` takes:
+    SVG, or HTML for a name in .html. It shows where bytes are and which of them move. Arguments as for `kvhma plan`:
 
     \b
     kvhma map Qwen/Qwen3-Next-80B-A3B-Instruct --prefill tp=2 --decode tp=4 -o map.svg
 
     The file needs no network and follows the reader's light or dark setting.
-    """  # noqa: D301 - click's mark for lines to be left as they are
+    """  # noqa: D301 - click's mark for lines that it must not wrap
     check_drawing(output)
     asked = Arguments(**given)
     hand_off = asked.hand_off()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MODEL can be: a file, a directory, or a built-in model by one of its names."""
+"""Resolves MODEL: a file, a directory, or a built-in model by one of its names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_model(name: str) -> Model:
     """Return a built-in model.
 
     Raises:
-        UnknownModelError: no such model; the text names the nearest one, and how to get what another needs.
+        UnknownModelError: no such model; the text names the most similar model, and what to do for another one.
     """
     try:
         return model(name)
@@ -43,7 +43,7 @@ def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | N
     """Read what MODEL names: a file or directory first, else a built-in model.
 
     Raises:
-        KvhmaError: it is none of them; the text says what was looked for.
+        KvhmaError: MODEL is not a file, directory or built-in model; the text says what was looked for.
     """
     if is_there(text):
         path = Path(text)
@@ -69,7 +69,7 @@ def geometry(path: Path) -> Geometry:
     """Read a geometry from a file.
 
     Raises:
-        KvhmaError: it is not one; the text starts with the file.
+        KvhmaError: the file is not a geometry; the text starts with its path.
     """
     try:
         return Geometry.from_json(path.read_bytes())
@@ -80,6 +80,6 @@ def geometry(path: Path) -> Geometry:
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete MODEL from the built-in models, in any case, else from files."""
+    """Complete MODEL from the built-in models, in upper or lower case, else from files."""
     names = (name for name in (*models(), *hub_ids()) if name.lower().startswith(incomplete.lower()))
     return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(incomplete, type="file")]

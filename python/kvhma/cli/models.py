@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma models``: the built-in models, by every name that MODEL may have."""
+"""``kvhma models``: lists the built-in models with every name that MODEL accepts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvhma.models.pages import state_bytes
 def models_(style: str, quiet: bool) -> None:
     """List the built-in models.
 
-    Each is found by its name or the Hugging Face id of one of its checkpoints, in any case and with or without the
-    organisation. Of any other model give the config.json:
+    MODEL is such a name or the Hugging Face id of one of the checkpoints, in upper or lower case and with or without
+    the organisation. For any other model pass its config.json:
 
     \b
     hf download ORGANISATION/NAME config.json --local-dir DIR
     kvhma plan DIR
 
     With -q only names are printed.
-    """  # noqa: D301 - click's mark for lines to be left as they are
+    """  # noqa: D301 - click's mark for lines that it must not wrap
     rows = [_row(model) for model in table().values()]
     if quiet and style == "table":
         click.echo("\n".join(row["name"] for row in rows))

@@ -16,26 +16,26 @@ from kvhma.cli.svg import COLORS, COLUMN, Drawing
 from kvhma.geometry import Geometry, Layer, Part
 
 LEFT, RIGHT = 128, COLUMN - 12
-"""Where drawings begin and end; left of them are names."""
+"""Left and right end of drawings; names are left of them."""
 SPAN = RIGHT - LEFT
 _MAX_PIECES = 48
-"""Boxes in a block: more are drawn together."""
+"""Limit of boxes in a block; beyond it, boxes are joined."""
 
 Addresses: TypeAlias = NDArray[np.uint64]
 Piece: TypeAlias = tuple[int, int, int, str]
-"""Index of the part, offset in the block, length, and what it is."""
+"""Index of the part, offset in the block, length, and a description."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRank:
-    """One rank, and what of it the request uses.
+    """One rank, and what the request uses of it.
 
     Attributes:
         name: ``"P"`` or ``"D"`` with its rank.
         geometry: the rank.
         tables: block tables by group.
-        used: per group, ids that take part in the read.
-        runs: address and length of what is read, shape ``(n, 2)``, sorted by address.
+        used: per group, ids of the blocks that are read or written.
+        runs: address and length of the read, shape ``(n, 2)``, sorted by address.
     """
 
     name: str
@@ -46,23 +46,23 @@ class DrawnRank:
 
 
 def by_address(runs: Addresses) -> Addresses:
-    """Return address and length of runs in the order of their addresses."""
+    """Return address and length of runs, sorted by address."""
     return runs[np.argsort(runs[:, 0], kind="stable")]
 
 
 def color(group: int) -> str:
-    """Return the class of a group's color."""
+    """Return the CSS class of a group's color."""
     return f"c{group % COLORS}"
 
 
 def longest_block(*ranks: DrawnRank) -> int:
-    """Return the bytes of the longest block: both sides are drawn on the scale of one."""
+    """Return the bytes of the longest block, which sets the scale of both sides."""
     return max(layer.block_stride for rank in ranks for layer in rank.geometry.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A block as groups use it whose blocks are alike: the groups, a layer, its first block, and what is read of it."""
+    """A block as some groups with equal blocks use it: the groups, a layer, its first block, and the runs in it."""
 
     groups: list[int]
     layer: Layer
@@ -101,7 +101,7 @@ def _group_name(groups: list[int], kind: str) -> str:
 
 
 def _rows(rank: DrawnRank, scale: float) -> list[_Row]:
-    """Return the groups, those with equal blocks together."""
+    """Return the groups; groups with equal blocks are one entry."""
     found: dict[tuple[object, ...], _Row] = {}
     for index, group in enumerate(rank.geometry.groups):
         layer = next((layer for layer in rank.geometry.layers if layer.group == index), None)
@@ -124,7 +124,7 @@ def _padding(layer: Layer, ratio: int) -> str:
 
 
 def _first_block(rank: DrawnRank, layer: Layer, group: int) -> tuple[int, int] | None:
-    """Return address and id of the first block of a layer that takes part."""
+    """Return address and id of the first used block of a layer."""
     block = next((block for block in rank.tables[group] if block in rank.used[group]), None)
     if block is None:
         return None
@@ -132,7 +132,7 @@ def _first_block(rank: DrawnRank, layer: Layer, group: int) -> tuple[int, int] |
 
 
 def _pieces(geometry: Geometry, layer: Layer) -> Iterator[Piece]:
-    """Yield the boxes of a block: every contiguous piece, or if these are too many, whole kernel blocks together."""
+    """Yield the boxes of a block: every contiguous piece, or joined kernel blocks if there are too many pieces."""
     ratio, step = geometry.groups[layer.group].ratio, geometry.kernel_stride(layer)
     parts = layer.page.parts
     pieces = [
@@ -152,7 +152,7 @@ def _pieces(geometry: Geometry, layer: Layer) -> Iterator[Piece]:
             last = min(first + together, ratio)
             name = f"kernel blocks {first} to {last - 1} of {ratio}" if last - first > 1 else f"kernel block {first}"
             yield 0, first * step, (last - first) * step, f"{name}, each: {_axes(parts[0])}"
-    else:  # with other blocks in between: what there is, one part after the other
+    else:  # other blocks are in between: yield each part as one box
         at = 0
         for index, part in enumerate(parts):
             yield index, at, part.nbytes * ratio, f"{_axes(part)}, in pieces"
@@ -168,7 +168,7 @@ def _axes(part: Part) -> str:
 
 
 def _covered(runs: Addresses, start: int, length: int, scale: float) -> list[tuple[int, int]]:
-    """Return what of ``start .. start + length`` the runs cover, as offsets; gaps that cannot be seen are closed."""
+    """Return what the runs cover of ``start .. start + length``, as offsets; gaps too small to see are closed."""
     found: list[tuple[int, int]] = []
     first, last = np.searchsorted(runs[:, 0], np.array((start, start + length), np.uint64))
     for address, nbytes in runs[max(first - 1, 0) : last].tolist():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma plan``: what one request moves between two engines, by group and pair of ranks."""
+"""``kvhma plan``: prints what one request moves between two engines, by group and pair of ranks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     hf download ORGANISATION/NAME config.json --local-dir DIR    # any other model: then
     kvhma plan DIR
 
-    Beside kvhma stand "vLLM 0.32", that version's own NIXL connector, and "no HMA", a connector that takes every layer
-    for full attention, and the time the cost model predicts: t = a * descriptors + bytes / bandwidth. Where one of them
-    is faster, a last line names the change that makes up for it: each was tried.
-    """  # noqa: D301 - click's mark for lines to be left as they are
+    The table compares kvhma with "vLLM 0.32", that version's own NIXL connector, and with "no HMA", a connector that
+    treats every layer as full attention. The cost model predicts the time: t = a * descriptors + bytes / bandwidth. If
+    another connector is faster, a last line names a change that helps; each change was tried.
+    """  # noqa: D301 - click's mark for lines that it must not wrap
     asked = Arguments(**given)
     if request is not None:
         exact.run(asked, request, style, quiet)
@@ -84,7 +84,7 @@ def _print_notes(lines: list[str], style: str) -> None:
 
 
 def form(hand_off: HandOff, counted: Counted, link: Link, lost: Slower | None) -> dict[str, Any]:
-    """Return everything as JSON has it; docs/cli.md names the fields."""
+    """Return all results in their JSON form; docs/cli.md describes the fields."""
     return {
         "kvhma_plan": 1,
         "model": hand_off.name,
@@ -117,7 +117,7 @@ def form(hand_off: HandOff, counted: Counted, link: Link, lost: Slower | None) -
 
 
 def flat(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
-    """Return a row for each pair of ranks and each group that moves anything between them."""
+    """Return a row for each pair of ranks and each group that moves bytes between them."""
     kinds = [group.kind for group in hand_off.decode[0].groups]
     return [
         {
@@ -133,21 +133,21 @@ def flat(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     ]
 
 
-def other_form(other: OtherCount, hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
-    """Return bytes, descriptors and seconds of another connector, also by kvhma's, or why there are none."""
-    if other.why_not is not None:
-        return {"refused": other.refused} if other.refused is not None else {"not_counted": other.not_counted}
-    seconds, own = slowest(other.ranks, link), own_seconds(hand_off, counted, link)
+def other_form(counts: OtherCount, hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
+    """Return bytes, descriptors and seconds of another connector with ratios to kvhma's, or why they are missing."""
+    if counts.why_not is not None:
+        return {"refused": counts.refused} if counts.refused is not None else {"not_counted": counts.not_counted}
+    seconds, own = slowest(counts.ranks, link), own_seconds(hand_off, counted, link)
     return {
-        **asdict(other.total),
+        **asdict(counts.total),
         "seconds": seconds,
-        "bytes_ratio": other.total.bytes / counted.total.bytes if counted.total.bytes else None,
+        "bytes_ratio": counts.total.bytes / counted.total.bytes if counted.total.bytes else None,
         "seconds_ratio": seconds / own if own else None,
     }
 
 
 def ratios(form: dict[str, Any]) -> str:
-    """Return bytes and time of another connector by kvhma's, as tables have them."""
+    """Return the ratios of another connector to kvhma, in the form of the tables."""
     if form.get("bytes_ratio") is None:
         return ""
     return f"{form['bytes_ratio']:.2f} × bytes, {form['seconds_ratio']:.2f} × time"
@@ -198,7 +198,7 @@ def _groups(hand_off: HandOff, counted: Counted) -> Sheet:
 
 
 def _pairs(hand_off: HandOff, counted: Counted, link: Link) -> Sheet:
-    """Return a row for each pair of ranks; ranks of D one after the other that read alike are one row."""
+    """Return a row for each pair of ranks; consecutive ranks of D with equal reads share a row."""
     rows: list[tuple[list[int], tuple[str, ...]]] = []
     for read in counted.reads:
         rank = hand_off.decode_ranks[read.decode_index]
@@ -227,11 +227,11 @@ def _pairs(hand_off: HandOff, counted: Counted, link: Link) -> Sheet:
 def _totals(counted: Counted, hand_off: HandOff, link: Link) -> Sheet:
     total = counted.total
     rows = [("kvhma", size(total.bytes), f"{total.descriptors:,}", duration(own_seconds(hand_off, counted, link)), "")]
-    for name, other in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
-        if other.why_not is not None:
-            rows.append((name, "–", "–", "–", other.why_not))
+    for name, counts in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
+        if counts.why_not is not None:
+            rows.append((name, "–", "–", "–", counts.why_not))
             continue
-        sizes = other_form(other, hand_off, counted, link)
+        sizes = other_form(counts, hand_off, counted, link)
         cells = size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), ratios(sizes)
         rows.append((name, *cells))
     columns = ("", "bytes", "descriptors", "predicted", "")

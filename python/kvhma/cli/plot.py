@@ -24,7 +24,7 @@ class Point(NamedTuple):
 
 
 def plot(title: str, lines: Mapping[str, Sequence[Point]]) -> tuple[Drawing, float]:
-    """Draw two panels with a common legend. Lines beyond the eighth are left out, which the page says."""
+    """Draw two panels with a common legend. Only eight lines are drawn; the page says how many are left out."""
     shown = dict(list(lines.items())[:COLORS])
     page = Drawing(COLUMN, title, "Predicted time and bytes by tokens of the prompt; both axes are logarithmic.")
     y = page.paragraph(12, 28, title, "big")
@@ -81,14 +81,14 @@ def _panel(
 
 
 def _axis(values: Iterable[float], start: float, length: float) -> Callable[[float], float]:
-    """Return where a value is on a logarithmic axis, which leaves a margin at both ends."""
+    """Return the position of a value on a logarithmic axis with a margin at both ends."""
     logs = [math.log(value) for value in values]
     low, span = min(logs), (max(logs) - min(logs)) or 1.0
     return lambda value: start + length * (0.06 + 0.88 * (math.log(value) - low) / span)
 
 
 def ticks(values: Sequence[float]) -> list[float]:
-    """Return round values about those given: powers of two from 1 on, parts of ten below, six of them at most."""
+    """Return up to six round values near those given: powers of two from 1 on, fractions of ten below."""
     low, high = min(values), max(values)
     if low >= 1:
         exponents = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)

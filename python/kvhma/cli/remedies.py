@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps two engines from being paired, each thing once, and what would remedy it."""
+"""The reasons against pairing two engines, each once, and remedies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_CODE = {
     "parts": "give both engines the same attention backend and KV cache layout",
     "axes": "give both engines an attention backend whose blocks can be cut by tokens",
     "block-size": "give both engines the same --block-size and attention backend, so that kernel blocks are equal",
-    "no-common-layer": "serve the same model on both sides; layers meet by name",
+    "no-common-layer": "serve the same model on both sides; layers are paired by name",
     "one-sided-layer": "serve the same model and the same draft module on both sides, or list all pipeline stages",
     "no-source": "list every rank and pipeline stage of the prefill engine",
     "cp-cycle": "choose turns of which one is a multiple of the other on the context-parallel ranks",
@@ -28,22 +28,22 @@ _BY_AXIS = {
     "rows": "serve the same model on both sides; rows for draft tokens are State.draft_rows, not part of d_conv",
     "heads": "serve the same model on both sides; extents count the heads of all ranks together",
 }
-_FALLBACK = "lay both caches out alike"
+_FALLBACK = "give both engines the same cache layout"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One reason for which a pair is refused.
+    """One reason to refuse a pair.
 
     Attributes:
         code: its short name.
-        place: what it is about, the first of several.
+        place: the object that differs; the first of several.
         field: the field that differs.
         decode: its value on D.
         prefill: its value on P.
-        reason: why that matters.
-        text: the whole as a sentence.
-        fix: what would make it go away.
+        reason: why it matters.
+        text: all of this as a sentence.
+        fix: what would fix it.
         times: in how many places it was found.
     """
 
@@ -59,9 +59,9 @@ class Refusal:
 
 
 def refusals(local: Geometry, remotes: Sequence[Geometry]) -> list[Refusal]:
-    """Return what keeps a rank of D from reading from these sources, differences of many layers once.
+    """Return the reasons why a rank of D cannot read from these sources; equal differences of many layers are one.
 
-    A pair without findings can still be refused: when no source holds a part of what D needs.
+    A pair without findings can still be refused, if no source holds a part that D needs.
     """
     try:
         plan(local, remotes)
@@ -71,7 +71,7 @@ def refusals(local: Geometry, remotes: Sequence[Geometry]) -> list[Refusal]:
 
 
 def _differences(local: Geometry, remotes: Sequence[Geometry], code: str) -> list[Refusal]:
-    # That a pipeline stage has none of D's layers is wrong only if it is so of all, which the plan is then refused for.
+    # A pipeline stage without any of D's layers is an error only if all stages lack them; the plan refuses that.
     fine = {"no-common-layer"} - {code}
     found: dict[tuple[str, ...], list[Finding]] = {}
     for remote in remotes:
@@ -88,7 +88,7 @@ def _refusal(local: Geometry, wrong: Finding | UnsupportedPairError, text: str, 
 
 
 def remedy(wrong: Finding | UnsupportedPairError, local: Geometry) -> str:
-    """Return what would make a difference from the geometry `local` go away."""
+    """Return how to remove a difference from the geometry `local`."""
     if wrong.code == "dtype" and wrong.layer is not None:
         if local.groups[local.layer_by_name[wrong.layer].group].kind != "ssm":
             return "give both engines the same --kv-cache-dtype"

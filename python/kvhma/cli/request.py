@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma plan --request``: the runs of one request, from JSON to JSON. Other engines can test against it."""
+"""``kvhma plan --request``: the runs of one request, from JSON to JSON, for tests of other engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lower part of the picture: where each run lies on both sides."""
+"""The lower part of the picture: where each run is on both sides."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvhma.geometry import Geometry
 Ints: TypeAlias = NDArray[np.int64]
 
 _MAX_BANDS = 480
-"""Bands of all tensors together: a picture stays below 300 KB."""
+"""Limit of bands over all tensors, which keeps a picture below 300 KB."""
 _HEIGHT = 80
-"""From the upper edge of P's memory to that of D's."""
+"""Height from the upper edge of P's memory to that of D's."""
 _NARROW = 6
-"""Where one side is that much shorter, each has a scale of its own."""
+"""If one side is shorter by this factor, each side has a separate scale."""
 _MAX_LAYERS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A rank of D, its source, and what is read: a row of local address, remote address and length for each run."""
+    """A rank of D, its source, and the read: a row of local address, remote address and length for each run."""
 
     local: DrawnRank
     remote: DrawnRank
@@ -36,7 +36,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Which address is at which pixel."""
+    """Maps addresses to pixels."""
 
     low: int
     factor: float
@@ -48,7 +48,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """Runs that are drawn as one: of one group, and near each other on both sides.
+    """Runs that are drawn together: of one group, and near each other on both sides.
 
     Attributes:
         group: their group on D.
@@ -66,7 +66,7 @@ class _Band:
 
 
 def draw_runs(page: Drawing, y: float, reading: Reading, tensors: int) -> float:
-    """Draw the runs of the first tensors: P's memory above, D's below, a band from one to the other."""
+    """Draw the runs of the first tensors: P's memory above, D's below, and bands between them."""
     regions = _regions(reading.local.geometry, reading.runs[:, 0])
     used = np.unique(regions).tolist()
     shown = used[:tensors]
@@ -78,14 +78,14 @@ def draw_runs(page: Drawing, y: float, reading: Reading, tensors: int) -> float:
         _draw_tensor(page, y, reading, region, runs, max(_MAX_BANDS // len(shown), 1))
         y += _HEIGHT + BOX + 40
     if (more := len(used) - len(shown)) > 0:
-        text = f"and {plural(more, 'tensor')} more, read in the same way; --tensors N draws more"
+        text = f"and {plural(more, 'tensor')} more, read the same way; --tensors N draws more"
         y = page.paragraph(12, y, text, "soft")
     return y
 
 
-def _draw_tensor(page: Drawing, y: float, reading: Reading, region: int, runs: Addresses, most: int) -> None:
+def _draw_tensor(page: Drawing, y: float, reading: Reading, region: int, runs: Addresses, limit: int) -> None:
     sides = scales(runs)
-    bands = _bands(reading.local, region, runs, sides, most)
+    bands = _bands(reading.local, region, runs, sides, limit)
     edges = (y, y + _HEIGHT)
     for scale, edge, label in zip(sides, edges, (y - 4, y + _HEIGHT + BOX + 12), strict=True):
         page.rect(LEFT, edge, SPAN, BOX, "frame")
@@ -106,7 +106,7 @@ def _draw_tensor(page: Drawing, y: float, reading: Reading, region: int, runs: A
 
 
 def scales(runs: Addresses) -> tuple[Scale, Scale]:
-    """Return P's and D's: one factor for both, unless one side would be a stripe."""
+    """Return P's and D's scales: one factor for both, unless one side would be a thin stripe."""
     local, remote, length = runs.T
     ends = [(int(starts.min()), int((starts + length).max())) for starts in (remote, local)]
     spans = [high - low for low, high in ends]
@@ -116,19 +116,19 @@ def scales(runs: Addresses) -> tuple[Scale, Scale]:
     return first, second
 
 
-def _bands(rank: DrawnRank, region: int, runs: Addresses, sides: tuple[Scale, Scale], most: int) -> list[_Band]:
-    """Return each run as a band, or if there are more than `most`, neighbours together.
+def _bands(rank: DrawnRank, region: int, runs: Addresses, sides: tuple[Scale, Scale], limit: int) -> list[_Band]:
+    """Return each run as a band, or join neighbours if there are more than `limit`.
 
-    Runs are neighbours if they begin in the same stretch of pixels on P and on D; stretches get longer until the bands
-    are few enough.
+    Runs are neighbours if they begin in the same range of pixels on P and on D. The ranges grow until the bands are few
+    enough.
     """
     local, remote, length = runs.T
     groups = _groups(rank, region, local)
-    if len(runs) <= most:
+    if len(runs) <= limit:
         keys = np.arange(len(runs))
     else:
         pixels, keys = 2.0, np.arange(len(runs))
-        while len(np.unique(keys)) > most:
+        while len(np.unique(keys)) > limit:
             above, below = (
                 ((starts - scale.low) * (scale.factor / pixels)).astype(np.int64)
                 for scale, starts in zip(sides, (remote, local), strict=True)
@@ -149,10 +149,10 @@ def _bands(rank: DrawnRank, region: int, runs: Addresses, sides: tuple[Scale, Sc
 
 
 def _groups(rank: DrawnRank, region: int, addresses: Addresses) -> Ints:
-    """Return the group whose block each address lies in: a block belongs to one at a time.
+    """Return the group whose block each address is in: a block belongs to one group at a time.
 
     |layer 0: block 0|block 1|..|layer 1: block 0|block 1|..     block = (address - layer) // stride
-    |block 0: layer 0|layer 1|..|block 1: layer 0|layer 1|..     all layers begin before block 1: of the first one
+    |block 0: layer 0|layer 1|..|block 1: layer 0|layer 1|..     all layers begin before block 1: take the first
     """
     layers = [layer for layer in rank.geometry.layers if layer.region == region]
     stride, num_blocks = layers[0].block_stride, layers[0].num_blocks
@@ -164,13 +164,13 @@ def _groups(rank: DrawnRank, region: int, addresses: Addresses) -> Ints:
     owner = np.zeros(num_blocks, np.int64)
     for group, used in enumerate(rank.used):
         owner[list(used)] = group
-    # Where heads are outside of blocks, those of the next head follow the last block.
+    # If heads are outside of blocks, the blocks of the next head follow the last block.
     found: Ints = owner[blocks % num_blocks]
     return found
 
 
 def _shade(band: _Band) -> str:
-    """Return how full a band is: the more of what it spans on D is read, the darker."""
+    """Return the opacity of a band: darker if more of its span on D is read."""
     share = band.nbytes / (band.local[1] - band.local[0])
     return "t1" if share > 0.7 else "t2" if share > 0.4 else "t3"
 
@@ -184,7 +184,7 @@ def _hover(rank: DrawnRank, region: int, band: _Band) -> str:
 
 
 def _regions(geometry: Geometry, addresses: Addresses) -> Ints:
-    """Return the region that each address lies in; regions do not overlap, and come in any order."""
+    """Return the region that each address is in; regions do not overlap, and may have any order."""
     bases = np.array([region.base for region in geometry.regions], np.uint64)
     order = np.argsort(bases)
     found: Ints = order[np.searchsorted(bases[order], addresses, side="right") - 1]
@@ -192,7 +192,7 @@ def _regions(geometry: Geometry, addresses: Addresses) -> Ints:
 
 
 def _contents(rank: DrawnRank, region: int, address: int, length: int) -> str:
-    """Return names and blocks of what is in a run."""
+    """Return names and blocks of the content of a run."""
     found = []
     for layer in rank.geometry.layers:
         if layer.region != region:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo moves: a cache as vLLM's hybrid allocator lays it out, and requests with scattered blocks in it."""
+"""The data of the demo: a cache in the layout of vLLM's hybrid allocator, and requests with scattered blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvhma.models import Model
 from kvhma.models.vllm_layout import LayoutOptions, layout
 
 MAX_CACHE_BYTES = 768 << 20
-"""Of one process; both caches and the copy that is checked against stay below 2 GiB."""
+"""Of one process; both caches and the copy for the check stay below 2 GiB."""
 _PAGE = 4096
 
 
@@ -34,7 +34,7 @@ class Scenario:
 
 
 def geometry_of(model: Model, num_blocks: int, base: int = 1 << 20) -> Geometry:
-    """Lay the model out with kernel blocks, aliased groups and padded state pages."""
+    """Make the geometry, with kernel blocks, aliased groups and padded state pages."""
     return layout(model, LayoutOptions(num_blocks=num_blocks, kernel_block="flashinfer", base=base))
 
 
@@ -54,16 +54,16 @@ def allocate(model: Model, num_blocks: int) -> tuple[Geometry, list[NDArray[np.u
 
 
 def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenario:
-    """Make requests: a short prompt, a prefix hit, a prompt far past the window, then arbitrary ones.
+    """Make requests: a short prompt, a prefix hit, a prompt far beyond the window, then arbitrary requests.
 
     Args:
         model: the model.
-        tokens: tokens of the longest prompt; None for one that is well past the window and several blocks long.
+        tokens: tokens of the longest prompt; None for a prompt far beyond the window and several blocks long.
         count: number of requests.
-        seed: another seed, other blocks and bytes.
+        seed: selects other blocks and bytes.
 
     Raises:
-        RequestError: the cache for that many tokens would be larger than the demo may be.
+        RequestError: the cache for that many tokens would exceed the limit of the demo.
     """
     probe = geometry_of(model, 2)
     block = max(group.block_size for group in probe.groups if group.kind != "ssm")
@@ -101,11 +101,11 @@ def _default_tokens(model: Model, block: int) -> int:
 
 
 def _num_blocks(probe: Geometry, tokens: int) -> int:
-    """Blocks for a prompt, and some more for its ids to be scattered in."""
+    """Return blocks for a prompt, and some more so that its ids are scattered."""
     groups = len(probe.groups)
     return (sum(map(len, sequence_blocks(probe, tokens))) + groups) * 5 // 4 + 2
 
 
 def _cache_bytes(probe: Geometry, tokens: int) -> int:
-    """Bytes of a cache that holds a prompt; `probe` has two blocks."""
+    """Return the bytes of a cache that holds a prompt; `probe` has two blocks."""
     return sum(region.bytes for region in probe.regions) // 2 * _num_blocks(probe, tokens)

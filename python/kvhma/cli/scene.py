@@ -21,7 +21,7 @@ from kvhma.geometry import Geometry, Span
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything that is drawn."""
+    """All parts of the picture."""
 
     title: str
     lines: tuple[str, ...]
@@ -32,12 +32,12 @@ class Scene:
 
 
 def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions) -> Scene:
-    """Plan one rank of D and pick one of its sources.
+    """Plan one rank of D and select one of its sources.
 
     Args:
         hand_off: the request.
         rank: index of the rank of D.
-        source: index of the rank of P; None for the first that anything is read from.
+        source: index of the rank of P; None for the first with something to read.
         options: of the plan.
 
     Raises:
@@ -64,7 +64,7 @@ def scene(hand_off: HandOff, rank: int, source: int | None, options: PlanOptions
         f"{drawn_local.name} of {len(hand_off.decode)} reads from {drawn_remote.name} of {len(hand_off.prefill)}: "
         f"{size(read.bytes)} in {plural(read.descriptors, 'run')}; from all its sources "
         f"{size(moved.bytes)} in {plural(moved.descriptors, 'run')}.",
-        "Hover over anything for addresses. Hatched bytes are no layer's; bars below a block mark what is read of it. "
+        "Hover over anything for addresses. Hatched bytes are padding; bars below a block mark what is read of it. "
         "Dashed blocks were dropped, faint ones are not read. P and D are drawn on one scale unless it says otherwise.",
     )
     return Scene(
@@ -83,7 +83,7 @@ def _drawn(name: str, geometry: Geometry, tables: BlockTables, spans: Sequence[S
 
 
 def draw(drawn: Scene, tensors: int) -> tuple[Drawing, float]:
-    """Draw it; at most `tensors` memory regions are shown. Returns the drawing and its height in pixels."""
+    """Draw the scene with at most `tensors` memory regions. Returns the drawing and its height in pixels."""
     page = Drawing(COLUMN, drawn.title, " ".join(drawn.lines))
     y = page.paragraph(12, 28, drawn.title, "big")
     for line in drawn.lines:
@@ -99,7 +99,7 @@ def draw(drawn: Scene, tensors: int) -> tuple[Drawing, float]:
 
 
 def _layers(page: Drawing, y: float, geometry: Geometry) -> float:
-    """Draw which layer of each group lies in which tensor."""
+    """Draw which layer of each group is in which tensor."""
     slots = sorted({(layer.region, layer.offset) for layer in geometry.layers})
     y = page.paragraph(
         12, y, f"Layers: {plural(len(slots), 'tensor')}, shared by {plural(len(geometry.groups), 'group')}", "head"

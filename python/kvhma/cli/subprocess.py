@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, PeerLostError
 from kvhma.geometry import Geometry
 
-if TYPE_CHECKING:  # NIXL is there for some commands only
+if TYPE_CHECKING:  # only some commands need NIXL
     from kvhma.nixl import Agent, Peer
 
 TIMEOUT_SECONDS = 120.0
@@ -21,10 +21,10 @@ TIMEOUT_SECONDS = 120.0
 
 @contextmanager
 def process(target: Any, *arguments: Any) -> Iterator[Connection]:
-    """Run a function in a process of its own; it gets a pipe first, then the arguments."""
-    # Inherited: the library announces every agent otherwise.
+    """Run a function in a separate process; its first argument is a pipe, then come the given arguments."""
+    # Inherited: otherwise the library announces every agent.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    # NIXL has threads, which a forked process would not survive.
+    # NIXL has threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     worker = context.Process(target=_run, args=(child_end, target, arguments), daemon=True)
@@ -41,7 +41,7 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
 
 
 def _run(pipe: Connection, target: Any, arguments: tuple[Any, ...]) -> None:
-    # The library logs to standard output, which is for answers.
+    # The library logs to standard output, which is for results.
     os.dup2(2, 1)
     target(pipe, *arguments)
 
@@ -50,8 +50,8 @@ def receive(pipe: Connection, name: str, seconds: float = TIMEOUT_SECONDS) -> An
     """Return the next message of a process.
 
     Raises:
-        PeerLostError: it ended, or said nothing in time.
-        KvhmaError: the message is one.
+        PeerLostError: the process ended, or sent nothing in time.
+        KvhmaError: the message is an error.
     """
     try:
         if pipe.poll(seconds):
@@ -65,14 +65,14 @@ def receive(pipe: Connection, name: str, seconds: float = TIMEOUT_SECONDS) -> An
 
 
 def introduce(p: Connection, d: Connection) -> None:
-    """Give the processes of P and D, which both begin with a handshake, that of the other. Errors as for `receive`."""
+    """Exchange the handshakes with which the processes of P and D begin. Errors as for `receive`."""
     hello = receive(p, "prefill")
     p.send(receive(d, "decode"))
     d.send(hello)
 
 
 def connect(pipe: Connection, agent: Agent, geometry: Geometry) -> Peer:
-    """Send the handshake of this process, and connect to the other one when its own has come."""
+    """Send the handshake of this process, and connect to the other process with its handshake."""
     agent.register(geometry)
     pipe.send(agent.handshake_payload(geometry))
     return agent.connect(pipe.recv())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is worth saying about engines, groups and a counted request, as plain values."""
+"""Facts about engines, groups and a counted request, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhma.oracle.labels import first_needed
 
 
 def engine_form(ranks: Sequence[Geometry]) -> dict[str, Any]:
-    """Return the sizes of an engine: what vLLM's allocator decides, of its first rank where ranks differ."""
+    """Return the sizes of an engine that vLLM's allocator decides; of its first rank if ranks differ."""
     first = ranks[0]
     group = main_group(first)
     attention = None if group.kind == "ssm" else group
@@ -38,7 +38,7 @@ def engine_form(ranks: Sequence[Geometry]) -> dict[str, Any]:
 
 
 def groups_form(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
-    """Return one row for each group of D: what of it is read, and how much over all ranks."""
+    """Return one row for each group of D: what is read of it, and how much over all ranks."""
     local_spans, remote_spans = hand_off.spans(hand_off.decode[0])
     layers = {layer.name: layer.group for rank in hand_off.prefill for layer in rank.layers}
     rows = []
@@ -78,7 +78,7 @@ def _what(group: Group, tokens: int, cached_blocks: int) -> str:
 
 
 def notes(hand_off: HandOff, counted: Counted) -> list[str]:
-    """Return what a reader of the numbers should know."""
+    """Return notes for a reader of the numbers."""
     found = list(counted.findings)
     if hand_off.cached:
         for index, group in enumerate(hand_off.decode[0].groups):
@@ -109,8 +109,8 @@ def notes(hand_off: HandOff, counted: Counted) -> list[str]:
     descriptors = counted.vllm.total.descriptors
     if kernels[0] != kernels[1] and 0 < descriptors < counted.total.descriptors:
         found.append(
-            f"kernel blocks of {kernels[0]} tokens on D and {kernels[1]} on P: where heads lie outside of tokens, each "
-            "head of a block is a copy of its own; equal kernel blocks, or layout=LBNHC, need fewer. vLLM reads whole "
+            f"kernel blocks of {kernels[0]} tokens on D and {kernels[1]} on P: with heads outside of tokens, each "
+            "head of a block is a separate copy. Equal kernel blocks, or layout=LBNHC, need fewer. vLLM reads whole "
             "blocks and moves the tokens on the device afterwards"
         )
     return found

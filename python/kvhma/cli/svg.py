@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drawing as one SVG file that needs nothing else: shapes, texts that show on hovering, light and dark."""
+"""A drawing as a self-contained SVG file: shapes, texts that show on hovering, light and dark colors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 from kvhma.cli.format import printable
 from kvhma.errors import RequestError
 
-# Names of sizes in pixels. A docs column is as wide as the drawings here, so this is how large texts are read.
+# Sizes in pixels by name. The drawings are as wide as a docs column, so texts appear there in these sizes.
 SIZES = {"big": 17, "head": 14, "": 12, "small": 11}
 PALETTES = {
     "light": {
@@ -26,8 +26,8 @@ PALETTES = {
         "c6": "#2a6f78", "c7": "#7c631f",
     },
 }  # fmt: skip
-"""Colors of both settings. `ink` has a contrast of at least 4.5 to 1 on the paper and on c0 to c7, which have 3 to 1 on
-the paper. What fades a color brings it nearer to the paper, so that texts on it only gain."""
+"""Colors of both settings. `ink` has a contrast of at least 4.5 to 1 on the paper and on c0 to c7. Those have at least
+3 to 1 on the paper. Fading brings a color nearer to the paper, so texts on it only gain contrast."""
 
 
 def _colors(name: str) -> str:
@@ -53,12 +53,12 @@ rect:hover, polygon:hover {{ stroke: var(--ink); stroke-width: 1; opacity: 1; }}
 
 COLORS = 8
 COLUMN = 688
-"""Pixels of the column of text in the documentation."""
+"""Width of the column of text in the documentation, in pixels."""
 BOX = 16
 """Height of the boxes of :meth:`Drawing.run`."""
 _THIN = 0.6
 _LETTER = 0.52
-"""Width of a letter by its size: wider than what fonts for screens have on average."""
+"""Width of a letter by its size: wider than the average of screen fonts."""
 
 Stretch: TypeAlias = tuple[float, float, float]
 
@@ -67,7 +67,7 @@ class Drawing:
     """Shapes on a page that grows downwards."""
 
     def __init__(self, width: int, title: str, description: str) -> None:
-        """Begin with nothing but a title and a description for those who cannot see it."""
+        """Begin with a title and a description for screen readers."""
         self.width = width
         self._root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img"})
         ET.SubElement(self._root, "title").text = printable(title)
@@ -79,11 +79,11 @@ class Drawing:
         ET.SubElement(hatch, "path", {"d": "M0 6L6 0", "style": "stroke:var(--pad);stroke-width:2"})
 
     def text(self, x: float, y: float, text: str, style: str = "") -> None:
-        """Write a line; `y` is its base line."""
+        """Write a line of text; `y` is its base line."""
         self._add("text", "", {"x": _number(x), "y": _number(y), "class": style}).text = printable(text)
 
     def rect(self, x: float, y: float, width: float, height: float, style: str, hover: str = "") -> None:
-        """Draw a box; one too thin to be seen is drawn a little wider."""
+        """Draw a box; a box too thin to see is drawn a little wider."""
         box = {"x": _number(x), "y": _number(y), "width": _number(max(width, _THIN)), "height": _number(height)}
         self._add("rect", hover, {**box, "class": style})
 
@@ -121,7 +121,7 @@ class Drawing:
         """Write the file, HTML if its name ends so, and return its bytes.
 
         Raises:
-            RequestError: it cannot be written.
+            RequestError: the file cannot be written.
         """
         text = (self.svg(height) if output.suffix == ".svg" else self.html(height)).encode()
         try:
@@ -137,7 +137,7 @@ class Drawing:
         return ET.tostring(self._root, encoding="unicode") + "\n"
 
     def html(self, height: float) -> str:
-        """Return the same as a page of its own."""
+        """Return the drawing as an HTML page."""
         title = ET.tostring(self._root[0], encoding="unicode")
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -148,7 +148,7 @@ class Drawing:
 
 
 def check_drawing(output: Path) -> None:
-    """Refuse a file whose name says neither SVG nor HTML."""
+    """Refuse a file whose name ends in neither .svg nor .html."""
     if output.suffix not in (".svg", ".html"):
         raise RequestError(f"--output {output}: its name must end in .svg or .html")
 

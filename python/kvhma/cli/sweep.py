@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma sweep``: what a request moves between many pairs of engines, as a table and as a plot."""
+"""``kvhma sweep``: compares what a request moves between many pairs of engines, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One line: a pair of engines as they were given, and a request."""
+    """One line: a pair of engines as given on the command line, and a request."""
 
     prefill: tuple[str, EngineOptions]
     decode: tuple[str, EngineOptions]
@@ -67,21 +67,21 @@ def sweep(
 ) -> None:
     """Compare pairs of engines.
 
-    Every value of a list is tried with every other one; values are separated by a slash:
+    Values are separated by a slash; every combination of the values is tried:
 
     \b
     kvhma sweep google/gemma-3-27b-it --prefill tp=2 --decode tp=1/2/4,block=16/64 --tokens 1k/8k/64k -o sweep.svg
 
-    A pair that is refused has a line too; the reasons are below the table, and so are the changes that help where
-    another connector is faster. What others move and take is said as multiples of kvhma's bytes and time.
-    """  # noqa: D301 - click's mark for lines to be left as they are
+    A refused pair has a line too. The reasons are below the table, with the changes that help if another connector is
+    faster. The columns of other connectors are multiples of kvhma's bytes and time.
+    """  # noqa: D301 - click's mark for lines that it must not wrap
     if output is not None:
         check_drawing(output)
     sizes = {engine.tp_size for side in (given["prefill"], given["decode"]) for _, engine in side}
     found = ask_layout(model, given["layout"], given["kv_dtype"], given["ssm_dtype"], sizes)
     if isinstance(found, Geometry):
         raise RequestError(f"MODEL {model!a}: a geometry says all of an engine; a sweep needs a model")
-    cases = [_Case(*one) for one in product(given["prefill"], given["decode"], tokens)]
+    cases = [_Case(*values) for values in product(given["prefill"], given["decode"], tokens)]
     if len(cases) > _MAX_ROWS:
         raise RequestError(f"{len(cases):,} combinations: at most {_MAX_ROWS:,} are tried")
     constants = load_link(link)
@@ -124,12 +124,12 @@ def _row(asked: AskedModel, case: _Case, pool: Any, link: Link) -> dict[str, Any
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the same columns for every row, empty where there is nothing."""
+    """Return the same columns for every row, with empty text for missing values."""
     fields = ("bytes", "descriptors", "seconds")
     flat = {name: row[name] for name in ("prefill", "decode", "tokens")}
     flat |= {name: row.get(name, "") for name in fields}
-    for other in ("vllm", "no_hma"):
-        flat |= {f"{other}_{name}": row.get(other, {}).get(name, "") for name in fields}
+    for connector in ("vllm", "no_hma"):
+        flat |= {f"{connector}_{name}": row.get(connector, {}).get(name, "") for name in fields}
     return flat | {"slower": (row.get("slower") or {}).get("advice", ""), "refused": row.get("refused", "")}
 
 
@@ -144,9 +144,9 @@ def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
             continue
         own = [size(row["bytes"]), f"{row['descriptors']:,}", duration(row["seconds"])]
         mark = f"slower ({advice.index(row['slower']['advice']) + 1})" if row["slower"] else ""
-        cells.append([*start, *own, *(_by_own(row[other]) for other in ("vllm", "no_hma")), mark])
+        cells.append([*start, *own, *(_by_own(row[connector]) for connector in ("vllm", "no_hma")), mark])
     columns = ["prefill", "decode", "tokens", "bytes", "descr.", "time"]
-    columns += [f"{one}\n× b., t." for one in (VLLM, NO_HMA)]
+    columns += [f"{connector}\n× b., t." for connector in (VLLM, NO_HMA)]
     align = "nnrrrrrr"
     if reasons or advice:
         columns, align = [*columns, ""], f"{align}n"
@@ -158,11 +158,11 @@ def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
     return Sheet(name, align, columns, [row[: len(align)] for row in cells], caption)
 
 
-def _by_own(other: dict[str, Any]) -> str:
-    """Return bytes and time of another connector by kvhma's."""
-    if other.get("bytes_ratio") is None:
+def _by_own(form: dict[str, Any]) -> str:
+    """Return the ratios of another connector's bytes and time to kvhma's."""
+    if form.get("bytes_ratio") is None:
         return "–"
-    return f"{other['bytes_ratio']:.2f}, {other['seconds_ratio']:.2f}"
+    return f"{form['bytes_ratio']:.2f}, {form['seconds_ratio']:.2f}"
 
 
 def _plot(name: str, cases: list[_Case], rows: list[dict[str, Any]], output: Path) -> None:

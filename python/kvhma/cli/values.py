@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of options that are more than a number: tokens as people write them, and several ranks."""
+"""Types of options beyond plain numbers: tokens as people write them, ranks, and dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhma.cli.hand_off import MAX_TOKENS
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
-else:  # older versions of click have no brackets there
+else:  # older versions of click are not generic
     ParamType = click.ParamType
 
 _UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}

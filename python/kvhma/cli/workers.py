@@ -23,7 +23,7 @@ _TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What D saw of one request."""
+    """The observations of D for one request."""
 
     tokens: int
     blocks: int
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def prefill(pipe: Connection, scenario: Scenario) -> None:
-    """Serve as P: hold the cache, fill it for each request, keep it until D says it has read it."""
+    """Serve as P: hold the cache, fill it for each request, and keep it until D reports that it has read it."""
     geometry, regions, owner = allocate(scenario.model, scenario.num_blocks)
     with Agent("prefill") as agent:
         connect(pipe, agent, geometry)
@@ -46,7 +46,7 @@ def prefill(pipe: Connection, scenario: Scenario) -> None:
             fill_source(regions, geometry, spans, seed=scenario.seed + index)
             pipe.send(index)
             _await_notification(agent, f"done {index}".encode())
-        pipe.recv()  # the memory has to outlive D's agent
+        pipe.recv()  # the memory must outlive D's agent
     del owner
 
 
@@ -82,7 +82,7 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
 
 
 def local_spans(request: HandOff, geometry: Geometry) -> list[Span]:
-    """Return the blocks that D fills, and one more of each full group: allocated for the tokens to come."""
+    """Return the blocks that D fills, plus one block of each full group that is allocated for later tokens."""
     used = {block for table in request.local_tables for block in table}
     free = (block for block in range(1, geometry.layers[0].num_blocks) if block not in used)
     spans, _ = request.spans(geometry)
@@ -93,16 +93,16 @@ def local_spans(request: HandOff, geometry: Geometry) -> list[Span]:
 
 
 def _move(agent: Agent, peer: Peer, transfer: Transfer, index: int) -> None:
-    """Zero and read what a transfer says, and refuse if NIXL counts something else."""
+    """Zero and read what a transfer lists, and raise if NIXL counts something else."""
     for address, length, _ in transfer.zero.tolist():
         ctypes.memset(address, 0, length)
     for read in transfer.reads:
         moving = agent.read(peer, read.local, read.remote, f"done {index}".encode())
         if not moving.wait(_TIMEOUT_SECONDS):
             raise TransferError(f"request {index} did not end within {_TIMEOUT_SECONDS} s")
-        told = moving.telemetry
-        if told is None or (told.descriptors, told.nbytes) != (read.descriptors, read.bytes):
-            raise TransferError(f"NIXL moved {told}, planned were {read.descriptors}, {read.bytes} bytes")
+        measured = moving.telemetry
+        if measured is None or (measured.descriptors, measured.nbytes) != (read.descriptors, read.bytes):
+            raise TransferError(f"NIXL moved {measured}, planned were {read.descriptors}, {read.bytes} bytes")
 
 
 def _await_notification(agent: Agent, message: bytes) -> None:

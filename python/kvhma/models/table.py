@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What public models cache in each layer: the facts from their configurations, and nothing about any engine.
+"""What public models cache in each layer, from their configurations and independent of any engine.
 
 The table is ``data/models.json``; :mod:`kvhma.models.vllm_layout` turns a model into the geometry of one rank.
 """
@@ -23,10 +23,10 @@ CacheKind: TypeAlias = AttentionKind | StateKind
 ATTENTION_KINDS: frozenset[str] = frozenset(get_args(AttentionKind))
 STATE_KINDS: frozenset[str] = frozenset(get_args(StateKind))
 LATENT_KINDS: frozenset[str] = frozenset(("mla", "indexer"))
-"""Kinds with one vector for each token, on every rank whole."""
+"""Kinds with one vector for each token, which every rank holds whole."""
 
 _MODULES = {"indexer": "self_attn.indexer.k_cache", **dict.fromkeys(STATE_KINDS, "mixer")}
-"""Where in its layer a cache is; attention is in ``self_attn.attn``."""
+"""The place of a cache within its layer; attention is in ``self_attn.attn``."""
 
 _LETTERS = {
     "f": "full",
@@ -53,7 +53,7 @@ def item_bytes(dtype: str) -> int:
     """Return the bytes of one item of `dtype`.
 
     Raises:
-        GeometryError: a dtype that no model of the table uses.
+        GeometryError: no model of the table uses this dtype.
     """
     if dtype not in _ITEM_BYTES:
         raise GeometryError(f"dtype {dtype!r}: known are {', '.join(_ITEM_BYTES)}")
@@ -64,23 +64,23 @@ def item_bytes(dtype: str) -> int:
 class State:
     """The recurrent state of one layer, over all ranks.
 
-    Mamba2 convolves ``x`` (``n_heads * head_dim`` channels), ``B`` and ``C`` (``n_groups * d_state`` each); a
-    gated delta net (GDN) and Kimi delta attention (KDA) convolve ``q``, ``k`` (``n_groups`` key heads of
-    ``d_state``) and ``v``; Mamba1 only ``x``, and each of its channels is a head of one row. A short convolution
-    has nothing but that ``x``; linear attention convolves nothing and has heads alone.
+    The parts of a state depend on its kind. Mamba2 convolves ``x`` (``n_heads * head_dim`` channels), and ``B`` and
+    ``C`` (``n_groups * d_state`` each). A gated delta net (GDN) and Kimi delta attention (KDA) convolve ``q``, ``k``
+    (``n_groups`` key heads of ``d_state``) and ``v``. Mamba1 convolves only ``x``, and each channel is a head of one
+    row. A short convolution has only that ``x``. Linear attention has heads without a convolution.
 
     Attributes:
         kind: ``"mamba1"``, ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"linear"`` or ``"short_conv"``.
         conv_dim: channels of the convolution state; 0 for linear attention.
-        d_conv: taps of the convolution; the state keeps ``d_conv - 1`` rows. 1 for linear attention.
+        d_conv: taps of the convolution; the state has ``d_conv - 1`` rows. 1 for linear attention.
         n_heads: heads of the recurrent state (value heads for GDN and KDA).
         head_dim: rows of a head.
         d_state: columns of a head; 0 for a short convolution.
         n_groups: groups of ``B`` and ``C``, or key heads for GDN and KDA; 0 for the other kinds.
         conv_dtype: dtype of the convolution state.
         ssm_dtype: dtype of the recurrent state.
-        draft_rows: rows after those ``d_conv - 1`` that an engine keeps for draft tokens, one for each. They are
-            written before they are read, so the other side may have another number of them.
+        draft_rows: additional rows that an engine holds for draft tokens, one for each. They are written before they
+            are read, so their number may differ on the other side.
 
     Raises:
         GeometryError: an unknown kind or dtype, or `conv_dim` is not the sum of its parts.
@@ -98,7 +98,7 @@ class State:
     draft_rows: int = 0
 
     def __post_init__(self) -> None:
-        """Check what the split over ranks relies on."""
+        """Check the values on which the split over ranks relies."""
         if self.kind not in STATE_KINDS:
             raise GeometryError(f"state kind {self.kind!r}: known are {', '.join(sorted(STATE_KINDS))}")
         item_bytes(self.conv_dtype)
@@ -117,7 +117,7 @@ class State:
             raise GeometryError(f"conv_dim {self.conv_dim} of a {self.kind} state whose parts have {total} channels")
 
     def _check_part(self, field: str, size: int, exists: bool) -> None:
-        """Refuse a part of no bytes, which no geometry can hold, and bytes of a part that is not there."""
+        """Refuse a part without bytes, which no geometry can describe, and bytes of a part that the kind lacks."""
         if exists and size < 1:
             raise GeometryError(f"{field} {size} of a {self.kind} state: must be positive")
         if not exists and size != 0:
@@ -125,17 +125,17 @@ class State:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether there is more than the convolution's."""
+        """Whether there is a state besides the convolution's."""
         return self.kind != "short_conv"
 
     @property
     def is_convolved(self) -> bool:
-        """Whether there is a convolution's state."""
+        """Whether there is a convolution state."""
         return self.kind != "linear"
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the convolution has parts that are shared by groups of heads."""
+        """Whether the convolution has parts that groups of heads share."""
         return self.kind not in ("mamba1", "linear", "short_conv")
 
     @property
@@ -153,7 +153,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What one sort of attention layers caches, over all ranks.
+    """The cache of one sort of attention layers, over all ranks.
 
     Attributes:
         kind: ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, or ``"indexer"``: the keys of a sparse-attention
@@ -161,14 +161,14 @@ class Attention:
         kv_heads: KV heads; 1 for MLA and an index.
         head_dim: items of a K vector; for MLA the latent and the rotary items together.
         v_head_dim: items of a V vector; None for as many as K has.
-        dtype: dtype of K and V; None for the model's. Of an index it is that of its keys (MiniMax-M3); None for keys of
-            128 items of 8 bits with a scale of 4 bytes for each (DeepSeek-V3.2).
-        window: tokens a query of a ``sliding`` layer sees, itself included; None for the model's.
+        dtype: dtype of K and V; None for the model's. For an index: the dtype of its keys (MiniMax-M3), or None for
+            keys of 128 items of 8 bits with a scale of 4 bytes each (DeepSeek-V3.2).
+        window: tokens that a query of a ``sliding`` layer sees, including itself; None for the model's.
         chunk: tokens of an attention chunk of a ``chunked`` layer; None for the model's.
-        name: what `Model.layers` calls such a layer; None for `kind`.
+        name: the name of such a layer in `Model.layers`; None for `kind`.
 
     Raises:
-        GeometryError: an unknown kind or dtype, or sizes that this kind cannot have.
+        GeometryError: an unknown kind or dtype, or sizes that are impossible for the kind.
     """
 
     kind: AttentionKind
@@ -181,7 +181,7 @@ class Attention:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the sizes that the layout relies on."""
+        """Check the sizes on which the layout relies."""
         if self.kind not in ATTENTION_KINDS:
             raise GeometryError(f"attention kind {self.kind!r}: known are {', '.join(sorted(ATTENTION_KINDS))}")
         for field in ("kv_heads", "head_dim", "v_head_dim", "window", "chunk"):
@@ -200,15 +200,15 @@ class Attention:
 
     @property
     def has_scales(self) -> bool:
-        """Whether it is an index in 8 bits, with a scale beside each key."""
+        """Whether it is an index in 8 bits, with a scale next to each key."""
         return self.kind == "indexer" and self.dtype is None
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in one head; those of an index with its scale.
+        """Bytes of a token in one head; for an index including the scale.
 
         Raises:
-            GeometryError: `dtype` is None and this is no index.
+            GeometryError: `dtype` is None and this is not an index.
         """
         if self.has_scales:
             return self.head_dim + INDEX_SCALE
@@ -224,25 +224,25 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a model caches.
+    """The caches of a model.
 
-    Most models have one sort of heads, for which `kv_heads` and `head_dim` are enough. Where heads differ by layer,
-    `attention` says how: layers of that name have its numbers, all others the model's.
+    Most models have one sort of heads, described by `kv_heads` and `head_dim`. If heads differ by layer, `attention`
+    has the numbers of the layers with that name; all other layers have the model's.
 
     Attributes:
-        name: its name in the table.
-        layers: per layer ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, ``"indexer"``, ``"mamba1"``,
-            ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"linear"``, ``"short_conv"``, a name of `attention`, ``"none"`` (an
-            MLP layer, or one that uses the cache of another layer), or several joined by ``+``.
+        name: name of the model in the table.
+        layers: the kind of each layer: ``"full"``, ``"sliding"``, ``"chunked"``, ``"mla"``, ``"indexer"``,
+            ``"mamba1"``, ``"mamba2"``, ``"gdn"``, ``"kda"``, ``"linear"``, ``"short_conv"``, or a name in `attention`.
+            ``"none"`` is an MLP layer, or a layer that uses another layer's cache. Several kinds are joined by ``+``.
         kv_heads: KV heads over all ranks; 1 for MLA.
         head_dim: items of one K or V vector; for MLA the latent and the rotary items together.
         dtype: dtype of K and V.
-        window: tokens a query of a ``sliding`` layer sees, itself included.
+        window: tokens that a query of a ``sliding`` layer sees, including itself.
         chunk: tokens of an attention chunk of a ``chunked`` layer.
         state: the state of the recurrent layers.
         v_head_dim: items of one V vector; None for `head_dim`.
         attention: layers with other heads than the model's, by name.
-        query_heads: query heads over all ranks, which have to divide over the ranks of an engine; None if not known.
+        query_heads: query heads over all ranks, which must divide over the ranks of an engine; None if unknown.
 
     Raises:
         GeometryError: an unknown layer kind or dtype, a size below 1, or a kind whose `window`, `chunk` or
@@ -262,13 +262,13 @@ class Model:
     query_heads: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that every kind has what it needs."""
+        """Check that every kind has the values that it needs."""
         item_bytes(self.dtype)
         sizes = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "query_heads": self.query_heads}
         if min(1 if value is None else value for value in sizes.values()) < 1:
-            told = ", ".join(f"{field} {value}" for field, value in sizes.items() if value is not None)
-            raise GeometryError(f"{self.name}: {told}; need at least 1")
-        names = [one.name or one.kind for one in self.attention]
+            given = ", ".join(f"{field} {value}" for field, value in sizes.items() if value is not None)
+            raise GeometryError(f"{self.name}: {given}; need at least 1")
+        names = [cache.name or cache.kind for cache in self.attention]
         for name in names:
             if names.count(name) > 1 or name in STATE_KINDS | {"none"} or "+" in name:
                 raise GeometryError(f"{self.name}: attention {name!r} is there twice, or the name of something else")
@@ -281,19 +281,19 @@ class Model:
         scaled = any(isinstance(spec, Attention) and spec.has_scales for _, spec in found)
         if scaled and item_bytes(self.dtype) == 1:
             raise GeometryError(
-                f"{self.name}: dtype {self.dtype} beside an index: which of two formats of 8 bits the latent has is "
+                f"{self.name}: dtype {self.dtype} next to an index: which of two formats of 8 bits the latent has is "
                 "the attention kernel's choice"
             )
 
     def specs(self) -> tuple[tuple[str, Attention | State], ...]:
-        """Return name and content of every cache in model order, with nothing left to the model's own fields.
+        """Return name and content of every cache in model order, with the model's own values filled in.
 
         A ``full+mamba2`` layer has two.
 
         Raises:
-            GeometryError: a layer kind that is not known, or a state that the model does not have.
+            GeometryError: an unknown layer kind, or a state that the model does not have.
         """
-        named = {one.name or one.kind: self._complete(one) for one in self.attention}
+        named = {cache.name or cache.kind: self._complete(cache) for cache in self.attention}
         found: list[tuple[str, Attention | State]] = []
         for index, layer in enumerate(self.layers):
             for word in () if layer == "none" else layer.split("+"):
@@ -302,12 +302,12 @@ class Model:
         return tuple(found)
 
     def token_spec(self) -> Attention:
-        """Return the heads of the model's own fields, of the kind that most of its attention is."""
+        """Return the model's own heads, for the kind of most of its attention layers."""
         is_mla = any(spec.kind == "mla" for _, spec in self.specs())
         return self._own("mla" if is_mla else "full", None)
 
     def _plain(self, word: str, index: int, layer: str) -> Attention | State:
-        """Return what a layer of a known kind caches, with the model's own heads."""
+        """Return the cache of a layer of a known kind, with the model's own heads."""
         if word in STATE_KINDS:
             if self.state is None or self.state.kind != word:
                 have = self.state.kind if self.state else None
@@ -326,14 +326,14 @@ class Model:
             return self._complete(Attention(kind, 1, self.head_dim))
         return self._complete(Attention(kind, self.kv_heads, self.head_dim, v_head_dim))
 
-    def _complete(self, one: Attention) -> Attention:
+    def _complete(self, cache: Attention) -> Attention:
         return replace(
-            one,
-            # One vector of K has another length than the next of V only where that is said.
-            v_head_dim=one.v_head_dim if one.v_head_dim != one.head_dim else None,
-            dtype=one.dtype if one.kind == "indexer" else one.dtype or self.dtype,
-            window=(one.window or self.window) if one.kind == "sliding" else None,
-            chunk=(one.chunk or self.chunk) if one.kind == "chunked" else None,
+            cache,
+            # V vectors have another length than K vectors only if the table says so.
+            v_head_dim=cache.v_head_dim if cache.v_head_dim != cache.head_dim else None,
+            dtype=cache.dtype if cache.kind == "indexer" else cache.dtype or self.dtype,
+            window=(cache.window or self.window) if cache.kind == "sliding" else None,
+            chunk=(cache.chunk or self.chunk) if cache.kind == "chunked" else None,
             name=None,
         )
 
@@ -346,7 +346,7 @@ def models() -> Mapping[str, Model]:
 
 @cache
 def hub_ids() -> Mapping[str, str]:
-    """Return the names in the table by Hugging Face id: checkpoints whose caches are alike have one name."""
+    """Return the names in the table by Hugging Face id; checkpoints with equal caches share a name."""
     return MappingProxyType({hub_id: name for name, row in _rows().items() for hub_id in row["hub"]})
 
 
@@ -354,8 +354,8 @@ def model(name: str) -> Model:
     """Return one model of the table.
 
     Args:
-        name: its name, or the Hugging Face id of one of its checkpoints, in any case. An organisation in front counts
-            for nothing: it may be one that publishes a copy.
+        name: its name, or the Hugging Face id of one of its checkpoints, in upper or lower case. The organisation is
+            ignored, because it may have published a copy.
 
     Raises:
         UnknownModelError: no such model; the text lists the known ones.
@@ -368,7 +368,7 @@ def model(name: str) -> Model:
 
 @cache
 def _names() -> Mapping[str, str]:
-    """Return the names in the table by everything that they are called, in lower case."""
+    """Return the names in the table by every other name of a model, in lower case."""
     ids = {hub_id.rpartition("/")[2]: name for hub_id, name in hub_ids().items()}
     return {word.lower(): name for word, name in (ids | {name: name for name in models()}).items()}
 
@@ -387,6 +387,6 @@ def _model(name: str, row: Mapping[str, Any]) -> Model:
         name=name,
         layers=tuple(_LETTERS[letter] for letter in letters),
         state=State(**state) if state else None,
-        attention=tuple(Attention(**one) for one in row.get("attention", ())),
+        attention=tuple(Attention(**sizes) for sizes in row.get("attention", ())),
         **sizes,
     )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's hybrid memory allocator makes of a model, as the geometry of one tensor-parallel rank.
+"""The layout of a model in vLLM's hybrid memory allocator, as the geometry of one tensor-parallel rank.
 
-Layers of one sort form a bucket, buckets are cut into groups of equal size, and the j-th layers of all groups
-share tensor j: at any time a block id belongs to one group, so the bytes of a block are one group's. All
-pages of a block have one size: recurrent state that does not fit an attention page makes the block longer
-until it does, and attention with fewer or smaller heads holds more tokens in a block, or is padded. In orders
-with the block outermost pages of several sizes lie side by side instead. :mod:`kvhma.models.grouping` has the rules.
+Layers of one sort form a bucket, and buckets are cut into groups of equal size. The j-th layers of all groups share
+tensor j. A block id belongs to one group at a time, so the bytes of a block belong to one group.
+
+All pages of a block have one size. A recurrent state that does not fit an attention page makes the block longer until
+it fits. Attention with fewer or smaller heads gets more tokens in a block, or padding. In orders with the block
+outermost, pages of several sizes are next to each other instead. :mod:`kvhma.models.grouping` has the rules.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ __all__ = ["AllocatorOptions", "LayoutOptions", "layout", "stage_layers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorOptions:
-    """How an engine's allocator was asked to cut a model.
+    """How an engine's allocator cuts a model.
 
     Attributes:
         tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
         pp_rank: index of the pipeline stage.
-        pp_size: pipeline stages; layers are shared out among them as vLLM does without ``VLLM_PP_LAYER_PARTITION``.
-        block_size: tokens per block that the user asked for; state can make the logical block longer, and so can
-            heads that differ by layer.
+        pp_size: pipeline stages; vLLM's split of the layers without ``VLLM_PP_LAYER_PARTITION``.
+        block_size: tokens per block that the user asked for. A state, or heads that differ by layer, can make the
+            logical block longer.
         kernel_block: tokens that the attention kernel addresses as one block: a number, ``"flashinfer"`` for
             that kernel's choice, or None for the whole logical block.
         align: see :func:`kvhma.models.block_size.hybrid_block_size`.
-        conv: how channels and rows of the convolution state lie.
-        speculative: extra state slots after the state-bearing one.
+        conv: order of channels and rows of the convolution state.
+        speculative: extra state slots after the slot with the state.
     """
 
     tp_rank: int = 0
@@ -58,13 +59,13 @@ class AllocatorOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions(AllocatorOptions):
-    """The same, and what memory there is.
+    """The same options, and the memory.
 
     Attributes:
         num_blocks: logical blocks of every tensor, the null block 0 included.
-        order: stride order. Models with state need one with contiguous pages, and so do several groups whose layers
+        order: stride order. Models with state need an order with contiguous pages; so do several groups whose layers
             have different heads.
-        kv: how K and V lie; MLA, and V of another length than K, have only ``"packed"``.
+        kv: where K and V are; MLA, and V of another length than K, allow only ``"packed"``.
         one_storage: one region for all tensors instead of one each. Block-major orders always have one.
         base: address of the first region.
         region_align: bytes; every region starts at a multiple of it, at or after `base`.
@@ -83,26 +84,26 @@ class LayoutOptions(AllocatorOptions):
 
     @property
     def is_block_major(self) -> bool:
-        """Whether all layers of a block lie together."""
+        """Whether all layers of a block follow each other."""
         return self.order[0] == "B"
 
 
 def layout(model: Model, options: LayoutOptions) -> Geometry:
-    """Lay a model out as vLLM does and return the geometry of one rank.
+    """Lay out a model as vLLM does and return the geometry of one rank.
 
     Args:
         model: the model.
-        options: how it is cut, and where the memory is.
+        options: how the model is cut, and where the memory is.
 
     Returns:
         The geometry. Regions are the tensors, layers are in model order, groups as
         :func:`kvhma.models.grouping.group_layers` makes them.
 
     Raises:
-        LayoutError: a combination that this allocator cannot make, or with which vLLM does not start an engine; the
-            text names the field and its value.
+        LayoutError: a combination that this allocator cannot make, or that vLLM does not start with; the text names the
+            field and its value.
         GeometryError: an argument is out of range.
-        AddressOverflowError: `base` leaves no room.
+        AddressOverflowError: there is not enough room above `base`.
     """
     check_positive(num_blocks=options.num_blocks, region_align=options.region_align)
     if not 0 <= options.tp_rank < options.tp_size:
@@ -127,7 +128,7 @@ def layout(model: Model, options: LayoutOptions) -> Geometry:
 
 
 def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
-    """Return the layers of a pipeline stage: equally many, of the rest one each for the stages before the last.
+    """Return the layers of a pipeline stage: equally many; the remaining layers go to the stages before the last.
 
         10 layers, 4 stages     0 1 | 2 3 4 | 5 6 7 | 8 9
 
@@ -142,18 +143,18 @@ def stage_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
     each, rest = divmod(num_layers, pp_size)
     if not each:
         raise LayoutError(f"pp_size {pp_size}: the model has {num_layers} layers")
-    # The stages that have one more begin here and end before the last.
+    # The stages with an additional layer begin here and end before the last.
     first = pp_size - 1 - rest
     start = pp_rank * each + min(max(pp_rank - first, 0), rest)
     return range(start, start + each + (first <= pp_rank < first + rest))
 
 
 def _of_stage(model: Model, groups: list[Members], options: LayoutOptions) -> list[Members]:
-    """Return of each group, which all stages have in common, the layers of one stage."""
+    """Return the layers of one stage for each group; all stages have the same groups."""
     if options.pp_size == 1:
         return groups
     stage = stage_layers(len(model.layers), options.pp_rank, options.pp_size)
-    # A name is model.layers.N. and what the layer caches.
+    # A name is model.layers.N. followed by the cache.
     held = [{name: spec for name, spec in group.items() if int(name.split(".")[2]) in stage} for group in groups]
     if not any(held):
         raise LayoutError(
@@ -162,11 +163,11 @@ def _of_stage(model: Model, groups: list[Members], options: LayoutOptions) -> li
     return held
 
 
-# --- What an order can hold, and groups --------------------------------------------------------------------
+# --- What an order supports, and groups ---------------------------------------------------------------------
 
 
 def _check_forms(model: Model, options: LayoutOptions) -> None:
-    """Refuse what no engine has: the field and value are what the caller can change."""
+    """Refuse what no engine has; the text has the field and value that the caller can change."""
     order, kv = options.order, options.kv
     for field, value, known in (("order", order, Order), ("kv", kv, KVForm), ("conv", options.conv, ConvOrder)):
         if value not in get_args(known):
@@ -183,12 +184,12 @@ def _check_forms(model: Model, options: LayoutOptions) -> None:
     if order not in PAGE_ORDERS:
         raise LayoutError(f"kv {kv!r} with order {order!r}: K and V are separate only in contiguous pages")
     if kv == "apart" and (order[0] != "L" or model.state is not None):
-        # K of block b would lie in the bytes of another block's state.
+        # K of block b would be in the bytes of another block's state.
         raise LayoutError(f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole")
 
 
 def _check_pages(groups: list[Members], options: LayoutOptions) -> None:
-    """Refuse orders in which pages of several sizes or shapes would lie in each other's bytes."""
+    """Refuse orders in which pages of several sizes or shapes would overlap each other."""
     specs = [spec for group in groups for spec in group.values()]
     sizes = ", ".join(sorted({f"{spec.page} bytes of {spec.block_size} tokens" for spec in specs}))
     padded = any(spec.page != spec.content and not isinstance(spec.cache, State) for spec in specs)
@@ -197,14 +198,14 @@ def _check_pages(groups: list[Members], options: LayoutOptions) -> None:
     if options.order in PAGE_ORDERS:
         return
     heads = {kv_heads(spec.cache, 0, options.tp_size).held for spec in specs if isinstance(spec.cache, Attention)}
-    # With heads outside of blocks a block has bytes between those of others, as its shape says.
+    # With heads outside of blocks, the bytes of a block are between those of other blocks, as its shape says.
     crossing = options.order[0] == "L" and len(groups) > 1 and len(heads) > 1
     if padded or crossing or len({spec.page for spec in specs}) > 1:
         raise LayoutError(f"order {options.order!r}: pages of {sizes} need an order of {', '.join(PAGE_ORDERS)}")
 
 
 def _group(group: Members, options: LayoutOptions) -> Group:
-    """Return the group as a geometry has it; that of several kinds is of the first that is no latent."""
+    """Return the group for a geometry; if it has several kinds, of the first kind that is not a latent."""
     specs = list(group.values())
     spec = next((spec for spec in specs if spec.kind not in LATENT_KINDS), specs[0])
     if isinstance(spec.cache, State):
@@ -218,13 +219,13 @@ def _group(group: Members, options: LayoutOptions) -> Group:
     )
 
 
-# --- Where layers lie -----------------------------------------------------------------------------------
+# --- Where layers are ----------------------------------------------------------------------------------------
 
 
 def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int) -> list[Layer]:
     """Place a group's layers in the memory that all groups share, as one region.
 
-    Layers of one spec lie together, in the order in which each spec comes first.
+    Layers of one spec follow each other, in the order of each spec's first layer.
     """
     placed: list[Layer] = []
     start = 0
@@ -237,11 +238,11 @@ def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int)
                 f"kernel_block {kernel}: a page of {spec.page} bytes with {spec.content} used is not cut further"
             )
         strides = _strides(spec, len(names), kernel, options, block_bytes)
-        pages = {cache: _page(cache, kernel, strides, options) for cache in {one.cache for one in names.values()}}
-        # Given only where it is not what a geometry assumes anyway.
+        pages = {cache: _page(cache, kernel, strides, options) for cache in {spec.cache for spec in names.values()}}
+        # Given only if it differs from the default of a geometry.
         kernel_stride = None if is_state or strides["K"] * ratio == strides["B"] else strides["K"]
-        for at, (name, one) in enumerate(names.items()):
-            offset, page = start + at * strides["L"], pages[one.cache]
+        for at, (name, spec) in enumerate(names.items()):
+            offset, page = start + at * strides["L"], pages[spec.cache]
             placed.append(Layer(name, index, 0, offset, options.num_blocks, strides["B"], page, kernel_stride))
         start += len(names) * (spec.page if options.is_block_major else strides["L"])
     return placed
@@ -260,7 +261,7 @@ def _strides(spec: LayerSpec, layers: int, kernel: int, options: LayoutOptions, 
         BLHNC    |block 0: layer 0|layer 1|..|block 1: layer 0|..      L = page, B = block_bytes
         a page   |H0: N0 N1 ..|H1: N0 N1 ..|padding|                   H = tokens * N, N = bytes of a token
 
-    A page can be padded, and where the block is outermost other layers lie in it too.
+    A page can be padded; with the block outermost, the gap holds the other layers.
     """
     sizes = {"L": layers, "B": options.num_blocks, "K": spec.block_size // kernel, "S": 2, "H": 1, "N": kernel}
     if isinstance(spec.cache, State):
@@ -274,7 +275,7 @@ def _strides(spec: LayerSpec, layers: int, kernel: int, options: LayoutOptions, 
         strides[axis] = step
         step *= sizes[axis]
         if options.order in PAGE_ORDERS and axis == "K" and options.kv != "apart":
-            step = spec.page  # contiguous but for what pads it
+            step = spec.page  # contiguous except for padding
     if options.is_block_major:
         strides["B"] = block_bytes
         if axes[1] == "K":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans over NIXL: registration, handshake, prepared lists, transfers.
 
-Importing this package does not import NIXL; making an :class:`Agent` does, and says what to install if it is
-missing.
+Importing this package does not import NIXL. Making an :class:`Agent` does, and the error says what to install if NIXL
+is missing.
 """
 
 from kvhma.nixl.agent import Agent

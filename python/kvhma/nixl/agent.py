@@ -36,20 +36,20 @@ _READ = "READ"
 
 
 class Agent:
-    """One NIXL agent and everything made with it.
+    """One NIXL agent with its memory, peers and transfers.
 
-    It may be used from several threads at once. A call that starts a transfer returns once the transport has taken
-    it. A transport that copies inline has copied it by then, so call from a thread that can wait; no lock is held
-    meanwhile.
+    Several threads may use it at once. A call that starts a transfer returns when the transport has accepted the
+    transfer. A transport that copies inline has finished the copy by then, so call from a thread that can wait; no lock
+    is held during the copy.
 
-    The agent keeps every transfer until it has ended, whether or not the caller does, because NIXL would
-    release a forgotten one while it still writes. The memory itself is the caller's: registered memory must
-    stay mapped until :meth:`close`, also because peers may be reading it.
+    The agent holds every transfer until it has ended, even if the caller does not, because NIXL would release an
+    unreferenced transfer while it still writes. The caller owns the memory: registered memory must stay mapped until
+    :meth:`close`, because peers may be reading it.
 
     Attributes:
         name: name of the agent, unique among the peers of a peer.
-        incarnation: random number; an agent that is started again under the same name has another one.
-        strided: whether views go to NIXL as they are; False: written out, one row per entry.
+        incarnation: random number; an agent that restarts under the same name gets another number.
+        strided: whether NIXL gets views as they are; False: written out, one row per entry.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Agent:
         Args:
             name: unique name of the agent.
             options: transports, threads and the progress thread.
-            nixl: what to use in place of a new ``nixl_agent``.
-            public_key: goes into its handshake payloads; the name has to end in :func:`kvhma.nixl.key_hash` of it.
+            nixl: a ``nixl_agent`` to use instead of a new one.
+            public_key: added to its handshake payloads; the name must end in :func:`kvhma.nixl.key_hash` of the key.
 
         Raises:
-            ImportError: NIXL is not installed, or lacks something it needs.
-            RequestError: an option is out of range, or no backend takes a number of threads.
+            ImportError: NIXL is not installed, or lacks a needed part.
+            RequestError: an option is out of range, or no backend has a number of threads.
             TransferError: NIXL cannot start a backend.
         """
         self.name = name
@@ -84,10 +84,11 @@ class Agent:
         self._memory = RegisteredMemory()
         self._prepared = Preparations(self._session, strided=self.strided)
         self._in_flight = InFlight(self._session)
-        # Registered at once, so that all handshake payloads of the agent have the same metadata for it.
+        # Register at once, so that all handshake payloads of the agent have the same metadata for it.
         self._scratch = Scratch()
         self._memory.register(opened, [self._scratch.host])
-        # NIXL does not document the form of its metadata: a peer's is checked only if this agent's has the known form.
+        # NIXL does not document its metadata format. A peer's metadata is checked only if this agent's has the known
+        # form.
         self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
 
     def __enter__(self) -> Agent:
@@ -99,14 +100,14 @@ class Agent:
     # --- memory --------------------------------------------------------------------------------------------
 
     def register(self, geometry: Geometry) -> None:
-        """Register the regions of a geometry, each once, whichever geometry it comes with.
+        """Register the regions of a geometry. A region of several geometries is registered once.
 
         Args:
             geometry: a rank's cache in this process's memory.
 
         Raises:
-            RequestError: a region overlaps registered memory without being part of it. NIXL would take it,
-                and then not find descriptors after the overlap.
+            RequestError: a region overlaps registered memory without being part of it. NIXL would accept it, and then
+                not find descriptors after the overlap.
             TransferError: NIXL refused a region.
         """
         with self._session.setup:
@@ -119,19 +120,18 @@ class Agent:
             region: address, bytes, kind and device of some memory.
 
         Raises:
-            RequestError: only a part of it is.
+            RequestError: only a part of the region is registered.
         """
         with self._session.setup:
             return self._memory.covers(region)
 
     def register_scratch(self, region: Region) -> None:
-        """Register memory of a device, which nothing else uses, for :meth:`connect` to read a few bytes into.
+        """Register unused memory of a device, into which :meth:`connect` reads a few bytes.
 
-        Without it the first read into a device's memory sets up what that takes. Call it before
-        :meth:`handshake_payload`.
+        Without it, the first read into device memory also sets up the device. Call it before :meth:`handshake_payload`.
 
         Args:
-            region: memory of the device, a few bytes long at least.
+            region: at least a few bytes of the device's memory.
 
         Raises:
             RequestError: it overlaps registered memory without being part of it.
@@ -144,15 +144,15 @@ class Agent:
     # --- peers ---------------------------------------------------------------------------------------------
 
     def handshake_payload(self, geometry: Geometry, extra: bytes = b"") -> bytes:
-        """Return the message that lets a peer read these caches; `extra` is for the engine's own use, up to 64 KiB.
+        """Return the message that lets a peer read these caches.
 
         Args:
-            geometry: of the registered caches.
+            geometry: geometry of the registered caches.
             extra: bytes for the engine's own use, up to 64 KiB.
 
         Raises:
             RequestError: a region of the geometry is not registered.
-            HandshakeError: a field is too long, or the name is not that of an agent with its key.
+            HandshakeError: a field is too long, or the name does not end in the hash of the agent's key.
         """
         with self._session.setup:
             for region in geometry.regions:
@@ -171,9 +171,9 @@ class Agent:
     def prewarm_transport(self) -> None:
         """Connect to an agent of this process, let a second one connect to this agent, and disconnect both.
 
-        A transport works out how to reach a peer once for each kind of connection, on the side that connects and on
-        the side that is connected to: UCX takes tens of milliseconds for the first peer on the same host. After this
-        call the first peers need not wait for it. The call takes a quarter of a second.
+        A transport works out how to reach a peer once for each kind of connection, on both sides. For the first peer on
+        the same host UCX needs tens of milliseconds. After this call the first peers need not wait for it. The call
+        takes a quarter of a second.
 
         Raises:
             RequestError: the agent was made with ``nixl``.
@@ -181,7 +181,7 @@ class Agent:
         """
         if self._given:
             raise RequestError(f"agent {self.name!r} was given its NIXL and cannot make others")
-        # One agent for each direction: for the way back UCX would use the connection that the first one already has.
+        # One agent for each direction: for the reverse direction UCX would reuse the first agent's connection.
         with (
             Agent(f"{self.name}-owner", self._options) as owner,
             Agent(f"{self.name}-reader", self._options) as reader,
@@ -191,19 +191,19 @@ class Agent:
                 local.disconnect(local.connect(remote.handshake_payload(scratch)))
 
     def connect(self, payload: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
-        """Connect to the sender of a handshake payload, and warm the connection up.
+        """Connect to the sender of a handshake payload, and warm up the connection.
 
-        The same payload again returns the same peer. Another payload of the same name replaces the peer, as after a
-        restart: transfers from the old one end first, then its prepared lists are released.
+        The same payload again returns the same peer. Another payload with the same name, as after a restart, replaces
+        the peer: first the transfers from the old peer end, then its prepared lists are released.
 
         Args:
-            payload: what the peer's :meth:`handshake_payload` returned; any bytes are safe.
-            expect: the only name that is accepted. Give it where it is known, else one peer can replace another.
+            payload: the result of the peer's :meth:`handshake_payload`; any bytes are safe.
+            expect: the only accepted name. Pass it if you know it; otherwise a peer can replace another peer.
             timeout: seconds to wait for transfers from a replaced peer, and again for the peer to answer.
 
         Raises:
             HandshakeError: not a handshake payload, or one that NIXL refuses or that contradicts itself.
-            PeerLostError: the peer is gone already.
+            PeerLostError: the peer is already gone.
             TransferError: nothing listens at the peer's address, the peer does not answer, its memory cannot be read,
                 or transfers from the replaced peer did not end in time.
         """
@@ -228,8 +228,8 @@ class Agent:
         return peer
 
     def _warm_up(self, peer: Peer, timeout: float) -> None:
-        # Adding an agent and sending it a notification only start to connect, and a transfer that follows waits for
-        # the rest, tens of milliseconds. A small read that is waited for leaves nothing to set up.
+        # Adding an agent and sending it a notification only start to connect. The next transfer would wait for the
+        # connection, for tens of milliseconds. So read a few bytes here and wait for them.
         rows = self._scratch.for_read(peer)
         if rows is None:
             self.notify(peer, WARM_UP)
@@ -247,10 +247,10 @@ class Agent:
             raise TransferError(f"peer {peer.name!r}: {peer.gone}")
 
     def disconnect(self, peer: Peer, timeout: float = 10.0) -> None:
-        """Forget a peer, lost or not: its transfers end first, then its prepared lists are released.
+        """Disconnect a peer, lost or not: first its transfers end, then its prepared lists are released.
 
         Args:
-            peer: of :meth:`connect`.
+            peer: the result of :meth:`connect`.
             timeout: seconds to wait for its transfers.
 
         Raises:
@@ -260,8 +260,7 @@ class Agent:
             if self._session.peers.get(peer.name) is not peer:
                 return
             peer.gone = peer.gone or "disconnected"
-        # NIXL would remove a peer that has transfers: from then on it answers "not found" for them, and they write all
-        # the same.
+        # NIXL would remove a peer that has transfers. It then answers "not found" for them, although they still write.
         self._in_flight.drain(timeout, f"peer {peer.name!r}", peer)
         with self._session.setup:
             with self._session.lock:
@@ -274,7 +273,7 @@ class Agent:
         """Send a message that :meth:`notifications` of the peer returns.
 
         Args:
-            peer: of :meth:`connect`.
+            peer: the result of :meth:`connect`.
             message: bytes as they are.
 
         Raises:
@@ -288,10 +287,10 @@ class Agent:
             raise self._session.failure(exc, f"cannot notify {peer.name!r}", peer) from exc
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return the messages that came since the last call, each with the name its sender gives itself.
+        """Return the messages since the last call, each with the name that its sender claims.
 
-        Those of finished transfers are among them; those that only open a connection are not. The sender need
-        not be a peer of this agent, and what it sends is not to be trusted.
+        Messages of finished transfers are included; messages that only open a connection are not. The sender need not
+        be a peer of this agent, and its message is untrusted.
 
         Raises:
             TransferError: NIXL cannot read them.
@@ -306,10 +305,10 @@ class Agent:
     # --- prepared lists ------------------------------------------------------------------------------------
 
     def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory = "DRAM") -> PreparedList:
-        """Let NIXL keep views of memory; docs/nixl.md says when that is worth it.
+        """Let NIXL hold views of memory; docs/nixl.md says when that pays off.
 
         Args:
-            peer: whose memory it is; None for this agent's own.
+            peer: the owner of the memory; None for this agent.
             views: C-contiguous uint64 of shape (n, 5), rows ``(addr, len, device, stride, count)``, n at
                 least 1.
             memory: kind of the memory.
@@ -319,7 +318,7 @@ class Agent:
 
         Raises:
             PeerLostError: the peer is gone.
-            RequestError: another form, or outside what is registered.
+            RequestError: the views have another form, or are outside of registered memory.
             AddressOverflowError: a view ends after 2**64, or there are more than 2**31 - 1 entries.
         """
         return self._prepared.prepare(peer, views, memory)
@@ -336,18 +335,18 @@ class Agent:
         local_memory: Memory = "DRAM",
         remote_memory: Memory = "DRAM",
     ) -> TransferHandle:
-        """Start to read descriptors of a peer's memory into local ones; NIXL merges none of them.
+        """Start to read descriptors of a peer's memory into local descriptors. NIXL does not merge them.
 
         Args:
-            peer: whose memory is read.
+            peer: the owner of the memory that is read.
             local: C-contiguous uint64 of shape (n, 3), rows ``(addr, len, device)``; n may be 0.
             remote: the same for the peer, with equal lengths row by row.
-            notif: message to the peer, sent by the poll that finds the read done; empty for none.
+            notif: message to the peer, sent by the poll that finds the read done; empty for no message.
             local_memory: kind of the local memory.
             remote_memory: kind of the peer's memory.
 
         Returns:
-            The read, under way: poll it, or wait for it.
+            The read in flight: poll it, or wait for it.
 
         Raises:
             RequestError: the arrays have another form, do not fit each other, or leave registered memory.
@@ -368,10 +367,10 @@ class Agent:
         local_memory: Memory = "DRAM",
         remote_memory: Memory = "DRAM",
     ) -> PreparedRead:
-        """Let NIXL keep a read that is posted often, always of the same bytes to the same place.
+        """Let NIXL hold a read that is posted often with the same bytes and the same destination.
 
         Args:
-            peer: whose memory is read.
+            peer: the owner of the memory that is read.
             local: C-contiguous uint64 of shape (n, 3), rows ``(addr, len, device)``; n at least 1.
             remote: the same for the peer, with equal lengths row by row.
             local_memory: kind of the local memory.
@@ -398,23 +397,23 @@ class Agent:
         remote_ids: NDArray[np.int32],
         notif: bytes = b"",
     ) -> TransferHandle:
-        """Start to read prepared descriptors of a peer into prepared local ones.
+        """Start to read prepared descriptors of a peer into prepared local descriptors.
 
-        NIXL merges neighbours: ids that go up by one at the same places on both sides, within one dense view
-        each.
+        NIXL merges neighbours: ids that increase by one at the same positions on both sides, within one dense view on
+        each side.
 
         Args:
             local: a list of :meth:`prepare`, of this agent's own memory.
             local_ids: C-contiguous int32 of shape (n,); n may be 0.
-            remote: one of a peer's memory.
+            remote: a list of a peer's memory.
             remote_ids: the same for the peer.
-            notif: message to the peer, sent by the poll that finds the read done; empty for none.
+            notif: message to the peer, sent by the poll that finds the read done; empty for no message.
 
         Returns:
-            The read, under way: poll it, or wait for it.
+            The read in flight: poll it, or wait for it.
 
         Raises:
-            RequestError: the ids have another form, do not fit the lists or each other. Nothing was started.
+            RequestError: the ids have another form, do not fit the lists, or differ in number. Nothing was started.
             PeerLostError: the peer is gone.
             TransferError: NIXL cannot start it.
         """
@@ -429,14 +428,14 @@ class Agent:
         def make(nixl: NixlAgent) -> NixlHandle:
             local_handle, remote_handle = self._prepared.handle(local), self._prepared.handle(remote)
             if local_handle is None or remote_handle is None:
-                raise RequestError("a prepared list was released or is of another agent")
+                raise RequestError("a prepared list was released or belongs to another agent")
             return nixl.make_prepped_xfer(_READ, local_handle, local_ids, remote_handle, remote_ids, notif)
 
         return self._start(peer, len(local_ids), notif, make)
 
     def _start(self, peer: Peer, count: int, notif: bytes, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
         if not count:
-            # NIXL has no empty transfers, and the peer waits for the message before it frees its blocks.
+            # NIXL has no empty transfers, but the peer waits for the message before it frees its blocks.
             if notif:
                 self.notify(peer, notif)
             self._session.usable(peer)
@@ -444,10 +443,10 @@ class Agent:
         return self._in_flight.start(peer, count, make)
 
     def poll(self) -> list[TransferHandle]:
-        """Drive the aborted transfers.
+        """Poll the aborted transfers.
 
         Returns:
-            Those that have ended since the last call, well or badly, each once: their memory is free now.
+            The transfers that have ended since the last call, successful or not, each once. Their memory is free now.
         """
         return self._in_flight.poll_aborted()
 
@@ -455,19 +454,19 @@ class Agent:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a transfer was not seen to have ended. Nothing is polled for that."""
+        """Whether a transfer is not known to have ended. This does not poll."""
         return self._in_flight.is_running
 
     def in_flight(self) -> int:
-        """Return how many transfers have not ended: their memory may still be written to."""
+        """Return how many transfers have not ended; they may still write to their memory."""
         return sum(not transfer.drive() for transfer in self._in_flight.running())
 
     def close(self, timeout: float = 10.0) -> None:
-        """Wait for everything in flight, then release, disconnect and deregister everything.
+        """Wait for all transfers, then release, disconnect and deregister everything.
 
         Raises:
-            TransferError: transfers did not end in `timeout` seconds. Nothing was released, nothing new can
-                be started, and the memory must not be freed; call again.
+            TransferError: transfers did not end in `timeout` seconds. Nothing was released, nothing new can be started,
+                and the memory must not be freed; call again.
         """
         self._session.begin_closing()
         self._in_flight.drain(timeout, f"agent {self.name!r}")
@@ -477,7 +476,7 @@ class Agent:
                 return
             self._prepared.release_all()
             for peer in peers:
-                with contextlib.suppress(Exception):  # one that died may be unknown to NIXL by now
+                with contextlib.suppress(Exception):  # NIXL may no longer know a peer that died
                     nixl.remove_remote_agent(peer.name)
             self._memory.deregister_all(nixl)
 
@@ -490,7 +489,7 @@ def _reads_of(
     local_memory: Memory,
     remote_memory: Memory,
 ) -> Callable[[NixlAgent], NixlHandle]:
-    """Check the rows of a read, and return what makes it."""
+    """Check the rows of a read, and return a function that makes it."""
     check_rows("local descriptors", local)
     check_rows("remote descriptors", remote)
     if len(local) != len(remote):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays that go to NIXL. Rows are checked by :func:`kvhma._kvhma.check_rows`."""
+"""The arrays that NIXL gets. :func:`kvhma._kvhma.check_rows` checks rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_ids(array: Any, what: str) -> None:
     """Check that `array` is C-contiguous int32 of shape (n,): NIXL wraps int64 ids silently.
 
     Raises:
-        RequestError: another dtype, shape or order.
+        RequestError: another dtype, shape or memory order.
     """
     if not isinstance(array, np.ndarray):
         raise RequestError(f"{what}: {type(array).__name__}, expected a numpy array")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a plan says of a request, in one call: clear, read from every source, wait."""
+"""Runs all transfers of a request in one call: clear, read from every source, wait."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def load(
     memory: Memory = "DRAM",
     timeout: float = 30.0,
 ) -> None:
-    """Bring a request's cache here: zero what no token fills, read from all sources at once, wait for all.
+    """Load a request's cache: zero what no token fills, read from all sources at once, and wait for all reads.
 
-    When it returns, every byte of the request's blocks is what the sources have, or zero. It waits, so call it from a
-    thread that may; an engine that computes meanwhile uses :meth:`Agent.read` and polls.
+    When it returns, every byte of the request's blocks has the sources' content or zero. It waits, so call it from a
+    thread that may wait. An engine that computes in the meantime uses :meth:`Agent.read` and polls.
 
     Args:
-        agent: with which the local memory is registered.
-        peers: for each source of the plan the peer that holds it; None where nothing is read.
-        transfer: what the plan says of the request, :meth:`kvhma.Plan.transfer`.
-        clear: zeroes local ranges, rows of address, length and device; done when it returns. None for host memory,
-            which is cleared here. For a device :func:`kvhma.tensors.clear` does it.
+        agent: the agent that registered the local memory.
+        peers: for each source of the plan the peer that holds it; None if nothing is read from it.
+        transfer: the plan's result for the request, see :meth:`kvhma.Plan.transfer`.
+        clear: zeroes local ranges (rows of address, length and device) before it returns. None for host memory, which
+            is cleared here. For a device use :func:`kvhma.tensors.clear`.
         memory: kind of the local memory.
-        timeout: seconds that the reads may take, together.
+        timeout: seconds for all reads together.
 
     Raises:
-        RequestError: no peer for a source that is read, local memory that is not registered, or no `clear` for memory
-            of a device. Nothing was cleared or read.
-        PeerLostError: a peer is gone. No read is under way any more.
-        TransferError: a read failed, and none is under way any more; or reads did not end in time: they still write,
-            and :meth:`Agent.poll` returns each when it has ended. Its blocks must not be used before.
+        RequestError: a source with reads has no peer; local memory is not registered; or `clear` is missing for device
+            memory. Nothing was cleared or read.
+        PeerLostError: a peer is gone. No read is in flight any more.
+        TransferError: a read failed, and no read is in flight any more. Or reads did not end in time and still write;
+            :meth:`Agent.poll` returns each of them when it has ended. Do not use its blocks before that.
     """
     sources = _sources(peers, transfer)
     _check_local(agent, transfer, memory)
@@ -61,7 +61,7 @@ def load(
         _clear_host(transfer.zero)
     elif len(transfer.zero):
         raise RequestError(
-            f"clear is None and memory is {memory!r}: who owns it has to clear {len(transfer.zero)} ranges"
+            f"clear is None and memory is {memory!r}: pass a function that clears {len(transfer.zero)} ranges"
         )
     deadline = time.monotonic() + timeout
     handles: list[TransferHandle] = []
@@ -81,13 +81,13 @@ def _sources(peers: Sequence[Peer | None], transfer: Transfer) -> list[Peer]:
     for read in transfer.reads:
         peer = peers[read.source] if read.source < len(peers) else None
         if peer is None:
-            raise RequestError(f"source {read.source} is read from, and peers has none for it")
+            raise RequestError(f"source {read.source} is read from, but peers has no peer for it")
         found.append(peer)
     return found
 
 
 def _check_local(agent: Agent, transfer: Transfer, memory: Memory) -> None:
-    """Refuse to write where the agent has nothing: NIXL would refuse a read there, but nobody a zero."""
+    """Refuse to write outside the agent's memory: NIXL would refuse such a read, but zeroing has no such check."""
     for address, length, device in transfer.zero.tolist():
         region = Region(address, length, memory, device)
         if not agent.covers(region):
@@ -100,7 +100,7 @@ def _clear_host(rows: NDArray[np.uint64]) -> None:
 
 
 def _wait(handles: Sequence[TransferHandle], deadline: float, timeout: float, error: KvhmaError | None) -> None:
-    """Wait until no read is under way, whatever became of the others; raise the first error."""
+    """Wait until no read is in flight, even after an error; raise the first error."""
     while running := [handle for handle in handles if not handle.finished]:
         for handle in running:
             try:
@@ -111,7 +111,9 @@ def _wait(handles: Sequence[TransferHandle], deadline: float, timeout: float, er
             if time.monotonic() > deadline:
                 late = sum(handle.abort() for handle in running)
                 if late:
-                    raise TransferError(f"{late} reads still write after {timeout} s; keep their blocks") from error
+                    raise TransferError(
+                        f"{late} reads still write after {timeout} s; do not free their blocks"
+                    ) from error
             time.sleep(_POLL_SECONDS)
     if error is not None:
         raise error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The message by which a worker tells another one who it is: a versioned, bounded, checked binary envelope.
+"""The message with which a worker introduces itself to another worker: a versioned, bounded, checked binary envelope.
 
 Layout, little-endian, no padding::
 
@@ -11,12 +11,12 @@ Layout, little-endian, no padding::
     20  u32   bytes of extra
     24  u64   incarnation
     32  32 s  public key of the agent; zeros if it has none
-    64  16 s  BLAKE2b of all of the above and of what follows
+    64  16 s  BLAKE2b of everything above and below
     80        name, metadata, geometry, extra
 
-The digest is no signature. It keeps damaged bytes away from NIXL, which hands the metadata to the transport
-unchecked. The name of an agent with a key ends in a hash of it, so that nobody else can sign in that name; who signs
-what, and who checks it, is up to the engines.
+The digest is not a signature. It protects NIXL, which passes the metadata to the transport unchecked, from damaged
+bytes. The name of an agent with a key ends in a hash of the key, so only its owner can sign with that name. The engines
+decide who signs what and who checks it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = 2
 """Version of the envelope."""
 
 WARM_UP = b"kvhma:warm-up"
-"""The notification that only opens the connection; the receiver drops it."""
+"""The notification that only opens the connection; the receiver ignores it."""
 
 MAX_NAME_BYTES = 256
 MAX_METADATA_BYTES = 16 << 20
@@ -49,20 +49,20 @@ _DIGEST_BYTES = 16
 _BODY = _HEAD.size + _DIGEST_BYTES
 
 MAX_HANDSHAKE_BYTES = _BODY + MAX_NAME_BYTES + MAX_METADATA_BYTES + MAX_GEOMETRY_BYTES + MAX_EXTRA_BYTES
-"""No handshake payload is longer: a receiver need not read further."""
+"""Limit for a handshake payload; a receiver need not read more."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandshakePayload:
-    """What a worker says of itself.
+    """The fields of a handshake payload.
 
     Attributes:
         name: name of its NIXL agent.
-        incarnation: random number of 64 bits; an agent that is started again under the same name has another one.
-        metadata: NIXL's blob of the agent: how to reach it and which memory it registered.
+        incarnation: random number of 64 bits; an agent that restarts under the same name gets another number.
+        metadata: NIXL's blob of the agent: how to reach it, and which memory it registered.
         geometry: the worker's caches.
-        extra: bytes of the engine's own, for example its clock and protocol version.
-        public_key: of the agent, whose name ends in :func:`key_hash` of it; empty if it has none.
+        extra: bytes for the engine's own use, for example its clock and protocol version.
+        public_key: the agent's key; its name ends in :func:`key_hash` of the key. Empty without a key.
     """
 
     name: str
@@ -74,10 +74,10 @@ class HandshakePayload:
 
 
 def key_hash(public_key: bytes) -> str:
-    """Return what the name of an agent with this key ends in: 32 hexadecimal digits.
+    """Return the end of the name of an agent with this key: 32 hexadecimal digits.
 
     Args:
-        public_key: its bytes.
+        public_key: the bytes of the key.
     """
     return hashlib.blake2b(public_key, digest_size=16, person=b"kvhma agent").hexdigest()
 
@@ -94,15 +94,15 @@ def encode_handshake(
     """Return the message for a :class:`HandshakePayload` of these fields.
 
     Args:
-        agent_metadata: of NIXL.
-        geometry: of the registered caches.
-        name: of the agent.
-        incarnation: a random number that a restarted agent does not have again.
+        agent_metadata: NIXL's metadata.
+        geometry: geometry of the registered caches.
+        name: name of the agent.
+        incarnation: a random number; a restarted agent gets another one.
         extra: bytes for the engine's own use.
-        public_key: key that the name ends in a hash of; empty for none.
+        public_key: the key whose hash ends the name; empty without a key.
 
     Raises:
-        HandshakeError: a field does not fit its bound, or the name is not that of an agent with this key.
+        HandshakeError: a field exceeds its bound, or the name does not end in the hash of the key.
     """
     raw_name = name.encode(errors="surrogatepass")
     body = (raw_name, bytes(agent_metadata), geometry.to_json(), bytes(extra))
@@ -119,7 +119,7 @@ def encode_handshake(
 def decode_handshake(data: bytes) -> HandshakePayload:
     """Read a message of :func:`encode_handshake`. Safe on any input.
 
-    Nothing is copied or parsed before sizes, version and digest are right.
+    Nothing is copied or parsed before sizes, version and digest are checked.
 
     Args:
         data: the message.
@@ -128,8 +128,8 @@ def decode_handshake(data: bytes) -> HandshakePayload:
         Its fields.
 
     Raises:
-        HandshakeError: not such a message, of another version, too long, damaged, with a name that belongs to
-            another key, or with a geometry that is not one; never anything else.
+        HandshakeError: the message has another form or version, is too long or damaged, has a name that does not fit
+            its key, or an invalid geometry. No other error is raised.
     """
     view = _as_bytes(data)
     sizes, incarnation, public_key = _read_head(view)
@@ -158,7 +158,7 @@ def _as_bytes(data: object) -> memoryview:
 
 
 def _read_head(view: memoryview) -> tuple[list[int], int, bytes]:
-    """Return the sizes of the four parts of the body, none above its bound, the incarnation, and the public key."""
+    """Return the sizes of the four parts of the body, within their bounds, the incarnation, and the public key."""
     if len(view) > MAX_HANDSHAKE_BYTES:
         raise HandshakeError(f"a handshake payload of {len(view)} bytes, at most {MAX_HANDSHAKE_BYTES} are read")
     if len(view) < _START.size:
@@ -166,7 +166,7 @@ def _read_head(view: memoryview) -> tuple[list[int], int, bytes]:
     magic, version = _START.unpack_from(view)
     if magic != _MAGIC:
         raise HandshakeError("not a kvhma handshake payload")
-    if version != VERSION:  # before anything else of the header: another version may have another one
+    if version != VERSION:  # check it first: another version may have another header
         raise HandshakeError(f"the peer speaks version {version} of the handshake, this side version {VERSION}")
     if len(view) < _BODY:
         raise HandshakeError(f"a handshake payload of {len(view)} bytes is cut off")
@@ -189,7 +189,7 @@ def _check_sizes(sizes: list[int]) -> None:
 
 
 def _check_name(raw: bytes) -> str:
-    # It goes into logs and error texts, so it must not bring line breaks or control characters along.
+    # The name appears in logs and error texts, so it must not contain line breaks or control characters.
     try:
         name = raw.decode()
     except UnicodeDecodeError as exc:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: D102 - the methods of the protocol are NIXL's
-"""The part of NIXL's Python API that kvhma uses, how it is opened, its version, and its exceptions as kvhma's."""
+"""The part of NIXL's Python API that kvhma uses: how it is opened, its version, and its exceptions as kvhma's."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvhma.geometry import Memory
 from kvhma.versions import NIXL_INSTALL, NIXL_STRIDED, series
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
-"""The agent name that makes a prepared list a local one."""
+"""The agent name that makes a prepared list local."""
 
 PROGRESS_DELAY_US = 1000
 """Default of :attr:`AgentOptions.progress_delay_us`; docs/nixl.md has the measurements."""
 
 READER_PROGRESS_DELAY_US = 100_000
-"""The delay for agents whose own threads copy what they read. A copy has UCX's lock; a progress thread that wakes then
-takes the lock in turns with it until nothing is in flight, and each spins for the other."""
+"""Delay for agents whose own threads copy what they read. Such a copy holds UCX's lock. A progress thread that wakes
+during the copy competes for the lock until nothing is in flight, and both threads spin."""
 
 MAX_PROGRESS_DELAY_US = 1_000_000
-"""The longest delay: an event that the thread misses may cost as much."""
+"""The longest delay; an event that the thread misses may cost as much."""
 
 PACKAGES = ("nixl", "nixl_rocm")
-"""What NIXL is called: for CUDA and for hosts without a GPU, and for ROCm."""
+"""NIXL's packages: for CUDA and for hosts without a GPU, and for ROCm."""
 
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
-"""What UCX finds in its environment unless it was set: vLLM's connector sets it too, against a leak of UCX."""
+"""UCX's environment, unless it is already set. vLLM's connector sets it too, against a leak in UCX."""
 
 _THREADS_OPTION = {
     "UCX": "num_threads",
@@ -46,7 +46,7 @@ _THREADS_OPTION = {
     "GDS_MT": "thread_count",
     "UCCL": "num_cpus",
 }
-"""What NIXL's backends call their number of threads; other backends have no such option."""
+"""The backends' options for the number of threads; other backends have no such option."""
 
 _REFUSALS = frozenset(
     {"nixlInvalidParamError", "nixlMismatchError", "nixlNotAllowedError", "nixlNotFoundError"}
@@ -58,11 +58,11 @@ class NixlHandle(Protocol):
     """A NIXL object that holds memory of the library until it is released."""
 
     def release(self) -> None:
-        """Give the memory back. For a transfer in flight this does *not* stop the transfer."""
+        """Release the memory. For a transfer in flight this does *not* stop the transfer."""
 
 
 class NixlAgent(Protocol):
-    """The methods of ``nixl_agent`` that kvhma calls, and no others; `tests/support/fake_nixl.py` has the same ones."""
+    """The methods of ``nixl_agent`` that kvhma calls; `tests/support/fake_nixl.py` has the same methods."""
 
     def register_memory(self, reg_list: NDArray[np.uint64], mem_type: str) -> Any: ...
     def deregister_memory(self, dereg_list: Any) -> None: ...
@@ -93,16 +93,16 @@ class NixlAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """How an agent is made.
+    """Options of an agent.
 
     Attributes:
         backends: NIXL's transports, in order of preference.
-        num_threads: transport threads of each backend that has such an option; they share transfers of 1,024
-            descriptors or more. With 0 a transport that copies inline does it in the calling thread.
-        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it, from 0 to
-            1,000,000. With 0 it polls without a pause, as with NIXL's own Python API, which takes a processor core.
-        strided: False to write views out even where NIXL takes strided rows; None to go by NIXL's version.
-        package: which of `PACKAGES` to import; None for the first one that is installed.
+        num_threads: transport threads of each backend that has such an option. NIXL uses them only for transfers of at
+            least 1,024 descriptors. With 0 a transport that copies inline copies in the calling thread.
+        progress_delay_us: microseconds that NIXL's progress thread sleeps without an event, from 0 to 1,000,000. With 0
+            it polls without a pause, as in NIXL's own Python API, and occupies a processor core.
+        strided: False to write views out even if NIXL accepts strided rows; None to decide by NIXL's version.
+        package: which of `PACKAGES` to import; None for the first installed package.
     """
 
     backends: Sequence[str] = ("UCX",)
@@ -112,10 +112,10 @@ class AgentOptions:
     package: str | None = None
 
     def check(self) -> None:
-        """Check what NIXL would ignore or take too literally.
+        """Check options that NIXL would ignore or misuse.
 
         Raises:
-            RequestError: the delay is out of range, no backend takes a number of threads, or NIXL has no such package.
+            RequestError: the delay is out of range, no backend has a number of threads, or NIXL has no such package.
         """
         if self.package is not None and self.package not in PACKAGES:
             raise RequestError(f"package is {self.package!r}, expected one of {list(PACKAGES)}")
@@ -123,7 +123,7 @@ class AgentOptions:
             raise RequestError(f"progress_delay_us is {self.progress_delay_us}, expected 0 to {MAX_PROGRESS_DELAY_US}")
         if self.num_threads and not _THREADS_OPTION.keys() & set(self.backends):
             raise RequestError(
-                f"num_threads is {self.num_threads}, but of the backends {list(self.backends)} none takes any; use 0"
+                f"num_threads is {self.num_threads}, but no backend of {list(self.backends)} has such an option; use 0"
             )
 
 
@@ -131,7 +131,7 @@ def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
     """Import NIXL and make an agent with a progress thread.
 
     Raises:
-        ImportError: NIXL is not installed, or lacks something it needs.
+        ImportError: NIXL is not installed, or lacks a needed part.
         RequestError: an option that :meth:`AgentOptions.check` refuses.
         TransferError: NIXL has no such backend, or cannot start it.
     """
@@ -140,9 +140,9 @@ def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
         api = import_nixl(options.package)
     except ImportError as exc:
         raise ImportError(f"kvhma.nixl needs NIXL: {NIXL_INSTALL} (importing it: {exc})") from exc
-    # NIXL's default is no locking at all. An engine posts from one thread, polls from another and connects in a third.
-    # RW lets posts and polls of different transfers run side by side, which a post that copies inline (hundreds of
-    # milliseconds) needs; only registration, handshake and reading the notifications exclude the others.
+    # NIXL's default is no locking. An engine posts from one thread, polls from a second and connects in a third. With
+    # RW, posts and polls of different transfers run in parallel. A post that copies inline needs that, because it can
+    # take hundreds of milliseconds. Only registration, handshake and reading the notifications exclude the others.
     lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     try:
         # The owner of memory that peers read makes progress only in the progress thread.
@@ -159,13 +159,13 @@ def open_nixl(name: str, options: AgentOptions) -> NixlAgent:
 
 
 def import_nixl(package: str | None = None) -> Any:
-    """Return the module that has ``nixl_agent``; UCX's environment is completed before it is first imported.
+    """Return the module with ``nixl_agent``. UCX's environment is completed before the first import.
 
     Args:
-        package: which of `PACKAGES`; None for the first one that is installed.
+        package: which of `PACKAGES`; None for the first installed package.
 
     Raises:
-        ImportError: none is installed, or it cannot be imported.
+        ImportError: no package is installed, or it cannot be imported.
     """
     if not any(name in sys.modules for name in PACKAGES):
         for name, value in _ENVIRONMENT.items():
@@ -174,14 +174,14 @@ def import_nixl(package: str | None = None) -> Any:
     try:
         return importlib.import_module(f"{first}._api")
     except ModuleNotFoundError as missing:
-        for other in others if missing.name == first else ():
+        for fallback in others if missing.name == first else ():
             with contextlib.suppress(ModuleNotFoundError):
-                return importlib.import_module(f"{other}._api")
+                return importlib.import_module(f"{fallback}._api")
         raise
 
 
 def _delay_progress(agent: Any, lock: Any, delay_us: int) -> None:
-    """Give a ``nixl_agent`` that has no backends yet another NIXL agent below it, whose progress thread sleeps.
+    """Replace the inner NIXL agent of a ``nixl_agent`` without backends by one whose progress thread sleeps.
 
     NIXL's Python API fixes the delay at zero; its binding has a field for it.
     """
@@ -192,16 +192,14 @@ def _delay_progress(agent: Any, lock: Any, delay_us: int) -> None:
         config.captureTelemetry = True
         config.syncMode = lock.value
         config.pthrDelay = delay_us
-        del agent.agent  # first, since both would have the same name in NIXL's telemetry
+        del agent.agent  # first, because both would have the same name in NIXL's telemetry
         agent.agent = bindings.nixlAgent(agent.name, config)
     except AttributeError as exc:
-        raise ImportError(
-            f"this NIXL cannot delay its progress thread ({exc}); progress_delay_us=0 does without a delay"
-        ) from exc
+        raise ImportError(f"this NIXL cannot delay its progress thread ({exc}); use progress_delay_us=0") from exc
 
 
 def _create_backends(agent: Any, options: AgentOptions) -> None:
-    # NIXL's constructor skips a backend it has no plugin for with a warning, and its first use fails.
+    # NIXL's constructor skips a backend without a plugin with a warning, and its first use fails.
     plugins = agent.get_plugin_list()
     if missing := [backend for backend in options.backends if backend not in plugins]:
         raise TransferError(f"NIXL has no plugin for {missing}; it has {plugins}")
@@ -213,7 +211,7 @@ def _create_backends(agent: Any, options: AgentOptions) -> None:
 def takes_strided(nixl: NixlAgent) -> bool:
     """Whether prepared lists can be made of strided rows.
 
-    An agent of a package without a version counts as older: rows that are written out suit every version.
+    An agent of a package without a version counts as older, because every version accepts written-out rows.
     """
     package = type(nixl).__module__.partition(".")[0]  # nixl_cu12, nixl_cu13
     try:
@@ -224,25 +222,25 @@ def takes_strided(nixl: NixlAgent) -> bool:
 
 
 def make_descriptors(nixl: NixlAgent, rows: NDArray[np.uint64], memory: Memory) -> Any:
-    """Return NIXL's descriptors of rows ``(addr, len, device)``, uint64 of shape (n, 3).
+    """Return NIXL's descriptors for rows ``(addr, len, device)``, uint64 of shape (n, 3).
 
     Raises:
-        RequestError: NIXL refuses their form.
+        RequestError: NIXL refuses the form of the rows.
     """
     made = nixl.get_xfer_descs(rows, memory)
-    if made is None:  # NIXL's way to refuse a form: a line in the log and no exception
+    if made is None:  # NIXL refuses a form with a log line and no exception
         raise RequestError(f"NIXL makes no descriptors of {rows.dtype} of shape {rows.shape}, {memory}")
     return made
 
 
 def translate(exc: Exception, what: str, refused: type[KvhmaError] = TransferError) -> KvhmaError:
-    """Return kvhma's error for one of NIXL's.
+    """Return kvhma's error for an exception of NIXL.
 
-    NIXL's exceptions have no common base and carry only a status name, so they are told apart by their class
-    name, and `what` has to say what was attempted.
+    NIXL's exceptions have no common base class and carry only a status name. So they are distinguished by their class
+    name, and `what` must say what was attempted.
 
     Args:
-        exc: what NIXL raised.
+        exc: the exception.
         what: start of the message.
         refused: class for arguments that NIXL refuses: not found, invalid, mismatch, not allowed.
     """

@@ -15,10 +15,10 @@ from kvhma.nixl.library import NixlAgent, translate
 
 
 class RegisteredMemory:
-    """Ranges of bytes by kind of memory and device, none of which overlap. Not safe for threads by itself."""
+    """Ranges of bytes by kind of memory and device, without overlap. Not thread-safe by itself."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Begin without memory."""
         self._ranges: dict[tuple[Memory, int], list[tuple[int, int]]] = {}
         self.registrations: list[Any] = []
 
@@ -33,8 +33,8 @@ class RegisteredMemory:
                                [--------)                overlaps one in part: RequestError
 
         Raises:
-            RequestError: only a part of it is. NIXL would register the rest, and then not find descriptors after the
-                overlap.
+            RequestError: only a part of the region is registered. NIXL would register the rest, and then not find
+                descriptors after the overlap.
         """
         ranges = self._ranges.get((region.memory, region.device), [])
         start, end = region.base, region.base + region.bytes
@@ -48,13 +48,13 @@ class RegisteredMemory:
         return False
 
     def register(self, nixl: NixlAgent, regions: Iterable[Region]) -> None:
-        """Register regions, those that are not covered yet.
+        """Register the regions that are not registered yet.
 
         Raises:
-            RequestError: a region is covered in part.
+            RequestError: a part of a region is already registered.
             TransferError: NIXL refused a region.
         """
-        # Larger ones first, so that a region inside another one is seen to be covered.
+        # Larger regions first, so that a region inside another region is found to be covered.
         for region in sorted(regions, key=lambda r: (r.base, -r.bytes)):
             if self.covers(region):
                 continue
@@ -66,7 +66,7 @@ class RegisteredMemory:
             insort(ranges, (region.base, region.base + region.bytes))
 
     def deregister_all(self, nixl: NixlAgent) -> None:
-        """Deregister everything; what NIXL cannot deregister ends with its agent."""
+        """Deregister everything; memory that NIXL cannot deregister ends with its agent."""
         for registration in self.registrations:
             with contextlib.suppress(Exception):
                 nixl.deregister_memory(registration)

@@ -18,13 +18,13 @@ from kvhma.nixl.library import NixlAgent, make_descriptors, translate
 class Peer:
     """A connected agent whose memory can be read.
 
-    Valid until it is lost, disconnected, or replaced by another handshake payload of the same name.
+    Valid until it is lost, disconnected, or replaced by another handshake payload with the same name.
 
     Attributes:
         name: name of its agent.
         geometry: its caches.
-        payload: what its handshake payload said of it, also its incarnation and what its engine put into it.
-        gone: why nothing can be read from it any more; None while it is connected.
+        payload: the fields of its handshake payload, including its incarnation and its engine's extra bytes.
+        gone: why it can no longer be read; None while it is connected.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Peer:
 
 
 def metadata_start(name: str) -> bytes:
-    """Return the bytes that NIXL's metadata of an agent of this name starts with.
+    """Return the first bytes of NIXL's metadata of an agent with this name.
 
     ::
 
@@ -49,23 +49,24 @@ def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[st
 
     Args:
         nixl: the NIXL agent that adds it.
-        payload: what the sender says of itself.
-        connected: names of the connected peers, none of which a wrong payload may remove.
-        check_start: whether the metadata has to start like :func:`metadata_start`.
+        payload: the fields of the sender's handshake payload.
+        connected: names of the connected peers, which a wrong payload must not remove.
+        check_start: whether the metadata must start with :func:`metadata_start`.
 
     Raises:
-        HandshakeError: NIXL refuses the metadata, or it is of another agent, or does not cover the geometry.
-        PeerLostError: the peer is gone already.
+        HandshakeError: NIXL refuses the metadata, or the metadata has another agent's name or does not cover the
+            geometry.
+        PeerLostError: the peer is already gone.
         TransferError: NIXL failed otherwise.
     """
     name = payload.name
-    # NIXL merges metadata into whichever agent it names, so a peer could add to what is known of another one.
+    # NIXL merges metadata into the agent that the metadata names, so a peer could add to another agent's entry.
     if check_start and not payload.metadata.startswith(metadata_start(name)):
         raise HandshakeError(f"the metadata in the handshake payload of {name!r} is not that agent's")
     try:
         added = nixl.add_remote_agent(payload.metadata)
     except Exception as exc:
-        raise translate(exc, f"NIXL cannot take on {name!r}", HandshakeError) from exc
+        raise translate(exc, f"NIXL cannot add {name!r}", HandshakeError) from exc
     loaded = added.decode(errors="replace") if isinstance(added, bytes) else added
     try:
         if loaded != name:
@@ -84,7 +85,7 @@ def add_peer(nixl: NixlAgent, payload: HandshakePayload, connected: Container[st
 
 
 def remove_peer(nixl: NixlAgent, peer: Peer) -> None:
-    """Let NIXL forget a peer that has no transfers.
+    """Remove a peer without transfers from NIXL.
 
     Raises:
         TransferError: NIXL cannot remove it.
@@ -92,6 +93,6 @@ def remove_peer(nixl: NixlAgent, peer: Peer) -> None:
     try:
         nixl.remove_remote_agent(peer.name)
     except Exception as exc:
-        # Newer versions of NIXL remove an agent by themselves once a transfer finds it disconnected.
+        # Newer versions of NIXL remove an agent themselves when a transfer finds it disconnected.
         if type(exc).__name__ != "nixlNotFoundError":
             raise translate(exc, f"cannot remove peer {peer.name!r}") from exc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TCP ports on which this process listens, as the Linux kernel tells; UCX does not say which ones it has opened."""
+"""The TCP ports on which this process listens, from the Linux kernel, because UCX does not report its ports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ListeningSocket:
     Attributes:
         host: numeric address; all zeros for every address of the machine.
         port: its port.
-        device: name of the network device that has the address; ``all`` for every one, ``?`` if none is known.
+        device: name of the network device with the address; ``all`` for every device, ``?`` if unknown.
     """
 
     host: str
@@ -35,16 +35,16 @@ class ListeningSocket:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether only this machine can reach it."""
         return ipaddress.ip_address(self.host).is_loopback
 
 
 def listening_sockets() -> set[ListeningSocket]:
-    """Return the TCP sockets of this process that accept connections; none where there is no ``/proc``."""
+    """Return the TCP sockets of this process that accept connections; an empty set without ``/proc``."""
     inodes = set()
     with contextlib.suppress(OSError):
         for descriptor in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # the one that lists them is gone
+            with contextlib.suppress(OSError):  # the descriptor of the listing is closed
                 inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
     devices = _devices()
     found = set()
@@ -59,7 +59,7 @@ def listening_sockets() -> set[ListeningSocket]:
 
 
 def _read(address: str, devices: dict[str, str]) -> ListeningSocket:
-    """Read ``0100007F:1F90``: the address in 32-bit words of this machine's byte order, the port as a number."""
+    """Parse ``0100007F:1F90``: the address in 32-bit words of this machine's byte order, and the port."""
     words, _, port = address.partition(":")
     packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
     numeric = ipaddress.ip_address(packed)
@@ -69,11 +69,11 @@ def _read(address: str, devices: dict[str, str]) -> ListeningSocket:
 
 
 def _devices() -> dict[str, str]:
-    """Return the network device of each address: the first one of IPv4 that each has, and all of IPv6."""
+    """Return the network device of each address: the first IPv4 address of each device, and all IPv6 addresses."""
     found = {}
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # the device has no IPv4 address
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found[socket.inet_ntoa(answer[20:24])] = name
     with contextlib.suppress(OSError):

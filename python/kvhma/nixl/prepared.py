@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of descriptors, and reads, that NIXL keeps."""
+"""Lists of descriptors, and reads, that NIXL holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvhma.nixl.transfer import InFlight, TransferHandle
 
 @dataclass(eq=False)
 class PreparedList:
-    """A list of descriptors that NIXL keeps, to be chosen from by id.
+    """A list of descriptors that NIXL holds; reads select entries by id.
 
     Entry ``e`` of view ``v`` has the id ``e`` plus the counts of all views before ``v``::
 
@@ -32,7 +32,7 @@ class PreparedList:
         id       0   1   2     3   4         5   6   7   8
 
     Attributes:
-        peer: whose memory it is; None for the agent's own.
+        peer: the owner of the memory; None for this agent.
         count: ids go from 0 to ``count - 1``.
     """
 
@@ -42,17 +42,17 @@ class PreparedList:
     _owner: Preparations = field(repr=False)
 
     def release(self) -> None:
-        """Release it. Transfers made from it are not affected; a second call does nothing."""
+        """Release the list. Transfers made from it are not affected; a second call has no effect."""
         self._owner.release(self)
 
 
 @dataclass(eq=False)
 class PreparedRead:
-    """A read of a peer's memory that NIXL keeps, to be posted again and again: a fraction of the cost of a new one.
+    """A read of a peer's memory that NIXL holds; posting it again costs a fraction of a new read.
 
     Attributes:
-        peer: whose memory is read.
-        count: its descriptors.
+        peer: the owner of the memory that is read.
+        count: number of its descriptors.
     """
 
     peer: Peer
@@ -64,13 +64,13 @@ class PreparedRead:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def post(self) -> TransferHandle:
-        """Read once more.
+        """Post the read again.
 
         Returns:
-            The read, under way: poll it, or wait for it.
+            The read in flight: poll it, or wait for it.
 
         Raises:
-            RequestError: the last one has not ended, or it was released. Nothing was started.
+            RequestError: the last post has not ended, or the read was released. Nothing was started.
             PeerLostError: the peer is gone.
             TransferError: NIXL cannot start it.
         """
@@ -86,23 +86,23 @@ class PreparedRead:
         return self._handle
 
     def release(self) -> None:
-        """Release it, unless it is in flight: then it is released with its peer. A second call does nothing."""
+        """Release the read; if it is in flight, it is released with its peer. A second call has no effect."""
         with self._lock:
             if self._last is None or self._last.finished:
                 self._owner.release(self)
 
 
 class Preparations:
-    """The lists and reads of one agent that were prepared and not released."""
+    """The prepared lists and reads of one agent that are not released."""
 
     def __init__(self, session: Session, *, strided: bool) -> None:
-        """Begin with none; `strided` is whether NIXL takes views as they are, else one row goes to it per entry."""
+        """Begin without lists; `strided` is whether NIXL gets views as they are, else one row per entry."""
         self._session = session
         self._strided = strided
         self._lists: set[PreparedList | PreparedRead] = set()
 
     def prepare(self, peer: Peer | None, views: NDArray[np.uint64], memory: Memory) -> PreparedList:
-        """Let NIXL keep views of a peer's memory, or for None of the agent's own, as :meth:`Agent.prepare` says."""
+        """Let NIXL hold views of a peer's memory, or for None of the agent's own, see :meth:`Agent.prepare`."""
         what = "local views" if peer is None else f"views of {peer.name!r}"
         count = check_rows(what, views, 5)
         if not len(views):
@@ -129,7 +129,7 @@ class Preparations:
     def prepare_read(
         self, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle], in_flight: InFlight
     ) -> PreparedRead:
-        """Let NIXL keep a read, as :meth:`Agent.prepare_read` says."""
+        """Let NIXL hold a read, see :meth:`Agent.prepare_read`."""
         with self._session.lock:
             handle = in_flight.handle_of(self._session.usable(peer), peer, count, make)
             prepared = PreparedRead(peer, count, handle, self, in_flight)
@@ -137,7 +137,7 @@ class Preparations:
             return prepared
 
     def handle(self, prepared: PreparedList) -> NixlHandle | None:
-        """Return NIXL's handle of a list; None if it was released or is of another agent."""
+        """Return NIXL's handle of a list; None if it was released or belongs to another agent."""
         return prepared._handle if prepared._owner is self else None
 
     def release(self, prepared: PreparedList | PreparedRead) -> None:
@@ -150,7 +150,7 @@ class Preparations:
                     handle.release()
 
     def release_all(self, peer: Peer | None = None) -> None:
-        """Release those of one peer's memory, or all."""
+        """Release the lists and reads of one peer's memory, or all."""
         with self._session.lock:
             for prepared in list(self._lists):
                 if peer is None or prepared.peer is peer:

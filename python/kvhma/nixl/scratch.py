@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of an agent's own that connections are warmed up with."""
+"""An agent's own memory for warming up connections."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        """Allocate the host's."""
+        """Allocate the host memory."""
         self._bytes = np.zeros(_BYTES, dtype=np.uint8)
         self.host = Region(self._bytes.ctypes.data, _BYTES)
         self.device: Region | None = None
 
     def for_read(self, peer: Peer) -> tuple[Region, Region, int] | None:
-        """Return where to read to, where of a peer to read from, and how many bytes; None if nothing can be read."""
+        """Return destination, source at a peer, and bytes of a small read; None if the peer has no such memory."""
         # Not every transport reads device memory into host memory.
-        readable = (one for one in peer.geometry.regions if self.device is not None or one.memory == "DRAM")
+        readable = (region for region in peer.geometry.regions if self.device is not None or region.memory == "DRAM")
         region = next(readable, None)
         if region is None:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers, from their post until their memory may be used again."""
+"""Transfers, from their post until their memory may be reused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _DRAIN_SLEEP = 5e-4
 
 
 class Telemetry(NamedTuple):
-    """What NIXL measured of a finished transfer.
+    """NIXL's measurements of a finished transfer.
 
     Attributes:
-        descriptors: descriptors that went to the transport, after NIXL merged neighbours.
+        descriptors: descriptors that the transport got, after NIXL merged neighbours.
         nbytes: bytes moved.
         start_us: when it was posted, on the machine's steady clock, in microseconds.
         post_us: microseconds inside the post. A transport that copies inline does the whole transfer there.
@@ -39,21 +39,20 @@ class Telemetry(NamedTuple):
 
 @dataclass(eq=False, repr=False, slots=True)
 class TransferHandle:
-    """A read of a peer's memory in flight, as :meth:`Agent.read` and :meth:`Agent.read_ids` return it.
+    """A read of a peer's memory in flight, returned by :meth:`Agent.read` and :meth:`Agent.read_ids`.
 
-    :class:`kvhma.Transfer` says which bytes a request needs; this is NIXL's work on one source's part of them. It
-    has to be polled until it ends: NIXL makes progress, and notifies the peer, inside the poll. Until it
-    ends the destination must neither be freed nor used for anything else. There is no way to stop it early,
-    since NIXL lets a released transfer run on; :meth:`abort` only hands the polling over to
-    :meth:`Agent.poll`.
+    :class:`kvhma.Transfer` lists the bytes of a request; this is NIXL's transfer of the part from one source. Poll it
+    until it ends, because NIXL makes progress, and notifies the peer, inside the poll. Until it ends, neither free nor
+    reuse the destination. It cannot be stopped early, because NIXL lets a released transfer continue; :meth:`abort`
+    only leaves the polling to :meth:`Agent.poll`.
 
     Any thread may poll.
 
     Attributes:
-        peer: whose memory is read.
-        telemetry: what NIXL measured, once done; None before, after a failure, and where NIXL's environment turns it
-            off.
-        aborted: whether :meth:`abort` took it over.
+        peer: the owner of the memory that is read.
+        telemetry: NIXL's measurements once the transfer is done. None before, after a failure, and if NIXL's
+            environment disables it.
+        aborted: whether :meth:`abort` was called in time.
     """
 
     peer: Peer
@@ -61,14 +60,14 @@ class TransferHandle:
     _owner: InFlight
     telemetry: Telemetry | None = None
     _kept: bool = False
-    """Whether NIXL's handle is a :class:`kvhma.nixl.PreparedRead`'s, which posts it again."""
+    """Whether NIXL's handle belongs to a :class:`kvhma.nixl.PreparedRead`, which posts it again."""
     aborted: bool = field(default=False, init=False)
     _error: KvhmaError | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def finished(self) -> bool:
-        """Whether it ended, well or badly: nothing will be written to its destination any more."""
+        """Whether it ended, successful or not; nothing writes to its destination any more."""
         return self._work is None
 
     def poll(self) -> Literal["running", "done"]:
@@ -76,7 +75,7 @@ class TransferHandle:
 
         Raises:
             PeerLostError: the peer is gone.
-            TransferError: NIXL lost the transfer. It has ended; so it has after PeerLostError.
+            TransferError: NIXL lost the transfer. It has ended, as after PeerLostError.
         """
         with self._lock:
             self._step()
@@ -102,12 +101,12 @@ class TransferHandle:
         return True
 
     def abort(self) -> bool:
-        """Give up the outcome.
+        """Stop waiting for the outcome.
 
-        The transfer goes on, and its destination stays in use until :meth:`Agent.poll` returns this object.
+        The transfer continues, and its destination stays in use until :meth:`Agent.poll` returns this object.
 
         Returns:
-            Whether it is still in flight. False: it has ended, and :meth:`Agent.poll` will not return it.
+            Whether it is still in flight. If False, it has ended, and :meth:`Agent.poll` will not return it.
         """
         with self._lock:
             if not self.finished:
@@ -115,7 +114,7 @@ class TransferHandle:
             return not self.finished
 
     def post(self) -> None:
-        """Hand it to the transport; done once, by the agent.
+        """Post the transfer; the agent does this once.
 
         Raises:
             PeerLostError: the peer is gone.
@@ -138,16 +137,16 @@ class TransferHandle:
         return self.finished
 
     def _step(self, *, first: bool = False) -> None:
-        """Post it, or ask how far it is."""
+        """Post it, or ask for its state."""
         if self._work is None:
             return
         nixl, handle = self._work
         try:
             status = nixl.transfer(handle) if first else nixl.check_xfer_state(handle)
         except Exception as exc:
-            # The agent never removes a peer under a transfer, so it is "not found" only where NIXL dropped the peer by
-            # itself, as newer versions do when one of its transfers finds it disconnected. The endpoint has failed
-            # then, and all its transfers with it.
+            # The agent never removes a peer with a transfer. So "not found" means that NIXL removed the peer itself, as
+            # newer versions do when a transfer finds it disconnected. Then the endpoint has failed, and all its
+            # transfers with it.
             gone = type(exc).__name__ == "nixlNotFoundError"
             what = f"transfer from {self.peer.name!r} {'cannot start' if first else 'lost'}"
             self._end(translate(exc, what, PeerLostError if gone else TransferError))
@@ -160,7 +159,7 @@ class TransferHandle:
 
     def _end(self, error: KvhmaError | None) -> None:
         if self._work is not None and not self._kept:
-            with contextlib.suppress(Exception):  # it has ended; NIXL keeps what it cannot release yet on a list
+            with contextlib.suppress(Exception):  # it has ended; NIXL lists what it cannot release yet
                 self._work[1].release()
         self._error = error
         self._work = None
@@ -168,13 +167,13 @@ class TransferHandle:
 
 
 class InFlight:
-    """The transfers of one agent from their post to their end, and ended ones that were aborted until they are polled.
+    """The transfers of one agent from post to end, and aborted ones until :meth:`Agent.poll` returns them.
 
-    NIXL would release a transfer that nothing refers to while it still writes, so this object keeps them.
+    NIXL would release an unreferenced transfer while it still writes, so this object holds them.
     """
 
     def __init__(self, session: Session) -> None:
-        """Begin with none."""
+        """Begin without transfers."""
         self._session = session
         self._running: set[TransferHandle] = set()
         self._unclaimed: list[TransferHandle] = []
@@ -186,10 +185,10 @@ class InFlight:
         """Make and post a transfer.
 
         Args:
-            peer: whose memory is read.
-            count: how many descriptors it has, for messages.
-            make: makes NIXL's handle of it, or has made it before.
-            kept: whether that is not released when the transfer ends.
+            peer: the owner of the memory that is read.
+            count: number of descriptors, for messages.
+            make: makes NIXL's handle, or returns an existing one.
+            kept: whether the handle survives the end of the transfer.
 
         Raises:
             RequestError: NIXL refuses the descriptors. Nothing was started.
@@ -204,7 +203,7 @@ class InFlight:
         return transfer
 
     def handle_of(self, nixl: NixlAgent, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle]) -> NixlHandle:
-        """Make NIXL's handle of a transfer as :meth:`start` does; the session's lock is held."""
+        """Make NIXL's handle of a transfer, see :meth:`start`; the session's lock is held."""
         try:
             return make(nixl)
         except KvhmaError:
@@ -215,16 +214,16 @@ class InFlight:
 
     @property
     def is_running(self) -> bool:
-        """Whether there are any that have not ended."""
+        """Whether any transfer has not ended."""
         return bool(self._running)
 
     def running(self, peer: Peer | None = None) -> list[TransferHandle]:
-        """Return those that have not ended, of one peer or of all."""
+        """Return the transfers of one peer, or all, that have not ended."""
         with self._session.lock:
             return [transfer for transfer in self._running if peer is None or transfer.peer is peer]
 
     def poll_aborted(self) -> list[TransferHandle]:
-        """Drive the aborted ones; return those that have ended since the last call."""
+        """Poll the aborted transfers; return those that have ended since the last call."""
         for transfer in self.running():
             if transfer.aborted:
                 transfer.drive()
@@ -233,7 +232,7 @@ class InFlight:
         return ended
 
     def drain(self, timeout: float, what: str, peer: Peer | None = None) -> None:
-        """Drive those of one peer, or of all, until they have ended. Nothing can be started by now.
+        """Poll the transfers of one peer, or all, until they have ended. New ones are refused by now.
 
         Raises:
             TransferError: some have not ended after `timeout` seconds; `what` begins the message.
@@ -246,19 +245,20 @@ class InFlight:
             time.sleep(_DRAIN_SLEEP)
 
     def measure(self, nixl: NixlAgent, handle: NixlHandle) -> Telemetry | None:
-        """Return what NIXL measured of a transfer, None if it measures nothing."""
+        """Return NIXL's measurements of a transfer, or None without measurements."""
         if not self._telemetry:
             return None
         try:
             raw = nixl.get_xfer_telemetry(handle)
         except Exception:
-            # NIXL's environment can turn telemetry off; the transfer is good without it, and the next ones have none.
+            # NIXL's environment can disable telemetry. The transfer is still good, and later ones have no telemetry
+            # either.
             self._telemetry = False
             return None
         return Telemetry(raw.descCount, raw.totalBytes, raw.startTime, raw.postDuration, raw.xferDuration)
 
     def ended(self, transfer: TransferHandle, error: KvhmaError | None) -> None:
-        """Take note of a transfer's end."""
+        """Record the end of a transfer."""
         with self._session.lock:
             self._running.discard(transfer)
             if transfer.aborted:
