@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a prefill rank read as they lie, and permuted on the decode rank: fewer descriptors where D's are longer.
+"""Reads of a prefill rank's blocks in its own order, permuted on the decode rank, which need fewer descriptors.
 
-Where heads lie outside of tokens in a page and P's block is the shorter one, D's block has a place of its own for each
-head of each of P's blocks, and a plan needs as many descriptors. Read as it lies, a block of P takes one::
+If heads are outside of tokens in a page and P's block is shorter than D's, a plan needs a descriptor for each head of
+each
+of P's blocks. In P's own order, a block of P is one descriptor::
 
     D's block    head 0: tokens of block a, of block b | head 1: tokens of block a, of block b | ...
-    as it lies   block a: head 0, head 1, ... | block b: head 0, head 1, ...
+    P's order    block a: head 0, head 1, ... | block b: head 0, head 1, ...
 
-Only whole blocks of D that are filled from one rank by one transfer can be read like that; all others stay as planned.
-docs/tuning.md says when it is worth it.
+This is possible only for whole blocks of D that one transfer fills from one rank; all others stay as planned.
+docs/tuning.md says when it pays off.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from kvhma.geometry import Geometry
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PermutedRead:
-    """What is read from one source, and what has to be done once it has arrived.
+    """The reads from one source, and the permutation after they arrive.
 
     Attributes:
         source: index of the source in the plan.
         local: shape (n, 3): address, length in bytes, device; sorted by address.
         remote: shape (n, 3): row i is read into row i of `local`.
-        permutes: shape (k, 5): address, device, blocks, heads, bytes of a head in a block. There ``blocks x heads``
-            arrive, where ``heads x blocks`` belong; the ranges are disjoint.
+        permutes: shape (k, 5): address, device, blocks, heads, bytes of a head in a block. Such a range arrives as
+            ``blocks x heads`` and must become ``heads x blocks``. The ranges are disjoint.
     """
 
     source: int
@@ -45,16 +46,16 @@ class PermutedRead:
 def permuted_reads(
     transfer: Transfer, local: Geometry, remote: Sequence[Geometry | None], permute_bytes: int
 ) -> list[PermutedRead]:
-    """Return the reads of a transfer with whole blocks read as they lie in the source, where that saves descriptors.
+    """Return a transfer's reads, with whole blocks in the source's order if that saves descriptors.
 
-    The same bytes are read to the same ranges. :func:`kvhma.tensors.permute` puts those into order; until then nothing
-    may look at them.
+    The same bytes are read to the same ranges. :func:`kvhma.tensors.permute` puts them into order; they must not be
+    used before that.
 
     Args:
-        transfer: from :meth:`kvhma.Plan.transfer`.
+        transfer: the result of :meth:`kvhma.Plan.transfer`.
         local: the geometry that the plan was made for.
-        remote: those of its sources, in the plan's order; None where nothing is read.
-        permute_bytes: how many bytes may be permuted to save one descriptor; 0 changes nothing.
+        remote: the geometries of its sources, in the plan's order; None if nothing is read from a source.
+        permute_bytes: how many bytes may be permuted to save one descriptor; with 0 nothing changes.
 
     Raises:
         RequestError: a transfer of ids, which has no rows.
@@ -70,7 +71,7 @@ def permuted_reads(
 
 
 def _bounds(geometry: Geometry | None) -> NDArray[np.uint64]:
-    """Return where regions begin or end."""
+    """Return the addresses where regions begin or end."""
     if geometry is None:
         raise RequestError("the transfer reads from a source without a geometry")
     return np.unique(

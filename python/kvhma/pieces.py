@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request in pieces: its tokens' full-attention and MLA blocks as a prefill engine settles them, the rest at the end.
+"""A request in pieces: full-attention and MLA blocks as a prefill engine finishes them, the rest at the end.
 
-Windows, chunks and recurrent state are of the last piece: a prefill engine frees or overwrites theirs as it goes on.
-Pieces are disjoint, and together they are what one transfer of the whole request would move::
+Windows, chunks and recurrent state are in the last piece, because a prefill engine frees or overwrites them as it
+continues. Pieces are disjoint, and together they move the same as one transfer of the whole request::
 
     tokens   0          settled 1            settled 2     num_tokens
     full     |--- piece 1 --|---- piece 2 ------|--- rest ---|
@@ -20,13 +20,13 @@ from kvhma.geometry import Geometry, Group, Span
 from kvhma.types import IdsLike
 
 SETTLING = ("full", "mla")
-"""Kinds of groups whose blocks stay as they are once their tokens are computed."""
+"""Kinds of groups whose blocks do not change once their tokens are computed."""
 
 
 def settling_groups(geometry: Geometry) -> list[int]:
-    """Return the indices of the groups that can be read before the prompt's end: each block keeps its tokens for good.
+    """Return the indices of the groups that can be read before the prompt's end, because each block keeps its tokens.
 
-    None of an engine whose ranks share the tokens of a block.
+    Empty for an engine whose ranks share the tokens of a block.
     """
     if any(group.cp_size > 1 for group in geometry.groups):
         return []
@@ -34,14 +34,14 @@ def settling_groups(geometry: Geometry) -> list[int]:
 
 
 def settled_tokens(geometry: Geometry, tokens: int) -> int:
-    """Return how many of the `tokens` that a source has computed fill whole blocks of all its settling groups."""
+    """Return how many of a source's computed `tokens` fill whole blocks of all its settling groups."""
     return min((tokens // size * size for size in _block_sizes(geometry)), default=0)
 
 
 def piece_end(geometry: Geometry, tokens: int) -> int:
-    """Return the token up to which a piece can go for a reader, of `tokens` that are settled.
+    """Return the token up to which a piece can extend for a reader, of `tokens` that are settled.
 
-    All its settling groups have a block that ends there, so that the piece is a request of so many tokens.
+    A block of each of its settling groups ends there, so the piece is a request of that many tokens.
     """
     sizes = _block_sizes(geometry)
     return tokens // math.lcm(*sizes) * math.lcm(*sizes) if sizes else 0
@@ -51,10 +51,10 @@ def piece(geometry: Geometry, spans: Sequence[Span], begin: int, end: int) -> li
     """Return the local blocks of a piece.
 
     Args:
-        geometry: of the rank that reads.
-        spans: of the whole request, see :func:`kvhma.live_spans`.
-        begin: tokens that earlier pieces had.
-        end: tokens that this piece goes up to, see :func:`piece_end`; the transfer is one of so many tokens.
+        geometry: geometry of the rank that reads.
+        spans: spans of the whole request, see :func:`kvhma.live_spans`.
+        begin: number of tokens in earlier pieces.
+        end: end of this piece, see :func:`piece_end`; the transfer is a transfer of that many tokens.
 
     Raises:
         RequestError: no piece can begin or end there.
@@ -80,20 +80,20 @@ def rest(geometry: Geometry, spans: Sequence[Span], begin: int) -> list[Span]:
 
 
 def source_blocks(group: Group, ids: IdsLike, begin: int, end: int) -> Span:
-    """Return a source's blocks that hold the tokens from `begin` up to `end`.
+    """Return a source's blocks with the tokens from `begin` up to `end`.
 
     Args:
-        group: of the source.
-        ids: its blocks from position 0 on.
+        group: group of the source.
+        ids: the source's blocks from position 0 on.
         begin: first token.
-        end: token behind the last one.
+        end: one past the last token.
     """
     first = begin // group.block_size
     return Span(first, ids[first : -(-end // group.block_size)])
 
 
 def _between(span: Span, first: int, end: int) -> Span:
-    """Return the part of a span from one block to another, by their positions in the request."""
+    """Return the part of a span between two blocks, by their positions in the request."""
     low = min(max(span.first, first), span.first + len(span.ids))
     high = max(low, min(end, span.first + len(span.ids)))
     return Span(low, span.ids[low - span.first : high - span.first])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that take geometries: pair them, count their readers, find a request's live blocks."""
+"""Functions over geometries: pair them, count their readers, find a request's live blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvhma.geometry import Geometry, Group, Span
 from kvhma.types import IdsLike
 
 DEFAULT_DESCRIPTOR_BYTES = 131_072
-"""Bytes that take about as long to move as posting one more descriptor: 3 µs at 40 GB/s. On one host with cross-memory
-attach (7 GB/s) 16 KiB is nearer."""
+"""Number of bytes that take about as long to move as posting another descriptor: 3 µs at 40 GB/s. On one host with
+cross-memory attach (7 GB/s) the value is nearer to 16 KiB."""
 
 DEFAULT_MAX_DESCRIPTORS = 1 << 22
-"""Descriptors that a request may have: 192 MiB, and 4 seconds of NIXL at best, which posts one in a microsecond."""
+"""Limit of a request's descriptors: 192 MiB, and at best 4 seconds in NIXL, which posts one in a microsecond."""
 
 
 def plan(
@@ -30,18 +30,19 @@ def plan(
 
     Args:
         local: the rank that reads.
-        remote: the rank or ranks it may read from: all tensor-parallel ranks and pipeline stages of the other engine.
-        descriptor_bytes: how many bytes more a partial last block may move to save one descriptor; 0 never moves a
-            token that was not asked for.
-        max_descriptors: descriptors that a request may have, its ranges to zero among them, before neighbours are
-            joined; beyond, it is refused before they are made. Each takes 48 bytes, and about 80 while they are
-            made.
+        remote: the rank or ranks that it may read from: all tensor-parallel ranks and pipeline stages of the other
+            engine.
+        descriptor_bytes: how many additional bytes of a partial last block may be moved to save one descriptor; with 0
+            no unrequested token is moved.
+        max_descriptors: limit of a request's descriptors before neighbours are joined, including its ranges to zero. A
+            larger request is refused before its descriptors are made. Each descriptor takes 48 bytes, and about 80
+            while it is made.
 
     Returns:
         The plan of this rank, for any number of requests.
 
     Raises:
-        UnsupportedPairError: a source cannot be paired, or no source holds something; the text names the field and
+        UnsupportedPairError: a source cannot be paired, or no source holds a needed item; the text names the field and
             both values.
         RequestError: an argument has the wrong type.
     """
@@ -50,12 +51,12 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Who reads from whom when all ranks of the decode side have planned.
+    """Which ranks read from which sources when all ranks of the decode side have planned.
 
     Attributes:
-        counts: for each source, how many notifications it will get: one of each rank that reads from it, or of the
-            one rank that only notifies it.
-        notify_only: for each rank, sources it reads nothing from but has to notify, since nobody reads from them.
+        counts: for each source, its number of notifications: one from each rank that reads from it, or one from the
+            rank that only notifies it.
+        notify_only: for each rank, the sources that it must notify without reading, because no rank reads from them.
     """
 
     counts: tuple[int, ...]
@@ -66,13 +67,13 @@ def readers(plans: Sequence[Plan]) -> Readers:
     """Count the readers of every source.
 
     Args:
-        plans: one for each rank of the decode side, all made with the same list of sources.
+        plans: one plan for each rank of the decode side, all made with the same list of sources.
 
     Returns:
-        How many decode ranks read from each source, and who has to notify besides.
+        How many decode ranks read from each source, and which ranks must notify without reading.
 
     Raises:
-        RequestError: the plans have different numbers of sources, there are none, or one is no plan.
+        RequestError: the plans differ in their number of sources, the list is empty, or an entry is not a plan.
     """
     if not isinstance(plans, Sequence):
         raise _wrong_type("plans", plans, "is not a list")
@@ -102,18 +103,18 @@ def live_spans(
     block_tables: Sequence[IdsLike],
     cached: Sequence[int] | None = None,
 ) -> list[Span]:
-    """Spans of a request's live blocks, from block tables as vLLM's manager keeps them.
+    """Return the spans of a request's live blocks, from block tables of vLLM's manager.
 
-    Blocks that were dropped stand as the null block at the front of a table. Blocks wholly before what the token
-    after `num_tokens` attends to are left out (the token-exact rule), and of a state group all but the state-bearing
-    slot.
+    Dropped blocks appear as the null block at the front of a table. Blocks wholly before the tokens that the token
+    after `num_tokens` attends to are left out (the token-exact rule). Of a state group, only the slot with the state is
+    used.
 
     Args:
         geometry: the rank whose blocks these are.
-        num_tokens: tokens the cache holds for the request, or will hold; None to keep every block that is still in the
-            tables, for a reader whose larger blocks begin earlier.
+        num_tokens: number of tokens that the cache holds for the request, or will hold; None to use every block that is
+            still in the tables, for a reader whose larger blocks begin earlier.
         block_tables: logical block ids from position 0, for each group.
-        cached: for each group, how many leading table entries are not to be filled (a prefix hit); None for none.
+        cached: for each group, how many leading table entries must not be filled (a prefix hit); None for no hit.
 
     Returns:
         A span for each group.
@@ -136,7 +137,7 @@ def _wrong_type(field: str, value: object, reason: str) -> RequestError:
 def live_entries(
     geometry: Geometry, num_tokens: int | None, lengths: Sequence[int], cached: Sequence[int] | None = None
 ) -> list[slice]:
-    """Entries of a request's block tables that are live where no null block stands, by their number alone.
+    """Return the live entries of a request's block tables from their lengths alone, without skipping null blocks.
 
     Args:
         geometry: as for :func:`live_spans`.
@@ -152,7 +153,7 @@ def live_entries(
     """
     groups = geometry.groups
     if len(lengths) != len(groups):
-        text = f"block tables has {len(lengths)} entries, expected {len(groups)}"
+        text = f"block tables have {len(lengths)} entries, expected {len(groups)}"
         raise RequestError(text, code="count", field="block_tables", value=len(lengths), expected=len(groups))
     starts = first_entries(geometry, num_tokens, [0] * len(groups) if cached is None else cached)
     return list(map(_live_entries, groups, lengths, starts))

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small proxy: each request is computed by a prefill engine and answered by a decode engine.
+"""A small proxy: a prefill engine computes the prompt of each request, and a decode engine answers.
 
     python -m kvhma.proxy --port 8000 --prefill http://host-a:8100 --decode http://host-b:8200 [--decode http://host-c:8200]
 
-It needs aiohttp and prometheus_client, which vLLM brings along (``kvhma[proxy]``). Engines take turns.
-``kv_transfer_params`` are handed on as they come. Of several samples (``n``) the prompt is computed once. Of several
-prompts in one body vLLM has parameters for the first only: the decode engine computes the others.
+It needs aiohttp and prometheus_client, which vLLM installs too (``kvhma[proxy]``). Engines take turns. The proxy passes
+``kv_transfer_params`` on unchanged. With several samples (``n``) the prompt is computed once. With several prompts in
+one body, vLLM has parameters for the first prompt only; the decode engine computes the other prompts.
 
-``/v1/models`` is answered by a decode engine, ``/v1/embeddings`` by an engine of ``--embeddings``, or else by a prefill
-engine. ``/health`` says which engines answer, ``/metrics`` what became of requests. A decode engine that runs with
-``--enable-prompt-tokens-details`` says how many tokens of a prompt it had not to compute: if it is none, nothing was
-handed over, which the log says and ``kvhma_proxy_prompts_total`` counts.
+A decode engine answers ``/v1/models``. An engine of ``--embeddings``, or else a prefill engine, answers
+``/v1/embeddings``. ``/health`` says which engines answer, ``/metrics`` has the outcomes of requests. A decode engine
+with ``--enable-prompt-tokens-details`` reports how many tokens of a prompt it found in a cache. If it found no token,
+the hand-off failed; the log says so, and ``kvhma_proxy_prompts_total`` counts it.
 
-Once a prefill engine has said where its scheduler listens, a request goes to it and to the decode engine at once, with
-a ticket by which the decode engine follows it: it reads while the prompt is computed (``--no-tickets`` asks one after
-the other). The client hears of the first engine that fails.
+Once a prefill engine has reported the address of its scheduler, the proxy sends a request to it and to the decode
+engine at once. A ticket lets the decode engine follow the request and read while the prompt is computed. With
+``--no-tickets`` the proxy asks the engines one after the other. The client gets the error of the first engine that
+fails.
 
 With ``--turns``, and engines with ``bidirectional_kv_xfer``, a prefill engine reads the last turn of a chat from the
-decode engine that answered it. A chat's next turn is known by its messages. vLLM says what can be read in answers that
-are not streamed only.
+decode engine that answered it. The proxy recognizes a chat's next turn by its messages. vLLM returns the needed
+parameters only in answers that are not streamed.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ PREFILL_PARAMS: dict[str, Any] = {
     "remote_port": None,
 }
 PASSED = ("Authorization", "traceparent", "tracestate")
-"""Headers of clients that engines get."""
+"""Headers of clients that are passed to engines."""
 ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo")
 MAX_BODY_BYTES = 64 << 20
 USAGE_BYTES = 4096
-"""How much of an answer's end is looked at for how many tokens were cached: usage is its last field, or last event."""
+"""Number of bytes at an answer's end that are searched for cached tokens: usage is its last field, or last event."""
 CACHED = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]*"cached_tokens":\s*(\d+)')
 PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
 SECONDS = [0.001 * 2**k for k in range(16)]
@@ -66,22 +67,22 @@ class UpstreamError(Exception):
     """An engine could not be reached or refused the request."""
 
     def __init__(self, status: int, message: str, kind: str) -> None:
-        """Keep what the client is told: an HTTP status, a text, and the type of the error."""
+        """Store the client's error: an HTTP status, a text, and the type of the error."""
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "code": status}}
 
 
 def has_several_prompts(prompt: Any) -> bool:
-    """Whether it is a list of prompts; a list of numbers is one."""
+    """Return whether a body has a list of prompts; a list of numbers is one prompt."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
 
 
 def is_computed_by_decode(body: dict[str, Any]) -> bool:
-    """Whether a decode engine computes the prompt itself, whatever a prefill engine holds for it.
+    """Return whether a decode engine computes the prompt itself, even if a prefill engine holds its cache.
 
-    vLLM computes all of a prompt whose log-probabilities are asked for, as they are of every chat that is echoed. It
-    hands over neither the beams of a search nor the prompts of a body but for the first.
+    vLLM computes all of a prompt whose log-probabilities are requested, as for every echoed chat. It has no hand-off
+    for beam searches, nor for prompts of a body after the first.
     """
     prompt: Any = body.get("prompt")
     several = has_several_prompts(prompt) and len(prompt) > 1
@@ -90,10 +91,10 @@ def is_computed_by_decode(body: dict[str, Any]) -> bool:
 
 
 class Metrics:
-    """What the proxy counts."""
+    """The metrics of the proxy."""
 
     def __init__(self) -> None:
-        """Start at zero, in a registry of its own."""
+        """Start at zero, in a separate registry."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvhma_proxy_requests",
@@ -111,28 +112,28 @@ class Metrics:
         )
         self.prompts = Counter(
             "kvhma_proxy_prompts",
-            "Bodies. The decode engine says that it had the cache of some of the tokens (cached), loaded or its own; "
-            "that it had none (computed); or nothing (unknown). It was to compute them itself (alone): several "
-            "prompts, prompt_logprobs, a beam search.",
+            "Bodies. The decode engine reports cached tokens, loaded or its own (cached); no cached tokens "
+            "(computed); or nothing (unknown). For several prompts, prompt_logprobs or a beam search it computes the "
+            "prompt itself (alone).",
             ["engine", "result"],
             registry=self.registry,
         )
 
     def count_prompt(self, engine: str, body: dict[str, Any], end: bytes, request_id: str) -> None:
-        """Look at the end of a decode engine's answer for what became of the hand-off."""
+        """Search the end of a decode engine's answer for the outcome of the hand-off."""
         if "kv_transfer_params" not in body:
             self.prompts.labels(engine, "alone").inc()
             return
         cached, prompt = CACHED.search(end), PROMPT.search(end)
-        if cached is None or prompt is None or int(prompt[1]) < 3:  # of so few tokens there may be none to hand over
+        if cached is None or prompt is None or int(prompt[1]) < 3:  # so few tokens may have nothing to transfer
             self.prompts.labels(engine, "unknown").inc()
         elif int(cached[1]) > 0:
             self.prompts.labels(engine, "cached").inc()
         else:
             self.prompts.labels(engine, "computed").inc()
             logger.warning(
-                "request %s: nothing was handed over: decode engine %s computed all %d tokens of the prompt; its log "
-                "and its metrics vllm:kvhma_failed_loads and vllm:kvhma_computed_prompts say why",
+                "request %s: no cache was transferred: decode engine %s computed all %d tokens of the prompt; see "
+                "its log, and its metrics vllm:kvhma_failed_loads and vllm:kvhma_computed_prompts",
                 request_id,
                 engine,
                 int(prompt[1]),
@@ -140,15 +141,15 @@ class Metrics:
 
 
 class Turns:
-    """What decode engines gave back with the answers of chats, for the prefill of their next turns.
+    """Parameters that decode engines returned with the answers of chats, for the prefill of the next turns.
 
-    A chat is known by its messages, and whose it is by the client's credentials. Chats of one client with the same
-    words are one: the prefill engine finds out what of the prompt agrees.
+    A chat is identified by its messages and the client's credentials. Chats of one client with equal messages are one
+    entry; the prefill engine compares the prompts.
     """
 
-    def __init__(self, seconds: float = 480, most: int = 10_000) -> None:
-        """Keep at most so many conversations, each for so many seconds."""
-        self._seconds, self._most = seconds, most
+    def __init__(self, seconds: float = 480, limit: int = 10_000) -> None:
+        """Hold up to `limit` conversations, each for some seconds."""
+        self._seconds, self._limit = seconds, limit
         self._kept: OrderedDict[bytes, tuple[float, dict[str, Any]]] = OrderedDict()
 
     @staticmethod
@@ -157,17 +158,17 @@ class Turns:
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()
 
     def keep(self, body: dict[str, Any], headers: dict[str, str], params: Any) -> None:
-        """Keep what came back with the answer to a body."""
+        """Store the parameters from the answer to a body."""
         if isinstance(body.get("messages"), list) and isinstance(params, dict) and params.get("do_remote_decode"):
             name = self._name(body, headers, body["messages"])
             self._kept[name] = time.monotonic(), params
             self._kept.move_to_end(name)
             oldest = next(iter(self._kept.values()))[0]
-            if len(self._kept) > self._most or time.monotonic() - oldest > self._seconds:
+            if len(self._kept) > self._limit or time.monotonic() - oldest > self._seconds:
                 self._kept.popitem(last=False)
 
     def take(self, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
-        """Return what came back with the last answer in a body's messages, once: it is read once."""
+        """Return the parameters of the last answer in a body's messages, and remove them: they can be used once."""
         messages = body.get("messages")
         if not isinstance(messages, list):
             return None
@@ -180,28 +181,28 @@ class Turns:
 
 
 class SideChannels:
-    """Where the schedulers of prefill engines listen: their parameters say so."""
+    """Addresses of the schedulers of prefill engines, from the parameters that they return."""
 
     def __init__(self) -> None:
-        """Start without any."""
+        """Start without addresses."""
         self._known: dict[str, set[tuple[Any, Any]]] = {}
 
     def learn(self, engine: str, params: dict[str, Any]) -> None:
-        """Take what an engine has answered; of other connectors nothing is learnt."""
+        """Store the address in an engine's answer; other connectors return no address."""
         if isinstance(params.get("kvhma"), dict):
             self._known.setdefault(engine, set()).add(address_in(params))
 
     def find(self, engine: str) -> tuple[Any, Any] | None:
-        """Return where an engine's only scheduler listens; None if it is not known, or there are several.
+        """Return the address of an engine's only scheduler; None if it is unknown or there are several.
 
-        With data parallel nobody knows which of them gets a request.
+        With data parallelism the proxy cannot know which scheduler gets a request.
         """
         known = self._known.get(engine, set())
         return next(iter(known)) if len(known) == 1 else None
 
 
 class Proxy:
-    """Sends requests on."""
+    """Forwards requests to engines."""
 
     def __init__(
         self,
@@ -212,14 +213,14 @@ class Proxy:
         *,
         tickets: bool = True,
     ) -> None:
-        """Take the URLs of engines by what they do, and how they are asked.
+        """Store the URLs of engines by role, and how to ask them.
 
         Args:
-            prefill: of engines that compute prompts.
-            decode: of engines that answer.
-            embeddings: of engines that embed.
-            turns: where the last turns of chats are kept; None for nowhere.
-            tickets: whether a prefill and a decode engine are asked at once.
+            prefill: engines that compute prompts.
+            decode: engines that answer.
+            embeddings: engines that embed.
+            turns: storage for the last turns of chats; None to store no turns.
+            tickets: whether to ask a prefill and a decode engine at once.
         """
         self._kept = turns
         self._side_channels = SideChannels() if tickets and turns is None else None
@@ -228,13 +229,13 @@ class Proxy:
         self._metrics = Metrics()
 
     async def run_client(self, app: web.Application) -> AsyncIterator[None]:
-        """Keep one pool of connections for the life of the app."""
+        """Hold one pool of connections for the life of the app."""
         timeout = aiohttp.ClientTimeout(total=None, connect=10)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._session:
             yield
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Prefill, then decode; the decode engine's answer is passed through as it comes."""
+        """Prefill, then decode; stream the decode engine's answer to the client."""
         try:
             body = await request.json()
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -270,13 +271,13 @@ class Proxy:
         return params
 
     def _address_for(self, engine: str, body: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Return where a prefill engine can be followed; None for a request that is handed over in turns."""
+        """Return the address at which a prefill engine can be followed; None to ask the engines one after the other."""
         if self._side_channels is None or body.get("n", 1) != 1:
             return None
         return self._side_channels.find(engine)
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Have one engine answer: a decode engine which models there are, another one embeddings."""
+        """Let one engine answer: a decode engine lists models, another engine embeds."""
         role = "decode" if request.method == "GET" else "embeddings" if "embeddings" in self._turns else "prefill"
         engine, headers = next(self._turns[role]), headers_of(request)
         call = Call(self._session, self._metrics, request.path, headers)
@@ -298,7 +299,7 @@ class Proxy:
             return str(error) or type(error).__name__
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 if all engines are healthy, else 503 and which are not."""
+        """Return 200 if all engines are healthy, else 503 with the unhealthy engines."""
         found: dict[str, dict[str, str]] = {}
         for role, engines in self._engines.items():
             states = await asyncio.gather(*map(self._state, engines))
@@ -307,28 +308,28 @@ class Proxy:
         return web.json_response(found, status=200 if well else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Return what was counted, as text of Prometheus."""
+        """Return the metrics in the text format of Prometheus."""
         return web.Response(body=generate_latest(self._metrics.registry), content_type="text/plain", charset="utf-8")
 
 
 def invalid(message: str) -> web.Response:
-    """Refuse a body."""
+    """Return the error for an invalid body."""
     return web.json_response({"error": {"message": message, "type": "invalid"}}, status=400)
 
 
 def headers_of(request: web.Request) -> dict[str, str]:
-    """Return what an engine has to know of the client's headers."""
+    """Return the client's headers that an engine needs."""
     headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
     return headers | {name: request.headers[name] for name in PASSED if name in request.headers}
 
 
 def address_in(params: dict[str, Any]) -> tuple[Any, Any]:
-    """Return where the scheduler of a prefill engine listens."""
+    """Return the address of a prefill engine's scheduler."""
     return params.get("remote_host"), params.get("remote_port")
 
 
 def outcome_of(status: int) -> str:
-    """Name what an engine's status means."""
+    """Name the outcome of an engine's status."""
     return "ok" if status == 200 else "refused" if 400 <= status < 500 else "failed"
 
 
@@ -336,7 +337,7 @@ class Call:
     """One request of a client."""
 
     def __init__(self, session: aiohttp.ClientSession, metrics: Metrics, path: str, headers: dict[str, str]) -> None:
-        """Take the path that the client asked, and the headers that engines get."""
+        """Store the path of the client's request, and the headers for engines."""
         self._session = session
         self._metrics = metrics
         self._path = path
@@ -346,7 +347,7 @@ class Call:
         self._metrics.requests.labels(role, engine, outcome).inc()
 
     async def send(self, role: str, engine: str, method: str = "POST", **body: Any) -> aiohttp.ClientResponse:
-        """Ask an engine; of its answer only the head has been read."""
+        """Ask an engine, and return its answer with only the head read."""
         try:
             return await self._session.request(method, engine + self._path, headers=self.headers, **body)
         except asyncio.CancelledError:
@@ -369,9 +370,9 @@ class Call:
             raise UpstreamError(502, f"{role} engine {engine}: {error}", f"{role}_unreachable") from error
 
     async def prefill(self, engine: str, body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-        """Have the prompt computed, as the parameters `asked` say; return what the decode engine needs.
+        """Let an engine compute the prompt with the parameters `asked`; return the parameters for the decode engine.
 
-        With a ticket that may be nothing: it has what it needs already, or hears itself why it gets nothing.
+        With a ticket they may be empty: the decode engine already has its parameters, or gets the reason itself.
         """
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
         short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": asked}
@@ -392,7 +393,8 @@ class Call:
             self._count("prefill", engine, "failed")
             raise UpstreamError(502, f"prefill engine {engine} {problem}", "prefill_failed")
         self._count("prefill", engine, "ok")
-        # With it vLLM's decode engine would tell as cached what the prefill engine had cached, whatever it has loaded.
+        # Otherwise vLLM's decode engine would report the prefill engine's cached tokens as cached, even if it loaded
+        # none.
         params.pop("remote_prefill_cached_tokens", None)
         return params
 
@@ -403,7 +405,7 @@ class Call:
         self._count("decode", engine, outcome_of(answer.status))
         if answer.status != 200:
             raise UpstreamError(answer.status, f"decode engine {engine}: {text[:1000]}", "decode_failed")
-        # What can be read of it stands behind its usage, and may be long.
+        # The usage is at the end of the answer, followed by parameters that may be long.
         self._metrics.count_prompt(engine, body, text.encode(), self.headers["X-Request-Id"])
         try:
             found = json.loads(text)
@@ -422,11 +424,11 @@ class Call:
         address: tuple[Any, Any],
         ticket: dict[str, str],
     ) -> web.StreamResponse:
-        """Have a decode engine follow a prompt that is being computed, and pass on what it answers.
+        """Let a decode engine follow a prompt that is being computed, and stream its answer.
 
-        Nothing is passed on before the decode engine has something to say: until then an error of either engine is the
-        answer, and ends the request at the other one. If another scheduler has computed the prompt than the one that
-        the decode engine asks, it is asked anew, as without a ticket.
+        Nothing is sent to the client before the decode engine's first output. Until then an error of either engine is
+        the answer, and cancels the request at the other engine. If another scheduler computed the prompt than the one
+        that the decode engine follows, the decode engine is asked again without a ticket.
         """
         asked = {"do_remote_prefill": True, "remote_host": address[0], "remote_port": address[1], **ticket}
         decoding = asyncio.create_task(self._begin(engine, body | {"kv_transfer_params": asked}))
@@ -448,13 +450,13 @@ class Call:
                     outcome[0].close()
 
     async def decode(self, engine: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """Pass on what the decode engine answers."""
+        """Stream the decode engine's answer."""
         began = time.monotonic()
         answer, first = await self._begin(engine, body)
         return await self._pass_on(engine, request, body, answer, first, began)
 
     async def _begin(self, engine: str, body: dict[str, Any]) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Ask a decode engine; return its answer and the first bytes of that."""
+        """Ask a decode engine; return its answer with the first bytes of its body."""
         answer = await self.send("decode", engine, json=body)
         try:
             if answer.status != 200:
@@ -482,8 +484,8 @@ class Call:
         first: bytes,
         began: float,
     ) -> web.StreamResponse:
-        """Pass on a decode engine's answer, of which the first bytes are here."""
-        # Leaving this block closes the connection, so that a client that hangs up ends its request at the engine too.
+        """Stream a decode engine's answer whose first bytes were read already."""
+        # Leaving this block closes the connection, so a client that disconnects also cancels its request at the engine.
         async with answer:
             if body.get("stream"):
                 self._metrics.first_token.labels(engine).observe(time.monotonic() - began)
@@ -501,7 +503,8 @@ class Call:
                 outcome = "ok"
             except aiohttp.ClientPayloadError as error:
                 outcome = "lost"
-                # The status line is out; an event says what happened, and the missing [DONE] that it is not all.
+                # The status line is already sent. An event reports the error, and the missing [DONE] shows that the
+                # answer is cut.
                 message = {"error": {"message": f"decode engine {engine}: {error}", "type": "decode_lost", "code": 502}}
                 await passed.write(b"data: " + json.dumps(message).encode() + b"\n\n")
             finally:
@@ -520,9 +523,9 @@ def make_app(
     *,
     tickets: bool = True,
 ) -> web.Application:
-    """The proxy as an aiohttp application; arguments as for :class:`Proxy`."""
+    """Return the proxy as an aiohttp application; arguments as for :class:`Proxy`."""
     proxy = Proxy(prefill, decode, embeddings, turns, tickets=tickets)
-    # A handler is cancelled when its client hangs up, see run() below.
+    # A handler is cancelled when its client disconnects, see run() below.
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(proxy.run_client)
     app.router.add_post("/v1/completions", proxy.complete)
@@ -535,7 +538,7 @@ def make_app(
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command line takes."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=8000)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others sent, as it may stand in an error text or a log: one line of printable characters, bounded."""
+"""Makes untrusted text fit for an error text or a log: one line of printable characters, bounded."""
 
 from __future__ import annotations
 
 from itertools import islice
 
 _QUOTED = 60
-"""Characters of a quoted value."""
+"""Limit of characters of a quoted value."""
 
 _DEPTH = 3
-"""Nested containers that are looked into for a quotation of this length."""
+"""Depth of nested containers that is shown in such a quotation."""
 
 
 def quote(value: object) -> str:
-    """Return a value of any type and size as it can stand in a message: at most 60 ASCII characters and an ellipsis."""
+    """Return a text for a value of any type and size: at most 60 ASCII characters and an ellipsis."""
     text = ascii(_beginning(value, _DEPTH))
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
 
@@ -24,7 +24,7 @@ def one_line(text: str, limit: int = 2000) -> str:
 
 
 def _beginning(value: object, depth: int) -> object:
-    """Return a value that begins as this one does, and whose text takes little time whatever a stranger sent."""
+    """Return a value with the same beginning whose text takes little time, even for an untrusted peer's value."""
     if isinstance(value, (str, bytes)):
         return value[: _QUOTED + 1]
     if isinstance(value, int) and value.bit_length() > 200:
@@ -33,9 +33,9 @@ def _beginning(value: object, depth: int) -> object:
         return value
     if not depth:
         return "..."
-    # An entry has three characters at least: of this many the text is cut in any case.
-    most = _QUOTED // 3 + 1
+    # An entry has at least three characters, so more entries than this are cut in any case.
+    limit = _QUOTED // 3 + 1
     if isinstance(value, dict):
-        return {_beginning(key, 0): _beginning(entry, depth - 1) for key, entry in islice(value.items(), most)}
-    entries = [_beginning(entry, depth - 1) for entry in islice(value, most)]
+        return {_beginning(key, 0): _beginning(entry, depth - 1) for key, entry in islice(value.items(), limit)}
+    entries = [_beginning(entry, depth - 1) for entry in islice(value, limit)]
     return tuple(entries) if isinstance(value, tuple) else entries

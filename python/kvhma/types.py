@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IdsLike: TypeAlias = "Sequence[int] | NDArray[np.integer]"
-"""Block ids: a list of int, or an array of integers of shape ``(n,)``; an empty array may be of any type."""
+"""Block ids: a list of int, or an array of integers of shape ``(n,)``; an empty array may have any type."""
 
 U64s: TypeAlias = "Sequence[int] | NDArray[np.integer]"
 """Addresses, sizes or counts: a list of int, or an array of integers of shape ``(n,)``."""

@@ -293,7 +293,7 @@ def test_two_peers_fail_alone(tcp, start_worker, reader):
 def test_a_payload_of_a_dead_process(tcp, start_worker, reader):
     worker = start_worker(**tcp)
     worker.kill()
-    with pytest.raises(TransferError, match="cannot take on 'P'"):
+    with pytest.raises(TransferError, match="cannot add 'P'"):
         reader.agent.connect(worker.payload)
     second = start_worker(seed=2, **tcp)
     assert reader.read(reader.agent.connect(second.payload), ALL).wait(HANG_SECONDS)

@@ -109,7 +109,7 @@ def test_kernel_blocks_of_a_block_that_is_not_dense(layout):
 def test_a_layout_that_is_impossible_for_a_page_mix():
     state = replace(STATE, page_bytes=PAGE)
     text = refused([{"attention": FULL}, {"state": state}], layout="LHBNC")
-    assert "layers 'attention' and 'state' are to share memory" in text
+    assert "layers 'attention' and 'state' would share memory" in text
     assert "4 heads outside of blocks" in text
     assert "each page contiguous" in text
     text = refused([{"attention": replace(FULL, kv="apart")}, {"state": state}])

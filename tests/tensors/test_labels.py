@@ -45,7 +45,7 @@ def made(mix: Mix) -> Cache:
         cache = allocate(mix.groups, mix.num_blocks, layout=mix.layout, shared=mix.shared, null_block=None)
     except LayoutError as error:
         # Right refusals: pages that cannot share though they are equal, and items out of line.
-        impossible = "are to share memory" in str(error) and not mix.strict()
+        impossible = "would share memory" in str(error) and not mix.strict()
         unaligned = "would start at byte" in str(error) and mix.layout == "BHLNC"
         misfit = "must be a multiple" in str(error)
         if not (impossible or unaligned or misfit):

@@ -52,7 +52,7 @@ def test_a_view_is_found_by_all_of_its_bytes():
     short, enough = (Region(start, tensor.nbytes - less) for less in (2, 0))
     assert locate({"a": tensor}, [short, enough])[1] == {"a": Location(1, 0)}
     assert locate({"a": tensor[:, :15]}, [short, enough])[1] == {"a": Location(0, 0)}
-    with pytest.raises(GeometryError, match=r"a: bytes 0x.* of cpu are in none of"):
+    with pytest.raises(GeometryError, match=r"a: bytes 0x.* of cpu are in no region of"):
         locate({"a": tensor}, [short, Region(start, tensor.nbytes, "VRAM")])
 
 

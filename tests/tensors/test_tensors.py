@@ -121,7 +121,7 @@ def test_registered_memory_in_place_of_storages():
     found = geometry_from_tensors([FULL], parts, regions=registered)
     assert found.regions == tuple(registered)
     assert [(layer.region, layer.offset) for layer in found.layers] == [(1, 0), (0, 0)]
-    with pytest.raises(GeometryError, match=r"layer 'c' part 'kv': bytes 0x.* are in none of"):
+    with pytest.raises(GeometryError, match=r"layer 'c' part 'kv': bytes 0x.* are in no region of"):
         geometry_from_tensors(
             [FULL], parts | {"c": LayerTensors(0, (TensorPart("kv", storage[1], BHNC),))}, regions=registered
         )

@@ -139,7 +139,7 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "a run is not there": (
         [Step("transfer", 0, rows_of(*RUNS[1:]))],
         "missing",
-        "4 bytes of fa/kv tokens 0 to 3: they hold what D held before",
+        "4 bytes of fa/kv tokens 0 to 3: they hold D's earlier content",
     ),
     "another token": (
         [Step("transfer", 0, rows_of((THERE + 5, HERE + 12, 3), (THERE + 4, HERE + 15, 1), *RUNS[1:]))],
@@ -159,7 +159,7 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "another request's block of P": (
         [Step("transfer", 0, rows_of((THERE + 12, HERE + 12, 4), *RUNS[1:]))],
         "wrong",
-        "they hold bytes of P that are no token of the request",
+        "they hold bytes of P outside the request's tokens",
     ),
     "another request's block of D": (
         [Step("transfer", 0, rows_of(*RUNS, (THERE + 4, HERE + 16, 4)))],
@@ -174,12 +174,12 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "written twice": (
         [Step("transfer", 0, rows_of(*RUNS)), Step("transfer", 0, rows_of((THERE + 5, HERE + 12, 1)))],
         "wrong",
-        "two transfers write them, each something else",
+        "two transfers write different bytes there",
     ),
     "written twice by one step": (
         [Step("transfer", 0, rows_of((THERE + 5, HERE + 12, 1), *RUNS))],
         "wrong",
-        "two transfers write them, each something else",
+        "two transfers write different bytes there",
     ),
     "put in another order afterwards": (
         [
@@ -334,7 +334,7 @@ WRONG_LINES: list[tuple[list[str], str]] = [
     (['{"kvhma_trace": 1, "local": [], "remote": []}'], "local has 0 ranks, has to have 1 to 64"),
     ([HEAD, "3"], "line 2 is an integer, not an object"),
     ([HEAD, STEPS[0]], "line 2: transfer: no request 'r' before this line"),
-    ([HEAD, REQUEST, REQUEST], "line 3: request 'r' is there twice"),
+    ([HEAD, REQUEST, REQUEST], "line 3: request 'r' is given twice"),
     ([HEAD, REQUEST.replace('"num_tokens": 6', '"num_tokens": -6')], "num_tokens is -6, has to be 0 to 4294967296"),
     ([HEAD, REQUEST.replace("[3, 5]", "[3, 8]")], "a block id below 0 or from 8 on"),
     ([HEAD, REQUEST.replace('"ids"', '"blocks"')], "field 'ids' is missing"),
@@ -344,7 +344,7 @@ WRONG_LINES: list[tuple[list[str], str]] = [
     ([HEAD, REQUEST, '{"zero": "r", "rank": 0, "rows": [[1, 2.5]]}'], "rows[0][1] is a float, not an integer"),
     ([HEAD, REQUEST, '{"nothing": 1}'], "has to be one of request, transfer"),
     ([HEAD, REQUEST, '{"refuse": "r", "rank": 0, "error": 3}'], "error is an integer, not a string"),
-    ([HEAD, REQUEST, '{"zero": "r", "zero": "r", "rank": 0, "rows": []}'], "a field is there twice"),
+    ([HEAD, REQUEST, '{"zero": "r", "zero": "r", "rank": 0, "rows": []}'], "a field is given twice"),
 ]
 
 

@@ -184,7 +184,7 @@ def test_a_geometry_the_peer_did_not_register(world):
 @pytest.mark.parametrize("name", ["nixlMismatchError", "nixlBackendError", "nixlNotAllowedError"])
 def test_metadata_nixl_refuses(world, name):
     world.net.fail["add_remote_agent"] = [ERRORS[name]("no")]
-    with pytest.raises(KvhmaError, match="cannot take on") as info:
+    with pytest.raises(KvhmaError, match="cannot add") as info:
         world.p.connect(world.d.handshake_payload(world.d_geometry))
     assert isinstance(info.value, TransferError if name == "nixlBackendError" else HandshakeError)
     assert world.p.connect(world.d.handshake_payload(world.d_geometry)).name == "D"

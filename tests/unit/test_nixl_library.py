@@ -157,7 +157,7 @@ def test_threads_by_backend():
     agent = open_nixl("A", AgentOptions(backends=("UCX", "UCCL", "POSIX"), num_threads=4))
     assert agent.options == {"UCX": {"num_threads": "4"}, "UCCL": {"num_cpus": "4"}, "POSIX": {}}
     assert open_nixl("A", AgentOptions(backends=("POSIX",))).options == {"POSIX": {}}
-    with pytest.raises(RequestError, match=r"num_threads is 4, but of the backends \['POSIX'\] none takes any"):
+    with pytest.raises(RequestError, match=r"num_threads is 4, but no backend of \['POSIX'\] has such an option"):
         open_nixl("A", AgentOptions(backends=("POSIX",), num_threads=4))
 
 

@@ -192,7 +192,7 @@ def test_a_hand_off_that_did_not_happen_is_told(said, result, stream, caplog):
         run(test())
     told = [record.getMessage() for record in caplog.records if record.name == "kvhma.proxy"]
     assert len(told) == (result == "computed")
-    assert all("nothing was handed over" in line and "all 50 tokens" in line for line in told)
+    assert all("no cache was transferred" in line and "all 50 tokens" in line for line in told)
 
 
 @pytest.mark.parametrize("tickets", [False, True])
@@ -446,7 +446,7 @@ def test_without_turns_and_after_a_time_nothing_is_kept(turns):
 
 
 def test_chats_that_are_kept_have_a_bound():
-    kept = proxy.Turns(most=2)
+    kept = proxy.Turns(limit=2)
     bodies = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
     for number, body in enumerate(bodies):
         kept.keep(body, {}, answered(number))

@@ -271,7 +271,7 @@ class Model:
         names = [cache.name or cache.kind for cache in self.attention]
         for name in names:
             if names.count(name) > 1 or name in STATE_KINDS | {"none"} or "+" in name:
-                raise GeometryError(f"{self.name}: attention {name!r} is there twice, or the name of something else")
+                raise GeometryError(f"{self.name}: attention {name!r} appears twice, or is the name of something else")
         found = self.specs()
         if len({name for name, _ in found}) < len(found):
             raise GeometryError(f"{self.name}: a layer has two caches of one place")

@@ -111,9 +111,7 @@ def _wait(handles: Sequence[TransferHandle], deadline: float, timeout: float, er
             if time.monotonic() > deadline:
                 late = sum(handle.abort() for handle in running)
                 if late:
-                    raise TransferError(
-                        f"{late} reads still write after {timeout} s; do not free their blocks"
-                    ) from error
+                    raise TransferError(f"{late} reads still write after {timeout} s; keep their blocks") from error
             time.sleep(_POLL_SECONDS)
     if error is not None:
         raise error

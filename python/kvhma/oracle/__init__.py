@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The byte oracle: proves a transfer right by simulating every byte of it, or by reading real memory."""
+"""The byte oracle: verifies a transfer by simulating every byte of it, or by reading real memory."""
 
 from kvhma.oracle.memory import Difference, MemoryReport, Request, check_memory, fill_source, fill_stale
 from kvhma.oracle.simulate import Oracle, Report

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doing to labelled memory what a transfer says, and refusing what no transfer may say."""
+"""Applies a transfer to labelled memory, and refuses invalid transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvhma.oracle.labels import Ints, Side
 
 
 def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
-    """Zero what the zero list names."""
+    """Zero the ranges of the zero list."""
     rows = _rows(rows, "zero")
     flat, _ = side.locate(rows, "zero")
     memory[bytes_of(flat, rows[:, 1].astype(np.int64))] = 0
@@ -32,15 +32,15 @@ def reads_by_source(transfer: Transfer, sources: int) -> list[list[Read]]:
         total += size
         rows += len(read.local)
     if (total, rows) != (transfer.bytes, transfer.descriptors):
-        told = (transfer.bytes, transfer.descriptors)
-        raise OracleError(f"bytes and descriptors are said to be {told}, the rows have {(total, rows)}", code="counts")
+        claimed = (transfer.bytes, transfer.descriptors)
+        raise OracleError(f"bytes and descriptors are {claimed}, the rows have {(total, rows)}", code="counts")
     return reads
 
 
 def apply_read(
     local_side: Side, remote_side: Side, read: Read, source: Ints, memory: Ints
 ) -> tuple[tuple[Ints, Ints], int]:
-    """Copy, and return the local ranges and how many neighbours could have been one row."""
+    """Copy, and return the local ranges and how many neighbouring rows could have been joined."""
     where = f"source {read.source}"
     local, remote = _rows(read.local, f"{where} local"), _rows(read.remote, f"{where} remote")
     if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):

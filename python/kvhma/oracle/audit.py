@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judging what a connector did, byte by byte: no plan is asked what is right.
+"""Checks byte by byte what a connector did, without a plan.
 
-Every byte of both engines gets a label that says what it holds. The steps of a trace are done to D's labels, and each
-byte that D's next step reads must then hold the label that stands for it:
+Every byte of both engines gets a label for its content. The steps of a trace are applied to D's labels. Then each byte
+that D's next step reads must have the label that belongs there:
 
     P   region 0 at 16   layer 0, kv, token 4, byte 0     --- a row of the trace -->    D   region 0 at 48
-    D   region 0 at 48   stands for layer 0, kv, token 4, byte 0: right; for anything else: wrong
+    D   region 0 at 48   must hold layer 0, kv, token 4, byte 0; otherwise it is wrong
 
-docs/audit.md says what the words mean.
+docs/audit.md defines the words.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Outcome: TypeAlias = Literal["right", "wrong", "refused"]
 
 _MOST = 12
 _MAX_PARTS = 1 << 16
-"""Parts of all layers of all ranks."""
+"""Limit of parts of all layers of all ranks."""
 _MAX_MISSING = 1 << 24
-"""Bytes of a group that D may have no block for."""
+"""Limit of bytes of a group for which D may have no block."""
 _MAX_POOLS = 1 << 28
-"""Bytes of all layers' pools: layers may share memory."""
+"""Limit of bytes of all layers' pools: layers may share memory."""
 _AT_ONCE = 1 << 20
-"""Bytes of a pool that are looked at together."""
+"""Number of bytes of a pool that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Bytes that are not right for one reason.
+    """Bytes that are wrong for one reason.
 
     Attributes:
         what: ``wrong``, ``missing`` or ``extra``.
-        layer: layer that the bytes belong to, None for bytes outside of all regions.
+        layer: layer of the bytes, None for bytes outside of all regions.
         part: part of the layer's page.
-        tokens: the first one and the last one; None for state.
-        found: what they hold, in words.
-        bytes: how many.
+        tokens: the first and the last token; None for state.
+        found: what the bytes hold, in words.
+        bytes: number of bytes.
     """
 
     what: str
@@ -72,7 +72,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What kvhma's own plan takes for the same, or why it refuses."""
+    """The counts of kvhma's own plan for the same request, or why it refuses."""
 
     descriptors: int = 0
     bytes: int = 0
@@ -81,23 +81,23 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What was found on one rank of D for one request. All but `outcome` and the texts are numbers.
+    """The result for one rank of D and one request. All but `outcome` and the texts are numbers.
 
     Attributes:
-        outcome: ``wrong`` if any of the first three is not 0; ``refused``; ``right``.
-        wrong: bytes that D's next step reads and that hold something else.
-        missing: those that hold zeros, or what D held before; or that D has no block for.
+        outcome: ``wrong`` if `wrong`, `missing` or `extra` is not 0; ``refused``; ``right``.
+        wrong: bytes that D's next step reads and that hold other content.
+        missing: such bytes that hold zeros or D's earlier content, or for which D has no block.
         extra: bytes of other blocks, or outside of all regions, that were written.
-        unheld: of those that are not right, bytes that the blocks of no P rank hold.
-        stale: bytes of the request's blocks that nobody reads and that are neither zero nor P's.
-        idle: bytes that were written and are no layer's, or the null block's.
-        needed: bytes that D's next step reads, those it had before excepted.
+        unheld: wrong or missing bytes that no P rank's blocks hold.
+        stale: bytes of the request's blocks that are never read and are neither zero nor P's.
+        idle: written bytes that belong to no layer, or to the null block.
+        needed: bytes that D's next step reads, except those that D had before.
         bytes: bytes that were transferred.
         descriptors: rows of the transfers.
-        joined: with how many rows the same could have been done if neighbours were joined.
+        joined: number of rows with neighbours joined.
         planned: kvhma's own plan.
-        causes: which bytes are not right and why, the most first.
-        refusal: why nothing came of it.
+        causes: which bytes are wrong and why, the most frequent cause first.
+        refusal: why the request was refused.
     """
 
     outcome: Outcome
@@ -117,7 +117,7 @@ class Judged:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """What is not as it should be, without numbers."""
+        """The kinds of faults, without numbers."""
         return tuple(name for name in ("wrong", "missing", "extra", "unheld") if getattr(self, name))
 
 
@@ -141,7 +141,7 @@ def audit(trace: Trace) -> list[tuple[RankTrace, Judged]]:
     """Judge all requests of a trace on all ranks of D.
 
     Raises:
-        RequestError: a request cannot be simulated: it is too large, or the ranks are not of one global cache.
+        RequestError: a request cannot be simulated: it is too large, or the ranks do not share one global cache.
     """
     return [(rank, judge(rank)) for rank in ranks_of(trace)]
 
@@ -150,8 +150,8 @@ def judge(traced: RankTrace, *, with_plan: bool = True) -> Judged:
     """Judge one request on one rank of D.
 
     Args:
-        traced: what was done.
-        with_plan: whether kvhma's own plan is counted as well.
+        traced: the steps to judge.
+        with_plan: whether to count kvhma's own plan as well.
 
     Raises:
         RequestError: as for :func:`audit`.
@@ -186,7 +186,7 @@ def _planned(case: Case) -> Planned:
 
 
 def _counts(steps: Sequence[Step]) -> tuple[int, int, int]:
-    """Count the rows of the transfers, those that are left if neighbours on both sides are joined, and bytes."""
+    """Count the rows of the transfers, the rows left after joining neighbours on both sides, and the bytes."""
     rows = joined = total = 0
     for step in steps:
         if step.doing != "transfer" or not len(step.rows):
@@ -205,14 +205,14 @@ def _ids(span: Span) -> list[int]:
 
 
 class _Findings:
-    """Looks at every byte of D after the steps.
+    """Compares every byte of D after the steps.
 
     Args:
         memory: the labels.
     """
 
     def __init__(self, memory: TracedMemory) -> None:
-        """Say of each byte whether a block of the request holds it."""
+        """Compute for each byte whether a block of the request holds it."""
         self.memory, self.traced, self.side = memory, memory.traced, memory.side
         self.groups = self.side.geometry.groups
         self.own = np.zeros(self.side.size, bool)
@@ -220,7 +220,7 @@ class _Findings:
         self.sums: Counter[str] = Counter()
 
     def judged(self) -> Judged:
-        """Return everything but what the steps themselves count."""
+        """Return everything except the counts of the steps themselves."""
         cached = self.traced.cached or (Span(0, []),) * len(self.groups)
         for index, (span, before) in enumerate(zip(self.traced.case.local_spans, cached, strict=True)):
             self._look(index, span, fill=True)
@@ -236,7 +236,7 @@ class _Findings:
         )  # fmt: skip
 
     def _look(self, index: int, span: Span, *, fill: bool) -> None:
-        """Compare the bytes of some blocks with what they stand for."""
+        """Compare the bytes of some blocks with their expected content."""
         group, template = self.groups[index], self.side.templates[index]
         tokens, kernels = self.traced.case.num_tokens, self.memory.kernels[template.entry]
         if fill:
@@ -260,7 +260,7 @@ class _Findings:
             self.sums["stale"] += int(np.count_nonzero(~needed & (after != want) & (after != ZERO) & (kernels > 0)))
 
     def _look_for_blocks(self, index: int, spans: Sequence[Span]) -> None:
-        """Count what is needed of tokens, or of a state, that D has no block for."""
+        """Count the needed tokens, or state, for which D has no block."""
         group, template = self.groups[index], self.side.templates[index]
         tokens, kernels = self.traced.case.num_tokens, self.memory.kernels[template.entry]
         blocks = self._lacking(index, spans)
@@ -276,10 +276,10 @@ class _Findings:
         self._count_unheld(want)
 
     def _lacking(self, index: int, spans: Sequence[Span]) -> Blocks:
-        """Return the blocks that are needed and that none of D's blocks to fill, or filled before, stands for."""
+        """Return the needed blocks that are in none of D's blocks, whether to fill or filled before."""
         group, tokens, known = self.groups[index], self.traced.case.num_tokens, bool(self.traced.cached)
         if group.kind == "opaque" or (group.kind == "ssm" and not known):
-            return blocks_of(group, Span(0, []))  # nothing says which of its blocks are read, or whether D has a state
+            return blocks_of(group, Span(0, []))  # it is unknown which of its blocks are read, or whether D has a state
         if group.kind == "ssm":
             return blocks_of(group, Span(0, [] if _ids(spans[0]) else [0]))
         turn = group.block_size * group.cp_size
@@ -295,14 +295,14 @@ class _Findings:
         return Blocks(blocks.ids[lacks], blocks.token[lacks])
 
     def _count_unheld(self, want: Ints) -> None:
-        """Count labels that the blocks of no P rank hold."""
+        """Count labels that no P rank's blocks hold."""
         if want.size:
             held = self.memory.held
             at = np.minimum(np.searchsorted(held, want), max(0, held.size - 1))
             self.sums["unheld"] += int(np.count_nonzero(held[at] != want)) if held.size else int(want.size)
 
     def _look_elsewhere(self) -> None:
-        """Count what was written outside of the request's blocks."""
+        """Count bytes written outside of the request's blocks."""
         changed = (self.memory.after != self.memory.before) & ~self.own
         free = np.zeros(self.side.size, bool)
         entry = np.full(self.side.size, -1, np.int64)
@@ -320,7 +320,7 @@ class _Findings:
             self.causes["extra", -1, "written outside of D's regions"] = (self.memory.outside, -1, -1)
 
     def _pools(self) -> Iterator[tuple[Template, Ints, Mask]]:
-        """Yield all blocks of each group, some at once, and which of them are not another request's."""
+        """Yield the blocks of each group in batches, with a mask of those that belong to no other request."""
         local = self.side.geometry
         counts = [_blocks(local, index) for index in range(len(local.groups))]
         templates = self.side.templates
@@ -335,7 +335,7 @@ class _Findings:
                 yield template, blocks, idle | (blocks == (-1 if local.null_block is None else local.null_block))
 
     def _add(self, what: str, entry: Ints, token: Ints, found: Ints, want: Ints | None) -> None:
-        """Take note of bytes that are not right, by part and by what they hold. `want` is None where they are extra."""
+        """Record wrong bytes, by part and by their content. `want` is None for extra bytes."""
         self.sums[what] += int(entry.size)
         if not entry.size:
             return
@@ -353,7 +353,7 @@ class _Findings:
             self.causes[key] = (count + size, min(low, first), max(high, last))
 
     def _kinds(self, found: Ints, want: Ints | None, entry: Ints) -> Ints:
-        """Sort labels: content of which part, of the same token or of another one, zeros, junk, D's own."""
+        """Classify labels: content of which part, of the same token or another, zeros, junk, D's own."""
         kinds = np.where(found >= KEYS, (found - KEYS) >> 44, 0)
         if want is not None:
             row = self.memory.catalog.row_bytes[entry]
@@ -388,9 +388,9 @@ _NO_BLOCK = np.int64(-(1 << 61))
 ZEROS, _STALE, _OF_P, _TWICE, _NOWHERE, _SAME_TOKEN, _OTHER_TOKEN = range(-7, 0)
 _WORDS = {
     ZEROS: "they are zero",
-    _STALE: "they hold what D held before",
-    _OF_P: "they hold bytes of P that are no token of the request",
-    _TWICE: "two transfers write them, each something else",
+    _STALE: "they hold D's earlier content",
+    _OF_P: "they hold bytes of P outside the request's tokens",
+    _TWICE: "two transfers write different bytes there",
     _NOWHERE: "D has no block for them",
     _SAME_TOKEN: "they hold other items of the same token or state",
     _OTHER_TOKEN: "they hold other tokens, or a state after other tokens",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases: a pair of engines and a request in one file, checked to the byte.
+"""Cases: a pair of engines and a request in one file, with a byte-exact check.
 
-docs/cases.md has the format. What is read is bounded and checked, so a case from anywhere is safe to load.
+docs/cases.md has the format. Input is bounded and checked, so a case from any origin is safe to load.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ CASE_VERSION = 1
 """Version of the format, the value of its ``kvhma_case`` key."""
 
 MAX_FILE_BYTES = 1 << 24
-"""Longer files are not read."""
+"""Longer files are refused."""
 
 TOO_LARGE = "too-large-to-simulate"
-"""Code of the RequestError that says so."""
+"""Code of the RequestError for a case above a limit."""
 
 _MAX_CONTENT = 1 << 24
 _MAX_MEMORY = 1 << 25
 _MAX_LABELS = 1 << 26
-"""What is simulated: bytes of the request's blocks, bytes of all regions, and items of the global cache. Together
+"""Limits of a simulation: bytes of the request's blocks, bytes of all regions, and items of the global cache. Together
 they keep a check below 2 GiB."""
 
 Outcome: TypeAlias = Literal["right", "wrong", "refused"]
@@ -54,12 +54,12 @@ Outcome: TypeAlias = Literal["right", "wrong", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a case must come to, beside right bytes. Either `error`, or one or both of the others.
+    """Expectations of a case besides correct bytes: either `error`, or `runs` or `zero` or both.
 
     Attributes:
-        error: is in ``"ErrorClass: message"`` of the refusal.
-        runs: what is read: source, local address, remote address, length; in any order.
-        zero: what is zeroed: address, length; in any order.
+        error: a part of ``"ErrorClass: message"`` of the refusal.
+        runs: the reads: source, local address, remote address, length; in any order.
+        zero: the zeroed ranges: address, length; in any order.
     """
 
     error: str | None = None
@@ -69,16 +69,16 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One D rank, the P ranks it reads from, and a request.
+    """One D rank, the P ranks from which it reads, and a request.
 
     Attributes:
         local: the D rank.
         remotes: the P ranks.
         num_tokens: tokens that P computed.
         local_spans: D's blocks, by D's groups.
-        remote_spans: P's blocks, by P's groups, for all sources; or a tuple of such for each source.
+        remote_spans: P's blocks, by P's groups, for all sources; or a tuple of spans for each source.
         descriptor_bytes: as for `kvhma.plan`.
-        expect: what the case must come to; None for right bytes only.
+        expect: further expectations; None to check only the bytes.
     """
 
     local: Geometry
@@ -90,7 +90,7 @@ class Case:
     expect: Expected | None = None
 
     def __post_init__(self) -> None:
-        """Turn ids into lists of int: arrays neither compare nor serialise."""
+        """Convert ids to lists of int, because arrays neither compare nor serialise."""
         for name in ("local_spans", "remote_spans"):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
@@ -103,7 +103,7 @@ class Case:
         form: dict[str, Any] = {
             "kvhma_case": CASE_VERSION,
             "local": json.loads(self.local.to_json()),
-            "remote": [json.loads(other.to_json()) for other in self.remotes],
+            "remote": [json.loads(remote.to_json()) for remote in self.remotes],
             "num_tokens": self.num_tokens,
             "local_spans": span_forms(self.local_spans),
             "remote_spans": span_forms(self.remote_spans),
@@ -125,7 +125,7 @@ class Case:
             The case, not planned yet.
 
         Raises:
-            RequestError: whatever is wrong with it; the text says where.
+            RequestError: the case is invalid; the text says where.
         """
         required = ("kvhma_case", "local", "remote", "num_tokens", "local_spans", "remote_spans")
         if len(data) > MAX_FILE_BYTES:
@@ -161,15 +161,15 @@ def load(path: Path) -> Case:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        # One byte more than the limit, so that a file without an end is refused too.
+        # One byte more than the limit, so that an endless file is refused too.
         return Case.from_json(file.read(MAX_FILE_BYTES + 1))
 
 
 def save(case: Case, path: Path) -> None:
-    """Write a case file, to be read by people too.
+    """Write a case file in a readable form.
 
     Args:
-        case: what to write.
+        case: the case.
         path: the file, which is replaced.
     """
     path.write_bytes(case.to_json(indent=1) + b"\n")
@@ -180,15 +180,15 @@ def save(case: Case, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a case came to.
+    """The result of a case.
 
     Attributes:
-        outcome: ``right``; ``wrong``: bytes, counts or what was expected; ``refused``: the plan or the request was,
-            and the case did not expect it.
-        text: why, if not right.
-        code: short name of that: of the error, or of what is not as expected; empty if right.
-        field: the field that the error is about, if it is about one.
-        report: what the transfer did to D's memory, if it was right.
+        outcome: ``right``; ``wrong``: bytes, counts or expectations differ; ``refused``: the plan or the request was
+            refused unexpectedly.
+        text: why, unless right.
+        code: short name of the error or of the unmet expectation; empty if right.
+        field: the field with the error, if there is such a field.
+        report: the effect of the transfer on D's memory, if it was right.
         bytes: bytes moved.
         descriptors: descriptors moved.
     """
@@ -203,16 +203,16 @@ class Verdict:
 
 
 def check(case: Case) -> Verdict:
-    """Plan a case, and prove the transfer with the byte oracle.
+    """Plan a case, and verify the transfer with the byte oracle.
 
     Args:
-        case: what to plan.
+        case: the case to plan.
 
     Returns:
-        Whether it is right, and why not.
+        Whether the case is right, and why not.
 
     Raises:
-        RequestError: the case cannot be simulated: it is too large (see `kvhma.oracle.part`), or its ranks are not of
+        RequestError: the case cannot be simulated: it is too large (see `kvhma.oracle.part`), or its ranks do not share
             one global cache.
     """
     refuse_large(case)
@@ -235,7 +235,7 @@ def check(case: Case) -> Verdict:
 
 
 def of_refusal(expect: Expected | None, error: KvhmaError) -> Verdict:
-    """Return what a case came to whose plan or request was refused."""
+    """Return the verdict for a refused plan or request."""
     text = f"{type(error).__name__}: {error}"
     if expect is None:
         return Verdict("refused", text, error.code, error.field)
@@ -246,7 +246,7 @@ def of_refusal(expect: Expected | None, error: KvhmaError) -> Verdict:
 
 
 def _problems(case: Case, transfer: Transfer, report: Report) -> Iterator[tuple[str, str]]:
-    """Yield what of a transfer that moves the right bytes is not as it has to be: a short name, and a sentence."""
+    """Yield the faults of a transfer that moves the right bytes: a short name and a sentence each."""
     expect = case.expect or Expected()
     if report.mergeable:
         yield "mergeable", f"{report.mergeable} descriptors could have been one with their neighbour"
@@ -277,7 +277,7 @@ def _difference(name: str, wanted: Sequence[tuple[int, ...]], found: Sequence[tu
 
 
 def refuse_large(case: Case) -> None:
-    """Refuse what would take too much memory, in exact arithmetic: every number here may be hostile."""
+    """Refuse a case that would take too much memory, in exact arithmetic: every number may be hostile."""
     try:
         sources = by_source(case.remote_spans, len(case.remotes))
     except ValueError as error:
@@ -294,7 +294,7 @@ def refuse_large(case: Case) -> None:
 
 
 def _block_bytes(geometry: Geometry, spans: Sequence[Span]) -> int:
-    """Return the bytes of a request's blocks on a rank, at least one block of each layer."""
+    """Return the bytes of a request's blocks on a rank, counting at least one block of each layer."""
     total = 0
     for layer in geometry.layers:
         count = len(spans[layer.group].ids) if layer.group < len(spans) else 0
@@ -303,7 +303,7 @@ def _block_bytes(geometry: Geometry, spans: Sequence[Span]) -> int:
 
 
 def _labels(sides: Sequence[tuple[Geometry, Sequence[Span]]]) -> int:
-    """Return the bytes of all ranks' items from the first token of any block to the last."""
+    """Return the bytes of all ranks' items from the first token of any block to the last token."""
     low, high = [], [1]
     rows: dict[tuple[str, str, bool], int] = {}
     for geometry, spans in sides:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that P's memory is filled with, and D's before a transfer.
+"""The bytes with which P's memory is filled, and D's before a transfer.
 
-The bytes of one token of one part (its row) are a slice of one long table of pseudo-random bytes; where the slice
-starts is a hash of layer, part and token:
+The bytes of one token of one part (its row) are a slice of one long table of pseudo-random bytes. A hash of layer, part
+and token selects the start of the slice:
 
     table    |b0 b1 b2 b3 b4 b5 b6 b7 ..
     row of (layer, part, token)   starts at hash % 2**20, one byte for each byte of all ranks' row
     a rank's row                  starts as many bytes later as its shards do
 
-A row in the wrong place shows by its start, a byte in the wrong place by what follows it. No byte is ever zero, so that
-zeroed is not mistaken for moved.
+A row in the wrong place shows by its start, and a byte in the wrong place by the bytes after it. No byte is ever zero,
+so zeroed bytes cannot be mistaken for moved bytes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kvhma.oracle.labels import Blocks, Ints, row_bytes, row_strides, tokens_fro
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
 _STARTS = 1 << 20
-"""How many slices of the table a row can be: two rows are equal with a chance of one in a million."""
+"""Number of possible slices of a row: two rows are equal with a chance of one in a million."""
 
 _TILE = (1 << 20) - 3
 """Period of stale and junk bytes, odd so that no stride of a cache divides it."""
 
 BATCH = 1 << 20
-"""Bytes worked on at a time: larger does not fit a cache, smaller is Python."""
+"""Number of bytes processed at a time: more does not fit a CPU cache, less spends the time in Python."""
 
 _STATE = -1
-"""Stands for the token of a state, which has none."""
+"""Stands for the token of a state, which has no token."""
 
 
 def tokens_axis(part: Part) -> tuple[int, int]:
-    """Return place and length of the ``tokens`` axis of a part; (-1, 1) if it has none."""
+    """Return index and length of the ``tokens`` axis of a part; (-1, 1) without such an axis."""
     for place, axis in enumerate(part.axes):
         if axis.name == "tokens":
             return place, axis.shard.held
@@ -98,15 +98,15 @@ def content_of(layer: Layer, part: Part, tokens: Ints, seed: int) -> Bytes:
 
 
 def spread(rows: NDArray[np.bool_], part: Part) -> NDArray[np.bool_]:
-    """Give a mask of rows the dimensions of a slice of :func:`view_of`, so that it broadcasts."""
+    """Reshape a mask of rows to broadcast over a slice of :func:`view_of`."""
     place, _ = tokens_axis(part)
     wide = rows.reshape(*rows.shape, *([1] * (len(part.axes) + (1 if place < 0 else 0))))
     return wide[:, :, 0] if place < 0 else np.moveaxis(wide, 2, 2 + place)
 
 
 def tile_with(region: Bytes, seed: int, what: str) -> None:
-    """Fill a region with a period of bytes that `what` and the seed decide."""
-    # One table for all regions, each with a start of its own: a table for every region takes longer than its use.
+    """Fill a region with a periodic pattern that `what` and the seed determine."""
+    # One table for all regions, each with its own start: making a table for every region takes longer than using it.
     size = 1 << 20
     shift = int(_salt(f"{seed}/{what}")) % size
     table = _table(size, seed, what.split()[0])
@@ -118,7 +118,7 @@ def tile_with(region: Bytes, seed: int, what: str) -> None:
 
 @lru_cache(maxsize=32)
 def _table(size: int, seed: int, what: str = "content") -> Bytes:
-    """Return `size` pseudo-random bytes, none of them zero, the same in every process."""
+    """Return `size` pseudo-random bytes without zeros, the same in every process."""
     mixed = _mix(np.arange(size, dtype=np.uint64) + _salt(f"{seed}/{what}"))
     return (mixed % np.uint64(255) + np.uint64(1)).astype(np.uint8)
 

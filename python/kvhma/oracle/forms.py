@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the JSON of cases and traces: values from anywhere, checked one by one.
+"""Reads the JSON of cases and traces: values of any origin, checked one by one.
 
-Whatever is wrong is a RequestError that says where.
+Every error is a RequestError that says where it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Spans: TypeAlias = "tuple[Span, ...]"
 
 
 def parse(data: bytes | str) -> object:
-    """Read JSON in which no field is there twice."""
+    """Read JSON without repeated fields."""
     try:
         return json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -28,12 +28,12 @@ def parse(data: bytes | str) -> object:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     form = dict(pairs)
     if len(form) != len(pairs):
-        raise ValueError("a field is there twice")
+        raise ValueError("a field is given twice")
     return form
 
 
 def fields_of(value: object, place: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Return an object that has the required fields, and no other than those and the optional ones."""
+    """Return an object with the required fields, and no fields besides them and the optional fields."""
     if not isinstance(value, dict):
         raise RequestError(f"{place} is {kind_of(value)}, not an object")
     for name in required:
@@ -54,20 +54,20 @@ def items_of(value: object, place: str) -> Iterator[tuple[str, object]]:
 
 
 def integer(value: object, place: str) -> int:
-    """Return an integer; true and false are none."""
+    """Return an integer; true and false are not accepted."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{place} is {kind_of(value)}, not an integer")
     return value
 
 
 def kind_of(value: object) -> str:
-    """Say what a JSON value is."""
+    """Name the type of a JSON value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a float"}
     return names.get(type(value), "null")
 
 
 def geometry_of(value: object, place: str) -> Geometry:
-    """Return a geometry of its JSON form."""
+    """Return a geometry from its JSON form."""
     if not isinstance(value, dict):
         raise RequestError(f"{place} is {kind_of(value)}, not an object")
     try:
@@ -88,14 +88,14 @@ def _span(value: object, place: str) -> Span:
 
 
 def rank_spans_of(value: object, place: str) -> Spans | tuple[Spans, ...]:
-    """Return spans that hold for all ranks, or those of each."""
+    """Return spans for all ranks, or spans of each rank."""
     if any(isinstance(entry, list) for _, entry in items_of(value, place)):
         return tuple(spans_of(entry, at) for at, entry in items_of(value, place))
     return spans_of(value, place)
 
 
 def plain(spans: Sequence[Any]) -> tuple[Any, ...]:
-    """Return spans, or those of each source, with ids as lists of int."""
+    """Return spans, or spans of each source, with ids as lists of int."""
     return tuple(
         Span(int(entry.first), [int(block) for block in entry.ids]) if isinstance(entry, Span) else plain(entry)
         for entry in spans
@@ -103,7 +103,7 @@ def plain(spans: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def span_forms(spans: Sequence[Any]) -> list[object]:
-    """Return spans, or those of each source, as JSON has them."""
+    """Return the JSON form of spans, or of spans of each source."""
     return [
         {"first": entry.first, "ids": list(entry.ids)} if isinstance(entry, Span) else span_forms(entry)
         for entry in spans

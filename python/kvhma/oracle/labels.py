@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which item every byte of a rank's cache holds: docs/geometry.md as arrays, and nothing else.
+"""Which item every byte of a rank's cache holds: docs/geometry.md as arrays.
 
-This half of the oracle knows where a byte is and which tokens are needed. It knows nothing of runs, pieces or
-intersections, so a mistake in the planner has no twin here.
+This part of the oracle knows where a byte is and which tokens are needed. It knows no runs, pieces or intersections, so
+it cannot repeat a mistake of the planner.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Ints: TypeAlias = "NDArray[np.int64]"
 """Flat offsets, positions or labels: int64, one per byte of simulated memory."""
 
 RemoteSpans: TypeAlias = "Sequence[Span] | Sequence[Sequence[Span]]"
-"""P's spans by group, for all sources; or a list of such for each source."""
+"""P's spans by group, for all sources; or a list of spans for each source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One part of one layer of the global cache, as all ranks together see it.
+    """One part of one layer of the global cache, over all ranks.
 
     Attributes:
         layer: name of the layer.
         part: name of the part.
         state: the part belongs to an ``ssm`` group.
-        axes: name and extent of every axis but ``tokens``, outermost first, see :func:`row_axes`.
+        axes: name and extent of every axis except ``tokens``, outermost first, see :func:`row_axes`.
         item_bytes: bytes of one item.
         row_bytes: bytes of the part for one token, or of the whole part if it has no ``tokens`` axis.
     """
@@ -57,7 +57,7 @@ class Entry:
 
 
 def row_strides(part: Part) -> dict[str, int]:
-    """Return, for every axis of `part` but ``tokens``, the bytes between two global indices in a row."""
+    """Return, for every axis of `part` except ``tokens``, the bytes between two global indices in a row."""
     strides = {}
     step = part.item_bytes
     for name, extent in reversed(row_axes(part)):
@@ -67,9 +67,9 @@ def row_strides(part: Part) -> dict[str, int]:
 
 
 def row_axes(part: Part) -> tuple[tuple[str, int], ...]:
-    """Return name and extent of the axes of a row, outermost first, whatever the strides of a rank.
+    """Return name and extent of the axes of a row, outermost first, independent of the strides of a rank.
 
-    The largest is innermost. It mostly is in real caches too, and then a row is copied in few pieces.
+    The largest axis is innermost. In real caches it usually is, and then a row is copied in few pieces.
     """
     found = [(axis.extent, axis.name) for axis in part.axes if axis.name != "tokens"]
     return tuple((name, extent) for extent, name in sorted(found))
@@ -88,17 +88,17 @@ def parts_of(geometry: Geometry) -> Iterator[tuple[Layer, Part]]:
 
 
 class Catalog:
-    """Every (layer, part) that any of some ranks hold, numbered.
+    """Every (layer, part) of some ranks, numbered.
 
     Args:
         geometries: ranks of both sides.
 
     Raises:
-        ValueError: two ranks disagree on an extent or on the bytes of an item: no global cache exists.
+        ValueError: two ranks disagree on an extent or on the bytes of an item, so no global cache exists.
     """
 
     def __init__(self, geometries: Iterable[Geometry]) -> None:
-        """List what the layers of `geometries` hold."""
+        """List the parts of the layers of `geometries`."""
         self.entries: list[Entry] = []
         self.index: dict[tuple[str, str], int] = {}
         for geometry in geometries:
@@ -125,8 +125,8 @@ class Template:
         stride: bytes to the same byte of the next logical block.
         entry: index into the catalog.
         byte: byte in the entry's row.
-        token: token in the logical block; of a part without ``tokens`` the first token of its kernel block.
-        tokens: how many tokens the byte stands for: 1, or a kernel block's for a part without ``tokens``.
+        token: token in the logical block; for a part without ``tokens`` the first token of its kernel block.
+        tokens: number of tokens that the byte stands for: 1, or a kernel block's for a part without ``tokens``.
     """
 
     offset: Ints
@@ -138,14 +138,14 @@ class Template:
 
 
 class Side:
-    """One rank's memory, laid end to end, and where its groups' bytes are.
+    """One rank's memory, with all regions after each other, and where its groups' bytes are.
 
     Args:
         geometry: the rank.
-        catalog: numbers of its parts.
+        catalog: numbers of the rank's parts.
 
     Raises:
-        ValueError: two regions overlap, so that one address would be two bytes.
+        ValueError: two regions overlap, so one address would be two bytes.
     """
 
     def __init__(self, geometry: Geometry, catalog: Catalog) -> None:
@@ -195,7 +195,7 @@ class Side:
 
         Args:
             rows: uint64 ``(n, 3)``: address, length, device.
-            what: name of the descriptors in an error.
+            what: name of the descriptors for an error.
 
         Returns:
             int64 ``(n,)`` flat offsets and int64 ``(n,)`` region indices.
@@ -227,7 +227,7 @@ class Side:
 
 
 def _part_bytes(part: Part, group: Group, stride: int) -> tuple[Ints, Ints, Ints]:
-    """Return page offset, byte of the row and token from the block's first one, of every byte in a logical block."""
+    """Return, for every byte in a logical block, its page offset, byte of the row and token index in the block."""
     strides = row_strides(part)
     kernel_tokens = group.kernel_block_size
     offset = np.arange(group.ratio, dtype=np.int64) * stride + part.offset
@@ -253,7 +253,7 @@ class Blocks:
 
     Attributes:
         ids: int64 ``(n,)``.
-        token: int64 ``(n,)``, the absolute token the block starts at; 0 for the state of an ``ssm`` group.
+        token: int64 ``(n,)``, the absolute token at which the block starts; 0 for the state of an ``ssm`` group.
     """
 
     ids: Ints
@@ -261,7 +261,7 @@ class Blocks:
 
 
 def blocks_of(group: Group, span: Span) -> Blocks:
-    """Return the blocks of `span` that hold content; of an ``ssm`` group the slot with the last state."""
+    """Return the blocks of `span` with content; for an ``ssm`` group the slot with the last state."""
     ids = np.asarray(span.ids, dtype=np.int64).reshape(-1)
     if group.kind == "ssm":
         last = max(0, ids.size - 1 - group.speculative)
@@ -271,18 +271,18 @@ def blocks_of(group: Group, span: Span) -> Blocks:
 
 
 def reach(group: Group) -> int:
-    """Return how many tokens of the sequence there are from a block's first one to its last one."""
+    """Return the number of tokens of the sequence from a block's first token to its last token."""
     return int(tokens_from_first(group, np.array([group.block_size - 1]))[0]) + 1
 
 
 def together(group: Group) -> int:
-    """Return how many tokens of a kernel block follow each other in the sequence, from a multiple of that on."""
+    """Return how many tokens of a kernel block are consecutive in the sequence, from a multiple of that number on."""
     kernel = group.kernel_block_size
     return kernel if group.cp_size == 1 or group.turn % kernel == 0 else group.turn
 
 
 def tokens_from_first(group: Group, local: Ints) -> Ints:
-    """Return how many tokens of the sequence after a block's first one its token number `local` is.
+    """Return the distance, in tokens of the sequence, from a block's first token to its token number `local`.
 
     ::
 
@@ -292,9 +292,9 @@ def tokens_from_first(group: Group, local: Ints) -> Ints:
 
 
 def first_needed(group: Group, num_tokens: int) -> int:
-    """Return the first token whose cache the next step still reads; `num_tokens` if none of them is.
+    """Return the first token whose cache the next step still reads, or `num_tokens` if it reads no token.
 
-    A window of one token, or a chunk that just ended, needs nothing of what is there: then nothing is read.
+    A window of one token, or a chunk that just ended, needs no cached token, so nothing is read.
     """
     if group.kind == "sliding" and group.window is not None:
         return max(0, num_tokens - group.window + 1)
@@ -304,17 +304,17 @@ def first_needed(group: Group, num_tokens: int) -> int:
 
 
 def used_blocks(group: Group, span: Span, num_tokens: int) -> Blocks:
-    """Return the blocks of `span` that a request does not leave alone: those not wholly before what it needs."""
+    """Return the blocks of `span` that a request may change: those not wholly before what it needs."""
     blocks = blocks_of(group, span)
     used = blocks.token + reach(group) > first_needed(group, num_tokens)
     return Blocks(blocks.ids[used], blocks.token[used])
 
 
 def by_source(spans: RemoteSpans, sources: int) -> list[Sequence[Span]]:
-    """Return the spans of each source: spans that hold for all of them, or a list of such for each.
+    """Return the spans of each source, from spans for all sources or a list of spans for each.
 
     Raises:
-        ValueError: a list for another number of sources.
+        ValueError: the list has another number of sources.
     """
     if all(isinstance(span, Span) for span in spans):
         return [cast("Sequence[Span]", spans)] * sources
@@ -324,10 +324,10 @@ def by_source(spans: RemoteSpans, sources: int) -> list[Sequence[Span]]:
 
 
 def check_spans(geometry: Geometry, spans: Sequence[Span]) -> None:
-    """Refuse spans the oracle cannot simulate.
+    """Refuse spans that the oracle cannot simulate.
 
     Raises:
-        ValueError: another number of spans than groups, or an id outside of a layer.
+        ValueError: the number of spans differs from the number of groups, or an id is outside of a layer.
     """
     if len(spans) != len(geometry.groups):
         raise ValueError(f"{len(spans)} spans for {len(geometry.groups)} groups")

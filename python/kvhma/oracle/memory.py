@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle over real memory: bytes from coordinates on P, every byte of D checked afterwards.
+"""The oracle over real memory: fills P with bytes from coordinates, and checks every byte of D afterwards.
 
-Two processes that share nothing but geometries and spans can each call their half; :mod:`kvhma.oracle.content` has
-the bytes. A gigabyte is filled or checked in a second or two.
+Two processes that share only geometries and spans can each call their half. :mod:`kvhma.oracle.content` defines the
+bytes. Filling or checking a gigabyte takes a second or two.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvhma.oracle.labels import (
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What a correct transfer did to D's real memory.
+    """The effect of a correct transfer on D's real memory.
 
     Attributes:
         moved: bytes that hold P's content now, `excess` included.
-        excess: those of them that belong to tokens after the token count.
+        excess: the moved bytes of tokens after the token count.
         zeroed: bytes that are zero now.
-        untouched: bytes that hold what they held before.
+        untouched: bytes that are unchanged.
     """
 
     moved: int
@@ -50,16 +50,16 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One byte of D that does not hold what it must.
+    """One byte of D with the wrong content.
 
     Attributes:
         region: index of the region.
         offset: offset of the byte in the region.
-        layer: layer that the byte belongs to, None for padding.
+        layer: layer of the byte, None for padding.
         part: part of the layer's page, None for padding.
         token: absolute token, None for padding, for state and outside of the request's blocks.
-        expected: what the byte must hold, in words.
-        found: what it holds, in words.
+        expected: the required content, in words.
+        found: the actual content, in words.
     """
 
     region: int
@@ -83,8 +83,8 @@ def fill_source(memory: Sequence[Bytes], geometry: Geometry, spans: Sequence[Spa
     Args:
         memory: the regions of `geometry`, each uint8 ``(region.bytes,)``; written.
         geometry: the rank.
-        spans: the request's blocks, by group; what they hold after the last token is filled as well.
-        seed: another seed, other bytes; both sides need the same.
+        spans: the request's blocks, by group; they are filled beyond the last token as well.
+        seed: selects the bytes; both sides need the same seed.
 
     Raises:
         ValueError: the memory or the spans do not fit the geometry.
@@ -101,11 +101,11 @@ def fill_source(memory: Sequence[Bytes], geometry: Geometry, spans: Sequence[Spa
 
 
 def fill_stale(memory: Sequence[Bytes], *, seed: int = 0) -> None:
-    """Fill a D rank's memory with what :func:`check_memory` takes for the bytes of somebody else's request.
+    """Fill a D rank's memory with bytes that :func:`check_memory` treats as another request's.
 
     Args:
         memory: the regions, each uint8 ``(n,)``; written.
-        seed: as given to :func:`check_memory`.
+        seed: the seed of :func:`check_memory`.
     """
     for index, region in enumerate(memory):
         tile_with(region, seed, f"stale {index}")
@@ -117,7 +117,7 @@ class Request(NamedTuple):
     Attributes:
         num_tokens: tokens that P computed.
         local_spans: D's blocks, by D's groups.
-        remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
+        remote_spans: P's blocks, by P's groups, for every source; or a list of spans for each source.
     """
 
     num_tokens: int
@@ -136,23 +136,22 @@ def check_memory(
 ) -> MemoryReport:
     """Check every byte of D's memory after the transfer of one request.
 
-    Before it the memory was filled by :func:`fill_stale`, and that of every source by :func:`fill_source`.
-    That the sources together hold every coordinate of the layers D has is taken for granted here; labels
-    prove it.
+    Before the transfer, :func:`fill_stale` must fill the memory, and :func:`fill_source` the memory of every source.
+    This check assumes that the sources together hold every coordinate of D's layers; the label oracle verifies that.
 
     Args:
         memory: the regions of `local`, each uint8 ``(region.bytes,)``; read.
         local: the D rank.
-        remotes: the P ranks that were read from.
-        request: what was transferred.
-        excess_bytes: what the transfer says of tokens after the last one; None to accept any.
-        seed: as given to the fills.
+        remotes: the P ranks that D read from.
+        request: the transferred request.
+        excess_bytes: the transfer's count of bytes after the last token; None to accept any.
+        seed: the seed of the fills.
 
     Returns:
-        How many bytes were moved, zeroed and left alone.
+        How many bytes were moved, zeroed and left untouched.
 
     Raises:
-        OracleError: a byte is wrong, or `excess_bytes` is.
+        OracleError: a byte or `excess_bytes` is wrong.
         ValueError: memory or spans do not fit the geometries.
     """
     _check_memory(memory, local)
@@ -163,14 +162,14 @@ def check_memory(
     expected, report = _expected(memory, local, _HeldTokens(sources), request, seed)
     _compare(memory, expected, local, request.local_spans, seed)
     if excess_bytes is not None and report.excess != excess_bytes:
-        raise OracleError(f"excess_bytes is {excess_bytes}, {report.excess} came along", code="counts")
+        raise OracleError(f"excess_bytes is {excess_bytes}, {report.excess} were moved", code="counts")
     return report
 
 
 def _expected(
     memory: Sequence[Bytes], local: Geometry, held: _HeldTokens, request: Request, seed: int
 ) -> tuple[list[Bytes], MemoryReport]:
-    """Return what D's memory must hold, where `memory` decides between bytes that are both right."""
+    """Return the required content of D's memory; `memory` decides between two valid bytes."""
     expected = [np.empty_like(region) for region in memory]
     fill_stale(expected, seed=seed)
     moved = excess = zeroed = 0
@@ -192,7 +191,7 @@ def _expected(
 
 
 class _Rows:
-    """Which rows of a part must be P's after a request, and which may be.
+    """Which rows of a part must be P's after a request, and which rows may be.
 
     Args:
         layer: the layer.
@@ -210,15 +209,15 @@ class _Rows:
         self._size = 1 if tokens_axis(part)[0] >= 0 else group.kernel_block_size
 
     def keep(self, content: Bytes, tokens: Ints, actual: Bytes) -> int:
-        """Zero what of P's `content` must not be there, and count the bytes after the last token that came along.
+        """Zero the bytes of P's `content` that must not be there, and count the moved bytes after the last token.
 
             tokens     low - 1 | low ..  num_tokens - 1 | num_tokens ..  end - 1 | end ..
             expected   either  | P's                    | either, counted        | zero
 
         Args:
             content: P's bytes of some blocks; written.
-            tokens: the tokens of its rows.
-            actual: what D's memory holds there: where P's byte and zero are both right, it decides.
+            tokens: the tokens of the rows.
+            actual: D's memory at that place; it decides where both P's byte and zero are valid.
         """
         moved = self._held[np.clip(tokens + 1, 0, self._held.size - 1)]
         excess = 0
@@ -241,7 +240,7 @@ def _check_memory(memory: Sequence[Bytes], geometry: Geometry) -> None:
 
 
 class _HeldTokens:
-    """What the sources of a request hold.
+    """The content of a request's sources.
 
     Args:
         sources: every rank of P with the request's blocks there, by group.
@@ -252,11 +251,11 @@ class _HeldTokens:
         self._masks: dict[tuple[tuple[int, int], ...], NDArray[np.bool_]] = {}
 
     def of(self, layer: str, part: str) -> NDArray[np.bool_]:
-        """Return which tokens the sources hold of a part; index 0 is the state, index ``t + 1`` token ``t``."""
+        """Return which tokens of a part the sources hold; index 0 is the state, index ``t + 1`` token ``t``."""
         holders = []
         for index, (remote, _) in enumerate(self._sources):
             found = remote.layer_by_name.get(layer)
-            if found is not None and any(other.name == part for other in found.page.parts):
+            if found is not None and any(held.name == part for held in found.page.parts):
                 holders.append((index, found.group))
         key = tuple(holders)
         if key not in self._masks:
@@ -275,14 +274,14 @@ class _HeldTokens:
                 inside = tokens_from_first(group, np.arange(0, group.block_size, together(group)))
                 starts = (tokens[:, None] + inside).ravel().tolist()
                 ranges += [(token + 1, token + 1 + together(group)) for token in starts]
-        # One entry more than the last token: whatever is after it clips to that, and nobody holds it.
+        # One entry more than the last token: all later tokens are clipped to it, and no source holds it.
         mask = np.zeros(max((end for _, end in ranges), default=1) + 1, bool)
         for start, end in ranges:
             mask[start:end] = True
         return mask
 
     def last_block_end(self, layer: str, group: Group, num_tokens: int) -> int:
-        """Return how far a whole last block may reach: the nearer end of the two sides' last kernel blocks."""
+        """Return how far a whole last block may extend: the nearer end of the two sides' last kernel blocks."""
         kernels = [together(group)]
         for remote, _ in self._sources:
             found = remote.layer_by_name.get(layer)
@@ -295,7 +294,7 @@ def _compare(
     memory: Sequence[Bytes], expected: Sequence[Bytes], local: Geometry, spans: Sequence[Span], seed: int
 ) -> None:
     for index, (found, wanted) in enumerate(zip(memory, expected, strict=True)):
-        # Piece by piece: a mask of a whole region costs more to allocate than to compute.
+        # Piece by piece, because allocating a mask of a whole region costs more than computing it.
         pieces = range(0, found.size, BATCH)
         bad = [at for at in pieces if not np.array_equal(found[at : at + BATCH], wanted[at : at + BATCH])]
         if not bad:
@@ -317,7 +316,7 @@ def _say(byte: int, stale: int) -> str:
 def owner_of(
     geometry: Geometry, spans: Sequence[Span], region: int, offset: int
 ) -> tuple[str | None, str | None, int | None]:
-    """Return layer, part and token of a byte: of the request's blocks if it is in one, else of any block."""
+    """Return layer, part and token of a byte: in the request's blocks if possible, else in any block."""
     elsewhere: tuple[str | None, str | None, int | None] = (None, None, None)
     for layer, part in parts_of(geometry):
         if layer.region != region:
@@ -342,7 +341,7 @@ def owner_of(
 
 
 def _token_at(part: Part, rest: int) -> int | None:
-    """Return the token of a byte (0 if the part has none), or None if the byte is not of the part."""
+    """Return the token of a byte (0 if the part has no tokens), or None if the byte is not of the part."""
     token = 0
     if rest < 0:
         return None

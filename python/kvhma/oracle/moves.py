@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request moves, found byte by byte from what each byte is: no plan, no pieces, no intersection.
+"""Derives the copies of a request byte by byte from the content of each byte, without a plan.
 
-Every byte of D's blocks is looked up by what it holds among the bytes of P's blocks:
+Every byte of D's blocks is looked up by its content among the bytes of P's blocks:
 
     D   address 4136   layer 0, kv, token 4, byte 0  ----.
     P   address 8216   layer 0, kv, token 4, byte 0  <---'   and neighbours on both sides are one run
 
-The rules of docs/geometry.md ("What a transfer of N tokens means") say which of them must come, which are zero, and
-which may be either, because nobody reads them.
+The rules of docs/geometry.md ("What a transfer of N tokens means") define which bytes must be copied, which must be
+zero, and which may be either, because they are never read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Copy", "Moves", "byte_moves", "keyed", "read_masks", "source_kernels
 
 
 class Copy(NamedTuple):
-    """Bytes that lie in one piece on both sides.
+    """Bytes that are contiguous on both sides.
 
     Attributes:
         source: index of the P rank.
@@ -58,14 +58,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What becomes of D's memory, each list sorted by region and address of D, and merged as far as it goes.
+    """The required changes of D's memory: lists sorted by region and address of D, and merged as far as possible.
 
     Attributes:
-        copies: what D has to hold of P; of several ranks that have a byte, the first.
-        zero: what has to be zero: address and length.
-        either: what may be zero or P's: before the first token that is read, and up to the end of the nearer last
-            kernel block after the last one.
-        fewest: with how few descriptors all of `copies` can be read, from whichever ranks, `either` filling gaps.
+        copies: the bytes that D needs from P; if several ranks have a byte, from the first of them.
+        zero: ranges that must be zero: address and length.
+        either: ranges that may be zero or P's: before the first token that is read, and from the last token to the end
+            of the nearer last kernel block.
+        fewest: the minimum number of descriptors for all of `copies`, from any ranks, with `either` filling gaps.
     """
 
     copies: tuple[Copy, ...]
@@ -76,7 +76,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Bytes that P holds, sorted by key, then by source: int64 ``(n,)`` each."""
+    """Bytes of P, sorted by key, then by source: int64 ``(n,)`` each."""
 
     key: Ints
     source: Ints
@@ -84,7 +84,7 @@ class _Held:
     flat: Ints
 
     def first(self, key: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return where bytes are first, and whether they are anywhere."""
+        """Return the first index of each key, and whether the key exists."""
         if not self.key.size:
             return np.zeros(key.shape, np.int64), np.zeros(key.shape, bool)
         at = np.minimum(np.searchsorted(self.key, key), self.key.size - 1)
@@ -92,7 +92,7 @@ class _Held:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of D that come from P: flat offset, key, and index of the first of them in `_Held`; int64 ``(n,)``."""
+    """Bytes of D with a source: flat offset, key, and index of the first such byte in `_Held`; int64 ``(n,)``."""
 
     flat: Ints
     key: Ints
@@ -106,17 +106,17 @@ def byte_moves(
     local_spans: Sequence[Span],
     remote_spans: RemoteSpans,
 ) -> Moves:
-    """Return what a request moves.
+    """Return the copies of a request.
 
     Args:
         local: the D rank.
         remotes: the P ranks.
         num_tokens: tokens of the request that P computed.
         local_spans: D's blocks, by D's groups.
-        remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
+        remote_spans: P's blocks, by P's groups, for every source; or a list of spans for each source.
 
     Raises:
-        ValueError: the ranks are not cuts of one global cache, or no rank holds a byte that is needed.
+        ValueError: the ranks do not share one global cache, or no rank holds a needed byte.
     """
     local, *remotes = settled((local, *remotes))
     catalog = Catalog((local, *remotes))
@@ -149,17 +149,17 @@ def byte_moves(
 def read_masks(
     group: Group, template: Template, blocks: Blocks, num_tokens: int, kernels: Ints
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which bytes of some blocks are read by the next step, and which may come along.
+    """Return which bytes of some blocks the next step reads, and which may be copied with them.
 
     tokens   .. low - 1 | low .. num_tokens - 1 | num_tokens .. end - 1 | end ..
     bytes     allowed   |        needed         |        allowed        |  zero
 
     Args:
         group: the group of D.
-        template: the content bytes of its blocks.
-        blocks: some of its blocks.
+        template: the content bytes of the group's blocks.
+        blocks: some of the group's blocks.
         num_tokens: tokens of the request.
-        kernels: P's tokens of a kernel block for each part, see :func:`source_kernels`.
+        kernels: tokens of P's kernel block for each part, see :func:`source_kernels`.
     """
     token = blocks.token[:, None] + template.token
     if group.kind in ("ssm", "opaque"):
@@ -173,7 +173,7 @@ def read_masks(
 
 
 def source_kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
-    """Return P's tokens of a kernel block for each part, 0 where P does not have it.
+    """Return the tokens of P's kernel block for each part, 0 if P lacks the part.
 
     Args:
         remotes: the P ranks.
@@ -215,25 +215,25 @@ def _held(sources: Sequence[Side], spans: Sequence[Sequence[Span]], catalog: Cat
 
 
 def _joined(found: Sequence[_Bytes]) -> _Bytes:
-    """Return the bytes of all groups, sorted by where they are."""
+    """Return the bytes of all groups, sorted by flat offset."""
     columns = [np.concatenate(column) for column in zip(*found, strict=True)]
     order = np.argsort(columns[0], kind="stable")
     return _Bytes(*(column[order] for column in columns))
 
 
 def _copies(side: Side, sources: Sequence[Side], held: _Held, found: _Bytes) -> tuple[Copy, ...]:
-    """Join bytes that are neighbours on both sides and in one region of each."""
+    """Join bytes that are adjacent on both sides and in one region of each side."""
     source, region, start = held.source[found.at], held.region[found.at], held.flat[found.at]
-    goes_on = (np.diff(found.flat) == 1) & (np.diff(start) == 1) & (np.diff(source) == 0) & (np.diff(region) == 0)
-    goes_on &= np.diff(np.searchsorted(side.starts[1:], found.flat, side="right")) == 0
+    continues = (np.diff(found.flat) == 1) & (np.diff(start) == 1) & (np.diff(source) == 0) & (np.diff(region) == 0)
+    continues &= np.diff(np.searchsorted(side.starts[1:], found.flat, side="right")) == 0
     return tuple(
         Copy(int(source[a]), _address(sources[source[a]], int(start[a])), _address(side, int(found.flat[a])), b - a)
-        for a, b in _pieces(goes_on, start.size)
+        for a, b in _pieces(continues, start.size)
     )
 
 
 def _fewest(side: Side, held: _Held, must: _Bytes, may: _Bytes) -> int:
-    """Count runs that go on as long as any rank that a run could be read from goes on: none can be fewer."""
+    """Count runs greedily: each continues as long as one of its possible ranks does, which gives the minimum."""
     needed = set(must.flat.tolist())
     found = _joined((must, may))
     region = np.searchsorted(side.starts[1:], found.flat, side="right")
@@ -242,8 +242,8 @@ def _fewest(side: Side, held: _Held, must: _Bytes, may: _Bytes) -> int:
     for where, at, end in zip(zip(region.tolist(), found.flat.tolist(), strict=True), found.at, ends, strict=True):
         columns = (held.source[at:end].tolist(), held.region[at:end].tolist(), held.flat[at:end].tolist())
         places = set(zip(*columns, strict=True))
-        goes_on = where == (before[0], before[1] + 1)
-        going = {(s, r, flat + 1) for s, r, flat in going} & places if goes_on else set()
+        continues = where == (before[0], before[1] + 1)
+        going = {(s, r, flat + 1) for s, r, flat in going} & places if continues else set()
         before = where
         if not going and where[1] in needed:
             count, going = count + 1, places
@@ -252,13 +252,13 @@ def _fewest(side: Side, held: _Held, must: _Bytes, may: _Bytes) -> int:
 
 def _ranges(side: Side, flat: Ints) -> tuple[tuple[int, int], ...]:
     flat = np.sort(flat)
-    goes_on = (np.diff(flat) == 1) & (np.diff(np.searchsorted(side.starts[1:], flat, side="right")) == 0)
-    return tuple((_address(side, int(flat[a])), b - a) for a, b in _pieces(goes_on, flat.size))
+    continues = (np.diff(flat) == 1) & (np.diff(np.searchsorted(side.starts[1:], flat, side="right")) == 0)
+    return tuple((_address(side, int(flat[a])), b - a) for a, b in _pieces(continues, flat.size))
 
 
-def _pieces(goes_on: NDArray[np.bool_], size: int) -> list[tuple[int, int]]:
-    """Return first and end of each piece of a list, which goes on from an entry to the next where it says so."""
-    cuts = [0, *(np.flatnonzero(~goes_on) + 1).tolist(), size]
+def _pieces(continues: NDArray[np.bool_], size: int) -> list[tuple[int, int]]:
+    """Return first and end of each piece; `continues` says for each entry but the first if it extends the piece."""
+    cuts = [0, *(np.flatnonzero(~continues) + 1).tolist(), size]
     return [(a, b) for a, b in pairwise(cuts) if a < b]
 
 
@@ -268,6 +268,6 @@ def _address(side: Side, flat: int) -> int:
 
 
 def _ceil(value: int, unit: int | Ints) -> Ints:
-    """Round `value` up to a multiple of `unit`; 0 where that is 0."""
+    """Round `value` up to a multiple of `unit`; return 0 if `unit` is 0."""
     unit = np.asarray(unit, np.int64)
     return np.asarray(-(-value // np.maximum(unit, 1)) * unit, np.int64)

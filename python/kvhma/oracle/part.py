@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a case that is too large to simulate: of the engines, and of the request between them.
+"""Cuts a part out of a case that is too large to simulate: a part of the engines and of the request.
 
-What is left out changes nothing of what is left: a layer's bytes are its own, and a D that is given the last tokens
-only is one that had the others in its prefix cache. Neighbouring blocks stay neighbours. What only the whole case
-would show is a mistake in what was left out.
+The rest of the case does not affect the part. A layer's bytes are independent of other layers. A D that is given only
+the last tokens is like a D with the other tokens in its prefix cache. Neighbouring blocks stay neighbours. Only a
+mistake in the rest of the case goes unnoticed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Part:
     """A part of a case.
 
     Attributes:
-        case: it, as a case of its own that can be checked.
-        layers: how many layers of D are left.
-        of_layers: how many layers D has.
-        tokens: how many tokens are left, the last ones.
-        of_tokens: how many tokens the request has.
+        case: the part, as a separate case that can be checked.
+        layers: number of D's layers in the part.
+        of_layers: number of layers of D.
+        tokens: number of tokens in the part, the last ones.
+        of_tokens: number of tokens of the request.
     """
 
     case: Case
@@ -45,14 +45,14 @@ class Part:
 
 
 def check_part(case: Case) -> tuple[Verdict, Part | None]:
-    """Plan the whole of a case, and prove as much of it with the byte oracle as can be simulated.
+    """Plan the whole case, and verify as much of it as the byte oracle can simulate.
 
     Args:
-        case: one that is too large for `kvhma.oracle.cases.check`.
+        case: a case that is too large for `kvhma.oracle.cases.check`.
 
     Returns:
-        What it came to, and of which part that is said; None where it is said of the whole case: that it is refused, or
-        is not although that was expected. What else `expect` says is left out.
+        The verdict, and the part that it applies to. The part is None if the verdict is about the whole case, because
+        its plan was refused, or was accepted against the expectation. Other fields of `expect` are ignored.
 
     Raises:
         RequestError: not even a part can be simulated.
@@ -69,13 +69,14 @@ def check_part(case: Case) -> tuple[Verdict, Part | None]:
 
 
 def part_of(case: Case) -> Part:
-    """Return a part of a case that can be simulated: a layer of each sort, and as many of the last tokens as fit.
+    """Return a part that can be simulated: a layer of each sort, and as many of the last tokens as fit.
 
-    Layers are of one sort if all ranks have them in the same groups with the same pages; where that is still too much,
-    if the groups are alike. Blocks are numbered anew, and pools end behind the last one. Of `expect` nothing is kept.
+    Layers are of one sort if all ranks have them in the same groups with the same pages. If that is still too large,
+    they are of one sort if the groups are alike. Blocks get new numbers, and pools end after the last block. The part
+    has no `expect`.
 
     Args:
-        case: whose request the plan accepts.
+        case: a case whose request the plan accepts.
 
     Raises:
         RequestError: the smallest part is too large.
@@ -116,7 +117,7 @@ def _one_of_each_sort(case: Case, *, by_group: bool) -> Case:
 
 
 def _last_tokens(case: Case, count: int) -> Case:
-    """Leave out D's blocks that lie wholly before the last `count` tokens, and P's that then nobody reads.
+    """Remove D's blocks that are wholly before the last `count` tokens, and P's blocks that are then unused.
 
     D    |   |   |###|###|#  |        # the last tokens
     P    | | | | |#|#|#|#|#| |
@@ -134,7 +135,7 @@ def _last_tokens(case: Case, count: int) -> Case:
 
 
 def _from_token(group: Group, span: Span, token: int) -> Span:
-    """Leave out blocks wholly before a token, but never the last one."""
+    """Remove blocks wholly before a token, except the last block."""
     gone = min(token // _turn(group) - span.first, len(span.ids) - 1)
     return Span(span.first + gone, list(span.ids)[gone:]) if _is_by_token(group) and gone > 0 else span
 
@@ -149,7 +150,7 @@ def _turn(group: Group) -> int:
 
 
 def _numbered_anew(case: Case) -> Case:
-    """Number blocks in their order, the null block too, with a gap of one where there is a gap; cut the pools."""
+    """Number blocks in their order, including the null block; each gap becomes a gap of one; cut the pools."""
     sides = []
     for geometry, spans in sides_of(case):
         null = [] if geometry.null_block is None else [geometry.null_block]
@@ -161,7 +162,7 @@ def _numbered_anew(case: Case) -> Case:
 
 
 def _names(used: Sequence[int]) -> dict[int, int]:
-    """Return the new number of each block; it is never a larger one."""
+    """Return the new number of each block, which is never larger than the old number."""
     names: dict[int, int] = {}
     last = new = -1
     for block in used:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes of which a rank does not know all, written as what all ranks together can only mean."""
+"""Resolves axes that a rank does not fully know, from the knowledge of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Key = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _Meaning:
-    """What the ranks say of one axis."""
+    """The ranks' descriptions of one axis."""
 
     known: int | None = None
     ranks: int = 0
@@ -41,10 +41,10 @@ class _Meaning:
 
 
 def settled(geometries: Sequence[Geometry]) -> list[Geometry]:
-    """Replace every axis that may repeat, and every one with spare indices that not all ranks have.
+    """Replace every axis that may repeat, and every axis with spare indices that not all ranks have.
 
-    A rank that knows an extent decides it. Where none does, the true extent divides the ranks of every engine, and
-    indices of their greatest common divisor tell apart whatever can differ.
+    A rank that knows an extent decides it. If no rank does, the true extent divides the number of ranks of every
+    engine. Indices of the greatest common divisor then distinguish all that can differ.
 
     Args:
         geometries: ranks of both sides.

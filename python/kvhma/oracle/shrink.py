@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a failing case smaller: by structure, deterministically, as long as it still fails.
+"""Shrinks a failing case by structure, deterministically, as long as it still fails.
 
-Every pass tries large cuts before small ones and only ever takes something away, so shrinking ends.
+Every pass tries large cuts before small ones and only removes, so shrinking ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spans_of(case: Case, source: int) -> tuple[Span, ...]:
 
 
 def failure(case: Case) -> str | None:
-    """Return what sort of failure a case is, whatever its numbers and names: outcome, code and field; None if right.
+    """Return the kind of failure, without numbers and names: outcome, code and field; None if right.
 
     Raises:
         RequestError: the case cannot be simulated.
@@ -50,10 +50,10 @@ def shrink(
 
     Args:
         case: a case that fails.
-        fails: says whether a smaller one still does, e.g. ``lambda c: failure(c) == sort``. Cases that make it
-            raise a KvhmaError do not count as failing.
-        max_tries: calls of `fails` after which the best case so far is returned.
-        leave_out: names of `PASSES` that are not made.
+        fails: returns whether a smaller case still fails, e.g. ``lambda c: failure(c) == sort``. Cases for which it
+            raises a KvhmaError count as not failing.
+        max_tries: limit of calls of `fails`; then the best case so far is returned.
+        leave_out: names of `PASSES` to skip.
     """
     tries = max_tries
     sides = [(case.local, case.local_spans)]
@@ -102,13 +102,13 @@ def with_sides(case: Case, sides: Sequence[_Side]) -> Case:
 
 
 def _flat(case: Case) -> Case:
-    """Give the spans of sources only once if they are the same for all."""
+    """Store the spans of sources only once if all sources have the same."""
     spans = [spans_of(case, index) for index in range(len(case.remotes))]
-    return replace(case, remote_spans=spans[0]) if spans and all(other == spans[0] for other in spans) else case
+    return replace(case, remote_spans=spans[0]) if spans and all(entry == spans[0] for entry in spans) else case
 
 
 def _runs(count: int) -> Iterator[range]:
-    """Yield what to leave out of `count` entries: halves, quarters, .., single ones."""
+    """Yield what to remove of `count` entries: halves, quarters, .., single entries."""
     size = count // 2
     while size:
         for start in range(0, count, size):
@@ -116,8 +116,8 @@ def _runs(count: int) -> Iterator[range]:
         size //= 2
 
 
-# Each pass yields how to make a smaller case, so that what cannot be made (a geometry that contradicts itself) fails
-# where it is tried.
+# Each pass yields functions that make a smaller case. A case that cannot be made (a geometry that contradicts itself)
+# then fails where it is tried.
 
 
 def _fewer_sources(case: Case) -> Iterator[_Make]:
@@ -156,7 +156,7 @@ def _fewer_groups(case: Case) -> Iterator[_Make]:
 
 
 def without_idle_groups(case: Case, at: int) -> Case:
-    """Return the case without those groups of a side that have no layer."""
+    """Return the case without the groups of a side that have no layer."""
     sides = sides_of(case)
     geometry, spans = sides[at]
     used = sorted({layer.group for layer in geometry.layers})
@@ -174,7 +174,7 @@ def _fewer_parts(case: Case) -> Iterator[_Make]:
 
 
 def _has(layer: Layer, part: str) -> bool:
-    return any(other.name == part for other in layer.page.parts)
+    return any(held.name == part for held in layer.page.parts)
 
 
 def _without_part(name: str, geometry: Geometry) -> Geometry:
@@ -193,7 +193,7 @@ def _fewer_tokens(case: Case) -> Iterator[_Make]:
 
 
 def _fewer_ids(case: Case) -> Iterator[_Make]:
-    """Drop blocks from the end of a span, or from its start, where the span then begins later."""
+    """Drop blocks from the end of a span, or from its start, which then begins later."""
     for at, (_, spans) in enumerate(sides_of(case)):
         for group, span in enumerate(spans):
             count = len(span.ids)
@@ -212,7 +212,7 @@ def _with_span(case: Case, at: int, group: int, span: Span) -> Case:
 
 
 def _lower_ids(case: Case) -> Iterator[_Make]:
-    """Number the blocks in use from 1, in their order; those of a side all at once, since groups share memory."""
+    """Number the used blocks from 1, in their order, over a whole side, because groups share memory."""
     for at, (geometry, spans) in enumerate(sides_of(case)):
         used = sorted({block for span in spans for block in span.ids})
         free = [block for block in range(len(used) + 1) if block != geometry.null_block]
@@ -236,7 +236,7 @@ def _smaller_pools(case: Case) -> Iterator[_Make]:
 
 
 def cut_pools(geometry: Geometry, spans: Sequence[Span]) -> Geometry:
-    """Cut every pool behind the last block in use, and regions behind their last layer; drop idle regions."""
+    """Cut every pool after the last used block, and regions after their last layer; drop idle regions."""
     layers, ends = [], dict[int, int]()
     for layer in geometry.layers:
         blocks = max(spans[layer.group].ids, default=0) + 1 if layer.group < len(spans) else layer.num_blocks
@@ -289,4 +289,4 @@ PASSES: dict[str, Callable[[Case], Iterator[_Make]]] = {
     "ids": _lower_ids,
     "pools": _smaller_pools,
 }
-"""What is tried, in this order."""
+"""The passes, in this order."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The byte oracle: proves a transfer right by simulating every byte of it.
+"""The byte oracle: verifies a transfer by simulating every byte of it.
 
-Give every byte of a simulated global cache a label of its own, lay the labels out in the memory of every P
-rank, give every byte of D a *stale* label, apply a transfer, and look at what each byte of D holds
-afterwards. Nothing here plans anything: it only knows where a byte is and what a transfer of N tokens means
-(docs/geometry.md), so it works for any pair of geometries, however they were cut.
+Every byte of a simulated global cache gets a separate label. The memory of every P rank is filled with these labels,
+and the memory of D with *stale* labels. Then a transfer is applied, and every byte of D is checked. Nothing here plans:
+the oracle only knows where a byte is and what a transfer of N tokens means (docs/geometry.md). So it works for every
+pair of geometries.
 
     >>> oracle = Oracle(decode, [prefill])                                        # doctest: +SKIP
     >>> report = oracle.check(num_tokens, local_spans, remote_spans, transfer)    # doctest: +SKIP
 
-The simulation holds 8 bytes per byte of cache. For caches of real size, real bytes and real processes there
-is :mod:`kvhma.oracle.memory`.
+The simulation needs 8 bytes per byte of cache. For caches of real size, real bytes and real processes use
+:mod:`kvhma.oracle.memory`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ __all__ = ["Oracle", "Report"]
 _TOO_LARGE = 1 << 28
 _MOST_DIFFERENCES = 8
 _BEFORE, _AFTER = 1, 2
-"""Why a byte may be P's or zero: before the first token that is needed, or after the last."""
+"""Why a byte may be P's or zero: it is before the first needed token, or after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report(MemoryReport):
-    """What a correct transfer did to D's simulated memory.
+    """The effect of a correct transfer on D's simulated memory.
 
     Attributes:
-        mergeable: neighbouring descriptors of one source that could have been one. With 0, no shorter list of
+        mergeable: neighbouring descriptors of one source that could have been joined. With 0, no shorter list of
             descriptors moves the same bytes from the same places.
     """
 
@@ -66,7 +66,7 @@ class Report(MemoryReport):
 
 @dataclass(slots=True)
 class _Labels:
-    """How labels are numbered for one request: 0 is zero, then content, then D's stale bytes, then P's junk."""
+    """The numbering of labels for one request: 0 is zero, then content, then D's stale bytes, then P's junk."""
 
     first_token: int
     base: Ints
@@ -75,14 +75,14 @@ class _Labels:
 
 
 class Oracle:
-    """Label maps of one D rank and its sources, made once, for any number of requests.
+    """Label maps of one D rank and its sources, made once for any number of requests.
 
     Args:
         local: the D rank.
         remotes: the P ranks that transfers read from, in the order of the plan.
 
     Raises:
-        ValueError: the ranks are not cuts of one global cache, or regions of a rank overlap.
+        ValueError: the ranks do not share one global cache, or regions of a rank overlap.
     """
 
     def __init__(self, local: Geometry, remotes: Sequence[Geometry]) -> None:
@@ -93,12 +93,12 @@ class Oracle:
         self._remotes = [Side(remote, self._catalog) for remote in remotes]
         rows = self._catalog.row_bytes.size
         self._is_state = np.array([entry.state for entry in self._catalog.entries], bool)
-        # Kernel blocks of P bound how far after the token count a whole last block may reach.
+        # Kernel blocks of P bound how far after the token count a whole last block may extend.
         self._remote_kernel = np.ones(rows, np.int64)
         for side in self._remotes:
             for layer, part in parts_of(side.geometry):
                 entry = self._catalog.index[layer.name, part.name]
-                # It only bounds how far a block may be moved whole; sources may differ.
+                # This only bounds how far a block may be moved as a whole; sources may differ.
                 kernel = together(side.geometry.groups[layer.group])
                 self._remote_kernel[entry] = max(self._remote_kernel[entry], kernel)
 
@@ -109,16 +109,16 @@ class Oracle:
         remote_spans: RemoteSpans,
         transfer: Transfer,
     ) -> Report:
-        """Simulate `transfer` and return what it did, or raise with the first bytes that are wrong.
+        """Simulate `transfer`, and return its effect or raise with the first wrong bytes.
 
         Args:
             num_tokens: tokens of the request that P computed.
             local_spans: D's blocks, by D's groups.
-            remote_spans: P's blocks, by P's groups, for every source; or a list of such for each source.
-            transfer: what is under test, or an object with the same attributes.
+            remote_spans: P's blocks, by P's groups, for every source; or a list of spans for each source.
+            transfer: the transfer under test, or an object with the same attributes.
 
         Returns:
-            How many bytes were moved, zeroed and left alone.
+            How many bytes were moved, zeroed and left untouched.
 
         Raises:
             OracleError: a byte is wrong, a range leaves its region, ranges overlap, or a count is wrong.
@@ -133,7 +133,7 @@ class Oracle:
         memory = stale.copy()
         held, mergeable = self._apply(transfer, sources, labels, memory)
         expected, optional = self._expected(num_tokens, local_spans, labels, held, stale)
-        # In the first and the last block P's byte and zero can both be right: nobody reads them. Only the
+        # In the first and the last block P's byte and zero can both be valid, because they are never read. Only the
         # bytes after the last token are counted.
         at = np.flatnonzero(optional)
         came = memory[at] == expected[at]
@@ -143,17 +143,17 @@ class Oracle:
         zeroed = int(np.count_nonzero(expected == 0))
         excess = int(np.count_nonzero(came & (optional[at] == _AFTER)))
         if excess != transfer.excess_bytes:
-            raise OracleError(f"excess_bytes is {transfer.excess_bytes}, {excess} came along", code="counts")
+            raise OracleError(f"excess_bytes is {transfer.excess_bytes}, {excess} were moved", code="counts")
         return Report(moved, excess, zeroed, self._local.size - moved - zeroed, mergeable)
 
     def _apply(
         self, transfer: Transfer, sources: Sequence[Sequence[Span]], labels: _Labels, memory: Ints
     ) -> tuple[NDArray[np.bool_], int]:
-        """Do to D's `memory` what `transfer` says.
+        """Apply `transfer` to D's `memory`.
 
         Returns:
-            Which labels any source holds, bool ``(labels.stale,)``, and how many descriptors could have been one with
-            their neighbour.
+            Which labels any source holds, bool ``(labels.stale,)``, and how many descriptors could have been joined
+            with their neighbour.
         """
         held = np.zeros(labels.stale, bool)
         apply_zero(self._local, transfer.zero, memory)
@@ -180,7 +180,7 @@ class Oracle:
         raise OracleError("\n".join(["wrong bytes:", *map(str, differences)]), code="wrong-bytes")
 
     def _number(self, local_spans: Sequence[Span], sources: Sequence[Sequence[Span]]) -> _Labels:
-        """Give every item that a block of either side holds a range of labels."""
+        """Assign a range of labels to every item that a block of either side holds."""
         low, high = 0, 1
         starts = []
         sides = [self._local, *self._remotes]
@@ -230,7 +230,7 @@ class Oracle:
         held: NDArray[np.bool_],
         stale: Ints,
     ) -> tuple[Ints, NDArray[np.int8]]:
-        """Return what D's memory must hold, and where and why zero would be right as well."""
+        """Return the required content of D's memory, and where and why zero would be valid as well."""
         expected = stale.copy()
         optional = np.zeros(stale.size, np.int8)
         side = self._local
@@ -240,7 +240,7 @@ class Oracle:
             moved = held[content]
             if group.kind not in ("ssm", "opaque"):
                 kernel = together(group)
-                # How far a whole last block may reach: the nearer end of the two sides' last kernel blocks.
+                # How far a whole last block may extend: the nearer end of the two sides' last kernel blocks.
                 end = np.minimum(_ceil(num_tokens, kernel), _ceil(num_tokens, self._remote_kernel[template.entry]))
                 start = -blocks.token[:, None]
                 moved &= (template.token - end < start) & (low < num_tokens)
@@ -258,7 +258,7 @@ class Oracle:
         return Difference(region, offset, *owner, self._read_label(expected, labels), self._read_label(found, labels))
 
     def _read_label(self, label: int, labels: _Labels) -> str:
-        """Say in words what a label stands for."""
+        """Describe a label in words."""
         if label == 0:
             return "zero"
         if label < labels.stale:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest request that shows what a trace shows: made smaller by structure, with the steps that are left."""
+"""Finds the smallest request with the fault of a trace: smaller by structure, with the steps that remain."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kvhma.oracle.traces import Rows, Step, Trace, TracedRequest
 __all__ = ["answered", "smallest", "trace_of"]
 
 _STEPS_NAME_THEM = frozenset(("exact", "sources", "ids"))
-"""What cannot be changed: steps have numbers of sources and addresses of blocks."""
+"""Passes that are not possible: steps have numbers of sources and addresses of blocks."""
 _CACHED_NAMES_THEM = frozenset(("groups", "pools"))
 
 
 def smallest(traced: RankTrace, *, max_tries: int = 400) -> RankTrace:
-    """Return the smallest request found in which the same is wrong, missing or extra, most of it for the same reason.
+    """Return the smallest request with the same kinds of faults, most of them for the same reason.
 
     Args:
-        traced: a request of which something is not right; any other is returned as it is.
-        max_tries: how many are judged.
+        traced: a request with a fault; any other request is returned as it is.
+        max_tries: limit of judged requests.
     """
     before = judge(traced, with_plan=False)
     if not before.signature:
         return traced
 
     def is_same(case: Case) -> bool:
-        # A step that a smaller geometry cannot do is left out; what it wrote is then missing, which is another failure.
+        # A step that a smaller geometry cannot do is left out; its bytes are then missing, which is another failure.
         found = judge(_with_case(traced, case), with_plan=False)
         return found.signature == before.signature and _reason(found) == _reason(before)
 
@@ -45,7 +45,7 @@ def smallest(traced: RankTrace, *, max_tries: int = 400) -> RankTrace:
 
 
 def answered(case: Case) -> Case:
-    """Return a case with what has to be read, byte by byte; without that if no source holds what is needed."""
+    """Return a case with the required reads, byte by byte; without them if no source holds the needed bytes."""
     try:
         moves = byte_moves(case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
     except ValueError:
@@ -65,7 +65,7 @@ def trace_of(traced: RankTrace, connector: str = "") -> Trace:
 
 
 def _with_case(traced: RankTrace, case: Case) -> RankTrace:
-    """Return the same steps between smaller engines, without the rows that lie in what was taken away."""
+    """Return the same steps between smaller engines, without the rows in removed memory."""
     before, steps = traced.case, []
     for step in traced.steps:
         lost = _lost(step.rows[:, -2], step.rows[:, -1], before.local, case.local)
@@ -84,7 +84,7 @@ def _lost(addresses: Rows, sizes: Rows, before: Geometry, now: Geometry) -> Mask
 
 
 def _inside(geometry: Geometry, addresses: Rows, sizes: Rows) -> Mask:
-    """Return which ranges lie in one region."""
+    """Return which ranges are in one region."""
     inside = np.zeros(len(addresses), bool)
     for region in geometry.regions:
         base, room = np.uint64(region.base), np.uint64(region.bytes)
@@ -94,7 +94,7 @@ def _inside(geometry: Geometry, addresses: Rows, sizes: Rows) -> Mask:
 
 
 def _without_idle_rows(traced: RankTrace, tries: int) -> RankTrace:
-    """Join rows, then leave out those without which it comes to the same: halves, quarters, .., single ones."""
+    """Join rows, then remove rows as long as the fault stays the same: halves, quarters, .., single rows."""
     counts = _counts(traced)
     steps = [replace(step, rows=_joined(step)) for step in traced.steps]
     for index, step in enumerate(steps):
@@ -119,12 +119,12 @@ def _counts(traced: RankTrace) -> tuple[object, ...]:
 
 
 def _reason(found: Judged) -> tuple[str, ...]:
-    """Return what most of it is, and what is there instead."""
+    """Return the most frequent fault, and what is there instead."""
     return tuple(text for cause in found.causes[:1] for text in (cause.what, cause.found))
 
 
 def _joined(step: Step) -> Rows:
-    """Return the rows of a step with neighbours on both sides as one."""
+    """Return the rows of a step with neighbours on both sides joined."""
     rows = step.rows[np.argsort(step.rows[:, -2], kind="stable")]
     if not len(rows):
         return rows
@@ -136,7 +136,7 @@ def _joined(step: Step) -> Rows:
 
 
 def sources_of(traced: RankTrace) -> list[tuple[int, Rows]]:
-    """Return what was transferred from each P rank: its number, and its rows."""
+    """Return the transfer from each P rank: its number and its rows."""
     found = []
     for index in range(len(by_source(traced.case.remote_spans, len(traced.case.remotes)))):
         rows = [step.rows for step in traced.steps if step.doing == "transfer" and step.source == index]

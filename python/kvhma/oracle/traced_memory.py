@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's memory in labels, and what the steps of a trace make of it.
+"""D's memory as labels, and the effect of a trace's steps on it.
 
-Labels are numbers: content (part, token and byte in one), zero, what D held before, and what else P holds:
+Labels are numbers: content (part, token and byte in one), zero, D's earlier bytes, and P's other bytes:
 
     .. RACED ..      .. JUNK - flat ..        -1 - flat      0        KEYS + part, token, byte ..
     two writers      P's, no content of the   D's, before    zero     content
@@ -36,24 +36,24 @@ JUNK = np.int64(-(1 << 44))
 RACED = np.int64(-(1 << 62))
 _TOP = (1 << 64) - 1
 _MAX_STEP = 1 << 25
-"""Bytes of a step: all regions together have no more."""
+"""Limit of bytes of a step; all regions together are not larger."""
 _MAX_STEPS = 1 << 27
-"""Bytes of all steps of a request on a rank."""
+"""Limit of bytes of all steps of a request on a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What was done for one request on one rank of D.
+    """The steps for one request on one rank of D.
 
     Attributes:
         name: of the request.
         rank: of D.
         case: the rank, P's ranks and the request.
         remote_tokens: tokens that P has computed.
-        cached: D's blocks that had been filled before, by group; empty if that is not known: then D has what is before.
+        cached: D's blocks that were filled before, by group. Empty if unknown; then D has everything before its blocks.
         steps: what was done, in order.
-        refusal: why nothing came of it; empty if that was not so.
-        one_pool: as of the trace.
+        refusal: why the request was refused; empty if it was not.
+        one_pool: the field of the trace.
     """
 
     name: str
@@ -70,11 +70,11 @@ class TracedMemory:
     """The labels of D's bytes before and after.
 
     Args:
-        traced: what is done to them.
+        traced: the steps that change the labels.
     """
 
     def __init__(self, traced: RankTrace) -> None:
-        """Label both sides as they are before."""
+        """Label both sides in their state before the steps."""
         case = traced.case
         local, *remotes = settled((case.local, *case.remotes))
         self.traced, self.catalog = traced, Catalog((local, *remotes))
@@ -93,7 +93,7 @@ class TracedMemory:
         self.after = self.before.copy()
 
     def _refuse_large_labels(self) -> None:
-        """Refuse what two labels would be the same for."""
+        """Refuse sizes for which two labels would be equal."""
         case, rows = self.traced.case, int(self.catalog.row_bytes.max(initial=1))
         tokens = max(case.num_tokens, self.traced.remote_tokens)
         sides = [(case.local, case.local_spans), (case.local, self.traced.cached)]
@@ -106,7 +106,7 @@ class TracedMemory:
             raise ValueError(f"{tokens} tokens of {rows} bytes")
 
     def labels(self, template: Template, blocks: Blocks, state_tokens: int) -> tuple[Ints, Ints]:
-        """Return flat offsets and labels ``(blocks, bytes of a block)``; a state is that after `state_tokens`."""
+        """Return flat offsets and labels ``(blocks, bytes of a block)``; a state is the one after `state_tokens`."""
         flat, key = keyed(template, blocks, self.catalog)
         is_state = np.array([entry.state for entry in self.catalog.entries], bool)[template.entry]
         row = self.catalog.row_bytes[template.entry]
@@ -135,7 +135,7 @@ class TracedMemory:
         return self._sources[index]
 
     def run(self) -> None:
-        """Do the steps. Transfers between two other steps are in no order: what two of them write differs is raced."""
+        """Apply the steps. Transfers between two other steps are unordered, so bytes that two of them write race."""
         if (total := sum(map(_size_of, self.traced.steps))) > _MAX_STEPS:
             raise ValueError(f"steps of {total} bytes, at most {_MAX_STEPS}")
         places = _Places(self.side)
@@ -162,7 +162,7 @@ class TracedMemory:
         self._mark(unordered, written, raced)
 
     def _mark(self, unordered: list[Ints], written: Mask, raced: Mask) -> None:
-        """Mark what transfers have raced for; what comes after them is in order."""
+        """Mark the bytes for which transfers raced; later steps are ordered after them."""
         for to in unordered:
             self.after[to[raced[to]]] = RACED
             written[to] = False
@@ -171,7 +171,7 @@ class TracedMemory:
         unordered.clear()
 
     def _taken(self, step: Step, to_places: _Places, from_places: _Places, labels: Ints) -> tuple[Ints, Ints]:
-        """Return which bytes of D a step writes, and the labels; what lies outside is counted, or read as junk."""
+        """Return which bytes of D a step writes, and the labels; bytes outside are counted, or read as junk."""
         start, from_inside = from_places.flat(step.rows[:, 0], step.rows[:, 2])
         to, to_inside = to_places.flat(step.rows[:, 1], step.rows[:, 2])
         self.outside += int(np.count_nonzero(~to_inside))
@@ -181,7 +181,7 @@ class TracedMemory:
 
 
 class _Places:
-    """Where the addresses of a rank are among its labels, region by region of the geometry.
+    """Maps the addresses of a rank to its labels, region by region of the geometry.
 
     ::
 
@@ -210,14 +210,14 @@ class _Places:
         self._cuts = np.array(sorted(cuts), np.uint64)
 
     def flat(self, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
-        """Return where each byte of some ranges is, and whether it is in a region."""
+        """Return the position of each byte of some ranges, and whether it is in a region."""
         addresses, sizes = self._pieces(addresses, sizes)
         first, inside = self._first(addresses, sizes)
         counts = sizes.astype(np.int64)
         return bytes_of(np.where(inside, first, 0), counts), np.repeat(inside, counts)
 
     def _pieces(self, addresses: Rows, sizes: Rows) -> tuple[Rows, Rows]:
-        """Cut ranges where regions begin and end, since neighbours may lie anywhere among the labels.
+        """Cut ranges at the ends of regions, because adjacent regions may be anywhere among the labels.
 
         ::
 
@@ -237,7 +237,7 @@ class _Places:
         return begin, end - begin
 
     def _first(self, addresses: Rows, sizes: Rows) -> tuple[Ints, Mask]:
-        """Return where the first byte of each range is, and whether all of it is in one region."""
+        """Return the position of the first byte of each range, and whether the whole range is in one region."""
         if not self._bases.size:
             return np.zeros(len(addresses), np.int64), np.zeros(len(addresses), bool)
         at = np.searchsorted(self._bases, addresses, side="right") - 1

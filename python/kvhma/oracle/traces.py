@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: what a connector did for some requests, in one file of JSON lines. docs/audit.md has the format.
+"""Traces: the steps of a connector for some requests, as JSON lines. docs/audit.md has the format.
 
-What is read is bounded and checked, so a trace from anywhere is safe to load.
+Input is bounded and checked, so a trace from any origin is safe to load.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TRACE_VERSION = 1
 """Version of the format, the value of its ``kvhma_trace`` key."""
 
 MAX_FILE_BYTES = 1 << 26
-"""Longer files are not read."""
+"""Longer files are refused."""
 
 MAX_ROWS = 1 << 20
-"""Rows of all steps of a trace."""
+"""Limit of rows of all steps of a trace."""
 
 _MAX_RANKS = 64
 _MAX_REQUESTS = 256
@@ -55,7 +55,7 @@ _WIDTHS: dict[Doing, int] = {"transfer": 3, "rearrange": 3, "zero": 2}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that was done to the memory of a D rank.
+    """A change of the memory of a D rank.
 
     Attributes:
         doing: ``transfer``: bytes of a P rank were written; ``rearrange``: bytes of D itself; ``zero``: zeros.
@@ -71,18 +71,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request, and what was done for it.
+    """A request and its steps.
 
     Attributes:
         name: of the request.
-        num_tokens: tokens before the first one that D computes itself.
+        num_tokens: number of tokens before the first token that D computes itself.
         remote_tokens: tokens that P has computed.
-        local_spans: D's blocks to fill, by D's groups; or a tuple of such for each rank.
-        remote_spans: P's blocks, by P's groups; or a tuple of such for each rank.
-        cached_spans: D's blocks that had been filled before; empty if that is not known: then D has what is before
-            the blocks to fill.
-        steps: by D's rank, in the order in which they were done.
-        refusals: by D's rank, why nothing came of it.
+        local_spans: D's blocks to fill, by D's groups; or a tuple of spans for each rank.
+        remote_spans: P's blocks, by P's groups; or a tuple of spans for each rank.
+        cached_spans: D's blocks that were filled before. Empty if unknown; then D has everything before the blocks to
+            fill.
+        steps: by D's rank, in their order.
+        refusals: by D's rank, why the request was refused.
     """
 
     name: str
@@ -95,22 +95,22 @@ class TracedRequest:
     refusals: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Turn ids into lists of int: arrays neither compare nor serialise."""
+        """Convert ids to lists of int, because arrays neither compare nor serialise."""
         for name in ("local_spans", "remote_spans", "cached_spans"):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Two engines, and what a connector did for requests between them.
+    """Two engines, and the steps of a connector for requests between them.
 
     Attributes:
         local: geometries of D's ranks.
         remote: geometries of P's ranks.
         requests: in the order of the file.
-        connector: whose calls they were, in words.
-        one_pool: whether a block of D is one request's in all groups, so that memory of its id that no layer of its
-            group uses may hold anything.
+        connector: the connector's name.
+        one_pool: whether a block of D belongs to one request in all groups. Memory of its id that no layer of its group
+            uses may then hold anything.
     """
 
     local: tuple[Geometry, ...]
@@ -120,7 +120,7 @@ class Trace:
     one_pool: bool = False
 
     def to_lines(self) -> Iterator[str]:
-        """Yield the lines of the file, without their ends."""
+        """Yield the lines of the file, without line ends."""
         head: dict[str, Any] = {"kvhma_trace": TRACE_VERSION, "connector": self.connector, "one_pool": self.one_pool}
         head |= {
             name: [json.loads(rank.to_json()) for rank in ranks]
@@ -135,7 +135,7 @@ class Trace:
         """Read the lines of a file. Safe on any input.
 
         Raises:
-            RequestError: whatever is wrong with it; the text says in which line.
+            RequestError: the trace is invalid; the text has the line.
         """
         numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         head = next(numbered, None)
@@ -182,7 +182,7 @@ def _request_lines(request: TracedRequest) -> Iterator[str]:
 
 
 class _Reader:
-    """Reads a trace line by line; the first one has the engines.
+    """Reads a trace line by line; the first line has the engines.
 
     Args:
         head: the first line.
@@ -221,7 +221,7 @@ class _Reader:
         fields_of(form, place, required, ("remote_tokens", "cached_spans"))
         name = _text(form["request"], f"{place}: request")
         if name in self._requests:
-            raise RequestError(f"{place}: request {name!r} is there twice")
+            raise RequestError(f"{place}: request {name!r} is given twice")
         if len(self._requests) == _MAX_REQUESTS:
             raise RequestError(f"{place}: more than {_MAX_REQUESTS} requests")
         tokens = _natural(form["num_tokens"], f"{place}: num_tokens")
@@ -310,9 +310,9 @@ def _text(value: object, place: str) -> str:
     return value
 
 
-def _natural(value: object, place: str, most: int = _MAX_NUMBER) -> int:
-    if not 0 <= (number := integer(value, place)) <= most:
-        raise RequestError(f"{place} is {number}, has to be 0 to {most}")
+def _natural(value: object, place: str, limit: int = _MAX_NUMBER) -> int:
+    if not 0 <= (number := integer(value, place)) <= limit:
+        raise RequestError(f"{place} is {number}, has to be 0 to {limit}")
     return number
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From torch tensors to a geometry: :func:`geometry_from_tensors` describes the views an engine has made.
+"""From torch tensors to a geometry: :func:`geometry_from_tensors` describes an engine's views.
 
 docs/torch.md has an example.
 """

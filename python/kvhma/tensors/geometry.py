@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The geometry of views that an engine made, read from their storages, offsets and strides.
+"""The geometry of an engine's views, from their storages, offsets and strides.
 
 A layer begins where its first part begins, and the offsets of its parts count from there::
 
@@ -32,16 +32,16 @@ BLOCKS, KERNEL_BLOCKS = "blocks", "kernel_blocks"
 class TensorPart:
     """A view of one part of a layer, in all blocks.
 
-    K and V of one tensor are two parts, as are the parts of a convolution state: slice the tensor.
+    K and V in one tensor are two parts, as are the parts of a convolution state: slice the tensor.
 
     Attributes:
         name: name of the part: ``kv``, ``k``, ``v``, ``x``, ``B``, ``C``, ``q`` or ``ssm``.
         tensor: the view. Only its storage, offset, shape, strides and dtype are read.
-        axes: a name for each dimension. ``blocks`` counts kernel blocks, those of a logical block one after the other;
-            or logical blocks, if there is also a dimension ``kernel_blocks``. Adjacent dimensions of one name are one
-            axis, the first the outermost.
-        shards: the range of an axis that this rank holds; axes that are not in it are held whole.
-        dtype: name of the items' encoding; None for that of the tensor's dtype.
+        axes: a name for each dimension. ``blocks`` counts kernel blocks, with those of a logical block after each
+            other; or logical blocks, if there is also a dimension ``kernel_blocks``. Adjacent dimensions with one name
+            are one axis, outermost first.
+        shards: the range of an axis that this rank holds; axes without an entry are held whole.
+        dtype: name of the items' encoding; None for the tensor's dtype.
     """
 
     name: str
@@ -57,7 +57,7 @@ class LayerTensors:
 
     Attributes:
         group: index of its group.
-        parts: its parts, all of one storage.
+        parts: its parts, all in one storage.
     """
 
     group: int
@@ -65,7 +65,7 @@ class LayerTensors:
 
 
 class RankOptions(TypedDict, total=False):
-    """What a geometry says of its rank besides where the bytes are; left out, it is the default of `Geometry`."""
+    """Fields of a geometry besides the bytes; omitted fields have the default of `Geometry`."""
 
     tp_rank: int
     tp_size: int
@@ -73,14 +73,14 @@ class RankOptions(TypedDict, total=False):
 
 
 class _Dim(NamedTuple):
-    """A dimension: its size, and bytes from one index to the next; None where there is only one index."""
+    """A dimension: its size, and bytes from one index to the next; None with a single index."""
 
     size: int
     stride: int | None
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a layer and their strides in bytes; a stride is None where there is only one block."""
+    """The blocks of a layer and their strides in bytes; a stride is None with a single block."""
 
     num_blocks: int
     block_stride: int | None
@@ -102,16 +102,16 @@ def geometry_from_tensors(
     Args:
         groups: KV cache groups, in the order of the engine's block tables.
         layers: views of every layer by name, in any order.
-        regions: memory that is registered for transfer, if that is not the views' storages as a whole.
+        regions: registered memory, if it differs from the views' whole storages.
         **rank: ``tp_rank``, ``tp_size`` and ``null_block``, as for :class:`kvhma.Geometry`.
 
     Returns:
-        The geometry. Each storage is one region, in the order in which layers use them; storages that overlap are one.
-        On the ``meta`` device addresses are made up.
+        The geometry. Each storage is one region, in the order in which layers use them; overlapping storages are one
+        region. On the ``meta`` device addresses are made up.
 
     Raises:
-        GeometryError: a view cannot be described, or two of a layer do not fit each other; the text names the layer and
-            both values.
+        GeometryError: a view cannot be described, or two views of a layer do not fit each other; the text names the
+            layer and both values.
         AddressOverflowError: an address does not fit 64 bits.
     """
     groups = tuple(groups)
@@ -155,35 +155,35 @@ def _layer(name: str, layer: LayerTensors, group: Group, locations: Mapping[str,
         at = _label(name, view)
         found.append(_part(at, view, group.ratio, locations[at].offset - offset))
     blocks, first = found[0]
-    for other, part in found:
-        if other != blocks:
+    for own, part in found:
+        if own != blocks:
             raise GeometryError(
-                f"layer {name!r}: blocks of part {first.name!r} are {blocks}, of part {part.name!r} {other}"
+                f"layer {name!r}: blocks of part {first.name!r} are {blocks}, of part {part.name!r} {own}"
             )
     page = Page(tuple(part for _, part in found))
-    # With a single block any stride will do.
+    # With a single block any stride is valid.
     block_stride = blocks.block_stride or (blocks.kernel_stride or page.nbytes) * group.ratio
-    # The stride that a geometry assumes anyway is not written.
+    # The default stride of a geometry is not stored.
     assumed = blocks.kernel_stride is None or blocks.kernel_stride * group.ratio == block_stride
     kernel_stride = None if assumed else blocks.kernel_stride
     return Layer(name, layer.group, region, offset, blocks.num_blocks, block_stride, page, kernel_stride)
 
 
 def _start(name: str, layer: LayerTensors, locations: Mapping[str, Location]) -> Location:
-    """Return where the first byte of all parts is."""
+    """Return the address of the first byte of all parts."""
     found = [locations[_label(name, part)] for part in layer.parts]
     region, first = found[0].region, layer.parts[0].name
     for part, location in zip(layer.parts, found, strict=True):
         if location.region != region:
             raise GeometryError(
                 f"layer {name!r}: part {first!r} is in region {region}, part {part.name!r} in region "
-                f"{location.region}; a layer lies in one: register memory that has both, or make it two layers"
+                f"{location.region}; a layer is in one region: register memory that covers both, or make it two layers"
             )
     return Location(region, min(location.offset for location in found))
 
 
 def _part(at: str, part: TensorPart, ratio: int, offset: int) -> tuple[_Blocks, Part]:
-    """Return the blocks of a view, and the part that each of them holds."""
+    """Return the blocks of a view, and the part in each of them."""
     dims = _dims(at, part)
     blocks = _blocks(at, dims.pop(BLOCKS), dims.pop(KERNEL_BLOCKS, None), ratio)
     item = part.tensor.element_size()
@@ -200,7 +200,7 @@ def _part(at: str, part: TensorPart, ratio: int, offset: int) -> tuple[_Blocks, 
 
 
 def _dims(at: str, part: TensorPart) -> dict[str, _Dim]:
-    """Return the dimensions by name; those of one name are joined into one."""
+    """Return the dimensions by name, with dimensions of one name joined."""
     item = part.tensor.element_size()
     found: dict[str, _Dim] = {}
     last = None

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 
 def indices_beside(tensor: torch.Tensor, indices: NDArray[np.int64]) -> torch.Tensor:
-    """Return indices where a tensor is, without a wait for what its device still has to do.
+    """Return indices on a tensor's device, without waiting for the device's pending work.
 
-    A copy from memory that is not pinned begins when all is done that was launched on the stream before. Pinned memory
-    goes back to torch's own pool, which gives it away once the copy is done.
+    A copy from pageable memory begins only after all earlier work on the stream. Pinned memory returns to torch's own
+    pool, which reuses it after the copy.
     """
     found = torch.from_numpy(indices)
     if tensor.device.type == "cpu":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was read as it lies in the source's blocks, put into the order of the local ones."""
+"""Permutes bytes that were read in the order of the source's blocks into the order of the local blocks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvhma.tensors.indices import indices_beside
 from kvhma.tensors.storages import Storages
 
 _BATCH_BYTES = 64 << 20
-"""Copied aside at a time."""
+"""Number of bytes that are copied aside at a time."""
 
 
 def permute(permutes: NDArray[np.uint64], tensors: Iterable[torch.Tensor]) -> None:
-    """Put ranges of tensors' storages into order. Done when it returns, on a device too.
+    """Permute ranges of tensors' storages. Finished when it returns, on a device too.
 
     Args:
         permutes: shape (k, 5), address, device, blocks, heads, bytes: :attr:`kvhma.permute.PermutedRead.permutes`.
-        tensors: that have all of the ranges in their storages.
+        tensors: tensors whose storages have all of the ranges.
 
     Raises:
-        GeometryError: a range that is in none. Nothing was changed.
+        GeometryError: a range is in no storage. Nothing was changed.
     """
     caches = {str(index): tensor for index, tensor in enumerate(tensors)}
     launch_permute(permutes, Storages(caches))
@@ -36,7 +36,7 @@ def permute(permutes: NDArray[np.uint64], tensors: Iterable[torch.Tensor]) -> No
 
 
 def launch_permute(permutes: NDArray[np.uint64], storages: Storages) -> None:
-    """Launch it: two launches for a batch of ranges in a storage."""
+    """Launch the permutation: two launches for a batch of ranges in a storage."""
     batches = [batch for ranges in _by_storage(permutes, storages) for batch in _batches(*ranges)]
     for rows, to, start in batches:
         rows.index_copy_(0, indices_beside(rows, to), rows.index_select(0, indices_beside(rows, start)))
@@ -49,7 +49,7 @@ def _by_storage(
     sizes = permutes[:, 2] * permutes[:, 3] * permutes[:, 4]
     pieces = storages.pieces(np.stack([permutes[:, 0], sizes, permutes[:, 1]], axis=1))
     if [len(piece) for piece in pieces] != sizes.tolist():
-        raise GeometryError("bytes to be permuted lie in two storages")
+        raise GeometryError("bytes to permute are in two storages")
     found: dict[int, list[int]] = {}
     for index, piece in enumerate(pieces):
         found.setdefault(piece.untyped_storage().data_ptr(), []).append(index)
@@ -63,9 +63,9 @@ def _by_storage(
 def _batches(
     whole: torch.Tensor, offsets: NDArray[np.int64], shapes: NDArray[np.int64]
 ) -> Iterator[tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield a storage as rows of equal bytes, the rows to write, and those that belong there.
+    """Yield a storage as rows of equal bytes, the rows to write, and the rows that belong there.
 
-    A row is the longest of which every range, and every head in it, is a number of, counted from the same byte.
+    A row is the largest size that divides the offset of every range and every head in it.
     """
     unit = math.gcd(*shapes[:, 2].tolist(), *(offsets - offsets[0]).tolist())
     first = int(offsets[0]) % unit
@@ -74,9 +74,9 @@ def _batches(
     start: list[NDArray[np.int64]] = []
     size = 0
     for offset, (blocks, heads, nbytes) in zip(offsets.tolist(), shapes.tolist(), strict=True):
-        lies = (offset - first) // unit + np.arange(blocks * heads * nbytes // unit)
-        to.append(lies)
-        start.append(lies.reshape(blocks, heads, -1).swapaxes(0, 1).ravel())
+        places = (offset - first) // unit + np.arange(blocks * heads * nbytes // unit)
+        to.append(places)
+        start.append(places.reshape(blocks, heads, -1).swapaxes(0, 1).ravel())
         size += blocks * heads * nbytes
         if size >= _BATCH_BYTES:
             yield rows, np.concatenate(to), np.concatenate(start)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a tensor's storage to a region of memory: the one place with this rule."""
+"""From a tensor's storage to a region of memory: the only place with this rule."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvhma.geometry import Memory, Region
 
 _MEMORIES: dict[str, Memory] = {"cpu": "DRAM", "meta": "DRAM", "cuda": "VRAM", "xpu": "VRAM"}
 _META_BASE, _META_ALIGN = 1 << 20, 4096
-"""Storages on the meta device get addresses as if they followed each other from here on."""
+"""Storages on the meta device get consecutive addresses from here on."""
 
 
 class Location(NamedTuple):
-    """Where a tensor's first item is: index of the region, and bytes from its base."""
+    """Position of a tensor's first item: index of the region, and bytes from its base."""
 
     region: int
     offset: int
@@ -26,15 +26,15 @@ class Location(NamedTuple):
 def locate(
     tensors: Mapping[str, torch.Tensor], registered: Sequence[Region] | None = None
 ) -> tuple[tuple[Region, ...], dict[str, Location]]:
-    """Return the regions that tensors lie in, and where in them each one is.
+    """Return the regions of some tensors, and the position of each tensor in them.
 
     Args:
-        tensors: each by the name that errors give it.
-        registered: regions to find the tensors in; None for their storages, each once, in order of use, those that
-            overlap joined.
+        tensors: each tensor by its name in errors.
+        registered: regions to find the tensors in; None for their storages, each once, in order of use, with
+            overlapping storages joined.
 
     Raises:
-        GeometryError: a device whose memory has no kind, or a tensor that is not inside of one registered range.
+        GeometryError: a device with an unknown kind of memory, or a tensor that is not inside one registered range.
     """
     storages = _storages(tensors)
     regions = _join(storages.values()) if registered is None else tuple(registered)
@@ -60,15 +60,15 @@ def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
 
 
 def _join(storages: Iterable[Region]) -> tuple[Region, ...]:
-    """Return each storage once, those that overlap as one region, in the order of the first storage of each.
+    """Return each storage once, with overlapping storages as one region, in the order of each first use.
 
     ::
 
         storages   [ second use  )            [ third use )
                            [ first use  )
-        joined     [ region 0           )     [ region 1  )      those that only touch stay two
+        joined     [ region 0           )     [ region 1  )      storages that only touch stay two
     """
-    joined: list[tuple[int, Region]] = []  # with the first use of each
+    joined: list[tuple[int, Region]] = []  # with the first use of each region
     in_order = enumerate(dict.fromkeys(storages))
     for use, storage in sorted(in_order, key=lambda item: (item[1].memory, item[1].device, item[1].base)):
         if joined and _overlaps(joined[-1][1], storage):
@@ -81,13 +81,13 @@ def _join(storages: Iterable[Region]) -> tuple[Region, ...]:
 
 
 def _overlaps(region: Region, storage: Region) -> bool:
-    """Whether a storage that begins no earlier than a region has bytes of it."""
+    """Whether a storage that begins no earlier than a region overlaps it."""
     same = (region.memory, region.device) == (storage.memory, storage.device)
     return same and storage.base < region.base + region.bytes
 
 
 def _find(name: str, tensor: torch.Tensor, storage: Region, regions: Sequence[Region]) -> Location:
-    """Find the region that has all of a tensor.
+    """Find the region that contains a whole tensor.
 
         storage.base      start = base + storage_offset * item     end
         |                 |<----- first item to last item -------->|
@@ -102,4 +102,4 @@ def _find(name: str, tensor: torch.Tensor, storage: Region, regions: Sequence[Re
         same = (region.memory, region.device) == (storage.memory, storage.device)
         if same and region.base <= start and end <= region.base + region.bytes:
             return Location(index, start - region.base)
-    raise GeometryError(f"{name}: bytes {start:#x}..{end:#x} of {tensor.device} are in none of {regions}")
+    raise GeometryError(f"{name}: bytes {start:#x}..{end:#x} of {tensor.device} are in no region of {regions}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's pools of token slots as a geometry. SGLang itself is not imported: what it has allocated is looked at.
+"""SGLang's pools of token slots as a geometry. SGLang is not imported; only its allocated tensors are read.
 
 pool.k_buffer[layer]   | page 0: for dummies | page 1                  | ...
                                              | slot 16 | slot 17 | ... |        page_size 16
@@ -28,7 +28,7 @@ class _Pool(NamedTuple):
 
     Attributes:
         layers: index of the layer in the pool, by its number in the model.
-        pool: it.
+        pool: SGLang's pool.
     """
 
     layers: Mapping[int, int]
@@ -38,25 +38,26 @@ class _Pool(NamedTuple):
 def geometry_of_pool(
     pool: Any, *, heads: Shard | None = None, window: int | None = None, **rank: Unpack[RankOptions]
 ) -> Geometry:
-    """Describe a pool of SGLang: one of MHA or MLA, or both sorts of layers of a model with sliding windows.
+    """Describe a pool of SGLang: of MHA or MLA, or both sorts of layers of a model with sliding windows.
 
-    A block is a page of ``page_size`` slots, and block ids are numbers of pages: slot by ``page_size``. K and V of a
-    layer are allocations of their own, so each is a layer here: ``layers.7.k`` and ``layers.7.v``, or ``layers.7.kv``
-    for a latent. Of an ``SWAKVPool`` the first group is full attention, the second the windows, whose pages are those
-    of its own pool.
+    A block is a page of ``page_size`` slots, and a block id is a page number: the slot divided by ``page_size``. K and
+    V of a layer are separate allocations, so each is a layer here: ``layers.7.k`` and ``layers.7.v``, or
+    ``layers.7.kv`` for a latent. The first group of an ``SWAKVPool`` is full attention. The second has the windows,
+    whose pages belong to a separate pool.
 
     Args:
-        pool: an ``MHATokenToKVPool``, ``MLATokenToKVPool``, or ``SWAKVPool`` of two of the first.
-        heads: the KV heads that this rank holds of those of all ranks; None if it holds all.
-        window: tokens that a query of a sliding layer sees, itself included; for an ``SWAKVPool`` only.
+        pool: an ``MHATokenToKVPool``, ``MLATokenToKVPool``, or an ``SWAKVPool`` of two ``MHATokenToKVPool``.
+        heads: the KV heads of this rank among those of all ranks; None if it holds all.
+        window: tokens that a query of a sliding layer sees, including itself; for an ``SWAKVPool`` only.
         **rank: as for :func:`geometry_from_tensors`.
 
     Returns:
         The geometry of this rank.
 
     Raises:
-        GeometryError: another class, also one derived from these, since it may keep other bytes; a cache layout other
-            than ``nhd``; a quantized one; slots that are no whole pages; or a window that is missing or too much.
+        GeometryError: another class, including subclasses, which may store other bytes; a cache layout other than
+            ``nhd``; a quantized cache; slots that are not whole pages. Or the window is missing, or given for another
+            class.
     """
     name = _class_of(pool)
     if (name == _SWA) != (window is not None):
@@ -74,40 +75,38 @@ def geometry_of_pool(
         pools = [_Pool({int(pool.start_layer or 0) + at: at for at in range(pool.layer_num)}, pool)]
     layers = {
         layer: LayerTensors(index, (part,))
-        for index, one in enumerate(pools)
-        for layer, part in _layers(one, page_size, heads)
+        for index, group_pool in enumerate(pools)
+        for layer, part in _layers(group_pool, page_size, heads)
     }
     return geometry_from_tensors(groups, layers, **rank)
 
 
 def _class_of(pool: Any) -> str:
-    """Return the name of a class that is known, by its own name and module."""
+    """Return the name of a known class, checked by name and module."""
     kind = type(pool)
     if not kind.__module__.startswith("sglang.srt.mem_cache.") or kind.__name__ not in (_MHA, _MLA, _SWA):
         raise GeometryError(f"{kind.__module__}.{kind.__name__}: known are SGLang's {_MHA}, {_MLA} and {_SWA}")
     return kind.__name__
 
 
-def _layers(one: _Pool, page_size: int, heads: Shard | None) -> Iterator[tuple[str, TensorPart]]:
+def _layers(group_pool: _Pool, page_size: int, heads: Shard | None) -> Iterator[tuple[str, TensorPart]]:
     """Yield name and view of each layer of a pool."""
-    pool, name = one.pool, _class_of(one.pool)
+    pool, name = group_pool.pool, _class_of(group_pool.pool)
     if name == _SWA:
         raise GeometryError(f"an {_SWA} in an {_SWA}")
     if pool.dtype != pool.store_dtype:
-        raise GeometryError(
-            f"{name}: dtype {pool.dtype} is stored as {pool.store_dtype}, which does not say what it is"
-        )
+        raise GeometryError(f"{name}: dtype {pool.dtype} is stored as {pool.store_dtype}, whose encoding is unknown")
     if name == _MLA:
         if getattr(pool, "use_dsa", False):
-            raise GeometryError(f"{name}: use_dsa, whose index lies in the same bytes")
-        for layer, at in one.layers.items():
+            raise GeometryError(f"{name}: use_dsa, whose index is in the same bytes")
+        for layer, at in group_pool.layers.items():
             latent = _pages(f"layers.{layer}.kv", pool.kv_buffer[at], page_size)[:, :, 0]
             yield f"layers.{layer}.kv", TensorPart("kv", latent, ("blocks", "tokens", "content"))
         return
     if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
         raise GeometryError(f"{name}: kv_cache_layout {pool.kv_cache_layout!r}, quantized {pool.is_quantized_kv_cache}")
     shards = {} if heads is None else {"heads": heads}
-    for layer, at in one.layers.items():
+    for layer, at in group_pool.layers.items():
         for part, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
             view = _pages(f"layers.{layer}.{part}", buffers[at], page_size)
             yield f"layers.{layer}.{part}", TensorPart(part, view, ("blocks", "tokens", "heads", "content"), shards)

@@ -14,10 +14,10 @@ from kvhma.errors import GeometryError
 
 
 class Storages:
-    """The storages behind caches, as bytes. Some may overlap, or lie in others."""
+    """The storages of caches, as bytes. Storages may overlap, or contain each other."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Keep each storage that no other one covers, in the order of their addresses."""
+        """Store each storage that no other storage contains, in the order of their addresses."""
         found = {_storage_key(cache): cache for cache in caches.values()}
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -31,17 +31,17 @@ class Storages:
             self._bytes.append(cache.new_empty(0, dtype=torch.uint8).set_(cache.untyped_storage()))
 
     def pieces(self, rows: NDArray[np.uint64]) -> list[torch.Tensor]:
-        """Return ranges, rows of address, length and device, as tensors of bytes: one or more for each range.
+        """Return ranges (rows of address, length and device) as tensors of bytes: one or more for each range.
 
         ::
 
             range            |=======|==============|
             storage    |-------------|
-            another        |-----|          lies in the first one, so it is not kept
-            the next             |--------------------|    begins later, so it reaches further
+            another        |-----|          is in the first one, so it is not stored
+            the next             |--------------------|    begins later, so it extends further
 
         Raises:
-            GeometryError: a range that is not in the storages.
+            GeometryError: a range is not in the storages.
         """
         found = []
         for address, length, _ in rows.tolist():
@@ -55,13 +55,15 @@ class Storages:
         return found
 
     def from_address(self, address: int) -> torch.Tensor:
-        """Return the bytes from an address to the end of its storage; none if it is in no storage."""
-        index = bisect_right(self._starts, address) - 1  # of those that begin by then, the one that ends last
+        """Return the bytes from an address to the end of its storage; empty if it is in no storage."""
+        index = (
+            bisect_right(self._starts, address) - 1
+        )  # of the storages that begin at or before it, the one that ends last
         start = self._starts[max(0, index)]
         return self._bytes[index][address - start :] if index >= 0 else self._bytes[0][:0]
 
 
 def _storage_key(cache: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes: of two storages that begin at the same address one may be longer."""
+    """Address and bytes: of two storages with the same start, one may be longer."""
     storage = cache.untyped_storage()
     return storage.data_ptr(), storage.nbytes()

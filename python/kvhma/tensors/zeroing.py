@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of bytes in an engine's tensors, on whatever device, zeroed before a read."""
+"""Zeroes ranges of bytes in an engine's tensors, on any device, before a read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvhma.tensors.storages import Storages
 
 
 def clear(rows: NDArray[np.uint64], tensors: Iterable[torch.Tensor]) -> None:
-    """Zero ranges of tensors' storages. Done when it returns, on a device too.
+    """Zero ranges of tensors' storages. Finished when it returns, on a device too.
 
-    What the device was told to write there before, by its current stream, has been done then as well.
+    Earlier work on the device's current stream, which may write to these ranges, has finished then as well.
 
     Args:
         rows: shape (n, 3), address, length in bytes, device: ``Transfer.zero``.
-        tensors: that have all of the ranges in their storages.
+        tensors: tensors whose storages have all of the ranges.
 
     Raises:
-        GeometryError: a range that is in none. Nothing was zeroed.
+        GeometryError: a range is in no storage. Nothing was zeroed.
     """
     if not len(rows):
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches in torch tensors: one buffer for a block's bytes over all layers.
 
-:func:`allocate` makes the buffers of a hybrid model and hands every layer a view of its own in them. What an engine
-has allocated itself, :mod:`kvhma.tensors` describes. docs/torch.md has both with examples.
+:func:`allocate` makes the buffers of a hybrid model and gives every layer a view of its buffer. :mod:`kvhma.tensors`
+describes caches that an engine has allocated itself. docs/torch.md has both with examples.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers share bytes: groups of layers become few buffers, in numbers only.
+"""Decides which layers share bytes: groups of layers become few buffers, in numbers only.
 
 A block id belongs to one group at a time, so layers of different groups share memory: by default the j-th layers of
 all groups have slot j. Only layers of one :class:`PageClass` share a buffer::
@@ -28,12 +28,12 @@ Groups: TypeAlias = Sequence[Mapping[str, Spec]]
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """All layers of all groups, laid out.
+    """The layout of all layers of all groups.
 
     Attributes:
         groups: for each group its layers' specs by name.
-        specs: those of all groups.
-        num_blocks: logical blocks, the null block included.
+        specs: the specs of all groups.
+        num_blocks: logical blocks, including the null block.
         buffers: in the order in which layers first use them.
         placements: where each layer is, by name.
     """
@@ -50,19 +50,19 @@ def arrange(groups: Groups, num_blocks: int, order: Order, shared: Sequence[Sequ
 
     Args:
         groups: for each group its layers' specs by name; the order of the layers gives the slots.
-        num_blocks: logical blocks, the null block included.
+        num_blocks: logical blocks, including the null block.
         order: stride order.
-        shared: for each slot the layers that share it, instead of the j-th of all groups.
+        shared: for each slot the layers that share it, instead of the j-th layers of all groups.
 
     Raises:
-        LayoutError: the groups cannot be laid out so; the text names layers and values.
+        LayoutError: this layout is impossible; the text names layers and values.
     """
     specs = _check_groups(groups, num_blocks, order)
     classes = {name: page_class(spec, order) for name, spec in specs.items()}
     slots = _slots(groups, classes, order) if shared is None else _given_slots(groups, classes, shared)
     buffers: list[BufferPlan] = []
     for pages, of_class in slots.items():
-        # With blocks outermost all slots of a class are in one buffer, else each has its own.
+        # With blocks outermost all slots of a class are in one buffer, otherwise each slot has a separate buffer.
         by_buffer = [of_class] if pages.form == "blocks" else [[slot] for slot in of_class]
         buffers += [plan_buffer(pages, of_buffer, specs, num_blocks, order) for of_buffer in by_buffer]
     placements: dict[str, LayerPlacement] = {}
@@ -128,18 +128,18 @@ def _padding_problem(spec: Spec, order: str) -> str | None:
 
 
 Slots: TypeAlias = dict[PageClass, list[tuple[str, ...]]]
-"""For each class of pages its slots; of each slot the layers that share it, one of each group at most."""
+"""For each class of pages its slots; for each slot the layers that share it, at most one of each group."""
 
 
 def _slots(groups: Groups, classes: Mapping[str, PageClass], order: str) -> Slots:
-    """Give the j-th layers of each class of pages the same slot, over all groups."""
+    """Assign the j-th layers of each class of pages to the same slot, over all groups."""
     slots: Slots = {}
     for group in groups:
-        used: Counter[PageClass] = Counter()  # slots of each class that layers of this group have
+        used: Counter[PageClass] = Counter()  # number of slots of each class that layers of this group use
         for name in group:
             pages = classes[name]
             of_class = slots.setdefault(pages, [])
-            slot = len(of_class) if pages.form == "opaque" else used[pages]  # opaque bytes share with no layer
+            slot = len(of_class) if pages.form == "opaque" else used[pages]  # opaque bytes are not shared
             used[pages] += 1
             if slot == len(of_class):
                 of_class.append((name,))
@@ -150,8 +150,8 @@ def _slots(groups: Groups, classes: Mapping[str, PageClass], order: str) -> Slot
 
 
 def _check_equal_pages(groups: Groups, classes: Mapping[str, PageClass], order: str) -> None:
-    """Refuse layers of different groups whose pages have the same bytes and cannot lie over each other."""
-    first: dict[int, tuple[int, str]] = {}  # group and name of the first layer with pages of so many bytes
+    """Refuse layers of different groups whose pages have the same size but cannot share memory."""
+    first: dict[int, tuple[int, str]] = {}  # group and name of the first layer with pages of that size
     for index, group in enumerate(groups):
         for name in group:
             pages = classes[name]
@@ -160,14 +160,14 @@ def _check_equal_pages(groups: Groups, classes: Mapping[str, PageClass], order: 
             first_group, first_name = first.setdefault(pages.page_bytes, (index, name))
             if first_group != index and classes[first_name] != pages:
                 raise LayoutError(
-                    f"layout {order!r}: layers {first_name!r} and {name!r} are to share memory, but {first_name!r} has "
-                    f"{classes[first_name]}, and {name!r} {pages}; a layout whose pages are contiguous would do, as "
+                    f"layout {order!r}: layers {first_name!r} and {name!r} would share memory, but {first_name!r} has "
+                    f"{classes[first_name]}, and {name!r} {pages}; use a layout with contiguous pages, such as "
                     "BLHNC or LBHNC with kv 'packed'"
                 )
 
 
 def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Sequence[Sequence[str]]) -> Slots:
-    """Check the slots that an engine has chosen."""
+    """Check the slots that an engine has selected."""
     group_of = {name: index for index, group in enumerate(groups) for name in group}
     slots: Slots = {}
     seen: set[str] = set()
@@ -196,7 +196,7 @@ def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Seque
 
 
 def _check_slot(index: int, first: str, name: str, classes: Mapping[str, PageClass]) -> None:
-    """Refuse a layer that cannot lie over the first one of its slot."""
+    """Refuse a layer that cannot share memory with the first layer of its slot."""
     expected, pages = classes[first], classes[name]
     if pages.page_bytes != expected.page_bytes:
         raise LayoutError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contiguous buffer for the blocks of many layers, and a view of it for each of them."""
+"""One contiguous buffer for the blocks of many layers, and a view of it for each layer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Buffer:
     """One allocation.
 
     Attributes:
-        kind: ``ordered``: heads before layers, so that a slice of heads is contiguous over layers; ``default``: a
-            page for each layer in each block; ``isolated``: one slot, because blocks are not outermost or because
-            only the owner knows what a block holds.
-        tensor: all of it, int8, contiguous.
+        kind: ``ordered``: heads before layers, so a slice of heads is contiguous over layers. ``default``: a page for
+            each layer in each block. ``isolated``: one slot, because blocks are not outermost or because only the owner
+            understands a block's content.
+        tensor: the whole allocation, int8, contiguous.
         dims: names of its dimensions.
-        page_bytes: bytes of one layer in a logical block, padding included.
-        layers: for each slot the layers that share it, one of each group at most.
-        cross_layer: the same memory as one tensor over all layers, of their dtype, its dimensions in the order of
-            memory, for example ``(blocks, layers, 2, tokens, heads, head_dim)``. None where the layers are not of one
-            form, or where one group has fewer of them and heads come before layers.
+        page_bytes: bytes of one layer in a logical block, including padding.
+        layers: for each slot the layers that share it, at most one of each group.
+        cross_layer: the same memory as one tensor over all layers, with their dtype and dimensions in memory order, for
+            example ``(blocks, layers, 2, tokens, heads, head_dim)``. None if the layers differ in form, or if a group
+            has fewer layers and heads come before layers.
     """
 
     kind: BufferKind
@@ -54,9 +54,9 @@ class Cache:
 
     Attributes:
         buffers: the allocations.
-        views: for each layer its view: attention and opaque layers have a tensor, state has a tuple of convolution
-            and SSM state, those it has.
-        geometry: the cache as a plan needs it. Each buffer is a region; regions are in the order of the layers.
+        views: for each layer its view. Attention and opaque layers have a tensor; state has a tuple of convolution and
+            SSM state, as far as the state has them.
+        geometry: the cache in the form for a plan. Each buffer is a region; regions are in the order of the layers.
         references: buffers and layers' bytes in a few numbers.
     """
 
@@ -79,25 +79,25 @@ def allocate(
 
     Args:
         specs: for each KV cache group its layers' specs by name. The j-th layers of all groups share memory.
-        num_blocks: logical blocks, the null block included.
-        layout: stride order of layers, blocks, heads, tokens and content, outermost first. With B outermost all layers
-            of equal pages have one buffer; with L outermost each slot has its own.
+        num_blocks: logical blocks, including the null block.
+        layout: stride order of layers, blocks, heads, tokens and content, outermost first. With B outermost, all layers
+            of equal pages have one buffer; with L outermost, each slot has a separate buffer.
         device: torch device; on ``meta`` nothing is allocated and addresses are made up.
-        shared: for each tensor of an engine the layers that share it, instead of the j-th of all groups.
+        shared: for each tensor of an engine the layers that share it, instead of the j-th layers of all groups.
         **rank: ``tp_rank``, ``tp_size`` and ``null_block``, as for :class:`kvhma.Geometry`.
 
     Returns:
         The cache: views by layer, buffers, and the geometry.
 
     Raises:
-        LayoutError: the specs contradict themselves or each other, or cannot be laid out so; the text names layers and
-            both values. Nothing is allocated.
+        LayoutError: the specs are inconsistent, or this layout is impossible; the text names layers and both values.
+            Nothing is allocated.
         GeometryError: a number is out of the range of a geometry. Nothing is allocated.
         AllocationError: there is not enough memory for all buffers. Nothing stays allocated.
     """
     plan = arrange([dict(group) for group in specs], num_blocks, layout, shared)
     target = _device(device)
-    # Once without memory, so that what a geometry refuses is refused before anything is allocated.
+    # First without memory, so that a geometry's refusal comes before any allocation.
     _allocate(plan, torch.device("meta"), rank)
     return _allocate(plan, target, rank)
 
@@ -136,7 +136,7 @@ def _allocate(plan: CachePlan, device: torch.device, rank: RankOptions) -> Cache
 def _references(plan: CachePlan, geometry: Geometry) -> References:
     tensors = []
     for buffer in plan.buffers:
-        # Regions are in the order in which layers use them, which need not be that of the buffers.
+        # Regions are in the order in which layers use them, which may differ from that of the buffers.
         region = geometry.regions[geometry.layer_by_name[buffer.slots[0][0]].region]
         tensors.append(
             TensorReference(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for all buffers, or for none."""
+"""Allocates memory for all buffers, or for no buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_buffers(plans: Sequence[BufferPlan], device: torch.device) -> list[torc
     try:
         for plan in plans:
             buffers.append(torch.zeros(tuple(plan.dims.values()), dtype=torch.int8, device=device))
-    except (RuntimeError, MemoryError) as error:  # torch's own class for a full GPU is a RuntimeError
+    except (RuntimeError, MemoryError) as error:  # torch's error for a full GPU is a RuntimeError
         done = sum(buffer.nbytes for buffer in buffers)
         buffers.clear()
         reason = str(error).splitlines()[0]
@@ -40,14 +40,14 @@ def make_buffers(plans: Sequence[BufferPlan], device: torch.device) -> list[torc
 
 
 def _name(plans: Sequence[BufferPlan]) -> str:
-    """Return what errors call the buffers."""
+    """Return a name of the buffers for errors."""
     names = [name for plan in plans for slot in plan.slots for name in slot]
     layers = f"layer {names[0]!r}" if len(names) == 1 else f"{len(names)} layers {names[0]!r} to {names[-1]!r}"
     return f"{len(plans)} buffers of {layers}"
 
 
 def _available(device: torch.device) -> int:
-    """Return bytes that can be had without swapping; no bound where it is not known."""
+    """Return the bytes available without swapping; no bound if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "cpu" and _MEMINFO.exists():

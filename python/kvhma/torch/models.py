@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of the models of the table, grouped as vLLM's hybrid allocator groups them."""
+"""Specs of the models in the table, with the groups of vLLM's hybrid allocator."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvhma.torch.specs import AttentionKind, AttentionSpec, ConvPart, MLASpec, S
 def model_specs(
     model: Model, options: AllocatorOptions | None = None, *, kv: KVForm = "packed", dim_order: str | None = None
 ) -> tuple[dict[str, Spec], ...]:
-    """Return what every layer of one rank caches, by group, as :func:`allocate` takes it.
+    """Return the specs of every layer of one rank, by group, as :func:`allocate` takes them.
 
     Groups, block size, shards and padding are those of :func:`kvhma.models.vllm_layout.layout`.
 
     Args:
         model: the model.
         options: how an engine's allocator cuts it; None for the defaults.
-        kv: how K and V lie; MLA has only ``"packed"``.
+        kv: where K and V are; MLA allows only ``"packed"``.
         dim_order: order of the dimensions of attention views; None for that of `kv`.
 
     Raises:
-        LayoutError: a combination the allocator cannot make; the text names the field and its value.
+        LayoutError: a combination that the allocator cannot make; the text names the field and its value.
     """
-    # Where K and V lie is decided by `allocate`; the hybrid layout only gives sizes.
+    # `allocate` decides where K and V are; the hybrid layout only gives sizes.
     sizes_as: KVForm = "packed" if kv == "packed" else "split"
     options = options or AllocatorOptions()
     geometry = layout(model, LayoutOptions(num_blocks=1, kv=sizes_as, **asdict(options)))
@@ -53,7 +53,7 @@ def model_specs(
 
 def _token_spec(cache: Attention, page: Page, group: Group, kv: KVForm, dim_order: str | None) -> TokenSpec:
     if cache.dtype is None or cache.v_head_dim is not None:
-        raise LayoutError(f"{cache.kind} attention, v_head_dim {cache.v_head_dim}: no spec of tensors is known for it")
+        raise LayoutError(f"{cache.kind} attention, v_head_dim {cache.v_head_dim}: kvhma.torch has no spec for it")
     dtype = _dtype(cache.dtype)
     if cache.kind == "mla":
         return MLASpec(cache.head_dim, dtype, group.block_size, group.kernel_block_size, dim_order)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers a buffer can hold, how it is shaped, and where in it the bytes of each layer are.
+"""Which layers a buffer can hold, its shape, and where the bytes of each layer are in it.
 
-How the slots s and the blocks b lie in memory, by the form of their pages::
+The order of slots s and blocks b in memory, by the form of their pages::
 
     blocks    | b0: s0 s1 s2 | b1: s0 s1 s2 | ...          one buffer, blocks outermost
     pages     | b0 | b1 | b2 | ...                         a buffer for each slot, layers outermost
@@ -26,14 +26,14 @@ BufferKind: TypeAlias = Literal["ordered", "default", "isolated"]
 
 @dataclass(frozen=True, slots=True)
 class PageClass:
-    """What the pages of layers that share bytes have in common.
+    """Properties that layers must share to share bytes.
 
     Attributes:
-        form: ``blocks``: the bytes of a block are contiguous over all layers; ``pages``: those of each layer are;
-            ``heads``: those of a head are, over all blocks; ``apart``: K of all blocks, then V; ``opaque``: only the
-            owner knows.
-        page_bytes: bytes of a logical block of one layer, padding included.
-        heads: heads outside of blocks; 1 where they are inside.
+        form: ``blocks``: the bytes of a block are contiguous over all layers; ``pages``: the bytes of each layer's
+            block are; ``heads``: the bytes of a head over all blocks are; ``apart``: K of all blocks, then V;
+            ``opaque``: only the owner knows.
+        page_bytes: bytes of a logical block of one layer, including padding.
+        heads: heads outside of blocks; 1 if heads are inside.
     """
 
     form: Literal["blocks", "pages", "heads", "apart", "opaque"]
@@ -71,8 +71,8 @@ class BufferPlan:
     """One buffer.
 
     Attributes:
-        page_class: what its layers have in common.
-        slots: for each slot the layers that share it, one of each group at most.
+        page_class: the common properties of its layers.
+        slots: for each slot the layers that share it, at most one of each group.
         num_blocks: logical blocks.
         order: stride order.
         kind: ``ordered``: heads before layers; ``default``: layers before all but blocks; ``isolated``: one slot.
@@ -95,7 +95,7 @@ class BufferPlan:
 def plan_buffer(
     pages: PageClass, slots: Sequence[tuple[str, ...]], specs: Mapping[str, Spec], num_blocks: int, order: Order
 ) -> BufferPlan:
-    """Shape a buffer: with heads as a dimension if all its layers have the same, else as bytes of pages."""
+    """Return the shape of a buffer: with a heads dimension if its layers have equal heads, else bytes of pages."""
     kind: BufferKind
     if pages.form == "blocks":
         kind, dims = _shared_dims(pages.page_bytes, slots, specs, num_blocks, order)
@@ -112,7 +112,7 @@ def _shared_dims(
 ) -> tuple[BufferKind, dict[str, int]]:
     """Return kind and dimensions of a buffer whose blocks have the bytes of many layers."""
     members = [specs[name] for slot in slots for name in slot]
-    # A state is one kernel block. Heads fill a page where nothing else does, and no padding.
+    # A state is one kernel block. Heads fill a page only without other content and padding.
     ratios = {spec.ratio if isinstance(spec, TokenSpec) else 1 for spec in members}
     heads = {spec.sizes["H"] if isinstance(spec, TokenSpec) and spec.nbytes == page else 0 for spec in members}
     ratio = next(iter(ratios)) if len(ratios) == 1 else 1
@@ -129,7 +129,7 @@ class LayerPlacement:
 
     Attributes:
         buffer: index of the buffer.
-        offset: bytes from its start to block 0.
+        offset: bytes from the buffer's start to block 0.
         strides: bytes from one index to the next: B logical blocks, K kernel blocks, and S, H, N, C as in a spec's
             `sizes`; for state and opaque bytes B only. The first byte of index (b, k, h, ...) is at
             ``offset + b * B + k * K + h * H + ...``.
@@ -141,12 +141,12 @@ class LayerPlacement:
 
 
 def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> dict[str, LayerPlacement]:
-    """Return where the layers that one group has in a buffer are.
+    """Return the places of one group's layers in a buffer.
 
     Args:
         plan: the buffer.
         buffer: its index.
-        group: specs of the group's layers by name; those that are not in the buffer are left out.
+        group: specs of the group's layers by name; layers outside the buffer are skipped.
 
     Raises:
         LayoutError: heads before layers would leave a layer's items unaligned.
@@ -170,16 +170,16 @@ def place_layers(plan: BufferPlan, buffer: int, group: Mapping[str, Spec]) -> di
 
 
 def _place_in_slot(plan: BufferPlan, buffer: int, slot: int, spec: Spec) -> LayerPlacement:
-    """Return where a layer of a slot is.
+    """Return the place of a layer in a slot.
 
-    Forms `blocks`, `pages` and `opaque`; a layer that is alone in its buffer is slot 0 of n = 1::
+    Forms `blocks`, `pages` and `opaque`; a layer alone in its buffer is slot 0 of n = 1::
 
         | block 0                        | block 1
         | slot 0 | slot 1 | ... slot n-1 | slot 0 | ...
         |<-page->|
         |<--------- B = n * page ------->|
 
-    Kernel blocks lie as blocks of their size would, here two of them::
+    Kernel blocks are placed like blocks of their size, here two of them::
 
         | block 0                                                             | block 1
         | kernel block 0                   | kernel block 1                   |
@@ -208,9 +208,9 @@ def _place_in_slot(plan: BufferPlan, buffer: int, slot: int, spec: Spec) -> Laye
 def _place_heads_first(
     plan: BufferPlan, buffer: int, layers: Mapping[str, TokenSpec], offset: int
 ) -> dict[str, LayerPlacement]:
-    """Return where layers of equal pages are, with heads before layers.
+    """Return the places of layers with equal pages, with heads before layers.
 
-    Only the layers of one group are interleaved, so that a group with fewer layers has no gaps::
+    Only the layers of one group are interleaved, so a group with fewer layers has no gaps::
 
         kernel block: | offset | head 0                 | head 1                 | ...
                                | layer 0 | layer 1 | ...| layer 0 | layer 1 | ...|
@@ -223,7 +223,7 @@ def _place_heads_first(
         if offset % spec.dtype.itemsize:
             raise LayoutError(
                 f"layout {plan.order!r}: layer {name!r} of {spec.dtype} would start at byte {offset} of a block, "
-                f"after layers of another dtype; {spec.dtype.itemsize} bytes an item need a multiple"
+                f"after layers of another dtype; it must be a multiple of {spec.dtype.itemsize} bytes"
             )
         unit = spec.nbytes // spec.ratio // spec.sizes["H"]
         outer = {"H": len(layers) * unit, "K": block // spec.ratio, "B": block}
@@ -232,7 +232,7 @@ def _place_heads_first(
 
 
 def _dense(spec: TokenSpec, order: str, outer: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes from one index to the next for every axis of a dense kernel block, and of those around it.
+    """Return bytes from one index to the next for every axis of a dense kernel block, and for the axes around it.
 
     ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers and the bytes of layers in them, in the few numbers that a mover of whole blocks and heads needs."""
+"""Buffers and the layers' bytes in them, in the few numbers that a mover of whole blocks and heads needs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TensorReference:
         nbytes: length.
         memory: ``"DRAM"`` or ``"VRAM"``.
         device: device id.
-        kind: how the bytes of a block lie in it.
-        page_bytes: bytes of one layer in a logical block, padding included.
+        kind: layout of a block's bytes in it.
+        page_bytes: bytes of one layer in a logical block, including padding.
         layers: for each slot the layers that share it.
     """
 
@@ -36,13 +36,13 @@ class TensorReference:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of a layer in one of its blocks, padding excluded.
+    """Bytes of a layer in one of its blocks, without padding.
 
     Attributes:
-        offset: bytes from the buffer's start to those of block 0.
+        offset: bytes from the buffer's start to the bytes in block 0.
         nbytes: bytes of content in a block.
-        heads: heads that can be read one by one; ``nbytes / heads`` is one of them. 1 where they cannot be.
-        head_stride: bytes from one head to the next; None where heads cannot be read one by one, then the bytes are
+        heads: number of heads that can be read separately; a head has ``nbytes / heads`` bytes. 1 if they cannot be.
+        head_stride: bytes from one head to the next. None if heads cannot be read separately; then the bytes are
             contiguous.
     """
 
@@ -59,9 +59,9 @@ class DataReference:
     Attributes:
         layer: its name.
         tensor: index of the buffer.
-        num_blocks: blocks, kernel blocks where they are smaller.
-        block_stride: bytes from one of them to the next.
-        segments: what a block of it holds.
+        num_blocks: number of blocks; of kernel blocks if they are smaller.
+        block_stride: bytes from one such block to the next.
+        segments: the content of a block.
     """
 
     layer: str
@@ -84,7 +84,7 @@ class References:
     groups: tuple[tuple[DataReference, ...], ...]
 
     def to_json(self, *, indent: int | None = None) -> bytes:
-        """Return the same as UTF-8 JSON; fields have the names of the attributes.
+        """Return the references as UTF-8 JSON; fields have the names of the attributes.
 
         Args:
             indent: spaces for each level; None for one line.
@@ -114,7 +114,7 @@ def data_reference(name: str, spec: Spec, placement: LayerPlacement, num_blocks:
 
 
 def _token_segments(spec: TokenSpec, placement: LayerPlacement) -> tuple[Segment, ...]:
-    """Return the bytes of a kernel block: one segment, or one for K and one for V where those do not touch.
+    """Return the bytes of a kernel block: one segment, or separate segments for K and V if they do not touch.
 
     ::
 
@@ -128,7 +128,7 @@ def _token_segments(spec: TokenSpec, placement: LayerPlacement) -> tuple[Segment
     if sizes["H"] > 1 and strides["H"] >= strides["N"]:
         heads, head_stride, together = sizes["H"], strides["H"], k_to_v < strides["H"]
     else:
-        # No head is contiguous by itself, or there is only one. The tokens are dense, but V may lie far from K.
+        # No head is contiguous by itself, or there is only one. The tokens are dense, but V may be far from K.
         heads, head_stride, together = 1, None, 2 * k_to_v in (0, whole)
     starts = [placement.offset] if together else [placement.offset, placement.offset + k_to_v]
     return tuple(Segment(start, whole // len(starts), heads, head_stride) for start in starts)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one layer caches on one rank, as frozen values: keys and values, a latent, recurrent state, or opaque bytes.
+"""The caches of one layer on one rank, as frozen values: keys and values, a latent, recurrent state, or opaque bytes.
 
-A spec is not checked when it is made but when it is laid out, so that what is wrong with it comes with the name of its
-layer.
+A spec is checked when it is laid out, not when it is made, so that the error can name its layer.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from kvhma.models.stride_orders import KVForm
 AttentionKind: TypeAlias = Literal["full", "sliding", "chunked"]
 
 _DIM_ORDERS: Mapping[str, str] = {"packed": "BHNC", "split": "BSNHC", "apart": "SBNHC"}
-"""Order of a view's dimensions where a spec names none."""
+"""Default order of a view's dimensions."""
 
 
 class _TokenBlocks:
-    """What follows from the sizes of blocks that hold tokens, whatever a token is."""
+    """Properties that follow from the sizes of blocks with tokens, for all kinds of tokens."""
 
     __slots__ = ()
 
@@ -36,7 +35,7 @@ class _TokenBlocks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes inside of a kernel block: S K and V (unless packed), H heads, N tokens, C content in items."""
+        """Sizes inside a kernel block: S K and V (unless packed), H heads, N tokens, C content in items."""
         raise NotImplementedError
 
     @property
@@ -51,17 +50,17 @@ class _TokenBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a logical block, padding excluded."""
+        """Bytes of a logical block, without padding."""
         item: int = self.dtype.itemsize
         return math.prod(self.sizes.values()) * self.ratio * item
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of a logical block, padding included."""
+        """Bytes of a logical block, including padding."""
         return self.nbytes if self.page_bytes is None else self.page_bytes
 
     def block_problem(self) -> str | None:
-        """Return what is wrong with the blocks, or None."""
+        """Return the error of the blocks, or None."""
         if not isinstance(self.dtype, torch.dtype):
             return f"dtype {self.dtype!r}: must be a torch.dtype"
         if found := _not_positive(block_size=self.block_size, kernel_block=self.kernel_block_size):
@@ -76,19 +75,19 @@ class AttentionSpec(_TokenBlocks):
     """Keys and values of one layer.
 
     Attributes:
-        heads: KV heads of this rank, of those of all ranks.
+        heads: KV heads of this rank among those of all ranks.
         head_dim: items of one K or V vector.
         dtype: of K and V.
         block_size: tokens of a logical block.
         kernel_block: tokens that the kernel addresses as one block; None for `block_size`.
         kind: ``"full"``, ``"sliding"`` or ``"chunked"``.
-        window: tokens a query sees, itself included (``sliding`` only).
+        window: tokens that a query sees, including itself (``sliding`` only).
         chunk: tokens of an attention chunk (``chunked`` only).
-        kv: ``packed``: K and V of a token and head are one content; ``split``: K, then V in each page (where heads
-            come before layers or blocks, in each head's bytes); ``apart``: K of all blocks, then V of all blocks.
-        dim_order: the order in which the kernel wants the dimensions of its view: B kernel blocks, S two for K and V
-            (unless packed), H heads, N tokens, C content. None for ``BHNC``, ``BSNHC`` or ``SBNHC``.
-        page_bytes: bytes of a logical block with the padding after it; None for no padding.
+        kv: ``packed``: K and V of a token and head are one content. ``split``: K, then V in each page; if heads come
+            before layers or blocks, in each head's bytes. ``apart``: K of all blocks, then V of all blocks.
+        dim_order: the order of the view's dimensions that the kernel wants: B kernel blocks, S two for K and V (unless
+            packed), H heads, N tokens, C content. None for ``BHNC``, ``BSNHC`` or ``SBNHC``.
+        page_bytes: bytes of a logical block including the padding after it; None for no padding.
     """
 
     heads: Shard
@@ -105,7 +104,7 @@ class AttentionSpec(_TokenBlocks):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes inside of a kernel block: S K and V (unless packed), H heads, N tokens, C content in items."""
+        """Sizes inside a kernel block: S K and V (unless packed), H heads, N tokens, C content in items."""
         inside = {"H": self.heads.held, "N": self.kernel_block_size}
         if self.kv == "packed":
             return {**inside, "C": 2 * self.head_dim}
@@ -117,11 +116,11 @@ class AttentionSpec(_TokenBlocks):
         return _DIM_ORDERS[self.kv] if self.dim_order is None else self.dim_order
 
     def group(self) -> Group:
-        """Return the group its layer can be in."""
+        """Return a group for its layer."""
         return Group(self.kind, self.block_size, ratio=self.ratio, window=self.window, chunk=self.chunk)
 
     def problem(self) -> str | None:
-        """Return what is wrong with it, or None."""
+        """Return the error of the spec, or None."""
         if self.kv not in _DIM_ORDERS:
             return f"kv {self.kv!r}: known are {', '.join(_DIM_ORDERS)}"
         if sorted(self.dims) != sorted(_DIM_ORDERS[self.kv]):
@@ -135,11 +134,11 @@ class MLASpec(_TokenBlocks):
 
     Attributes:
         width: items of a token: the latent and the rotary items.
-        dtype: of the items.
+        dtype: dtype of the items.
         block_size: tokens of a logical block.
         kernel_block: tokens that the kernel addresses as one block; None for `block_size`.
         dim_order: order of the view's dimensions: ``BNC``, or with an H for a dimension of one head.
-        page_bytes: bytes of a logical block with the padding after it; None for no padding.
+        page_bytes: bytes of a logical block including the padding after it; None for no padding.
     """
 
     width: int
@@ -156,7 +155,7 @@ class MLASpec(_TokenBlocks):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes inside of a kernel block: one head, N tokens, C items of the latent."""
+        """Sizes inside a kernel block: one head, N tokens, C items of the latent."""
         return {"H": 1, "N": self.kernel_block_size, "C": self.width}
 
     @property
@@ -165,11 +164,11 @@ class MLASpec(_TokenBlocks):
         return "BNC" if self.dim_order is None else self.dim_order
 
     def group(self) -> Group:
-        """Return the group its layer can be in."""
+        """Return a group for its layer."""
         return Group("mla", self.block_size, ratio=self.ratio)
 
     def problem(self) -> str | None:
-        """Return what is wrong with it, or None."""
+        """Return the error of the spec, or None."""
         if sorted(self.dims.replace("H", "", 1)) != sorted("BNC"):
             return f"dim_order {self.dim_order!r}: must be an order of BNC or BHNC"
         return _not_positive(width=self.width) or self.block_problem()
@@ -181,7 +180,7 @@ class ConvPart:
 
     Attributes:
         name: ``x``, ``B``, ``C`` or ``q``, ``k``, ``v``.
-        channels: those of this rank, of those of all ranks.
+        channels: the channels of this rank among those of all ranks.
     """
 
     name: str
@@ -193,16 +192,16 @@ class StateSpec:
     """State of one recurrent layer: convolution state, then SSM state, without a gap.
 
     Attributes:
-        conv: parts of the convolution state in memory order; empty for none.
-        conv_rows: rows of it: the taps less one, and one for every draft token.
+        conv: parts of the convolution state in memory order; empty without such a state.
+        conv_rows: rows of the convolution state: the taps minus one, plus one for every draft token.
         conv_dtype: its dtype.
-        ssm_heads: heads of the SSM state; None for none.
+        ssm_heads: heads of the SSM state; None without such a state.
         ssm_shape: shape of one head, e.g. ``(head_dim, d_state)``.
         ssm_dtype: its dtype.
         conv_order: ``DS``: channels, then rows; ``SD``: rows, then channels.
         block_size: tokens of a block; it only describes the manager.
-        speculative: state slots after the state-bearing one.
-        page_bytes: bytes of a block with the padding after the state; None for no padding.
+        speculative: state slots after the slot with the state.
+        page_bytes: bytes of a block including the padding after the state; None for no padding.
     """
 
     conv: tuple[ConvPart, ...]
@@ -218,7 +217,7 @@ class StateSpec:
 
     @property
     def conv_shape(self) -> tuple[int, ...]:
-        """Shape of the convolution state of a block; empty if there is none."""
+        """Shape of the convolution state of a block; empty without such a state."""
         if not self.conv:
             return ()
         width = sum(part.channels.held for part in self.conv)
@@ -238,22 +237,22 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block, padding excluded."""
+        """Bytes of a block, without padding."""
         return self.conv_bytes + (self.head_bytes * self.ssm_heads.held if self.ssm_heads else 0)
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of a block, padding included."""
+        """Bytes of a block, including padding."""
         return self.nbytes if self.page_bytes is None else self.page_bytes
 
     def group(self) -> Group:
-        """Return the group its layer can be in."""
+        """Return a group for its layer."""
         return Group("ssm", self.block_size, speculative=self.speculative)
 
     def problem(self) -> str | None:
-        """Return what is wrong with it, or None."""
+        """Return the error of the spec, or None."""
         if not self.conv and self.ssm_heads is None:
-            return "conv () and ssm_heads None: a state has at least one of them"
+            return "conv () and ssm_heads None: a state needs at least one of them"
         if not isinstance(self.speculative, int) or self.speculative < 0:
             return f"speculative {self.speculative!r}: must be an integer of at least 0"
         if problem := _not_positive(block_size=self.block_size) or self._conv_problem() or self._ssm_problem():
@@ -293,7 +292,7 @@ class OpaqueSpec:
 
     Attributes:
         nbytes: bytes of a block.
-        encoding: what the bytes are, compared between the two sides.
+        encoding: a name of the content, which both sides must share.
         block_size: tokens of a block; it only describes the manager.
     """
 
@@ -307,11 +306,11 @@ class OpaqueSpec:
         return self.nbytes
 
     def group(self) -> Group:
-        """Return the group its layer can be in."""
+        """Return a group for its layer."""
         return Group("opaque", self.block_size)
 
     def problem(self) -> str | None:
-        """Return what is wrong with it, or None."""
+        """Return the error of the spec, or None."""
         return _not_positive(nbytes=self.nbytes, block_size=self.block_size)
 
 
@@ -320,7 +319,7 @@ Spec: TypeAlias = TokenSpec | StateSpec | OpaqueSpec
 
 
 def _not_positive(**sizes: int) -> str | None:
-    """Return what is wrong with the first size that is no positive integer, or None."""
+    """Return the error of the first size that is not a positive integer, or None."""
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             return f"{name} {value!r}: must be an integer of at least 1"
@@ -328,7 +327,7 @@ def _not_positive(**sizes: int) -> str | None:
 
 
 def _page_problem(page_bytes: int | None, nbytes: int, align: int) -> str | None:
-    """Return what is wrong with the padded bytes of a block that holds `nbytes`, or None."""
+    """Return the error of the padded bytes of a block that holds `nbytes`, or None."""
     if page_bytes is not None and (not isinstance(page_bytes, int) or page_bytes < nbytes):
         return f"page_bytes {page_bytes!r}: a block holds {nbytes} bytes"
     padded = nbytes if page_bytes is None else page_bytes

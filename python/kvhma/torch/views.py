@@ -14,13 +14,13 @@ from kvhma.torch.placement import BufferPlan, LayerPlacement
 from kvhma.torch.specs import AttentionSpec, Spec, StateSpec, TokenSpec
 
 View: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""Of an attention or opaque layer a tensor; of state a tuple: convolution, SSM state, those it has."""
+"""A tensor for an attention or opaque layer; for state a tuple of convolution and SSM state, as far as it has them."""
 
 _AXES = {"B": BLOCKS, "H": "heads", "N": "tokens", "C": "content"}
 
 
 def make_view(buffer: torch.Tensor, spec: Spec, placement: LayerPlacement, num_blocks: int) -> View:
-    """Return a layer's view of its buffer. No byte is copied.
+    """Return a layer's view of its buffer, without copying.
 
     A block of state::
 
@@ -29,9 +29,9 @@ def make_view(buffer: torch.Tensor, spec: Spec, placement: LayerPlacement, num_b
         |<----------------------- B ----------------------->|
 
     Returns:
-        Attention: the dimensions of the spec's view, of its dtype, B counting kernel blocks. State: convolution
-        ``(blocks, channels, rows)``, or rows first in order SD, and state ``(blocks, heads, ...)``. Opaque: int8
-        ``(blocks, bytes)``.
+        Attention: the dimensions of the spec's view, with its dtype; B counts kernel blocks. State: convolution
+            ``(blocks, channels, rows)``, or rows first in order SD, and state ``(blocks, heads, ...)``. Opaque: int8
+            ``(blocks, bytes)``.
     """
     offset, strides = placement.offset, placement.strides
     if isinstance(spec, TokenSpec):
@@ -52,7 +52,7 @@ def make_view(buffer: torch.Tensor, spec: Spec, placement: LayerPlacement, num_b
 
 
 def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
-    """Return the parts of a layer's view, their dimensions named."""
+    """Return the parts of a layer's view with named dimensions."""
     if isinstance(view, tuple):
         assert isinstance(spec, StateSpec)  # noqa: S101 - make_view has made it
         return _state_parts(spec, view)
@@ -65,7 +65,7 @@ def parts_of(spec: Spec, view: View) -> tuple[TensorPart, ...]:
 def cross_layer_view(
     buffer: torch.Tensor, plan: BufferPlan, specs: Mapping[str, Spec], placements: Mapping[str, LayerPlacement]
 ) -> torch.Tensor | None:
-    """Return a buffer as one tensor over its layers, dimensions in the order of memory.
+    """Return a buffer as one tensor over its layers, with dimensions in memory order.
 
     ::
 
@@ -75,7 +75,7 @@ def cross_layer_view(
         | slot 0 | slot 1 | slot 2 | ...
 
     Returns:
-        None where layers differ in form, or are not evenly spaced.
+        None if layers differ in form, or are not evenly spaced.
     """
     names = [slot[0] for slot in plan.slots]
     first, start = specs[names[0]], placements[names[0]]
@@ -92,8 +92,8 @@ def cross_layer_view(
     sizes = {**first.sizes, "B": plan.num_blocks * first.ratio, "L": len(names)}
     strides = {**start.strides, "B": start.strides["K"], "L": step}
     axes = list(first.dims) if len(names) == 1 and plan.order[0] == "L" else ["L", *first.dims]
-    # Dimensions of equal stride, of which one has a single index, are in the stride order; S is not in it (-1) and is
-    # the outer one.
+    # Of dimensions with equal stride, one has a single index; they are in stride order. S is not in it (-1) and comes
+    # first.
     axes.sort(key=lambda axis: (-strides[axis], plan.order.find(axis)))
     return _strided(buffer, first.dtype, [(sizes[axis], strides[axis]) for axis in axes], start.offset)
 
@@ -103,8 +103,8 @@ def _strided(buffer: torch.Tensor, dtype: torch.dtype, dims: Sequence[tuple[int,
 
     Args:
         buffer: int8, contiguous.
-        dtype: of the view.
-        dims: of each dimension its size, and bytes from one index to the next, a multiple of an item.
+        dtype: dtype of the view.
+        dims: size of each dimension, and bytes from one index to the next, a multiple of an item.
         offset: bytes to the first item, a multiple of an item.
     """
     item = dtype.itemsize
@@ -123,7 +123,7 @@ def _token_parts(spec: TokenSpec, view: torch.Tensor) -> tuple[TensorPart, ...]:
     axes = tuple(_AXES[letter] for letter in spec.dims if letter != "S")
     shards = {"heads": spec.heads} if isinstance(spec, AttentionSpec) else {}
     if "H" in spec.dims and not shards:
-        # A latent has no axis of heads, whether or not the kernel wants a dimension of one head.
+        # A latent has no heads axis, even if the kernel wants a dimension of one head.
         view, axes = view.select(spec.dims.index("H"), 0), tuple(axis for axis in axes if axis != "heads")
     if spec.kv == "packed":
         return (TensorPart("kv", view, axes, shards),)
@@ -142,7 +142,7 @@ def _state_parts(spec: StateSpec, view: tuple[torch.Tensor, ...]) -> tuple[Tenso
             parts.append(TensorPart(part.name, channels, axes, {"channels": part.channels}))
             start += part.channels.held
     if spec.ssm_heads is not None:
-        # Dimensions of one name are one axis; a head of a single item has none.
+        # Dimensions of one name are one axis; a head with a single item has none.
         names = (BLOCKS, "heads", *("content" for _ in spec.ssm_shape))
         parts.append(TensorPart("ssm", view[-1], names, {"heads": spec.ssm_heads}))
     return tuple(parts)
