@@ -534,8 +534,9 @@ def content_sums(
         memory: the bytes of each region; None to read the regions in place, which must be host memory.
 
     Returns:
-        For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, rank number, rank
-        numbers of heads that may repeat with their sums, extents of the heads.
+        For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, repeated, extents
+        of the heads. ``repeated`` is None without heads that may repeat; else the rank's place among them, the number
+        of places, and their sums.
 
     Raises:
         GeometryError: a shard is not an equal share, or the regions are not host memory.

@@ -111,8 +111,8 @@ def live_spans(
 
     Args:
         geometry: the rank whose blocks these are.
-        num_tokens: number of tokens that the cache holds for the request, or will hold; None to use every block that is
-            still in the tables, for a reader whose larger blocks begin earlier.
+        num_tokens: number of tokens that the cache holds for the request, or will hold. None to use every block in the
+            tables, for a reader whose larger blocks begin earlier.
         block_tables: logical block ids from position 0, for each group.
         cached: for each group, how many leading table entries must not be filled (a prefix hit); None for no hit.
 

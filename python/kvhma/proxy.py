@@ -10,7 +10,7 @@ one body, vLLM has parameters for the first prompt only; the decode engine compu
 A decode engine answers ``/v1/models``. An engine of ``--embeddings``, or else a prefill engine, answers
 ``/v1/embeddings``. ``/health`` says which engines answer, ``/metrics`` has the outcomes of requests. A decode engine
 with ``--enable-prompt-tokens-details`` reports how many tokens of a prompt it found in a cache. If it found no token,
-the hand-off failed; the log says so, and ``kvhma_proxy_prompts_total`` counts it.
+the hand-off failed; the proxy logs this, and ``kvhma_proxy_prompts_total`` counts it.
 
 Once a prefill engine has reported the address of its scheduler, the proxy sends a request to it and to the decode
 engine at once. A ticket lets the decode engine follow the request and read while the prompt is computed. With

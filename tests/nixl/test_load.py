@@ -101,7 +101,7 @@ def test_who_owns_a_device_clears_it(ranks: tuple[Rank, Rank, Rank], monkeypatch
     monkeypatch.setattr(agent, "covers", lambda region: True)
     read = agent.read
     monkeypatch.setattr(agent, "read", lambda *args, **more: (order.append("read"), read(*args))[1])
-    with pytest.raises(RequestError, match="clear is None and memory is 'VRAM'"):
+    with pytest.raises(RequestError, match="clear is missing for memory 'VRAM'"):
         load(agent, peers, transfer, memory="VRAM")
     assert not order
     load(agent, peers, transfer, memory="VRAM", clear=lambda rows: order.append(rows))

@@ -197,7 +197,7 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "outside of P": (
         [Step("transfer", 0, rows_of((16, HERE + 12, 4), *RUNS[1:]))],
         "wrong",
-        "they hold bytes of P that are no token",
+        "they hold bytes of P outside",
     ),
 }  # fmt: skip
 

@@ -408,7 +408,7 @@ def test_dtype_of_the_outermost_configuration() -> None:
         ({"model_type": "llama", **PLAIN, "layer_types": ["full_attention"]}, "has 1 entries, num_hidden_layers is 8"),
         ({"model_type": "llama", **PLAIN, "layer_types": ["mamba"] * 8}, "no recurrent state"),
         ({"model_type": "llama", **PLAIN, "layer_types": "full"}, "layer_types 'full': must be a list"),
-        ({"model_type": "llama", **PLAIN, "layer_types": ["sliding_attention"] * 8}, "window is None"),
+        ({"model_type": "llama", **PLAIN, "layer_types": ["sliding_attention"] * 8}, "window is missing"),
         ({**FOO, "num_hidden_layers": None}, "num_hidden_layers is missing, and model_type 'foo' has no rule"),
         ({**FOO, "num_attention_heads": None}, "num_attention_heads is missing, and model_type 'foo' has no rule"),
         ({**FOO, "hidden_size": None}, "hidden_size is missing"),

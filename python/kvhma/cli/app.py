@@ -35,12 +35,14 @@ _EPILOG = "Exit codes: 0 done, 1 a check failed or found a problem, 2 the input 
 def app() -> None:
     """Show which bytes move when a prefill engine hands off a hybrid KV cache to a decode engine.
 
-    No command below needs an engine, a GPU or a network. For a model that vLLM serves:
+    For a model that vLLM serves, without an engine, a GPU or a network:
 
     \b
     kvhma models
     kvhma plan google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --tokens 8k
     kvhma explain google/gemma-3-27b-it --prefill tp=2 --decode tp=4
+
+    \b
     kvhma map google/gemma-3-27b-it --prefill tp=2 --decode tp=4 -o map.svg
     kvhma sweep google/gemma-3-27b-it --decode tp=1/2/4 --tokens 1k/8k/64k
     """  # noqa: D301 - click's mark for lines that it must not wrap

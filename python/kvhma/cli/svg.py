@@ -34,22 +34,23 @@ def _colors(name: str) -> str:
     return " ".join(f"--{key}: {value};" for key, value in PALETTES[name].items())
 
 
-_STYLE = f"""
-svg {{ background: var(--paper); font: {SIZES[""]}px system-ui, sans-serif; {_colors("light")} }}
-@media (prefers-color-scheme: dark) {{ svg {{ {_colors("dark")} }} }}
-text {{ fill: var(--ink); pointer-events: none; }} .soft {{ fill: var(--soft); }} .end {{ text-anchor: end; }}
-.mid {{ text-anchor: middle; }} .small {{ font-size: {SIZES["small"]}px; }}
-.head {{ font-size: {SIZES["head"]}px; font-weight: 600; }} .big {{ font-size: {SIZES["big"]}px; font-weight: 700; }}
-.frame {{ fill: none; stroke: var(--line); }} .pad {{ fill: url(#pad); stroke: var(--line); stroke-width: 0.5; }}
-.null {{ fill: none; stroke: var(--line); stroke-dasharray: 2 2; pointer-events: all; }}
-.read {{ fill: var(--ink); }} .paper {{ fill: var(--paper); }}
-polyline {{ fill: none; stroke-width: 2; pointer-events: none; }} .grid {{ stroke: var(--line); stroke-width: 0.5; }}
-.link {{ opacity: 0.22; }} .held {{ opacity: 0.3; }}
-.t0 {{ opacity: 1; }} .t1 {{ opacity: 0.8; }} .t2 {{ opacity: 0.62; }} .t3 {{ opacity: 0.46; }}
-rect:hover, polygon:hover {{ stroke: var(--ink); stroke-width: 1; opacity: 1; }}
-""" + "\n".join(
-    f".c{index} {{ fill: var(--c{index}); }} .s{index} {{ stroke: var(--c{index}); }}" for index in range(8)
+_RULES = (
+    f"svg {{ background: var(--paper); font: {SIZES['']}px system-ui, sans-serif; {_colors('light')} }}",
+    f"@media (prefers-color-scheme: dark) {{ svg {{ {_colors('dark')} }} }}",
+    "text { fill: var(--ink); pointer-events: none; } .soft { fill: var(--soft); } .end { text-anchor: end; }",
+    f".mid {{ text-anchor: middle; }} .small {{ font-size: {SIZES['small']}px; }}",
+    f".head {{ font-size: {SIZES['head']}px; font-weight: 600; }} "
+    f".big {{ font-size: {SIZES['big']}px; font-weight: 700; }}",
+    ".frame { fill: none; stroke: var(--line); } .pad { fill: url(#pad); stroke: var(--line); stroke-width: 0.5; }",
+    ".null { fill: none; stroke: var(--line); stroke-dasharray: 2 2; pointer-events: all; }",
+    ".read { fill: var(--ink); } .paper { fill: var(--paper); }",
+    "polyline { fill: none; stroke-width: 2; pointer-events: none; } .grid { stroke: var(--line); stroke-width: 0.5; }",
+    ".link { opacity: 0.22; } .held { opacity: 0.3; }",
+    ".t0 { opacity: 1; } .t1 { opacity: 0.8; } .t2 { opacity: 0.62; } .t3 { opacity: 0.46; }",
+    "rect:hover, polygon:hover { stroke: var(--ink); stroke-width: 1; opacity: 1; }",
+    *(f".c{index} {{ fill: var(--c{index}); }} .s{index} {{ stroke: var(--c{index}); }}" for index in range(8)),
 )
+_STYLE = "\n" + "\n".join(_RULES)
 
 COLORS = 8
 COLUMN = 688

@@ -4,7 +4,7 @@
 The allocator sees a layer as a kind, tokens of a block and bytes of a page. All groups take blocks from one pool, so a
 block has the same number of bytes for each group. There are two ways to achieve this. If the blocks of a layer follow
 each other, all pages get one size: smaller pages hold more tokens, or are padded. If all layers of a block follow each
-other, a page may have any size, and groups are formed so that their pages fill about the same share of a block.
+other, a page may have any size. Groups are then formed so that their pages fill about the same share of a block.
 """
 
 from __future__ import annotations

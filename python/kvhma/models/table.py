@@ -208,7 +208,7 @@ class Attention:
         """Bytes of a token in one head; for an index including the scale.
 
         Raises:
-            GeometryError: `dtype` is None and this is not an index.
+            GeometryError: `dtype` is missing and this is not an index.
         """
         if self.has_scales:
             return self.head_dim + INDEX_SCALE
@@ -277,7 +277,7 @@ class Model:
             raise GeometryError(f"{self.name}: a layer has two caches of one place")
         for kind, field in (("sliding", "window"), ("chunked", "chunk")):
             if any(spec.kind == kind and getattr(spec, field) is None for _, spec in found):
-                raise GeometryError(f"{self.name}: {kind} layers, but {field} is None")
+                raise GeometryError(f"{self.name}: {kind} layers, but {field} is missing")
         scaled = any(isinstance(spec, Attention) and spec.has_scales for _, spec in found)
         if scaled and item_bytes(self.dtype) == 1:
             raise GeometryError(
@@ -317,7 +317,7 @@ class Model:
             return Attention("indexer", 1, INDEX_KEY)
         if word not in ATTENTION_KINDS:
             known = ", ".join(sorted(ATTENTION_KINDS | STATE_KINDS))
-            raise GeometryError(f"{self.name}: layer {index} is {layer!r}; known are none, {known}")
+            raise GeometryError(f"{self.name}: layer {index} is {layer!r}; known: none, {known}")
         return self._own(cast("AttentionKind", word), self.v_head_dim)
 
     def _own(self, kind: AttentionKind, v_head_dim: int | None) -> Attention:
@@ -329,7 +329,7 @@ class Model:
     def _complete(self, cache: Attention) -> Attention:
         return replace(
             cache,
-            # V vectors have another length than K vectors only if the table says so.
+            # Without a v_head_dim, V vectors are as long as K vectors.
             v_head_dim=cache.v_head_dim if cache.v_head_dim != cache.head_dim else None,
             dtype=cache.dtype if cache.kind == "indexer" else cache.dtype or self.dtype,
             window=(cache.window or self.window) if cache.kind == "sliding" else None,

@@ -89,7 +89,7 @@ class LayoutOptions(AllocatorOptions):
 
 
 def layout(model: Model, options: LayoutOptions) -> Geometry:
-    """Lay out a model as vLLM does and return the geometry of one rank.
+    """Return the geometry of one rank of a model in vLLM's layout.
 
     Args:
         model: the model.

@@ -61,7 +61,7 @@ def load(
         _clear_host(transfer.zero)
     elif len(transfer.zero):
         raise RequestError(
-            f"clear is None and memory is {memory!r}: pass a function that clears {len(transfer.zero)} ranges"
+            f"clear is missing for memory {memory!r}: pass a function that clears {len(transfer.zero)} ranges"
         )
     deadline = time.monotonic() + timeout
     handles: list[TransferHandle] = []

@@ -3,16 +3,16 @@
 
 Layout, little-endian, no padding::
 
-     0  8 s   magic "kvhma-hi"
-     8  u16   version
-    10  u16   bytes of the name
-    12  u32   bytes of the agent's metadata
-    16  u32   bytes of the geometry (the JSON form of docs/geometry.md)
-    20  u32   bytes of extra
-    24  u64   incarnation
-    32  32 s  public key of the agent; zeros if it has none
-    64  16 s  BLAKE2b of everything above and below
-    80        name, metadata, geometry, extra
+     0 | 8 s  | magic "kvhma-hi"
+     8 | u16  | version
+    10 | u16  | bytes of the name
+    12 | u32  | bytes of the agent's metadata
+    16 | u32  | bytes of the geometry (the JSON form of docs/geometry.md)
+    20 | u32  | bytes of extra
+    24 | u64  | incarnation
+    32 | 32 s | public key of the agent; zeros without a key
+    64 | 16 s | BLAKE2b of everything above and below
+    80 |      | name, metadata, geometry, extra
 
 The digest is not a signature. It protects NIXL, which passes the metadata to the transport unchecked, from damaged
 bytes. The name of an agent with a key ends in a hash of the key, so only its owner can sign with that name. The engines

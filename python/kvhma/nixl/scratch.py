@@ -16,7 +16,7 @@ class Scratch:
 
     Attributes:
         host: host memory.
-        device: memory of a device; None if there is none.
+        device: memory of a device; None without a device.
     """
 
     def __init__(self) -> None:

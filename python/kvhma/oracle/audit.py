@@ -4,8 +4,8 @@
 Every byte of both engines gets a label for its content. The steps of a trace are applied to D's labels. Then each byte
 that D's next step reads must have the label that belongs there:
 
-    P   region 0 at 16   layer 0, kv, token 4, byte 0     --- a row of the trace -->    D   region 0 at 48
-    D   region 0 at 48   must hold layer 0, kv, token 4, byte 0; otherwise it is wrong
+    P | region 0 at 16 | layer 0, kv, token 4, byte 0  --- a row of the trace --> D, region 0 at 48
+    D | region 0 at 48 | must hold layer 0, kv, token 4, byte 0; otherwise it is wrong
 
 docs/audit.md defines the words.
 """
@@ -335,7 +335,7 @@ class _Findings:
                 yield template, blocks, idle | (blocks == (-1 if local.null_block is None else local.null_block))
 
     def _add(self, what: str, entry: Ints, token: Ints, found: Ints, want: Ints | None) -> None:
-        """Record wrong bytes, by part and by their content. `want` is None for extra bytes."""
+        """Record wrong bytes, by part and by their content. Extra bytes have no `want`."""
         self.sums[what] += int(entry.size)
         if not entry.size:
             return

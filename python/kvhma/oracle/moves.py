@@ -6,8 +6,8 @@ Every byte of D's blocks is looked up by its content among the bytes of P's bloc
     D   address 4136   layer 0, kv, token 4, byte 0  ----.
     P   address 8216   layer 0, kv, token 4, byte 0  <---'   and neighbours on both sides are one run
 
-The rules of docs/geometry.md ("What a transfer of N tokens means") define which bytes must be copied, which must be
-zero, and which may be either, because they are never read.
+The rules of docs/geometry.md ("What a transfer of N tokens means") say which bytes must be copied and which must be
+zero. The remaining bytes may be either, because they are never read.
 """
 
 from __future__ import annotations

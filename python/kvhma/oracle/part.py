@@ -51,7 +51,7 @@ def check_part(case: Case) -> tuple[Verdict, Part | None]:
         case: a case that is too large for `kvhma.oracle.cases.check`.
 
     Returns:
-        The verdict, and the part that it applies to. The part is None if the verdict is about the whole case, because
+        The verdict, and the part that it applies to. There is no part if the verdict is about the whole case, because
         its plan was refused, or was accepted against the expectation. Other fields of `expect` are ignored.
 
     Raises:

@@ -80,7 +80,7 @@ class _Dim(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a layer and their strides in bytes; a stride is None with a single block."""
+    """The blocks of a layer and their strides in bytes; no stride with a single block."""
 
     num_blocks: int
     block_stride: int | None

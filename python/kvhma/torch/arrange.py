@@ -46,7 +46,7 @@ class CachePlan:
 
 
 def arrange(groups: Groups, num_blocks: int, order: Order, shared: Sequence[Sequence[str]] | None = None) -> CachePlan:
-    """Lay out all layers of all groups.
+    """Return the layout of all layers of all groups.
 
     Args:
         groups: for each group its layers' specs by name; the order of the layers gives the slots.

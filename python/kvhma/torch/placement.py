@@ -29,9 +29,8 @@ class PageClass:
     """Properties that layers must share to share bytes.
 
     Attributes:
-        form: ``blocks``: the bytes of a block are contiguous over all layers; ``pages``: the bytes of each layer's
-            block are; ``heads``: the bytes of a head over all blocks are; ``apart``: K of all blocks, then V;
-            ``opaque``: only the owner knows.
+        form: which bytes are contiguous. ``blocks``: a block over all layers. ``pages``: a block of one layer.
+            ``heads``: a head over all blocks. ``apart``: K of all blocks, then V. ``opaque``: only the owner knows.
         page_bytes: bytes of a logical block of one layer, including padding.
         heads: heads outside of blocks; 1 if heads are inside.
     """

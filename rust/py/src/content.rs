@@ -33,25 +33,26 @@ impl ContentMemory for Mapped {
     }
 }
 
-/// Sum what a request's blocks hold, the same whatever the layout is; `kvhma.digests` says how.
+/// Sum the content of a request's blocks; the sums do not depend on the layout. `kvhma.digests` has the definition.
 ///
 /// Args:
-///     of: geometry of a rank, or the plan it reads with.
+///     of: geometry of a rank, or the plan that the rank reads with.
 ///     num_tokens: tokens that the blocks hold.
 ///     spans: blocks of each group.
-///     seed: that the keys of coordinates are made from.
-///     first_tokens: for each group the first token that counts; None for all that are needed.
-///     cp_tp_size: neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
-///     memory: the bytes of each region; None to read them where the regions are, which have to be host memory.
+///     seed: the seed of the keys of coordinates.
+///     first_tokens: for each group the first token that counts; None to count all needed tokens.
+///     cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
+///     memory: the bytes of each region; None to read the regions in place, which must be host memory.
 ///
 /// Returns:
-///     For each kind of layers: kind, window or chunk, first token that is needed, first that counts, sums, place and
-///     places of heads that may repeat with their sums, extents of the heads.
+///     For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, repeated, extents
+///     of the heads. ``repeated`` is None without heads that may repeat; else the rank's place among them, the number
+///     of places, and their sums.
 ///
 /// Raises:
-///     GeometryError: a shard is no equal share, or the regions are not host memory.
+///     GeometryError: a shard is not an equal share, or the regions are not host memory.
 ///     RequestError: spans or numbers do not fit.
-///     BlockIdError: a block id is none of a group's.
+///     BlockIdError: a group has no block with such an id.
 #[pyfunction]
 #[pyo3(signature = (of, num_tokens, spans, seed, *, first_tokens = None, cp_tp_size = 1, memory = None))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords, of which kvhma.digests has a class")]
@@ -93,7 +94,7 @@ pub(crate) fn content_sums(
     Ok(found.or_raise(py)?.into_iter().map(arguments).collect())
 }
 
-/// Return the keys of the first indices of an axis, with which sums of repeated heads are multiplied.
+/// Return the keys of the first indices of an axis, which are the factors of sums of repeated heads.
 #[pyfunction]
 pub(crate) fn content_keys(seed: u64, axis: &str, count: u64) -> Vec<u64> {
     kvhma_core::index_keys(seed, axis, count)

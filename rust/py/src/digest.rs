@@ -17,12 +17,12 @@ const PIECE: usize = 16384;
 /// Numbers are little-endian.
 ///
 /// Args:
-///     header: what belongs to the prompt besides its tokens.
+///     header: what identifies the prompt besides its tokens.
 ///     tokens: token ids. The list is read in place, not copied.
-///     num_tokens: how many of them count, from the first.
+///     num_tokens: the length of the prefix that counts.
 ///
 /// Raises:
-///     RequestError: there are fewer, or one is not an integer of 32 bits.
+///     RequestError: there are fewer tokens, or a token is not an integer of 32 bits.
 #[pyfunction]
 pub(crate) fn digest_tokens<'py>(
     py: Python<'py>,
@@ -35,14 +35,14 @@ pub(crate) fn digest_tokens<'py>(
     Ok(PyBytes::new(py, &digest.finish()))
 }
 
-/// Return `digest_tokens` without a header for each of some counts of a list's first ids, in one pass over them.
+/// Return `digest_tokens` without a header for each of several prefixes of a token list, in one pass.
 ///
 /// Args:
 ///     tokens: token ids. The list is read in place, not copied.
-///     counts: how many of them count, none less than the one before.
+///     counts: lengths of the prefixes, in ascending order.
 ///
 /// Raises:
-///     RequestError: there are fewer, one is not an integer of 32 bits, or counts go down.
+///     RequestError: there are fewer tokens, a token is not an integer of 32 bits, or counts decrease.
 #[pyfunction]
 pub(crate) fn digest_prefixes<'py>(
     py: Python<'py>,

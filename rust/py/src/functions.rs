@@ -13,16 +13,16 @@ use crate::error::{OrRaise, type_error};
 use crate::geometry::read_geometry;
 use crate::results::Finding;
 
-/// Compare two geometries: what keeps them from being paired, and what is worth knowing.
+/// Compare two geometries, and return the reasons against pairing them and the warnings.
 ///
-/// Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` have the same texts.
+/// Never raises on content. ``validate(a, b)`` and ``validate(b, a)`` return the same texts.
 ///
 /// Args:
 ///     local: the rank that reads.
-///     remote: a rank that it may read from.
+///     remote: a rank that `local` may read from.
 ///
 /// Returns:
-///     Every difference that matters; the pair is refused if one of them is an error.
+///     Every difference that matters. The pair is refused if one of them is an error.
 ///
 /// Raises:
 ///     RequestError: an argument has the wrong type.
@@ -34,10 +34,10 @@ pub(crate) fn validate(py: Python<'_>, local: &Bound<'_, PyAny>, remote: &Bound<
     Ok(findings.iter().map(Finding::from).collect())
 }
 
-/// Return the trailing blocks that vLLM 0.32 keeps of a sliding-window group: ``ceil(window / block_size) + 1``.
+/// Return how many trailing blocks vLLM 0.32 holds of a sliding-window group: ``ceil(window / block_size) + 1``.
 ///
 /// Args:
-///     window: tokens that a query sees, itself included.
+///     window: tokens that a query sees, including itself.
 ///     block_size: tokens of a block.
 ///
 /// Raises:
@@ -47,26 +47,26 @@ pub(crate) fn window_blocks(py: Python<'_>, window: &Bound<'_, PyAny>, block_siz
     ids::window_blocks(read_u64("window", window)?, read_u64("block_size", block_size)?).or_raise(py)
 }
 
-/// Return block ids as ranges of text that go up or down by one, e.g. ``7-9,4,2-1``.
+/// Return block ids as a text of ascending and descending ranges, e.g. ``7-9,4,2-1``.
 ///
 /// Args:
 ///     ids: block ids, list or array.
 ///
 /// Raises:
-///     RequestError: one is not an integer of 64 bits.
+///     RequestError: an id is not an integer of 64 bits.
 #[pyfunction]
 pub(crate) fn ids_to_text(ids: &Bound<'_, PyAny>) -> PyResult<String> {
     Ok(kvhma_core::ids_to_text(&read_ids("ids", ids)?))
 }
 
-/// Return the block ids of a text of ids_to_text, which may be a stranger's.
+/// Return the block ids of a text of `ids_to_text`, which may come from an untrusted peer.
 ///
 /// Args:
 ///     text: the text.
-///     limit: how many ids are stored at most.
+///     limit: the largest number of ids.
 ///
 /// Raises:
-///     RequestError: it is no such text, an id has more than 31 bits, or there are more.
+///     RequestError: the text has another form, an id has more than 31 bits, or there are more ids than `limit`.
 #[pyfunction]
 pub(crate) fn text_to_ids<'py>(text: &Bound<'py, PyString>, limit: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
     // JSON may have lone surrogates, which are no UTF-8.
@@ -94,11 +94,11 @@ pub(crate) fn join_tables<'py>(
     Ok(ids.into_pyarray(py))
 }
 
-/// Return how many entries of a block table from `start` on are null blocks, up to the first that is none.
+/// Return how many consecutive entries of a block table, from `start` on, are null blocks.
 ///
 /// Args:
 ///     table: block ids, list or array.
-///     start: entry to begin with.
+///     start: index of the first entry to look at.
 ///     null_block: the id that stands for "no block".
 ///
 /// Raises:
@@ -120,20 +120,20 @@ impl<'py> FromPyObject<'_, 'py> for NullBlock {
     }
 }
 
-/// Keep the blocks of each group that are moved, by vLLM's static rule.
+/// Select the blocks of each group that move, by vLLM's static rule.
 ///
 /// Args:
-///     block_ids: logical block ids of each group; null blocks at the front are dropped.
-///     keep: trailing blocks to keep of each group, 0 for all (see `window_blocks`).
-///     speculative: for a state group the number of slots behind the state-bearing one, which alone is kept;
-///         None for the others.
+///     block_ids: logical block ids of each group; null blocks at the front are removed.
+///     keep: number of trailing blocks to select of each group, 0 for all (see `window_blocks`).
+///     speculative: for a state group, the number of slots after the slot with the state, which alone is selected; None
+///         for other groups.
 ///     null_block: the id that stands for "no block", or None.
 ///
 /// Returns:
-///     For each group the ids that are left, in their order.
+///     For each group the selected ids, in their order.
 ///
 /// Raises:
-///     RequestError: lists of different length, or of the wrong type.
+///     RequestError: lists of different length or of the wrong type.
 #[pyfunction]
 #[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = NullBlock(Some(0))), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
 pub(crate) fn clip_blocks(
@@ -154,9 +154,9 @@ pub(crate) fn clip_blocks(
     ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block.0).or_raise(py)
 }
 
-/// Return the first block table entry of each group that a request needs behind the `cached` ones; 0 for state.
+/// Return the first block table entry of each group that a request needs after the `cached` entries; 0 for state.
 ///
-/// Without `num_tokens` that is `cached`.
+/// Without `num_tokens`, returns `cached`.
 #[pyfunction]
 pub(crate) fn first_entries(
     py: Python<'_>,
@@ -169,7 +169,7 @@ pub(crate) fn first_entries(
     ids::first_entries(&geometry.get().geometry, num_tokens, &read_u64s("cached", cached)?).or_raise(py)
 }
 
-/// Return how many ids each of some block tables has.
+/// Return the number of ids of each of some block tables.
 ///
 /// Raises:
 ///     RequestError: a table is no list or array of integers.
@@ -178,7 +178,7 @@ pub(crate) fn table_lengths(block_tables: &Bound<'_, PyAny>) -> PyResult<Vec<usi
     count_groups("block_tables", block_tables)
 }
 
-/// Return the kernel block ids of logical ones: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
+/// Return the kernel block ids of logical block ids: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
 ///
 /// Args:
 ///     block_ids: logical block ids.
@@ -200,20 +200,20 @@ pub(crate) fn expand_blocks<'py>(
     Ok(column(py, ids::expand_blocks(&ids, read_u64("ratio", ratio)?).or_raise(py)?))
 }
 
-/// Return ids into a flat list of views: for each view the ids of its groups, shifted by the view's start.
+/// Return ids into a flat list of views: for each view the ids of its groups, shifted by the start of the view.
 ///
-/// With all attention regions first and the parts of the state regions behind them, these are vLLM 0.32's ids.
+/// These are vLLM 0.32's ids if all attention regions come first and the parts of the state regions follow.
 ///
 /// Args:
 ///     block_ids: block ids of each group, at the granularity of the views.
 ///     view_counts: entries of each view.
-///     view_groups: the group, or the groups, whose blocks each view holds.
+///     view_groups: the group, or the groups, whose blocks each view has.
 ///
 /// Returns:
 ///     The ids, view after view.
 ///
 /// Raises:
-///     BlockIdError: an id is outside one of its views.
+///     BlockIdError: an id is outside one of the views.
 ///     RequestError: a group does not exist, or lists differ in length.
 ///     AddressOverflowError: the list has more than 2**31 - 1 entries.
 #[pyfunction]
@@ -301,7 +301,7 @@ macro_rules! of_regions {
 }
 
 of_regions! {
-    /// Return views of attention regions, one each: shape (n, 5), address, length, device, stride, count.
+    /// Return one view for each attention region, of shape (n, 5): address, length, device, stride, count.
     ///
     /// Args:
     ///     bases: address of each region.
@@ -316,13 +316,13 @@ of_regions! {
     fa_views(bases, lengths, ..) = attention, rows
 }
 of_regions! {
-    /// Return every block of every attention region, region after region: shape (n, 3), address, length, device.
+    /// Return every block of every attention region, region by region, of shape (n, 3): address, length, device.
     ///
     /// Arguments and errors are as for `fa_views`.
     fa_descriptors(bases, lengths, ..) = attention, expand
 }
 of_regions! {
-    /// Return views of state regions: for each region one for each part. Errors are as for `fa_views`.
+    /// Return one view for each part of each state region. Errors are as for `fa_views`.
     ///
     /// Args:
     ///     bases: address of each region.
@@ -333,13 +333,13 @@ of_regions! {
     ssm_views(bases, parts, ..) = state, rows
 }
 of_regions! {
-    /// Return every block of every part of every state region: shape (n, 3), address, length, device.
+    /// Return every block of every part of every state region, of shape (n, 3): address, length, device.
     ///
     /// Arguments and errors are as for `ssm_views`.
     ssm_descriptors(bases, parts, ..) = state, expand
 }
 
-/// Return the descriptors that views of shape (n, 5) stand for, shape (sum of counts, 3).
+/// Return the descriptors that views of shape (n, 5) stand for, of shape (sum of counts, 3).
 ///
 /// Args:
 ///     views: rows of address, length in bytes, device, stride in bytes, count.
@@ -360,18 +360,18 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
 /// So many are looked at sooner than others can be let run.
 const FEW_ROWS: usize = 1024;
 
-/// Check rows before NIXL gets them: it copies whatever has the right number of bytes, and lets addresses wrap.
+/// Check rows before a call of NIXL, which accepts any array with the right number of bytes and lets addresses wrap.
 ///
 /// Args:
-///     what: what the rows are, for the message.
+///     what: a name of the rows for the error message.
 ///     rows: address, length in bytes, device; with five columns also stride in bytes and count.
 ///     columns: 3 or 5.
 ///
 /// Returns:
-///     How many descriptors they stand for.
+///     The number of descriptors that the rows stand for.
 ///
 /// Raises:
-///     RequestError: no C-contiguous uint64 array of shape (n, columns); a length, stride or count of 0.
+///     RequestError: not a C-contiguous uint64 array of shape (n, columns); or a length, stride or count of 0.
 ///     AddressOverflowError: a row leaves the address space, or there are more than 2**31 - 1 entries.
 #[pyfunction]
 #[pyo3(signature = (what, rows, columns = 3))]
@@ -393,18 +393,19 @@ pub(crate) fn check_rows(py: Python<'_>, what: &str, rows: &Bound<'_, PyAny>, co
 /// Rows to read, local and remote, and ranges to permute once they have arrived.
 type PermutedRows<'py> = (Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>);
 
-/// Read rows as they lie in the source where that takes fewer of them, to be permuted where they arrive.
+/// Read rows in the order of the source where that needs fewer rows, and return the ranges to permute after arrival.
 ///
 /// Args:
-///     local: shape (n, 3), of one source, sorted by address; as `Read.local`.
-///     remote: shape (n, 3), as `Read.remote`.
-///     local_bounds: sorted addresses at which registered memory begins or ends: no row goes on over one.
-///     remote_bounds: the same of the source.
-///     permute_bytes: bytes that may be permuted to save a row.
+///     local: shape (n, 3), of one source, sorted by address, as in `Read.local`.
+///     remote: shape (n, 3), as in `Read.remote`.
+///     local_bounds: sorted addresses at which registered memory begins or ends; no row crosses such an address.
+///     remote_bounds: the same addresses of the source.
+///     permute_bytes: how many bytes may be permuted to save a row.
 ///
 /// Returns:
-///     Local and remote rows, each of shape (m, 3), and ranges to permute, of shape (k, 5): address, device, blocks,
-///     heads, bytes of a head in a block. There ``blocks x heads`` arrive, where ``heads x blocks`` belong.
+///     Local and remote rows, each of shape (m, 3), and the ranges to permute, of shape (k, 5): address, device,
+///     blocks, heads, bytes of a head in a block. Such a range arrives as ``blocks x heads`` and must become
+///     ``heads x blocks``.
 ///
 /// Raises:
 ///     RequestError: arrays of another type or shape, or of unequal length.

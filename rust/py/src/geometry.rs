@@ -16,9 +16,9 @@ type AxisArguments<'a> = (&'a str, u64, u64, u64, Option<u64>, bool, u64);
 type PartArguments<'a> = (&'a str, &'a str, u64, u64, Vec<AxisArguments<'a>>);
 type LayerArguments<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u64>);
 
-/// A geometry that passed its checks, read from JSON.
+/// A checked geometry, read from JSON.
 ///
-/// `kvhma.Geometry.core` holds one. What was left out is left out when it is written or shown.
+/// `kvhma.Geometry.core` is an instance. Fields that were left out stay out of the JSON form and the repr.
 ///
 /// Raises:
 ///     GeometryError: as for `kvhma.Geometry`.
@@ -61,20 +61,20 @@ impl CheckedGeometry {
         py.detach(|| Self::check(Form::from_json(json)?)).or_raise(py)
     }
 
-    /// Check a geometry of Python values. Equal pages of layers become one.
+    /// Check a geometry of Python values, and store equal pages of layers once.
     #[staticmethod]
     fn from_values(py: Python<'_>, geometry: &Bound<'_, PyAny>) -> PyResult<Self> {
         let form = read_form(geometry)?;
         py.detach(|| Self::check(form)).or_raise(py)
     }
 
-    /// Return the JSON form, in one line or with so many spaces for each level.
+    /// Return the JSON form in one line, or indented by a number of spaces.
     #[pyo3(signature = (indent = None))]
     fn to_json<'py>(&self, py: Python<'py>, indent: Option<usize>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.form.to_json(indent)))
     }
 
-    /// Place among the tensor-parallel ranks.
+    /// Rank number among the tensor-parallel ranks.
     #[getter]
     fn tp_rank(&self) -> u32 {
         self.form.tp_rank
@@ -92,7 +92,7 @@ impl CheckedGeometry {
         self.form.null_block
     }
 
-    /// For each region the arguments of a `Region`.
+    /// Arguments of a `Region`, for each region.
     #[getter]
     fn regions(&self) -> Vec<RegionArguments> {
         self.form
@@ -102,7 +102,7 @@ impl CheckedGeometry {
             .collect()
     }
 
-    /// For each group the arguments of a `Group`.
+    /// Arguments of a `Group`, for each group.
     #[getter]
     fn groups(&self) -> Vec<GroupArguments> {
         let arguments = |group: &Group| {
@@ -112,13 +112,13 @@ impl CheckedGeometry {
         self.form.groups.iter().map(arguments).collect()
     }
 
-    /// For each page its parts: the arguments of a `Part`, with those of each `Axis`.
+    /// Arguments of a `Part` with those of each `Axis`, for each part of each page.
     #[getter]
     fn pages(&self) -> Vec<Vec<PartArguments<'_>>> {
         self.form.pages.iter().map(|page| page.parts.iter().map(part_arguments).collect()).collect()
     }
 
-    /// For each layer the arguments of a `Layer`, with an index into the pages.
+    /// Arguments of a `Layer` with an index into the pages, for each layer.
     #[getter]
     fn layers(&self) -> Vec<LayerArguments<'_>> {
         self.form.layers.iter().map(layer_arguments).collect()

@@ -19,10 +19,10 @@ fn read_index(source: &Bound<'_, PyAny>) -> PyResult<usize> {
 type Rows<'py> = Bound<'py, PyArray2<u64>>;
 type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 
-/// What a local rank reads from its sources, whatever the request. Made by `kvhma.plan`.
+/// The pairing of a local rank with its sources, valid for every request. Made by `kvhma.plan`.
 ///
-/// It cannot be changed, so copies are the plan itself. It is pickled as its geometries and options, and made again
-/// from these.
+/// A plan is immutable, so a copy is the plan itself. Pickle stores its geometries and options and plans again when it
+/// loads them.
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct Plan {
     pub(crate) core: kvhma_core::Plan,
@@ -91,45 +91,45 @@ impl Plan {
         )
     }
 
-    /// Indices of the sources that anything is read from.
+    /// Indices of the sources with something to read.
     #[getter]
     fn sources(&self) -> Vec<usize> {
         self.core.sources()
     }
 
-    /// Number of sources, read from or not.
+    /// Number of sources, including those with nothing to read.
     #[getter]
     fn num_sources(&self) -> usize {
         self.core.num_sources()
     }
 
-    /// Warnings, each with the index of the source it is about.
+    /// Warnings, each with the index of its source.
     #[getter]
     fn findings(&self) -> Vec<(usize, Finding)> {
         self.core.findings().iter().map(|(source, finding)| (*source, finding.into())).collect()
     }
 
-    /// Return in sentences and numbers what is read from which source, how it is cut, and why.
+    /// Return a text that says which bytes are read from which source, how they are cut, and why.
     ///
     /// Ranges such as ``heads 4..8`` are half-open.
     fn explain(&self, py: Python<'_>) -> String {
         py.detach(|| self.core.explain())
     }
 
-    /// Compute what a request moves, as descriptors.
+    /// Compute the copies of a request, as descriptors.
     ///
     /// Args:
-    ///     num_tokens: tokens whose cache the source holds; later ones are not read.
-    ///     local: a span for each local group, of the blocks to fill. A group that holds everything already has an
-    ///         empty span that starts at or behind the last block.
-    ///     remote: a span for each group of the sources, or a list of such for each source.
+    ///     num_tokens: number of tokens whose cache the source holds; later tokens are not read.
+    ///     local: a span for each local group with the blocks to fill. For a group that already holds all blocks, pass
+    ///         an empty span that starts at or after the last block.
+    ///     remote: a span for each group of the sources, or a list of such spans for each source.
     ///
     /// Returns:
-    ///     What to read from each source, and what to zero before.
+    ///     The read from each source, and the ranges to zero before the reads.
     ///
     /// Raises:
-    ///     RequestError: a count, type or position does not fit, or two reads would write the same byte; or there
-    ///         are more descriptors than the layouts explain, or than `max_descriptors`.
+    ///     RequestError: a count, type or position does not fit; two reads would write the same byte; or there are more
+    ///         descriptors than the layouts explain, or more than `max_descriptors`.
     ///     BlockIdError: an id is negative, too large, listed twice, or the null block.
     fn transfer(
         &self,
@@ -144,7 +144,7 @@ impl Plan {
         Transfer::new(py, transfer, groups, Read::of_rows)
     }
 
-    /// Compute what a request moves, as ids into `views`.
+    /// Compute the copies of a request, as ids into `views`.
     ///
     /// Arguments, result and errors are as for `transfer`.
     fn ids(
@@ -159,21 +159,21 @@ impl Plan {
         Transfer::new(py, transfer, 0, Read::of_ids)
     }
 
-    /// Map failed local descriptors of a request back to layers and tokens.
+    /// Map the failed local descriptors of a request to layers and tokens.
     ///
     /// Args:
     ///     num_tokens: as for the transfer.
     ///     local: as for the transfer.
     ///     remote: as for the transfer.
-    ///     failed: uint64 of shape (n, 3): the rows of `Read.local` that did not arrive, or parts of them; of an id
-    ///         read, `id_descriptors`.
+    ///     failed: uint64 of shape (n, 3): rows of `Read.local` that did not arrive, or parts of such rows. For a read
+    ///         by ids, pass `id_descriptors`.
     ///     cached: leading tokens that every group had before the transfer.
     ///
     /// Returns:
-    ///     The layers that lost something, with the tokens, and what is left of the prefix.
+    ///     The layers that lost tokens, with the tokens, and the length of the prefix that remains.
     ///
     /// Raises:
-    ///     RequestError: as for `transfer`, `failed` has another form, or a row is no part of what the request reads.
+    ///     RequestError: as for `transfer`; `failed` has another form; or a row is not part of the request's reads.
     ///     BlockIdError: as for `transfer`.
     #[pyo3(signature = (num_tokens, local, remote, failed, *, cached = None), text_signature = "($self, num_tokens, local, remote, failed, *, cached=0)")]
     fn losses(
@@ -193,11 +193,11 @@ impl Plan {
         Ok(Losses { layers: layers.into_iter().map(Loss::from).collect(), whole_prefix })
     }
 
-    /// Return the local descriptors that ids into the views of a source stand for: shape (n, 3).
+    /// Return the local descriptors that ids into the views of a source stand for, of shape (n, 3).
     ///
     /// Args:
     ///     source: its index in the list that the plan was made with.
-    ///     ids: entries of its local view, as `Read.local` has them.
+    ///     ids: entries of the source's local view, as in `Read.local`.
     ///
     /// Raises:
     ///     BlockIdError: an id is outside the views.
@@ -213,7 +213,7 @@ impl Plan {
         rows(py, py.detach(|| self.core.id_descriptors(source, &ids)).or_raise(py)?)
     }
 
-    /// Return the local and the remote views of a source, to be prepared once.
+    /// Return the local and the remote views of a source, to prepare once.
     ///
     /// Args:
     ///     source: its index in the list that the plan was made with.
@@ -222,7 +222,7 @@ impl Plan {
     ///     Two arrays of shape (r, 5): address, length in bytes, device, stride in bytes, count.
     ///
     /// Raises:
-    ///     UnsupportedPairError: there are too many, or blocks are not evenly spaced; use `transfer`.
+    ///     UnsupportedPairError: there are too many views, or blocks are not evenly spaced; use `transfer`.
     fn views<'py>(&self, py: Python<'py>, source: &Bound<'_, PyAny>) -> PyResult<(Rows<'py>, Rows<'py>)> {
         let source = read_index(source)?;
         let views = || self.core.views(source).map(|(local, remote)| (local.to_vec(), remote.to_vec()));

@@ -14,21 +14,21 @@ fn attributes<'py>(value: &Bound<'py, PyAny>, names: &str) -> PyResult<Bound<'py
     PyTuple::new(value.py(), names.split(' ').map(|name| value.getattr(name)).collect::<PyResult<Vec<_>>>()?)
 }
 
-/// One difference between two geometries; `UnsupportedPairError` carries the same words.
+/// A difference between two geometries; `UnsupportedPairError` has the same text.
 #[pyclass(frozen, eq, get_all, new = "from_fields", module = "kvhma._kvhma")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct Finding {
     /// Stable short name, e.g. ``"dtype"``.
     code: String,
-    /// ``"error"`` refuses the pair.
+    /// ``"error"`` if the pair is refused.
     severity: String,
-    /// Object it is about, e.g. ``'layer "model.layers.0" part "kv"'``.
+    /// The object that differs, e.g. ``'layer "model.layers.0" part "kv"'``.
     place: String,
-    /// Name of the layer that `place` is about, if it is about one.
+    /// Name of the layer in `place`, if it has one.
     layer: Option<String>,
-    /// Name of the part of the layer's page, if it is about one.
+    /// Name of the part of the layer's page, if `place` has one.
     part: Option<String>,
-    /// Name of the axis of the part, if it is about one.
+    /// Name of the axis of the part, if `place` has one.
     axis: Option<String>,
     /// Field that differs.
     field: String,
@@ -38,7 +38,7 @@ pub(crate) struct Finding {
     remote: String,
     /// Why it matters.
     reason: String,
-    /// One printable sentence, the same whichever side is local.
+    /// A printable sentence, the same for both orders of the two geometries.
     text: String,
 }
 
@@ -77,23 +77,23 @@ impl From<&kvhma_core::Finding> for Finding {
     }
 }
 
-/// What a request reads from one source: descriptors, or ids into prepared views.
+/// The read of a request from one source: descriptors, or ids into prepared views.
 ///
-/// ``Read[np.uint64]``, or just ``Read``, is of `Plan.transfer`, ``Read[np.int32]`` of `Plan.ids`.
+/// `Plan.transfer` returns ``Read[np.uint64]``, the default of ``Read``; `Plan.ids` returns ``Read[np.int32]``.
 #[pyclass(frozen, generic, get_all, new = "from_fields", module = "kvhma._kvhma")]
 pub(crate) struct Read {
-    /// Index of the source in the list the plan was made with.
+    /// Index of the source in the list that the plan was made with.
     source: usize,
-    /// Descriptors of shape (n, 3): address, length in bytes, device; sorted by address. Or ids of shape (n,).
+    /// Descriptors of shape (n, 3), sorted by address: address, length in bytes, device. Or ids of shape (n,).
     local: Py<PyAny>,
-    /// The same of the source: row or id i is read into row or id i of `local`.
+    /// Descriptors or ids of the source: row or id i is read into row or id i of `local`.
     remote: Py<PyAny>,
     /// Bytes moved.
     bytes: u64,
-    /// Descriptors: of rows the fewest for these bytes, of ids those that are left after NIXL has joined neighbours.
+    /// Number of descriptors: the minimum for these bytes, or for ids the number after NIXL joins neighbours.
     ///
-    /// NIXL joins ids that follow each other in dense strided views on both sides. Where views are written out row by
-    /// row (NIXL before 1.5), it may also join across views that touch.
+    /// NIXL joins consecutive ids in dense strided views on both sides. NIXL before 1.5 writes views out row by row,
+    /// and may also join ids across views that touch.
     descriptors: u64,
     /// Bytes read into each local group, in the order of the local geometry's groups. Empty for ids.
     bytes_by_group: Vec<u64>,
@@ -130,36 +130,37 @@ impl Read {
     }
 }
 
-/// What a request moves and zeroes.
+/// All reads of a request, and the ranges to zero.
 ///
-/// ``Transfer[np.uint64]``, or just ``Transfer``, is of `Plan.transfer`, ``Transfer[np.int32]`` of `Plan.ids`.
+/// `Plan.transfer` returns ``Transfer[np.uint64]``, the default of ``Transfer``; `Plan.ids` returns
+/// ``Transfer[np.int32]``.
 #[pyclass(frozen, generic, get_all, new = "from_fields", module = "kvhma._kvhma")]
 pub(crate) struct Transfer {
-    /// One entry for each source that something is read from.
+    /// One entry for each source with something to read.
     reads: Vec<Py<Read>>,
-    /// Shape (m, 3): local address, length in bytes, device; to be zeroed before a read is posted.
+    /// Ranges to zero before a read is posted, of shape (m, 3): local address, length in bytes, device.
     zero: Py<PyArray2<u64>>,
     /// Bytes moved from all sources.
     bytes: u64,
     /// Descriptors for all sources.
     descriptors: u64,
-    /// Bytes of tokens behind the request's that come along because the last block is cheaper whole.
+    /// Bytes of tokens after the request's last token, read because a whole last block needs fewer descriptors.
     ///
-    /// Ids always bring them: views have whole kernel blocks only.
+    /// Ids always read them, because views have whole kernel blocks only.
     excess_bytes: u64,
-    /// For each local group, the first token from which on its blocks are filled up to the request's last token.
+    /// For each local group, the first token from which its blocks are filled up to the request's last token.
     ///
-    /// A block that begins before it holds zeros there: it is good for this request, but not for every other one that
-    /// shares its tokens, so it must not be left in a prefix cache. 0 for groups whose blocks hold no tokens.
+    /// A block that begins before this token has zeros before it. The block is valid for this request but not for other
+    /// requests that share its tokens, so it must not stay in a prefix cache. 0 for groups whose blocks hold no tokens.
     first_tokens: Vec<u64>,
-    /// Bytes read into each local group, in the order of the local geometry's groups; their sum is ``bytes``.
+    /// Bytes read into each local group, in the order of the local geometry's groups. Their sum is ``bytes``.
     ///
     /// Empty for ids, which are not counted by group.
     bytes_by_group: Vec<u64>,
-    /// Descriptors of each local group, in the same order; their sum is ``descriptors``.
+    /// Descriptors of each local group, in the same order. Their sum is ``descriptors``.
     ///
-    /// A descriptor that goes on from one group's block to another's counts for the group of its first byte. Empty for
-    /// ids, which are not counted by group.
+    /// A descriptor that continues from one group's block into another group's block counts for the group of its first
+    /// byte. Empty for ids, which are not counted by group.
     descriptors_by_group: Vec<u64>,
 }
 
@@ -206,7 +207,7 @@ impl Transfer {
     }
 }
 
-/// What of one layer did not arrive.
+/// The lost tokens of one layer.
 #[pyclass(frozen, get_all, eq, new = "from_fields", from_py_object, module = "kvhma._kvhma")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct Loss {
@@ -236,13 +237,13 @@ impl From<kvhma_core::Loss> for Loss {
     }
 }
 
-/// What a request lost.
+/// The losses of a request.
 #[pyclass(frozen, get_all, eq, new = "from_fields", module = "kvhma._kvhma")]
 #[derive(PartialEq)]
 pub(crate) struct Losses {
-    /// Layers that lost anything, in the order of the geometry.
+    /// Layers that lost data, in the order of the geometry.
     pub(crate) layers: Vec<Loss>,
-    /// The most leading tokens for which every group has all it needs; never less than `cached`.
+    /// The longest prefix, in tokens, for which every group has all that it needs; never shorter than `cached`.
     pub(crate) whole_prefix: u64,
 }
 

@@ -96,7 +96,7 @@ def vllm_views(geometry: Geometry) -> tuple[View, ...]:
 
 
 def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
-    """Return the list of a connector without HMA: for each layer the views of its own pages, at any address.
+    """Return the list of a connector without HMA: for each layer views of its pages, at any address.
 
     All layers then have blocks of one length, that of the first attention group. A state counts as much as an attention
     layer holds.

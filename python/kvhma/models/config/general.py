@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule for decoders without a separate rule, and the fields of a file that might change their cache.
 
-vLLM's Transformers backend, and most of its own classes, treat all decoders with the usual fields alike: heads in each
+vLLM's Transformers backend, and most of vLLM's classes, treat all decoders with the usual fields alike: heads in each
 layer. A layer has a window if ``layer_types`` lists one and the class reads that field. Without such a list all layers
 have the window. Any other field that could change a cache is refused by its name. So no list of architectures is
 needed, and nothing is guessed.
