@@ -535,8 +535,8 @@ def content_sums(
 
     Returns:
         For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, repeated, extents
-        of the heads. ``repeated`` is None without heads that may repeat; else the rank's place among them, the number
-        of places, and their sums.
+        of the heads. With heads that may repeat, ``repeated`` has the rank's number, the number of ranks, and their
+        sums.
 
     Raises:
         GeometryError: a shard is not an equal share, or the regions are not host memory.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How many requests keep each block of a pool.
+//! How many requests hold each block of a pool.
 
 use crate::error::{Error, Result};
 
-/// Requests counted for each block that they keep; one that several keep counts once.
+/// Counts the requests that hold each block. A block that several requests hold counts once.
 #[derive(Debug, Default, Clone)]
 pub struct BlockUsers {
     users: Vec<u32>,
@@ -11,15 +11,15 @@ pub struct BlockUsers {
 }
 
 impl BlockUsers {
-    /// How many blocks at least one request keeps.
+    /// How many blocks at least one request holds.
     pub fn used(&self) -> usize {
         self.used
     }
 
-    /// Adds a request's blocks, each once.
+    /// Adds a request's blocks. A repeated id counts once.
     ///
     /// # Errors
-    /// An id is negative or has more than 31 bits; nothing is added then.
+    /// An id is negative or has more than 31 bits; then no block is added.
     pub fn add(&mut self, ids: &[i64]) -> Result<()> {
         if let Some(&wrong) = ids.iter().find(|&&id| !(0..1 << 31).contains(&id)) {
             return Err(Error::value("", "block id", wrong, "expected 0..2**31".to_owned()));
@@ -36,7 +36,7 @@ impl BlockUsers {
         Ok(())
     }
 
-    /// Takes a request's blocks off again; those that were not added are passed over.
+    /// Removes a request's blocks, ignoring blocks that were not added.
     pub fn remove(&mut self, ids: &[i64]) {
         for &id in ids {
             if let Some(users @ 1..) = usize::try_from(id).ok().and_then(|id| self.users.get_mut(id)) {
@@ -46,7 +46,7 @@ impl BlockUsers {
         }
     }
 
-    /// Whether no other request keeps one of a request's blocks.
+    /// Whether no other request holds any of a request's blocks.
     pub fn has_own(&self, ids: &[i64]) -> bool {
         ids.iter().any(|&id| usize::try_from(id).is_ok_and(|id| self.users.get(id) == Some(&1)))
     }

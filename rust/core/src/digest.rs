@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a prompt is, in 128 bits.
+//! A prompt's identity in 128 bits.
 
 /// A digest of a header and of token ids, fed piece by piece.
 ///
-/// It is BLAKE3 over the header's length (u64), the header, and the ids (i32), all little-endian: the same for however
-/// the ids are cut into pieces, on every machine.
+/// It is BLAKE3 over the header's length (u64), the header, and the ids (i32), all little-endian. It does not depend on
+/// the pieces or the machine.
 #[derive(Debug)]
 pub struct TokenDigest {
     hasher: blake3::Hasher,
@@ -12,7 +12,7 @@ pub struct TokenDigest {
 }
 
 impl TokenDigest {
-    /// Starts with what is not a token; the length in front keeps it apart from the ids.
+    /// Starts with the header. Its length comes first, to separate it from the ids.
     pub fn new(header: &[u8]) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&(header.len() as u64).to_le_bytes());
@@ -20,7 +20,7 @@ impl TokenDigest {
         Self { hasher, bytes: Vec::new() }
     }
 
-    /// Takes the next ids. Pieces of some thousands are fastest.
+    /// Adds the next ids. Pieces of a few thousand ids are fastest.
     pub fn push(&mut self, tokens: &[i32]) {
         self.bytes.resize(tokens.len() * 4, 0);
         for (bytes, token) in self.bytes.chunks_exact_mut(4).zip(tokens) {
@@ -29,7 +29,7 @@ impl TokenDigest {
         self.hasher.update(&self.bytes);
     }
 
-    /// The first 128 bits of the hash: enough that no two prompts meet, by chance or by search.
+    /// The first 128 bits of the hash: enough that no two prompts collide, by chance or by search.
     pub fn finish(&self) -> [u8; 16] {
         let mut digest = [0; 16];
         digest.copy_from_slice(&self.hasher.finalize().as_bytes()[..16]);

@@ -8,10 +8,10 @@ use crate::finding::{Finding, Place};
 /// Result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can be wrong.
+/// All errors of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 pub enum Error {
-    /// A value is not what it has to be.
+    /// A value is not as required.
     #[error("{}", .0.text)]
     Input(Box<Wrong>),
     /// Two geometries that cannot be paired.
@@ -31,7 +31,7 @@ pub enum Error {
 /// What a wrong value belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// A geometry, which contradicts itself.
+    /// A geometry that contradicts itself.
     Geometry,
     /// An address, a size or a count.
     Overflow,
@@ -41,12 +41,12 @@ pub enum Class {
     BlockId,
 }
 
-/// A number, or whatever else was found, as text.
+/// A number, or another value as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
     /// A number that was read.
     Number(i128),
-    /// Anything else.
+    /// Another value.
     Text(String),
 }
 
@@ -68,20 +68,20 @@ impl From<&str> for Value {
     }
 }
 
-/// A value that is not what it has to be: the parts of a sentence, and the sentence.
+/// A wrong value: the parts of a sentence, and the sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrong {
-    /// What it belongs to.
+    /// What the value belongs to.
     pub class: Class,
-    /// Short name that stays as it is, e.g. `overflow`.
+    /// Short stable name, e.g. `overflow`.
     pub code: &'static str,
-    /// Object, e.g. `layer "model.layers.0"` or `local group 0`; empty for an argument of its own.
+    /// Object, e.g. `layer "model.layers.0"` or `local group 0`; empty for a direct argument.
     pub place: String,
-    /// Field of it.
+    /// Field of the object.
     pub field: Cow<'static, str>,
-    /// Value found.
+    /// The value that was found.
     pub value: Value,
-    /// What it has to be.
+    /// The required value.
     pub expected: Value,
     /// Why it matters.
     pub reason: Cow<'static, str>,
@@ -93,12 +93,12 @@ pub struct Wrong {
 pub(crate) type SideGroup = (&'static str, usize);
 
 impl Error {
-    /// A wrong argument of a function: its value, what it has to be, why, and the sentence that says so.
+    /// A wrong argument of a function: its value, the required value, the reason, and the sentence.
     pub fn argument(code: &'static str, field: &str, values: (Value, Value), reason: &str, text: String) -> Self {
         wrong(Class::Request, code, ("", field.to_owned()), values, reason.to_owned(), text)
     }
 
-    /// A geometry's JSON form that is none: where it is wrong, if that can be said, and what the parser said.
+    /// An invalid JSON form of a geometry: the place, if it is known, and the parser's message.
     pub(crate) fn json(version: u32, field: &str, reason: String) -> Self {
         let colon = if field.is_empty() { "" } else { ": " };
         let text = format!("geometry is not valid JSON of schema {version}: {field}{colon}{reason}");
@@ -106,7 +106,7 @@ impl Error {
         wrong(Class::Geometry, "json", ("geometry", field.to_owned()), ("", expected), reason, text)
     }
 
-    /// A JSON form that is longer than is ever read.
+    /// A JSON form above the size limit.
     pub(crate) fn too_large(bytes: usize, limit: usize) -> Self {
         let text = format!("geometry has {bytes} bytes of JSON, at most {limit} are read");
         let values = (bytes as i128, format!("at most {limit}"));
@@ -119,7 +119,7 @@ impl Error {
         wrong(Class::Geometry, "geometry", (place, field), (value, expected), "the geometry contradicts itself", text)
     }
 
-    /// An address, a size or a count that does not fit so many bits, and the sum or product that gives it.
+    /// An address, a size or a count that does not fit a number of bits, and the sum or product that gives it.
     pub(crate) fn overflow(place: &str, what: String, bits: u32) -> Self {
         let text = format!("{place}: {what} does not fit {bits} bits");
         let reason = "an address, a size or a count does not fit its type";
@@ -133,7 +133,7 @@ impl Error {
         wrong(Class::Request, "count", ("", what), values, "the list has the wrong number of entries", text)
     }
 
-    /// A number of a request that is out of range. The place is empty for an argument of its own.
+    /// A number of a request that is out of range. The place is empty for a direct argument.
     pub(crate) fn value(place: &str, field: &'static str, value: impl Into<i128>, expected: String) -> Self {
         let value = value.into();
         let colon = if place.is_empty() { "" } else { ": " };
@@ -166,7 +166,7 @@ impl Error {
         wrong(Class::BlockId, "duplicate-block", (&place, "ids"), (i128::from(id), "once"), reason, text)
     }
 
-    /// A span that does not hold a token of the `first..end` that the request needs.
+    /// A span without a token of the `first..end` that the request needs.
     pub(crate) fn missing_tokens(of: SideGroup, token: u64, first: u64, end: u64) -> Self {
         let place = group_of(of);
         let text = format!("{place}: blocks hold no token {token}, needed are tokens {first}..{end}");
@@ -175,7 +175,7 @@ impl Error {
         wrong(Class::Request, "missing-tokens", (&place, "ids"), values, reason, text)
     }
 
-    /// A row `(address, length, device)` that is said to have failed, at an index of a list, and is no part of a read.
+    /// A row `(address, length, device)`, reported as failed at an index of a list, that is not part of any read.
     pub(crate) fn not_read(index: usize, [address, length, device]: [u64; 3]) -> Self {
         let row = format!("{length} bytes at {address:#x} of device {device}");
         let reason = "a row that is not read cannot have failed: it is of another request, or of another plan";
@@ -184,7 +184,7 @@ impl Error {
         wrong(Class::Request, "not-read", ("", format!("failed[{index}]")), values, reason, text)
     }
 
-    /// Two ranges `(start, end)` of local bytes that are both written.
+    /// Two ranges `(start, end)` of local bytes that are both written and overlap.
     pub(crate) fn overlap(one: (u64, u64), other: (u64, u64)) -> Self {
         let (one, other) = (format!("{:#x}..{:#x}", one.0, one.1), format!("{:#x}..{:#x}", other.0, other.1));
         let reason = "one block in two groups, or layers that alias";
@@ -192,7 +192,7 @@ impl Error {
         wrong(Class::Request, "overlap", ("local", "bytes"), (one, format!("apart from {other}")), reason, text)
     }
 
-    /// What one local rank finds wrong with all of its sources.
+    /// All errors of one local rank about its sources.
     pub(crate) fn unplannable(
         code: &'static str,
         place: Place,

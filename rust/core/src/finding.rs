@@ -2,16 +2,16 @@
 //! A difference between two geometries as data; its sentence is made last.
 use std::fmt;
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Severity {
     /// The pair is refused.
     Error,
-    /// The pair works, but not all of it may be what was meant.
+    /// The pair works, but may not be what was meant.
     Warning,
 }
 
-/// What of two geometries a finding is about: an axis of a part of a layer, or a larger thing; all None for the whole.
+/// The place of a finding: an axis of a part of a layer, or a larger object; all None for the whole geometry.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Place {
     /// Name of the layer.
@@ -57,7 +57,7 @@ pub struct Finding {
     pub code: &'static str,
     /// How bad it is.
     pub severity: Severity,
-    /// What it is about.
+    /// The object that differs.
     pub place: Place,
     /// Field that differs.
     pub field: &'static str,
@@ -81,12 +81,12 @@ impl Finding {
         Self { code, severity: Severity::Error, place, field, local, remote, reason }
     }
 
-    /// One sentence that both sides word alike: the smaller value is first, whichever side is local.
+    /// A sentence that is the same for both orders of the geometries: the smaller value comes first.
     pub fn text(&self) -> String {
         if self.local <= self.remote { self.sentence() } else { self.say(&self.remote, &self.local) }
     }
 
-    /// The sentence with the local value first, for what only one direction can find.
+    /// The sentence with the local value first, for findings of one direction only.
     pub(crate) fn sentence(&self) -> String {
         self.say(&self.local, &self.remote)
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Block ids as text, for parameters that are JSON: neighbours of a pool are often neighbours of a request.
+//! Block ids as text for JSON parameters: neighbours in a pool are often neighbours in a request.
 
 use crate::error::{Error, Result, Value};
 
@@ -8,7 +8,7 @@ const MAX_DIGITS: usize = 10;
 const MAX_ID: i64 = i32::MAX as i64;
 const SHOWN: usize = 60;
 
-/// Writes ids as ranges, which go up or down by one.
+/// Writes ids as ascending and descending ranges.
 ///
 /// ```text
 /// ids    7  8  9  4  2  1
@@ -38,7 +38,7 @@ pub fn ids_to_text(ids: &[i64]) -> String {
     text
 }
 
-/// Half of the time of a text of single ids is spent here: its digits are not allocated.
+/// Half of the time for a text of single ids is spent here, so its digits are not allocated.
 fn push_number(text: &mut String, number: i64) {
     let mut digits = [0; 19];
     let mut rest = number.unsigned_abs();
@@ -54,12 +54,12 @@ fn push_number(text: &mut String, number: i64) {
     text.extend(digits[first..].iter().map(|&digit| char::from(digit)));
 }
 
-/// Reads ids of [`ids_to_text`]. Safe on any text; no more than `limit` ids are stored.
+/// Reads a text of [`ids_to_text`]. Safe on any text; at most `limit` ids are stored.
 ///
 /// # Errors
-/// It is no such text, an id has more than 31 bits, or there are more than `limit`.
+/// The text has another form, an id has more than 31 bits, or there are more ids than `limit`.
 pub fn text_to_ids(text: &str, limit: usize) -> Result<Vec<i64>> {
-    // An id has ten digits at most, and a separator.
+    // An id has at most ten digits and a separator.
     if text.len() > limit.saturating_mul(MAX_DIGITS + 1) {
         let reason = format!("there are {} characters, at most {limit} ids are expected", text.len());
         return Err(refused(text, &reason));
@@ -94,7 +94,7 @@ fn number(part: &str, digits: &str) -> Result<i64> {
     Ok(id)
 }
 
-/// A stranger's text as it can stand in a message.
+/// An untrusted text in a form for error messages.
 fn shown(text: &str) -> String {
     let ellipsis = if text.chars().nth(SHOWN).is_some() { "..." } else { "" };
     let letters = text.chars().take(SHOWN).flat_map(char::escape_default);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What must move when a prefill engine hands a request's KV cache to a decode engine.
+//! Plans the copies when a prefill engine hands off a request's KV cache to a decode engine.
 //!
 //! Two [`Geometry`] values make a [`Plan`] once; a plan and a request's [`Span`]s make a [`Transfer`]: the fewest
 //! contiguous copies, sorted by local address, and the local ranges to zero. [`lowlevel`] has functions that need no plan.
@@ -11,9 +11,9 @@
 //!       |      |
 //!       |   pairing        two geometries -> plan
 //!       |      |
-//!       |   form           what is written -> a checked geometry
+//!       |   form           written form -> a checked geometry
 //!       |      |
-//!       |   bytes          what two pages have in common
+//!       |   bytes          bytes that two pages share
 //!       |      |
 //!       +-- geometry       one worker's cache
 //!              |

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvhma_core::{Geometry, Plan, PlanOptions, Span};
 use proptest::prelude::*;
 
-/// Sizes of a page, innermost last; the order of heads and tokens is what the two sides may differ in.
+/// Sizes of a page, innermost last; the order of heads and tokens may differ between the sides.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     heads: (u64, u64, u64),
@@ -124,7 +124,7 @@ proptest! {
     }
 }
 
-/// A cache of two layers side by side in each block of four tokens, of which the other side may have only the first.
+/// A cache of two layers next to each other in each block of four tokens; the other side may have only the first layer.
 fn side_by_side(base: u64, layers: u64, regions: &str) -> Geometry {
     let layer = |index: u64| {
         let (region, offset) = if regions.is_empty() { (0, index * 4) } else { (index, 0) };

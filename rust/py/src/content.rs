@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sums over what blocks hold, in arrays or where the regions are.
+//! Sums over the content of blocks, in arrays or in place.
 use kvhma_core::{ContentMemory, ContentRequest, ContentSums, Error, Geometry, Memory};
 use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -9,7 +9,7 @@ use crate::error::{OrRaise, raise, type_error};
 use crate::geometry::read_geometry;
 use crate::plan::Plan;
 
-/// What `kvhma.digests.LayerSums` is made of.
+/// The fields of `kvhma.digests.LayerSums`.
 type SumsArguments = (&'static str, u64, u64, u64, Vec<u64>, Option<(u64, u64, Vec<u64>)>, Vec<u64>);
 
 /// Regions as slices.
@@ -21,14 +21,14 @@ impl ContentMemory for Arrays<'_> {
     }
 }
 
-/// Regions where the geometry says that they are.
+/// Regions at the addresses of the geometry.
 struct Mapped(Vec<u64>);
 
 impl ContentMemory for Mapped {
     #[allow(unsafe_code, reason = "the bytes of a region that the caller says are memory of this process")]
     fn bytes(&self, region: usize, offset: u64, length: u64) -> &[u8] {
-        // SAFETY: the geometry's check has proved that a block's bytes lie in their region. Who calls without arrays
-        // vouches that the regions are mapped, and that nobody writes to the request's blocks meanwhile.
+        // SAFETY: the geometry's check has proved that a block's bytes are within their region. A caller without arrays
+        // guarantees that the regions are mapped, and that no thread writes to the request's blocks during the call.
         unsafe { std::slice::from_raw_parts((self.0[region] + offset) as *const u8, length as usize) }
     }
 }
@@ -46,8 +46,8 @@ impl ContentMemory for Mapped {
 ///
 /// Returns:
 ///     For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, repeated, extents
-///     of the heads. ``repeated`` is None without heads that may repeat; else the rank's place among them, the number
-///     of places, and their sums.
+///     of the heads. With heads that may repeat, ``repeated`` has the rank's number, the number of ranks, and their
+///     sums.
 ///
 /// Raises:
 ///     GeometryError: a shard is not an equal share, or the regions are not host memory.
@@ -100,7 +100,7 @@ pub(crate) fn content_keys(seed: u64, axis: &str, count: u64) -> Vec<u64> {
     kvhma_core::index_keys(seed, axis, count)
 }
 
-/// The regions' bytes, as many as the geometry says.
+/// The regions' bytes, with the sizes in the geometry.
 fn slices<'a>(py: Python<'_>, of: &Geometry, arrays: &'a [PyReadonlyArray1<'_, u8>]) -> PyResult<Arrays<'a>> {
     let regions = of.regions();
     if arrays.len() != regions.len() {

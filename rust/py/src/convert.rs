@@ -20,7 +20,7 @@ pub(crate) fn read_item(what: &str, item: &Bound<'_, PyAny>) -> PyResult<i64> {
     id.ok_or_else(|| type_error(item.py(), what, &typed(item), "is not an integer of 64 bits"))
 }
 
-/// True and False are integers to Python, but no ids and no numbers.
+/// True and False are integers in Python, but are not accepted as ids or numbers.
 fn is_bool(item: &Bound<'_, PyAny>) -> bool {
     item.is_instance_of::<PyBool>()
 }
@@ -34,7 +34,8 @@ pub(crate) fn show(value: &Bound<'_, PyAny>) -> String {
     if text.chars().count() > 60 { text.chars().take(60).chain("...".chars()).collect() } else { text }
 }
 
-/// Ids of a list, tuple or range of int, or of an array of integers of one dimension; an empty one may be of any type.
+/// Ids of a list, tuple or range of int, or of an array of integers with one dimension; an empty array may have any
+/// type.
 pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     if let Ok(list) = value.cast_exact::<PyList>() {
         return read_list(what, list);
@@ -42,7 +43,7 @@ pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64
     if let Ok(array) = value.cast::<PyUntypedArray>() {
         return read_array(what, array);
     }
-    // Text is a sequence too, and bytes one of integers.
+    // Text is a sequence too, and bytes are a sequence of integers.
     let is_text = value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>();
     let Some(sequence) = value.cast::<PySequence>().ok().filter(|_| !is_text) else {
         return Err(type_error(value.py(), what, &type_name(value), "is not a list or array of integers"));
@@ -70,7 +71,7 @@ fn read_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<i64
     ids.as_array().iter().map(|&id| i64::try_from(id).map_err(|_| too_large(id))).collect()
 }
 
-/// Fails unless an array has one dimension, and integers if it has anything.
+/// Fails unless an array has one dimension, and integers if it is not empty.
 fn check_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
     if array.ndim() == 1 && (array.is_empty() || matches!(array.dtype().kind(), b'i' | b'u')) {
         return Ok(());
@@ -80,7 +81,7 @@ fn check_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
     Err(type_error(array.py(), what, "array", &reason))
 }
 
-/// How many ids there are. Fails as `read_ids` does, but looks at no item of an array.
+/// Number of ids. Fails as `read_ids` does, but reads no item of an array.
 fn count_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     match value.cast::<PyUntypedArray>() {
         Ok(array) => check_array(what, array).map(|()| array.len()),
@@ -94,9 +95,9 @@ fn read_list(what: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
     let mut ids = Vec::with_capacity(list.len());
     loop {
         let index = ids.len();
-        // SAFETY: an index past the end gives null and an exception, which is how the loop ends even if an item that is
-        // no int ran Python code that changed the list. The borrowed item is used at once: converting an exact int
-        // runs no Python code that could drop it.
+        // SAFETY: an index past the end returns null and an exception. The loop ends with it even if converting an item
+        // that is no int ran Python code that changed the list. The borrowed item is used at once, and converting an
+        // exact int runs no Python code that could drop it.
         let value = unsafe {
             let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
             if item.is_null() {
@@ -106,7 +107,7 @@ fn read_list(what: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
             if ffi::PyLong_CheckExact(item) != 0 { ffi::PyLong_AsLongLong(item) } else { -1 }
         };
         ids.push(if value == -1 {
-            // Also what an overflow gives; the slow path tells a real -1, an overflow and other types apart.
+            // Also the result of an overflow; the slow path distinguishes a real -1, an overflow and other types.
             PyErr::take(list.py());
             read_item(what, &list.get_item(index)?)?
         } else {
@@ -120,7 +121,7 @@ pub(crate) fn read_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<
     items(what, value)?.iter().map(|item| read_ids(what, item)).collect()
 }
 
-/// How many ids each of some lists has.
+/// Number of ids of each of some lists.
 pub(crate) fn count_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let lists = items(what, value)?;
     lists.iter().enumerate().map(|(index, item)| count_ids(&format!("{what}[{index}]"), item)).collect()
@@ -135,7 +136,7 @@ pub(crate) fn read_rows(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<De
     Ok(rows.rows().into_iter().map(|row| [row[0], row[1], row[2]]).collect())
 }
 
-/// Numbers of 64 bits without sign: a list or an array of integers.
+/// Unsigned numbers of 64 bits: a list or an array of integers.
 pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     if let Ok(array) = value.extract::<PyReadonlyArray1<'_, u64>>() {
         return Ok(array.as_array().to_vec());
@@ -143,7 +144,7 @@ pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u6
     items(what, value)?.iter().map(|item| read_u64(what, item)).collect()
 }
 
-/// One number of 64 bits without sign.
+/// One unsigned number of 64 bits.
 pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
     let number = if is_bool(item) { None } else { item.extract::<u64>().ok() };
     number.ok_or_else(|| {
@@ -182,7 +183,7 @@ pub(crate) fn read_spans(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<S
     items(what, value)?.iter().map(|item| read_span(what, item)).collect()
 }
 
-/// A span for each group, or a list of such for each source.
+/// A span for each group, or a list of spans for each source.
 pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Span>>> {
     let what = "remote";
     let list = items(what, value)?;
@@ -193,8 +194,8 @@ pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Sp
     list.iter().map(|item| read_spans(what, item)).collect()
 }
 
-/// Room for descriptors that become an array. Large arrays are asked to lie on huge pages, as numpy does with its own:
-/// else most of the time goes into the first touch of every small page.
+/// Room for descriptors that become an array. It asks for huge pages for large arrays, as numpy does for its own.
+/// Without them most of the time is spent in the first access to every small page.
 #[allow(unsafe_code, reason = "advice on pages that the new vector owns; it changes no byte")]
 pub(crate) fn room(count: usize) -> Option<Vec<Descriptor>> {
     let mut rows: Vec<Descriptor> = Vec::new();
@@ -207,8 +208,8 @@ pub(crate) fn room(count: usize) -> Option<Vec<Descriptor>> {
             let start = rows.as_ptr() as usize;
             let first = start.next_multiple_of(PAGE);
             let length = (start + bytes - first) / PAGE * PAGE;
-            // SAFETY: the range lies inside the vector's allocation, and the advice leaves its contents alone. Where it
-            // is not taken, nothing is lost.
+            // SAFETY: the range is inside the vector's allocation, and the advice does not change its contents. If the
+            // system ignores the advice, nothing is lost.
             unsafe { libc::madvise(first as *mut libc::c_void, length, libc::MADV_HUGEPAGE) };
         }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Errors become Python exceptions that carry what their texts say; the classes are in `kvhma.errors`.
-// A new error of the core has to be given a class and its data here.
+//! Errors become Python exceptions with the values in their texts; the classes are in `kvhma.errors`.
+// A new error of the core needs a class and its data here.
 #![deny(clippy::wildcard_enum_match_arm)]
 
 use kvhma_core::{Class, Error, Finding, Value, Wrong};
@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// Names and keys in a text may be a peer's, and it ends up in logs.
+/// Names and keys in a text may come from a peer, and the text ends up in logs.
 pub(crate) fn printable(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -23,7 +23,7 @@ pub(crate) fn printable(text: &str) -> String {
     out
 }
 
-/// The exception of an argument that is wrong: its value, what it has to be, and a sentence that says both.
+/// The exception for a wrong argument: its value, the required value, and a sentence with both.
 pub(crate) fn argument_error(
     py: Python<'_>,
     code: &'static str,
@@ -34,14 +34,14 @@ pub(crate) fn argument_error(
     raise(py, &Error::argument(code, field, values, reason, format!("{field}: {reason}")))
 }
 
-/// The exception of an argument whose type is wrong; `value` is empty where the reason says it.
+/// The exception for an argument of the wrong type; `value` is empty if the reason has it.
 pub(crate) fn type_error(py: Python<'_>, field: &str, value: &str, reason: &str) -> PyErr {
     let space = if value.is_empty() { "" } else { " " };
     let text = format!("{field}: {value}{space}{reason}");
     raise(py, &Error::argument("type", field, (value.into(), "".into()), reason, text))
 }
 
-/// The exception of an error, or what kept it from being made.
+/// The exception of an error, or the exception that prevented making it.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     exception(py, error).map_or_else(|error| error, PyErr::from_value)
 }

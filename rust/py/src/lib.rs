@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Python bindings: convert, call the core, convert back.
 #![deny(unsafe_code)]
-// Extracted arguments are owned: PyO3 hands them over by value.
+// Extracted arguments are owned, because PyO3 passes them by value.
 #![allow(clippy::needless_pass_by_value)]
-// Docstrings of Python, equal to those of `_kvhma.pyi`: names stand without backticks there.
+// Python docstrings, equal to those of `_kvhma.pyi`: names have no backticks there.
 #![allow(clippy::doc_markdown)]
 
 mod block_users;
@@ -19,8 +19,8 @@ mod values;
 
 use pyo3::prelude::*;
 
-/// The Rust half of kvhma. Public names are re-exported by the `kvhma` package. It asks for the GIL, because lists are
-/// read through borrowed items.
+/// The Rust half of kvhma. The `kvhma` package re-exports public names. It needs the GIL, because lists are read
+/// through borrowed items.
 #[pymodule(gil_used = true)]
 mod _kvhma {
     #[pymodule_export]

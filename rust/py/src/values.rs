@@ -13,7 +13,7 @@ use crate::error::raise;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// A Python value whose attributes are read, and how errors call it.
+/// A Python value whose attributes are read, and its name in errors.
 struct Fields<'a, 'py> {
     value: Any<'a, 'py>,
     class: &'static str,
@@ -30,7 +30,7 @@ impl<'py> Fields<'_, 'py> {
 
     fn number<T: TryFrom<u64>>(&self, field: &'static str) -> PyResult<T> {
         let value = self.get(field)?;
-        // True and False are integers to Python, but no sizes.
+        // True and False are integers in Python, but are not sizes.
         let number = if value.is_instance_of::<PyBool>() { None } else { value.extract::<u64>().ok() };
         number.and_then(|number| T::try_from(number).ok()).ok_or_else(|| {
             let expected = format!("has to be an integer in 0..2**{}", 8 * size_of::<T>());
@@ -74,7 +74,7 @@ fn wrong(py: Python<'_>, place: &str, field: &'static str, value: &str, expected
     raise(py, &Error::geometry(place, field, value.to_owned(), expected.to_owned()))
 }
 
-/// Reads a Python `Geometry`; equal pages of layers become one.
+/// Reads a Python `Geometry`, and stores equal pages of layers once.
 pub(crate) fn read_form(value: Any<'_, '_>) -> PyResult<Form> {
     let geometry = Fields { value, class: "Geometry", place: "geometry".to_owned() };
     let mut pages = Pages::default();
@@ -141,7 +141,7 @@ fn read_layer<'py>(layer: &Fields<'_, 'py>, pages: &mut Pages<'py>) -> PyResult<
 struct Pages<'py> {
     list: Vec<Page>,
     by_content: HashMap<Page, usize>,
-    /// Most layers share the very object, which is then read once. It is kept, so that no other takes its address.
+    /// Most layers share the same object, which is then read once. It is held so that no other object gets its address.
     by_address: HashMap<usize, (usize, Bound<'py, PyAny>)>,
 }
 

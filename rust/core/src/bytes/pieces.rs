@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The bytes two pages have in common, as the fewest contiguous pieces.
+//! The bytes that two pages share, as the fewest contiguous pieces.
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::Part;
 
@@ -18,7 +18,7 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
-/// Which tokens of a local and of a remote kernel block are the same.
+/// Tokens that a local and a remote kernel block share.
 ///
 /// ```text
 /// local kernel blocks of 4    |0 1 2 3|0 1 2 3|0 1 2 3|
@@ -31,12 +31,12 @@ pub(crate) struct TokenCut {
     pub(crate) local: u64,
     /// First token in the remote kernel block.
     pub(crate) remote: u64,
-    /// How many.
+    /// Number of tokens.
     pub(crate) count: u64,
 }
 
 impl TokenCut {
-    /// The only cut of blocks that hold no tokens.
+    /// The only cut of blocks without tokens.
     pub(crate) const STATE: Self = Self { local: 0, remote: 0, count: 1 };
 
     /// All tokens of a part; None if tokens cannot cut it.
@@ -45,15 +45,15 @@ impl TokenCut {
     }
 }
 
-/// What is cut out of a pair of parts: global indices of the local part's axes, token axis left out, and tokens. It has
-/// to lie inside of both shards.
+/// What is cut out of a pair of parts: global indices of the local part's axes except the token axis, and tokens. It
+/// must be inside both shards.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Cutout<'a> {
     pub(crate) ranges: &'a [Interval],
     pub(crate) tokens: Option<TokenCut>,
 }
 
-/// A dimension over which a piece repeats: how often, and the bytes from one to the next.
+/// A dimension over which a piece repeats: the count, and the bytes from one repetition to the next.
 struct Repeat {
     count: u64,
     local: u64,
@@ -67,7 +67,7 @@ pub(crate) fn part_pieces(local: &Part, remote: &Part, cutout: Cutout, bases: Pa
     }
 }
 
-/// How many pieces that gives.
+/// Number of these pieces.
 pub(crate) fn count_pieces(local: &Part, remote: &Part, cutout: Cutout) -> u64 {
     let outline = outline(local, remote, cutout, PageBases::default());
     outline.map_or(0, |(_, repeats)| repeats.iter().fold(1, |pieces, repeat| repeat.count.saturating_mul(pieces)))
@@ -78,10 +78,10 @@ pub(crate) fn count_pieces(local: &Part, remote: &Part, cutout: Cutout) -> u64 {
 /// ```text
 /// address of an item = page + part.offset + sum over the axes of (index - axis.start) * axis.stride
 ///
-/// 2 heads, 3 tokens, 4 bytes of content    local [heads, tokens, content]   remote [tokens, heads, content]
-///   strides of heads, tokens, content            12, 4, 1                        4, 8, 1
-///   content is contiguous on both sides: the first piece is 4 bytes;
-///   tokens (3 times, 4 and 8 bytes apart) and heads (2 times, 12 and 4 bytes apart) repeat it
+/// 2 heads, 3 tokens, 4 bytes of content  | local [heads, tokens, content] | remote [tokens, heads, content]
+///   strides of heads, tokens, content    |      12, 4, 1                  |        4, 8, 1
+///   content is contiguous on both sides, so the first piece is 4 bytes.
+///   Tokens (3 times, 4 and 8 bytes apart) and heads (2 times, 12 and 4 bytes apart) repeat it.
 /// ```
 fn outline(local: &Part, remote: &Part, cutout: Cutout, bases: PageBases) -> Option<(Piece, Vec<Repeat>)> {
     let mut first =

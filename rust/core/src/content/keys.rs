@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Odd numbers that stand for coordinates: of a layer's part, a token, an index of an axis, a word of a row.
+//! Odd numbers for coordinates: for a layer's part, a token, an index of an axis, a word of a row.
 //!
 //! ```text
 //! sum = part key * token key * key of each outer axis' index * sum over the row's words of word * word key
 //! ```
 //!
-//! A product of odd numbers is odd, so that a word that differs is never multiplied away.
+//! A product of odd numbers is odd, so the product with a changed word always changes.
 
-/// The name of the axis that ranks may repeat without knowing how often.
+/// The name of the axis that ranks may repeat an unknown number of times.
 pub(crate) const HEADS: &str = "heads";
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -34,7 +34,7 @@ impl Keys {
         self.salt(&["part", layer, part]) | 1
     }
 
-    /// Keys of the indices of an axis, the tokens among them.
+    /// Keys of the indices of an axis, also of the token axis.
     pub(crate) fn axis(self, name: &str) -> IndexKeys {
         IndexKeys { salt: self.salt(&["axis", name]) }
     }
@@ -74,12 +74,12 @@ impl IndexKeys {
     }
 }
 
-/// Keys of the first indices of an axis, with which sums of repeated heads are multiplied.
+/// Keys of the first indices of an axis, which are the factors of sums of repeated heads.
 pub fn index_keys(seed: u64, axis: &str, count: u64) -> Vec<u64> {
     Keys::new(seed).axis(axis).keys(0, count)
 }
 
-/// Scrambles 64 bits, as splitmix64 ends.
+/// Scrambles 64 bits, like the last step of splitmix64.
 fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sums over what a request's blocks hold, the same however ranks, blocks and strides cut it.
+//! Sums over the content of a request's blocks that do not depend on ranks, blocks or strides.
 mod keys;
 mod memory;
 mod part;

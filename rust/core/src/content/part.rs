@@ -4,7 +4,7 @@ use crate::content::keys::{HEADS, Keys};
 use crate::content::memory::ContentMemory;
 use crate::geometry::types::{Axis, Part};
 
-/// One dimension of a part in memory: bytes from one index to the next, and what each index counts for.
+/// One dimension of a part in memory: bytes from one index to the next, and the key of each index.
 #[derive(Debug, Clone)]
 struct Dim {
     stride: u64,
@@ -14,26 +14,27 @@ struct Dim {
 /// How the bytes of a part count. An item is cut into units of 1, 2 or 4 bytes.
 #[derive(Debug)]
 pub(crate) struct PartSum {
-    /// Key of the part, times what this rank's copy counts for.
+    /// Key of the part, multiplied by the weight of this rank's copy.
     pub(crate) key: u64,
-    /// Axes but the tokens and the row's, of which those that may repeat count for one.
+    /// Axes except the tokens and the row; an axis that may repeat has key 1.
     outer: Vec<Dim>,
     /// Bytes from one token to the next; None if tokens do not cut the part.
     tokens: Option<u64>,
     row: Innermost,
 }
 
-/// The axis of a row: that of the largest extent, whatever its stride, so that both sides mean the same bytes by a word.
+/// The axis of a row: the axis with the largest extent, independent of its stride, so that both sides number words
+/// alike.
 #[derive(Debug)]
 enum Innermost {
-    /// Dense, and of whole words.
+    /// Dense, and made of whole words.
     Words(Vec<u32>),
     /// A unit of each item, at an offset in the item, and the bytes of the unit.
     Units { unit: usize, of_item: Vec<(u64, Dim)> },
 }
 
 impl PartSum {
-    /// Prepares a part, whose copy counts for `weight`.
+    /// Prepares a part whose copy counts for `weight`.
     pub(crate) fn new(keys: Keys, layer: &str, part: &Part, weight: u64) -> Self {
         let inner = row_axis(part);
         let is_outer = |axis: &&Axis| !axis.is_tokens() && inner.is_none_or(|inner| inner.name != axis.name);
@@ -51,12 +52,12 @@ impl PartSum {
         }
     }
 
-    /// Whether tokens cut it.
+    /// Whether tokens cut the part.
     pub(crate) fn has_tokens(&self) -> bool {
         self.tokens.is_some()
     }
 
-    /// What it counts for if every byte of one token is 1: the same for equal shares of the same items only.
+    /// Its sum if every byte of one token is 1: equal only for equal shares of the same items.
     pub(crate) fn coverage(&self) -> u64 {
         let total = |weights: &[u64]| weights.iter().fold(0u64, |sum, weight| sum.wrapping_add(*weight));
         let row = match &self.row {
@@ -71,9 +72,9 @@ impl PartSum {
         self.outer.iter().fold(self.key.wrapping_mul(row), |product, dim| product.wrapping_mul(total(&dim.weights)))
     }
 
-    /// The sum over some tokens that follow each other in a page, or over the whole part if it has none.
+    /// The sum over some consecutive tokens in a page, or over the whole part if it has no tokens.
     ///
-    /// `at` is where the part begins in a region, with its first token there; `tokens` are the keys of the tokens.
+    /// `at` is the offset in a region where the part begins, with its first token; `tokens` are the keys of the tokens.
     pub(crate) fn sum(&self, memory: &dyn ContentMemory, region: usize, at: u64, tokens: &[u64]) -> u64 {
         let mut dims: Vec<(u64, &[u64])> = self.outer.iter().map(|dim| (dim.stride, dim.weights.as_slice())).collect();
         let whole = match self.tokens {
@@ -100,7 +101,7 @@ impl PartSum {
 }
 
 impl Innermost {
-    /// The row of a part: bytes of an item, and of the row's axis stride, first index and indices.
+    /// The row of a part: bytes of an item, and the row axis' stride, first index and number of indices.
     fn new(keys: Keys, item_bytes: u64, (stride, start, count): (u64, u64, u64)) -> Self {
         let (first, length) = (start * item_bytes, count * item_bytes);
         let is_dense = stride == item_bytes || count == 1;
@@ -109,7 +110,7 @@ impl Innermost {
             return Self::Words((first / 4..(first + length) / 4).map(|index| words.word(index)).collect());
         }
         let unit = [4, 2].into_iter().find(|unit| item_bytes % unit == 0).unwrap_or(1);
-        // byte of the row   0 1 2 3 | 4 5 6 7 | ...     a unit counts as the word would of which it is a part
+        // byte of the row   0 1 2 3 | 4 5 6 7 | ...     a unit counts like its word
         let weight = |byte: u64| u64::from(words.word(byte / 4)) << (8 * (byte % 4));
         let units = |offset: u64| {
             let weights = (0..count).map(|index| weight(first + index * item_bytes + offset)).collect();
@@ -123,7 +124,7 @@ impl Innermost {
     }
 }
 
-/// Indices that count: not those that are written before they are read.
+/// Indices that count, without those that are written before they are read.
 fn held(axis: &Axis) -> u64 {
     axis.length - axis.spare
 }
@@ -134,7 +135,7 @@ fn row_axis(part: &Part) -> Option<&Axis> {
     axes.max_by_key(|axis| (axis.extent - axis.spare, axis.name.as_str()))
 }
 
-/// The sum over all indices of some dimensions, outermost first, of what is at each place.
+/// The sum over all indices of some dimensions, outermost first.
 fn walk(dims: &[(u64, &[u64])], at: u64, leaf: &dyn Fn(u64) -> u64) -> u64 {
     let Some(((stride, weights), rest)) = dims.split_first() else { return leaf(at) };
     let places = (0u64..).map(|index| at + index * stride);
@@ -144,7 +145,7 @@ fn walk(dims: &[(u64, &[u64])], at: u64, leaf: &dyn Fn(u64) -> u64) -> u64 {
         .fold(0u64, |sum, (weight, at)| sum.wrapping_add(weight.wrapping_mul(walk(rest, at, leaf))))
 }
 
-/// The sum over units; the last dimension is read at once if it is dense, and the one before it with it if that is too.
+/// The sum over units. If the last dimension is dense it is read at once, together with a dense dimension before it.
 fn sum_units(memory: &dyn ContentMemory, region: usize, at: u64, unit: usize, dims: &[(u64, &[u64])]) -> u64 {
     let Some((&(stride, weights), rest)) = dims.split_last().filter(|(last, _)| last.0 == unit as u64) else {
         return walk(dims, at, &|at| value(memory.bytes(region, at, unit as u64)));
@@ -164,7 +165,7 @@ fn words(bytes: &[u8], keys: &[u32]) -> u64 {
     words.zip(keys).fold(0u64, |sum, (word, key)| sum.wrapping_add(u64::from(word).wrapping_mul(u64::from(*key))))
 }
 
-/// Weights in two halves, whose products with a unit fit 64 bits: so a processor does several at a time.
+/// Weights in two halves, whose products with a unit fit 64 bits, so that a processor computes several at a time.
 fn dot(bytes: &[u8], unit: usize, weights: &[u64]) -> u64 {
     let add = |(low, high): (u64, u64), value: u64, weight: u64| {
         let (low_half, high_half) = (weight & 0xffff_ffff, weight >> 32);
@@ -200,7 +201,7 @@ mod tests {
     /// An axis, and the indices of a shard.
     type Shard = (&'static str, u64, u64, u64);
 
-    /// A part whose axes lie in memory in an order, the first one outermost, with padding behind its rows.
+    /// A part with its axes in a given memory order, outermost first, with padding after its rows.
     fn part(order: &[Shard], item_bytes: u64, pad: u64) -> Part {
         let mut stride = item_bytes;
         let mut axes = Vec::new();

@@ -4,40 +4,40 @@ use crate::content::keys::Keys;
 use crate::geometry::types::{BlockId, Geometry, Group, Kind, state_slot};
 use crate::request::span::CheckedSpan;
 
-/// Tokens that a sum is over, if that gives no more than `MAX_RANGES` sums.
+/// Tokens of a sum, if that gives at most `MAX_RANGES` sums.
 const RANGE_TOKENS: u64 = 1024;
 const MAX_RANGES: u64 = 64;
 
-/// Tokens of each range of a request, which begin at multiples of it.
+/// Tokens of each range of a request; ranges begin at multiples of it.
 pub(crate) fn range_tokens(num_tokens: u64) -> u64 {
     RANGE_TOKENS.max(num_tokens.div_ceil(MAX_RANGES).next_power_of_two())
 }
 
-/// Tokens that follow each other in a kernel block and belong to one range; or a whole kernel block.
+/// Consecutive tokens of a kernel block that belong to one range; or a whole kernel block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) block: BlockId,
-    /// Kernel block of the block.
+    /// Index of the kernel block in the block.
     pub(crate) kernel: u64,
     /// First token in the kernel block.
     pub(crate) first: u64,
     /// Index among the sums.
     pub(crate) range: usize,
-    /// Keys of the tokens; of a whole kernel block the key of its first one.
+    /// Keys of the tokens; for a whole kernel block the key of its first token.
     pub(crate) keys: Vec<u64>,
 }
 
-/// The pieces of one group, once for parts that tokens cut and once for those that they do not.
+/// The pieces of one group, once for parts that tokens cut and once for the other parts.
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     pub(crate) tokens: Vec<Piece>,
     pub(crate) whole: Vec<Piece>,
 }
 
-/// What of a request's tokens a group holds and counts.
+/// The tokens of a request that a group holds and counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Counted {
-    /// First token that is needed, for which the first range is.
+    /// First needed token; the first range contains it.
     pub(crate) low: u64,
     /// First token that counts here.
     pub(crate) from: u64,
@@ -51,7 +51,7 @@ impl Counted {
         Self { low, from: from.max(low), num_tokens, range_tokens: range_tokens(num_tokens) }
     }
 
-    /// How many sums there are.
+    /// Number of sums.
     pub(crate) fn ranges(&self, kind: Kind) -> usize {
         if !kind.is_attention() {
             return 1;
@@ -113,7 +113,7 @@ pub(crate) fn pieces_of(geometry: &Geometry, group: usize, span: &CheckedSpan, c
     found
 }
 
-/// The token of the sequence that is number `index` in entry `entry` of the block table.
+/// The token of the sequence with number `index` in entry `entry` of the block table.
 ///
 /// ```text
 /// cp_size 2, cp_interleave 2, rank 0      index in the block   0 1 2 3

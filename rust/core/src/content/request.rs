@@ -12,52 +12,53 @@ use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Part};
 use crate::pairing::plan::Plan;
 use crate::request::span::{MAX_TOKENS, Span, check_spans};
 
-/// What is summed.
+/// The arguments of a sum.
 #[derive(Debug)]
 pub struct ContentRequest<'a> {
     /// Tokens that the blocks hold.
     pub num_tokens: u64,
     /// For each group the blocks.
     pub spans: &'a [Span],
-    /// For each group the first token that counts; none for all that are needed.
+    /// For each group the first token that counts; None to count all needed tokens.
     pub first_tokens: Option<&'a [u64]>,
-    /// Number that the keys of coordinates come from.
+    /// Seed of the keys of coordinates.
     pub seed: u64,
     /// How many neighbouring tensor-parallel ranks share the tokens of context-parallel groups.
     pub cp_tp_size: u64,
 }
 
-/// Sums over layers of one kind of group. The first is over coordinates alone: equal if both sides count the same items.
+/// Sums over layers of one kind of group. The first sum is over coordinates alone: equal if both sides count the same
+/// items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContentSums {
-    /// Kind of the group; `full` for layers of latent attention too, which may share a group with others.
+    /// Kind of the group; `full` also for latent attention, which may share a group with other layers.
     pub kind: &'static str,
-    /// Window or chunk; 0 for neither.
+    /// Window or chunk; 0 without either.
     pub limit: u64,
-    /// First token that is needed.
+    /// First needed token.
     pub first_token: u64,
-    /// First token that counts here, in all groups; of states the request's end if one is missing, else 0.
+    /// First token that counts here, in all groups. For a state: the end of the request if a state is missing, else 0.
     pub from_token: u64,
-    /// Of coordinates, then of each range of tokens.
+    /// The sum over coordinates, then the sum of each range of tokens.
     pub sums: Vec<u64>,
-    /// Of parts whose heads this rank cannot number.
+    /// Sums of parts whose heads this rank cannot number.
     pub repeated: Option<RepeatedSums>,
     /// Extents of the heads, over all ranks.
     pub heads: Vec<u64>,
 }
 
-/// Sums of parts of which neighbouring ranks may hold the same head; as if its key were 1.
+/// Sums of parts whose heads neighbouring ranks may share, with a head key of 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RepeatedSums {
-    /// This rank's place.
+    /// Number of this rank.
     pub place: u64,
-    /// Of how many.
+    /// Number of ranks.
     pub places: u64,
-    /// As those of [`ContentSums`].
+    /// Sums like those of [`ContentSums`].
     pub sums: Vec<u64>,
 }
 
-/// Layers that are summed together: those of equal kind, however engines group them.
+/// Layers that are summed together: layers of equal kind, however engines group them.
 type Class = (&'static str, u64);
 
 fn class_of(group: &Group) -> Class {
@@ -70,14 +71,14 @@ fn class_of(group: &Group) -> Class {
 }
 
 impl Geometry {
-    /// Sums over what a request's blocks hold. The sums of all ranks of an engine are to be added.
+    /// Sums the content of a request's blocks. The sums of all ranks of an engine must be added.
     pub fn content_sums(&self, request: &ContentRequest, memory: &dyn ContentMemory) -> Result<Vec<ContentSums>> {
         sums(self, request, memory, |_| true)
     }
 }
 
 impl Plan {
-    /// The same for the local rank, as it and its sources mean each axis together, over layers that a source has.
+    /// Sums the local rank with the axes that it and its sources agree on, over layers with a source.
     pub fn content_sums(&self, request: &ContentRequest, memory: &dyn ContentMemory) -> Result<Vec<ContentSums>> {
         let layers = self.sources.iter().flat_map(|source| &source.geometry.layers);
         let names: HashSet<&str> = layers.map(|layer| layer.name.as_str()).collect();
@@ -104,7 +105,7 @@ fn sums(
     let mut classes: BTreeMap<Class, ContentSums> = BTreeMap::new();
     for (index, group) in geometry.groups.iter().enumerate() {
         if group.kind == Kind::Opaque {
-            continue; // what its blocks are to a request, only its owner knows
+            continue; // only its owner knows what its blocks mean for a request
         }
         let counted = Counted::new(group, num_tokens, firsts[index]);
         let sums = classes.entry(class_of(group)).or_insert_with(|| ContentSums::empty(group, counted));
@@ -132,7 +133,7 @@ fn sums(
     Ok(classes.into_values().collect())
 }
 
-/// What a rank's copy counts for. Of heads that ranks may repeat one copy is taken, so that it counts for one.
+/// The weight of a rank's copy. Only one copy of heads that ranks may repeat is used, so it counts fully.
 fn weight(ranks: Ranks, layer: &Layer, part: &Part) -> Result<u64> {
     if part.axes.iter().any(|axis| axis.may_repeat) { Ok(1) } else { ranks.weight(layer, part) }
 }

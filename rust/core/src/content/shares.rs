@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a rank's copy of a part counts for: the copies of all ranks together count as one.
+//! The weight of a rank's copy of a part: the copies of all ranks together count once.
 use crate::error::{Error, Result};
 use crate::geometry::types::{Group, Layer, Part};
 
-/// The tensor-parallel ranks that hold the same tokens, and which of them this one is.
+/// The tensor-parallel ranks that hold the same tokens, and the index of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ranks {
     pub(crate) index: u64,
@@ -11,21 +11,21 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// Those of a group; of tensor-parallel ranks, `cp_tp_size` neighbours share the tokens of a context-parallel one.
+    /// The ranks of a group: for a context-parallel group, `cp_tp_size` neighbouring ranks share its tokens.
     pub(crate) fn of_group(group: &Group, (rank, size): (u32, u32), cp_tp_size: u64) -> Self {
         let shared = if group.cp_size > 1 { cp_tp_size.max(1) } else { 1 };
         Self { index: u64::from(rank) / shared, count: u64::from(size) / shared }
     }
 
-    /// What this rank's copy of a part counts for.
+    /// The weight of this rank's copy of a part.
     ///
     /// ```text
-    /// extent 2, 4 ranks    shard of the rank   0   0   1   1
-    ///                      copy of the shard   0   1   0   1
-    ///                      it counts for      -2   3  -2   3      a shard's copies: 1 together
+    /// extent 2, 4 ranks |  shard of the rank   0   0   1   1
+    ///                   |  copy of the shard   0   1   0   1
+    ///                   |  its weight         -2   3  -2   3     | the copies of a shard count 1 together
     /// ```
     ///
-    /// None counts for nothing, so a copy that is wrong shows whichever it is.
+    /// No copy has weight 0, so every wrong copy changes the sum.
     pub(crate) fn weight(self, layer: &Layer, part: &Part) -> Result<u64> {
         let (mut shards, mut shard) = (1u64, 0u64);
         let mut is_regular = true;

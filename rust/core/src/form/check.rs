@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks a geometry once, so that nothing after it can overflow, leave a region or be missing.
+//! Checks a geometry once, so that no later code can overflow, leave a region or miss a value.
 use std::collections::HashSet;
 
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ impl Geometry {
         Self::new(Form::from_json(json)?)
     }
 
-    /// Checks what was written, and fills in what may be left out.
+    /// Checks the values, and fills in omitted values.
     pub fn new(form: Form) -> Result<Self> {
         check_lists(&form)?;
         check_regions(&form.regions)?;
@@ -96,21 +96,21 @@ fn check_group(place: &str, group: &written::Group) -> Result<Group> {
     Ok(Group { kind, block_size, kernel_blocks_per_block: ratio, cp_rank, cp_size, cp_interleave })
 }
 
-/// Tokens of a turn: a block where nothing else is said.
+/// Tokens of a turn: a block by default.
 fn check_interleave(place: &str, group: &written::Group, kind: Kind) -> Result<u64> {
     let written::Group { block_size, cp_size, cp_interleave, .. } = *group;
     let Some(given) = cp_interleave else { return Ok(block_size) };
     let field = "cp_interleave";
     require(cp_size > 1, place, field, given, "only groups with a cp_size above 1 have it")?;
     require(given != 0 && block_size % given == 0, place, field, given, format_args!("has to divide {block_size}"))?;
-    // Blocks that a window has passed are dropped whole: that is known for turns of whole blocks only.
+    // Blocks that a window has passed are dropped whole, which is only possible for turns of whole blocks.
     let keeps_all = matches!(kind, Kind::Full | Kind::Mla);
     let expected = format_args!("has to be the block_size {block_size} in a {} group", kind.word());
     require(keeps_all || given == block_size, place, field, given, expected)?;
     Ok(given)
 }
 
-/// The kind with the numbers that it needs, after a check that no other is given.
+/// The kind with the numbers that it needs; refuses numbers of other kinds.
 fn check_kind(place: &str, group: &written::Group) -> Result<Kind> {
     let word = group.kind.word();
     let of_kind = |field, value: Option<u64>, kind: written::Kind| match (group.kind == kind, value) {
@@ -216,7 +216,7 @@ fn check_tokens(place: &str, group: &Group, page: &Page) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Two kernel blocks of 8 bytes in a block of 24: 8 bytes after them are padding unless `kernel_stride` says else.
+    /// Two kernel blocks of 8 bytes in a block of 24: without a `kernel_stride`, the 8 bytes after them are padding.
     fn kernel_stride_of(stride: &str, block_stride: u64) -> Result<u64> {
         let json = format!(
             r#"{{"kvhma":1,"regions":[{{"base":0,"bytes":96}}],"groups":[{{"kind":"full","block_size":4,"ratio":2}}],

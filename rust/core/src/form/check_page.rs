@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks what a page holds: names, shards, strides, and that no two parts share a byte.
+//! Checks a page: names, shards, strides, and that no two parts share a byte.
 use crate::bytes::pieces::{Cutout, PageBases, TokenCut, part_pieces};
 use crate::error::{Error, Result};
 use crate::form::limits::{MAX_AXES, MAX_PARTS, MAX_PIECES, at_most, check_name, not_zero, require, wrong};
@@ -65,8 +65,8 @@ fn check_part(place: &str, part: written::Part) -> Result<(Part, u64)> {
 ///
 /// ```text
 /// heads 2, tokens 3, items of 2 bytes
-///   |t0|t1|t2|  |t0|t1|t2|       one index of tokens is 2 bytes, so its stride has to be at least 2
-///   |--------|                   one index of heads is 6 bytes, so its stride has to be at least 6:
+///   |t0|t1|t2|  |t0|t1|t2|       one index of tokens has 2 bytes, so its stride must be at least 2
+///   |--------|                   one index of heads has 6 bytes, so its stride must be at least 6:
 ///   |------------|               here it is 8, and the part is two pieces
 /// ```
 fn check_strides(place: &str, part: &Part) -> Result<u64> {

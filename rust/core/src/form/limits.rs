@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How much of everything a geometry may have, and the checks that name a field.
+//! Limits of a geometry, and the checks that name a field.
 use std::fmt::Display;
 
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ pub(crate) const MAX_PAGES: usize = 4096;
 pub(crate) const MAX_PARTS: usize = 64;
 pub(crate) const MAX_AXES: usize = 8;
 pub(crate) const MAX_LAYERS: usize = 16_384;
-/// Pieces of all pages: finer ones can neither be checked for overlap nor moved in reasonable time.
+/// Pieces of all pages: finer pages can neither be checked for overlap nor moved in reasonable time.
 pub(crate) const MAX_PIECES: u64 = 1 << 20;
 /// Positions are products of table index (below 2^31), `cp_size` and block size: these bounds keep them in 62 bits.
 pub(crate) const MAX_BLOCK_SIZE: u64 = 1 << 24;
@@ -21,7 +21,7 @@ pub(crate) fn wrong(place: &str, field: &'static str, value: impl Display, expec
     Error::geometry(place, field, value.to_string(), expected.to_string())
 }
 
-/// Fails unless what has to be of a field holds.
+/// Fails unless a condition on a field holds.
 pub(crate) fn require(
     holds: bool,
     place: &str,

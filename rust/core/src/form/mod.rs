@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A geometry as it is written, and the check that makes a [`Geometry`](crate::Geometry) of it.
+//! The written form of a geometry, and the check that makes a [`Geometry`](crate::Geometry) of it.
 mod check;
 mod check_page;
 mod limits;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A geometry as it is written: as JSON, or as the values of a caller. Nothing here is checked.
+//! The written form of a geometry: JSON, or a caller's values. Nothing here is checked.
 use serde::{Deserialize, Serialize};
 use serde_json::ser::PrettyFormatter;
 
@@ -10,7 +10,7 @@ use crate::geometry::types::Region;
 
 /// Version of the JSON form.
 pub const SCHEMA_VERSION: u32 = 1;
-/// Longest JSON form that is read.
+/// Size limit of the JSON form.
 pub const MAX_JSON_BYTES: usize = 16 << 20;
 
 /// What the blocks of a group hold.
@@ -25,7 +25,7 @@ pub enum Kind {
     Chunked,
     /// Latent attention, to every earlier token.
     Mla,
-    /// Recurrent state: the last one counts.
+    /// Recurrent state: the last slot counts.
     Ssm,
     /// State that only its owner understands.
     Opaque,
@@ -61,7 +61,7 @@ impl Kind {
     }
 }
 
-/// Layers that share one block table.
+/// Layers that share a block table.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
@@ -72,38 +72,38 @@ pub struct Group {
     /// Kernel blocks per logical block.
     #[serde(default = "one")]
     pub ratio: u64,
-    /// Tokens a query sees, itself included (`Sliding`).
+    /// Tokens that a query sees, including itself (`Sliding`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<u64>,
     /// Tokens per chunk (`Chunked`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chunk: Option<u64>,
-    /// State slots after the state-bearing one (`Ssm`).
+    /// State slots after the slot with the state (`Ssm`).
     #[serde(default)]
     pub speculative: u64,
-    /// Place among the context-parallel ranks.
+    /// Number among the context-parallel ranks.
     #[serde(default)]
     pub cp_rank: u64,
     /// Context-parallel ranks.
     #[serde(default = "one")]
     pub cp_size: u64,
-    /// Tokens that one of them holds before it is the next one's turn; `block_size` if left out.
+    /// Tokens that a rank holds before the next rank's turn; `block_size` if left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cp_interleave: Option<u64>,
 }
 
 /// An axis whose length may be left out: it then has all indices from `start` on.
 pub type Axis = types::Axis<Option<u64>>;
-/// A part of such axes.
+/// A part with such axes.
 pub type Part = types::Part<Option<u64>>;
-/// A page of such parts.
+/// A page with such parts.
 pub type Page = types::Page<Option<u64>>;
 
-/// Where one layer's pages are.
+/// Where the pages of one layer are.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layer {
-    /// Layers meet by name.
+    /// Layers are paired by name.
     pub name: String,
     /// Index into the groups.
     pub group: usize,
@@ -122,13 +122,13 @@ pub struct Layer {
     pub kernel_stride: Option<u64>,
 }
 
-/// A geometry as it is written, not checked yet.
+/// The written form of a geometry, not checked yet.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Form {
     /// Version of the JSON form.
     pub kvhma: u32,
-    /// Place among the tensor-parallel ranks.
+    /// Number among the tensor-parallel ranks.
     #[serde(default)]
     pub tp_rank: u32,
     /// Tensor-parallel ranks.
@@ -143,7 +143,7 @@ pub struct Form {
     /// Groups in the order of the block tables.
     #[serde(deserialize_with = "objects")]
     pub groups: Vec<Group>,
-    /// What layers' pages hold.
+    /// The content of layers' pages.
     #[serde(deserialize_with = "objects")]
     pub pages: Vec<Page>,
     /// Every layer.
@@ -164,7 +164,7 @@ impl Form {
         Ok(form)
     }
 
-    /// Writes the JSON form: in one line, or with so many spaces for each level.
+    /// Writes the JSON form in one line, or indented by a number of spaces.
     #[allow(clippy::missing_panics_doc, reason = "it does not")]
     pub fn to_json(&self, indent: Option<usize>) -> Vec<u8> {
         let mut out = Vec::new();
@@ -181,11 +181,12 @@ impl Form {
     }
 }
 
-/// What is wrong with a JSON form, and where: it is read again for that, so that a right one is read once and fast.
+/// The error of a JSON form, and its place. It parses again to find the place, so that a valid form is parsed once and
+/// fast.
 fn wrong_json(json: &[u8]) -> Error {
     let mut reader = serde_json::Deserializer::from_slice(json);
     let Err(error) = serde_path_to_error::deserialize::<_, Object<Form>>(&mut reader) else {
-        // What is wrong comes after the object.
+        // The error is after the object.
         let reason = reader.end().err().map_or_else(String::new, |error| error.to_string());
         return Error::json(SCHEMA_VERSION, "", reason);
     };

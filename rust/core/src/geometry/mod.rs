@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One worker's cache, checked, and which of its groups share memory.
+//! One worker's checked cache, and which of its groups share memory.
 pub(crate) mod objects;
 pub(crate) mod ranges;
 pub(crate) mod sharing;

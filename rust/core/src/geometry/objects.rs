@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What serde is told of the JSON form beyond its fields.
+//! What serde needs to know about the JSON form besides its fields.
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -7,7 +7,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// A value written as an object. By itself serde takes an array of the fields' values for one too.
+/// A value written as an object. By default serde also accepts an array of the fields' values.
 pub(crate) struct Object<T>(pub(crate) T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Intervals of indices, and boxes of one interval for each axis.
+//! Intervals of indices, and boxes with one interval for each axis.
 
 /// Half-open interval of indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -13,25 +13,25 @@ impl Interval {
         self.end - self.start
     }
 
-    /// What two intervals have in common, if anything.
+    /// The intersection of two intervals, if it is not empty.
     pub(crate) fn intersect(self, other: Self) -> Option<Self> {
         let common = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
         (common.start < common.end).then_some(common)
     }
 }
 
-/// What two boxes have in common; boxes without axes are equal points.
+/// The intersection of two boxes; boxes without axes are equal points.
 pub(crate) fn intersect_boxes(one: &[Interval], other: &[Interval]) -> Option<Vec<Interval>> {
     one.iter().zip(other).map(|(one, other)| one.intersect(*other)).collect()
 }
 
-/// A box without a `hole` that lies inside it, as disjoint boxes.
+/// A box without a `hole` inside it, as disjoint boxes.
 ///
 /// ```text
 /// +-----------------+
-/// |        0        |      axis 0 is cut first: all before the hole, all after it
+/// |        0        |      axis 0 is cut first: everything before the hole, everything after it
 /// +----+------+-----+
-/// | 2  | hole |  3  |      then, of what is left, axis 1
+/// | 2  | hole |  3  |      then axis 1 of the rest
 /// +----+------+-----+
 /// |        1        |
 /// +-----------------+
@@ -54,7 +54,7 @@ pub(crate) fn subtract_box(whole: &[Interval], hole: &[Interval]) -> Vec<Vec<Int
     rest
 }
 
-/// What is in both of two lists; lists are sorted and their intervals disjoint.
+/// The intersection of two lists; lists are sorted and their intervals disjoint.
 pub(crate) fn intersect_lists(one: &[Interval], other: &[Interval]) -> Vec<Interval> {
     let (mut i, mut j) = (0, 0);
     let mut common = Vec::new();
@@ -65,7 +65,7 @@ pub(crate) fn intersect_lists(one: &[Interval], other: &[Interval]) -> Vec<Inter
     common
 }
 
-/// What is in the first list but not in the second; lists are sorted and their intervals disjoint.
+/// The first list without the second; lists are sorted and their intervals disjoint.
 pub(crate) fn subtract_lists(one: &[Interval], holes: &[Interval]) -> Vec<Interval> {
     let mut rest = Vec::new();
     let mut holes = holes.iter().peekable();

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which groups share memory: where that is simple enough to say, ids tell whether two copies can overlap.
+//! Which groups share memory. In simple layouts, block ids then tell whether two copies can overlap.
 use crate::geometry::types::{BlockId, Geometry, Layer};
 
-/// More distinct places than this are not compared with each other.
+/// Limit of distinct places that are compared with each other.
 const MAX_PLACES: usize = 512;
 
-/// Where the blocks of one or more layers are: `count` of them, `stride` bytes from start to start, none longer than
-/// that.
+/// Where the blocks of one or more layers are: `count` blocks, `stride` bytes from start to start, none longer than
+/// `stride`.
 #[derive(PartialEq, Eq, Clone, Copy)]
 struct LayerBlocks {
     start: u64,
@@ -16,7 +16,7 @@ struct LayerBlocks {
 }
 
 impl LayerBlocks {
-    /// Where a layer's blocks are; None if two of them could share a byte.
+    /// Where a layer's blocks are; None if two blocks could share a byte.
     fn of(geometry: &Geometry, layer: &Layer) -> Option<Self> {
         let ratio = geometry.group(layer).kernel_blocks_per_block;
         let page = geometry.page(layer).end();
@@ -29,7 +29,7 @@ impl LayerBlocks {
     }
 
     fn end(self) -> u64 {
-        // Two layers put together may reach past the address space; such a place is only compared, never used.
+        // Two joined layers may extend beyond the address space; such a place is only compared, never used.
         let last = (self.count - 1).saturating_mul(self.stride).saturating_add(self.start);
         last.saturating_add(self.length)
     }
@@ -39,13 +39,14 @@ impl LayerBlocks {
         self.start == other.start && self.stride == other.stride
     }
 
-    /// The same for both of two places that begin alike.
+    /// A place that covers two places with the same start and stride.
     fn joined(self, other: Self) -> Self {
         Self { length: self.length.max(other.length), count: self.count.max(other.count), ..self }
     }
 
-    /// Whether no block of the one can share a byte with any block of the other: one ends before the other begins, or
-    /// they are interleaved with equal strides, as in block-major orders, and each keeps to its own part of the stride.
+    /// Whether no block of `self` can share a byte with a block of `other`. Either one place ends before the other
+    /// begins. Or they are interleaved with equal strides, as in block-major orders, and each uses a separate part of
+    /// the stride.
     ///
     /// ```text
     /// low    |##--------|##--------|##--------|      length 2, stride 10
@@ -61,14 +62,14 @@ impl LayerBlocks {
     }
 }
 
-/// For every group the number of its memory: groups of different memory share no byte, and two blocks of one memory
-/// share one only if they have the same id. None if the layout does not say that much.
+/// For every group the number of its memory. Groups with different memory share no byte. Two blocks of one memory share
+/// a byte only if they have the same id. None if the layout does not guarantee this.
 pub(crate) fn shared_memory(geometry: &Geometry) -> Option<Vec<usize>> {
     let mut memory: Vec<usize> = (0..geometry.groups.len()).collect();
     let mut places: Vec<(LayerBlocks, usize)> = Vec::new();
     for layer in &geometry.layers {
         let place = LayerBlocks::of(geometry, layer)?;
-        // Groups whose blocks begin alike share memory, whatever is in the blocks.
+        // Groups whose blocks begin alike share memory, even if their content differs.
         if let Some((known, group)) = places.iter_mut().find(|(known, _)| known.begins_like(place)) {
             let (from, to) = (memory[layer.group], memory[*group]);
             memory.iter_mut().filter(|number| **number == from).for_each(|number| *number = to);
@@ -115,7 +116,7 @@ mod tests {
         assert!(!low.is_disjoint(place(121, 7, 7, 9)));
         assert!(low.is_disjoint(place(104, 10, 3, 3)));
         assert!(!low.is_disjoint(place(101, 10, 3, 3)));
-        // The last byte of a block of the one is the first of the next block of the other.
+        // The last byte of a block of the first place is the first byte of the next block of the second.
         assert!(!low.is_disjoint(place(104, 10, 7, 3)));
         assert!(!low.is_disjoint(place(104, 12, 3, 3)));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One worker's cache, checked: nothing in it is missing, no address of it overflows or leaves its region.
+//! One worker's checked cache: complete, and no address of it overflows or leaves its region.
 use serde::{Deserialize, Serialize};
 
 use crate::geometry::objects::{is_default, objects};
@@ -53,14 +53,14 @@ pub struct Region {
     pub device: u32,
 }
 
-/// What the blocks of a group hold.
+/// The content of a group's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Attention to every earlier token.
     Full,
     /// Attention to the last tokens.
     Sliding {
-        /// Tokens a query sees, itself included.
+        /// Tokens that a query sees, including itself.
         window: u64,
     },
     /// Attention inside chunks.
@@ -70,9 +70,9 @@ pub enum Kind {
     },
     /// Latent attention, to every earlier token.
     Mla,
-    /// Recurrent state: the last one counts.
+    /// Recurrent state: the last slot counts.
     Ssm {
-        /// State slots after the state-bearing one.
+        /// State slots after the slot with the state.
         num_speculative_blocks: u64,
     },
     /// State that only its owner understands.
@@ -85,7 +85,7 @@ impl Kind {
         !matches!(self, Self::Ssm { .. } | Self::Opaque)
     }
 
-    /// Whether what lies before the window or the chunk of a token is freed.
+    /// Whether tokens before the window or the chunk of the current token are freed.
     pub(crate) fn frees_early_tokens(self) -> bool {
         matches!(self, Self::Sliding { .. } | Self::Chunked { .. })
     }
@@ -103,15 +103,15 @@ impl Kind {
     }
 }
 
-/// Id of a logical block: what the block manager allocates.
+/// Id of a logical block, as the block manager allocates it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct BlockId(pub(crate) u32);
 
-/// Id of a kernel block: what the attention kernel addresses. Below 2^31.
+/// Id of a kernel block, as the attention kernel addresses it. Below 2^31.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct KernelBlockId(pub(crate) u64);
 
-/// Layers that share one block table.
+/// Layers that share a block table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
     /// What the blocks hold.
@@ -120,11 +120,11 @@ pub struct Group {
     pub block_size: u64,
     /// Kernel blocks per logical block.
     pub kernel_blocks_per_block: u64,
-    /// Place among the context-parallel ranks.
+    /// Number among the context-parallel ranks.
     pub cp_rank: u64,
     /// Context-parallel ranks.
     pub cp_size: u64,
-    /// Tokens that a rank holds before it is the next one's turn; divides the block size.
+    /// Tokens that a rank holds before the next rank's turn; divides the block size.
     pub cp_interleave: u64,
 }
 
@@ -159,12 +159,12 @@ impl Group {
         self.block_size * self.cp_size
     }
 
-    /// Tokens after which it is this rank's turn again.
+    /// Tokens from one turn of this rank to its next turn.
     pub(crate) fn tokens_per_round(&self) -> u64 {
         self.cp_interleave * self.cp_size
     }
 
-    /// Index of a token among those of its rank, and whether that is this rank.
+    /// Index of a token among the tokens of its rank, and whether that is this rank.
     ///
     /// ```text
     /// cp_size 2, cp_interleave 2      token             0 1 | 2 3 | 4 5 | 6 7 | 8 9
@@ -176,7 +176,7 @@ impl Group {
         (turn / self.cp_size * self.cp_interleave + within, turn % self.cp_size == self.cp_rank)
     }
 
-    /// First token of entry `index` of the block table that is this rank's, and one past the last one.
+    /// First token of this rank in entry `index` of the block table, and one past its last token.
     ///
     /// ```text
     /// block_size 4, cp_size 2       token   0 1 2 3 4 5 6 7 8 9 ...
@@ -191,7 +191,7 @@ impl Group {
         }
     }
 
-    /// How ranks take turns within a kernel block; None if all of a kernel block's tokens follow each other.
+    /// How ranks take turns within a kernel block; None if all of a kernel block's tokens are consecutive.
     pub(crate) fn turns_in_kernel_block(&self) -> Option<(u64, u64)> {
         let is_whole = self.cp_size == 1 || self.cp_interleave % self.kernel_tokens() == 0;
         (!is_whole).then_some((self.cp_size, self.cp_interleave))
@@ -208,7 +208,7 @@ impl Group {
     }
 }
 
-/// Which of the last `count` slots of a request carries its state: as many as it speculates follow it.
+/// Which of the last `count` slots of a request carries its state: the speculative slots follow it.
 ///
 /// ```text
 /// num_speculative_blocks 2    slots   0   1  [2]  3   4
@@ -218,11 +218,11 @@ pub(crate) fn state_slot(count: usize, num_speculative_blocks: u64) -> Option<us
     Some(last - last.min(usize::try_from(num_speculative_blocks).unwrap_or(last)))
 }
 
-/// One dimension of a part. `Length` is a number, or an option where it is written.
+/// One dimension of a part. `Length` is a number, or an option in the written form.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, bound(serialize = "Length: Serialize + Default + PartialEq"))]
 pub struct Axis<Length = u64> {
-    /// What meets what.
+    /// Axes of the two sides are paired by name.
     pub name: String,
     /// Size over all ranks.
     pub extent: u64,
@@ -234,19 +234,19 @@ pub struct Axis<Length = u64> {
     /// Indices on this rank.
     #[serde(default, skip_serializing_if = "is_default")]
     pub length: Length,
-    /// Whether neighbouring ranks may hold the same index, and how many do is not known: this rank holds one, `extent`
-    /// counts ranks, and the true extent is a divisor of it.
+    /// Whether neighbouring ranks may hold the same index, an unknown number of times. This rank then holds one index,
+    /// `extent` counts ranks, and the true extent is a divisor of it.
     #[serde(default, skip_serializing_if = "is_default")]
     pub may_repeat: bool,
-    /// Last indices whose items are written before they are read: they need not be moved.
+    /// Last indices whose items are written before they are read, so that they need not be moved.
     #[serde(default, skip_serializing_if = "is_default")]
     pub spare: u64,
 }
 
 impl Axis {
-    /// Name of the axis that positions act on.
+    /// Name of the axis that positions apply to.
     pub const TOKENS: &'static str = "tokens";
-    /// Name of the axis of what one token has in one head.
+    /// Name of the axis of one token's items in one head.
     pub const CONTENT: &'static str = "content";
 
     /// Whether this is the token axis.
@@ -264,7 +264,7 @@ impl Axis {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, bound = "Axis<Length>: Serialize + for<'a> Deserialize<'a>")]
 pub struct Part<Length = u64> {
-    /// Parts meet by name.
+    /// Parts are paired by name.
     pub name: String,
     /// Encoding of an item.
     pub dtype: String,
@@ -278,22 +278,22 @@ pub struct Part<Length = u64> {
 }
 
 impl Part {
-    /// The token axis, if the part can be cut by tokens.
+    /// The token axis, if tokens can cut the part.
     pub fn tokens(&self) -> Option<&Axis> {
         self.axes.iter().find(|axis| axis.is_tokens())
     }
 
-    /// The other axes, of which each rank holds a shard.
+    /// The other axes; each rank holds a shard of them.
     pub(crate) fn sharded_axes(&self) -> impl Iterator<Item = &Axis> {
         self.axes.iter().filter(|axis| !axis.is_tokens())
     }
 
-    /// What this rank holds of every axis but the tokens.
+    /// This rank's share of every axis except the tokens.
     pub(crate) fn shard(&self) -> Vec<Interval> {
         self.sharded_axes().map(Axis::shard).collect()
     }
 
-    /// The same in the order of another part's axes; None if this part lacks one of them.
+    /// The shares in the order of another part's axes; None if this part lacks an axis.
     pub(crate) fn shard_in_order_of(&self, other: &Self) -> Option<Vec<Interval>> {
         other.sharded_axes().map(|axis| self.axis(&axis.name).map(Axis::shard)).collect()
     }
@@ -308,7 +308,7 @@ impl Part {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, bound = "Part<Length>: Serialize + for<'a> Deserialize<'a>")]
 pub struct Page<Length = u64> {
-    /// What it holds; other bytes are padding.
+    /// The content; other bytes are padding.
     #[serde(deserialize_with = "objects")]
     pub parts: Vec<Part<Length>>,
 }
@@ -327,7 +327,7 @@ impl Page {
     }
 }
 
-/// Where one layer's pages are.
+/// Where the pages of one layer are.
 ///
 /// ```text
 /// region.base
@@ -338,7 +338,7 @@ impl Page {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layer {
-    /// Layers meet by name.
+    /// Layers are paired by name.
     pub name: String,
     /// Index into the groups.
     pub group: usize,
@@ -356,7 +356,7 @@ pub struct Layer {
     pub kernel_stride: u64,
 }
 
-/// One worker's cache, checked: no address of it overflows or leaves its region.
+/// One worker's checked cache: no address of it overflows or leaves its region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Geometry {
     pub(crate) tp_rank: u32,
@@ -366,7 +366,7 @@ pub struct Geometry {
     pub(crate) groups: Vec<Group>,
     pub(crate) pages: Vec<Page>,
     pub(crate) layers: Vec<Layer>,
-    /// Smallest number of blocks over the layers of each group: ids below it are in every layer.
+    /// Smallest number of blocks over the layers of each group: ids below it are valid in every layer.
     pub(crate) num_blocks: Vec<u64>,
 }
 
@@ -386,7 +386,7 @@ impl Geometry {
         &self.layers
     }
 
-    /// What a layer's pages hold.
+    /// The content of a layer's pages.
     pub fn page(&self, layer: &Layer) -> &Page {
         &self.pages[layer.page]
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Block ids: which are moved, and what they are as ids of kernel blocks and of views.
+//! Block ids: which of them move, and their ids as kernel blocks and in views.
 use crate::error::{Error, Result};
 use crate::geometry::types::{Geometry, Group, Kind, state_slot};
 
-/// Keeps the blocks of each group that are moved.
+/// Selects the blocks of each group that move.
 ///
-/// `keep[g]` trailing blocks of an attention group stay, all for 0. A group with `speculative[g]` set is a state group:
-/// of its blocks the state-bearing one stays, which has that many speculative slots after it. Blocks equal to `null`
+/// `keep[g]` trailing blocks of an attention group stay, or all for 0. A group with `speculative[g]` set is a state
+/// group: only the block with the state stays, which has that many speculative slots after it. Blocks equal to `null`
 /// at the front of any group are dropped first.
 pub fn clip_blocks(
     groups: &[Vec<i64>],
@@ -57,9 +57,10 @@ pub fn expand_blocks(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
     Ok(out)
 }
 
-/// Ids into a list of views: for every view in turn, the ids of each of its groups in turn, shifted by its start.
+/// Ids into a list of views: for every view in turn, the ids of each of its groups in turn, shifted by the view's
+/// start.
 ///
-/// `counts[v]` is the number of entries of view `v`, `groups_of[v]` the groups whose blocks it holds.
+/// `counts[v]` is the number of entries of view `v`, `groups_of[v]` are the groups whose blocks it has.
 pub fn descriptor_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> Result<Vec<i32>> {
     if counts.len() != groups_of.len() {
         return Err(Error::count("groups of views", groups_of.len(), counts.len()));
@@ -106,7 +107,7 @@ fn check_ids(groups: &[Vec<i64>], counts: &[u64], groups_of: &[Vec<usize>]) -> R
     Ok(total)
 }
 
-/// How many trailing blocks of a sliding-window group vLLM 0.32 keeps: `ceil(window / block_size) + 1`.
+/// How many trailing blocks of a sliding-window group vLLM 0.32 holds: `ceil(window / block_size) + 1`.
 pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
     for (field, value) in [("window", window), ("block_size", block_size)] {
         if value == 0 {
@@ -117,9 +118,9 @@ pub fn window_blocks(window: u64, block_size: u64) -> Result<u64> {
     window.div_ceil(block_size).checked_add(1).ok_or_else(overflow)
 }
 
-/// For each group, the first block table entry that a request of `num_tokens` tokens still needs and that is not among
-/// the `cached_blocks[group]` leading ones. Of a state group that is 0: which slot counts depends on the table's length.
-/// Without a number of tokens all entries behind the leading ones are needed.
+/// For each group, the first block table entry that a request of `num_tokens` tokens needs after its
+/// `cached_blocks[group]` leading entries. 0 for a state group, because the table's length decides which slot counts.
+/// Without `num_tokens`, the request needs all entries after the leading ones.
 pub fn first_entries(geometry: &Geometry, num_tokens: Option<u64>, cached_blocks: &[u64]) -> Result<Vec<u64>> {
     let groups = geometry.groups();
     if cached_blocks.len() != groups.len() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Functions on block ids and views, each usable alone, without a plan.
+//! Functions on block ids and views that need no plan.
 pub mod ids;
 pub mod permute;
 pub mod views;

@@ -1,39 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rows that are read as they lie in the source's blocks, to be permuted where they arrive.
+//! Rows that are read in the order of the source's blocks, and permuted after they arrive.
 //!
-//! Heads lie outside of tokens, and the source's block is the shorter one: a row for each head of each source block.
+//! This helps if heads are outside of tokens and the source's block is shorter: each source block then has a row per
+//! head.
 //!
 //! ```text
-//! local, in its order   head 0: block a, block b | head 1: block a, block b | ...      blocks * heads rows
-//! source                block a: head 0, head 1, ...      block b: head 0, head 1, ...
-//! read as it lies       block a: head 0, head 1, ... | block b: head 0, head 1, ...    blocks rows
+//! local order    head 0: block a, block b | head 1: block a, block b | ...      blocks * heads rows
+//! source         block a: head 0, head 1, ...      block b: head 0, head 1, ...
+//! source order   block a: head 0, head 1, ... | block b: head 0, head 1, ...    blocks rows
 //! ```
 //!
-//! Nothing is known here of heads or blocks: what is found is a grid of equal rows that fills a local range without a
-//! gap and lies the other way round in the source. The bytes are the same, and the range is written by them alone.
+//! This code knows no heads or blocks. It finds a grid of equal rows that fills a local range without a gap and is
+//! transposed in the source. The bytes are the same, and only this grid writes the range.
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
 
-/// Most source blocks that are looked for in a local one.
+/// Limit of source blocks that are searched for in a local block.
 const MAX_BLOCKS: usize = 64;
 
-/// A range to permute: `(address, device, blocks, heads, bytes)`. There lie blocks of heads of so many bytes; they
-/// belong there as heads of blocks.
+/// A range to permute: `(address, device, blocks, heads, bytes)`. It arrives as blocks of heads with so many bytes, and
+/// must become heads of blocks.
 pub type Permute = [u64; 5];
 
-/// Rows to read, and what to permute once they have arrived.
+/// Rows to read, and the ranges to permute after they arrive.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PermutedRows {
-    /// Where to, sorted by address.
+    /// Destinations, sorted by address.
     pub local: Vec<Descriptor>,
-    /// Where from, with equal lengths.
+    /// Sources, with equal lengths.
     pub remote: Vec<Descriptor>,
     /// Ranges to permute; they are disjoint.
     pub permutes: Vec<Permute>,
 }
 
-/// A grid of equal cells. All are whole rows but the first one, which may be a row's end, and the last one, which may be
-/// a row's beginning: there a neighbour of the grid was joined with it.
+/// A grid of equal cells. All cells are whole rows except the first and the last. The first may be the end of a row and
+/// the last the beginning of one, if the row was joined with a neighbour of the grid.
 struct Grid {
     blocks: usize,
     heads: usize,
@@ -51,10 +52,10 @@ impl Grid {
     }
 }
 
-/// Reads every grid as it lies in which that moves at most `permute_bytes` for each row that it saves.
+/// Reads a grid in the source's order if that moves at most `permute_bytes` for each saved row.
 ///
 /// `local` and `remote` are the rows of one source, sorted by local address. `bounds` are the sorted addresses, local
-/// and remote, at which memory that is registered begins or ends: a row never goes on over one.
+/// and remote, at which registered memory begins or ends; no row crosses them.
 pub fn permuted_rows(
     local: &[Descriptor],
     remote: &[Descriptor],
@@ -66,7 +67,7 @@ pub fn permuted_rows(
     }
     let rows = Rows { local, remote, bounds };
     let mut found = PermutedRows::default();
-    // A row, and how many of its bytes a grid has taken.
+    // A row, and how many of its bytes belong to a grid.
     let (mut index, mut taken) = (0, 0);
     while index < local.len() {
         let left = local[index][1] - taken;
@@ -101,7 +102,7 @@ pub fn permuted_rows(
 }
 
 impl PermutedRows {
-    /// Appends a row, or lengthens the last one if it goes on on both sides.
+    /// Appends a row, or extends the last row if the new one continues it on both sides.
     fn push(&mut self, (local, remote): (Descriptor, Descriptor), bounds: (&[u64], &[u64])) {
         if let (Some(to), Some(from)) = (self.local.last_mut(), self.remote.last_mut()) {
             let goes_on = |row: &Descriptor, next: Descriptor, bounds: &[u64]| {
@@ -133,13 +134,13 @@ impl Rows<'_> {
         (of(self.local[index]), of(self.remote[index]))
     }
 
-    /// Where a block begins in the source, of a grid whose first cell is the end of a row.
+    /// Where a block begins in the source, for a grid whose first cell is the end of a row.
     fn source(&self, start: usize, block: usize, length: u64) -> u64 {
         let [address, bytes, _] = self.remote[start + block];
         if block == 0 { address + bytes - length } else { address }
     }
 
-    /// The largest grid that begins with the last `length` bytes of a row; None if there is none of at least two blocks
+    /// The largest grid that begins with the last `length` bytes of a row. None without a grid of at least two blocks
     /// and two heads.
     fn grid(&self, start: usize, length: u64) -> Option<Grid> {
         if length == 0 || self.local[start][0].checked_add(self.local[start][1]).is_none() {
@@ -162,7 +163,7 @@ impl Rows<'_> {
         let is_head = |head: usize| {
             (0..blocks).all(|block| is_cell(start + head * blocks + block, block, head, block + 1 == blocks))
         };
-        // Of the first head the first cell is a row's end, and the others are whole rows.
+        // The first cell of the first head is the end of a row, and the others are whole rows.
         if !(1..blocks).all(|block| is_cell(start + block, block, 0, false)) {
             return None;
         }
@@ -244,8 +245,8 @@ mod tests {
 
     #[test]
     fn neighbours_that_were_joined_with_a_grid_are_cut_off() {
-        // Two local blocks, of source blocks that follow each other: the last cell of one goes on into the next one,
-        // and whole blocks that were joined before lie before the first cell.
+        // Two local blocks with consecutive source blocks: the last cell of the first continues in the second. Whole
+        // blocks that were joined before are before the first cell.
         let source = |block: u64| 1000 + 32 * block;
         let mut rows = (vec![[0, 64, 0]], vec![[1000 - 64, 64, 1]]);
         for blocks in [[0, 1], [2, 3]] {

@@ -28,7 +28,7 @@ pub fn attention_views(
     Ok(views)
 }
 
-/// Views of state regions: for each region in turn, one for each `(offset, length)` of its parts.
+/// Views of state regions: for each region in turn, one view for each `(offset, length)` of its parts.
 pub fn state_views(
     bases: &[u64],
     parts: &[(u64, u64)],
@@ -58,8 +58,8 @@ fn same_length(expected: usize, lists: &[(&'static str, &[u64])]) -> Result<()> 
     }
 }
 
-/// The entries of all views. Fails if a view is empty, has no stride, or leaves the address space; `what` and its index
-/// name it then.
+/// The number of entries of all views. Fails if a view is empty, has no stride, or leaves the address space; the error
+/// names it by `what` and its index.
 pub fn check_views(what: &str, views: impl IntoIterator<Item = View>) -> Result<u64> {
     let mut total = 0u64;
     for (index, [address, length, _, stride, count]) in views.into_iter().enumerate() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which source a local rank reads each part from: every item once, none left out.
+//! Decides from which source a local rank reads each part: every item exactly once.
 use std::collections::HashMap;
 
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use crate::geometry::ranges::{Interval, gcd, intersect_boxes, intersect_lists, s
 use crate::geometry::types::{Geometry, Group, Layer, Part};
 use crate::pairing::group_pair::PartSlice;
 
-/// A slice of one part that is read from one source.
+/// A slice of a part that is read from one source.
 #[derive(Debug)]
 pub(crate) struct Assignment {
     pub(crate) source: usize,
@@ -17,10 +17,10 @@ pub(crate) struct Assignment {
     pub(crate) slice: PartSlice,
 }
 
-/// Intervals of a cycle of positions, beyond which the pattern of context-parallel ranks repeats.
+/// Limit of intervals in a cycle of positions, after which the pattern of context-parallel ranks repeats.
 const MAX_CYCLE_INTERVALS: u64 = 65_536;
 
-/// A source that has the layer in question.
+/// A source with the layer.
 #[derive(Clone, Copy)]
 struct Holder<'a> {
     source: usize,
@@ -38,7 +38,7 @@ impl<'a> Holder<'a> {
     }
 }
 
-/// Assigns every item of every local layer to sources: one list for each layer, empty where no source has the layer.
+/// Assigns every item of every local layer to sources: one list for each layer, empty if no source has the layer.
 pub(crate) fn assign(local: &Geometry, remotes: &[&Geometry]) -> Result<Vec<Vec<Assignment>>> {
     let order = preference(local, remotes);
     let by_name: Vec<HashMap<&str, usize>> = remotes
@@ -59,8 +59,8 @@ pub(crate) fn assign(local: &Geometry, remotes: &[&Geometry]) -> Result<Vec<Vec<
         .collect()
 }
 
-/// Sources in the order in which a rank prefers them: the one at its own place first, so that ranks which could all
-/// read from one source spread over the copies.
+/// Sources in a rank's order of preference. The source with the rank's own number comes first, so that ranks with the
+/// same choice spread over the copies.
 fn preference(local: &Geometry, remotes: &[&Geometry]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..remotes.len()).collect();
     order.sort_by_key(|&index| {
@@ -84,7 +84,7 @@ fn assign_layer(local: &Geometry, layer: &Layer, holders: &[Holder]) -> Result<V
     Ok(assignments)
 }
 
-/// Length in tokens after which the positions of all ranks involved repeat.
+/// Number of tokens after which the positions of all involved ranks repeat.
 #[derive(Debug, Clone, Copy)]
 struct Cycle(u64);
 
@@ -108,7 +108,7 @@ impl Cycle {
         Ok(Self(length))
     }
 
-    /// Positions a group holds within the cycle.
+    /// Positions that a group holds within the cycle.
     fn positions(self, group: &Group) -> Vec<Interval> {
         if group.cp_size == 1 {
             return vec![Interval { start: 0, end: self.0 }];
@@ -124,13 +124,13 @@ struct Wanted<'a> {
     layer: &'a Layer,
     group: &'a Group,
     part: &'a Part,
-    /// Of the part in its page.
+    /// Axes of the part in its page.
     index: usize,
     cycle: Cycle,
     positions: &'a [Interval],
 }
 
-/// Items of a part at some positions: those that have no source yet, or those that a source holds.
+/// Items of a part at some positions: items without a source, or items that a source holds.
 struct Items {
     ranges: Vec<Interval>,
     positions: Vec<Interval>,
@@ -157,7 +157,7 @@ impl Wanted<'_> {
         }
     }
 
-    /// The part of a holder's page that this part meets, and what of it is there.
+    /// The part of a holder's page with the same name, and its items.
     fn held_by(&self, holder: &Holder) -> Option<(usize, Items)> {
         let parts = &holder.geometry.page(holder.layer()).parts;
         let (index, part) = parts.iter().enumerate().find(|(_, other)| other.name == self.part.name)?;
@@ -165,14 +165,14 @@ impl Wanted<'_> {
         Some((index, Items { ranges: part.shard_in_order_of(self.part)?, positions }))
     }
 
-    /// The box that a source gives of some items; what is left is appended to `rest`.
+    /// The box that a source provides of some items; the rest is appended to `rest`.
     fn take(&self, items: Items, source: usize, held: &Items, rest: &mut Vec<Items>) -> Result<Option<Vec<Interval>>> {
         let common = intersect_lists(&items.positions, &held.positions);
         let Some(inside) = intersect_boxes(&items.ranges, &held.ranges).filter(|_| !common.is_empty()) else {
             rest.push(items);
             return Ok(None);
         };
-        // Pairing by position reads whatever both sides hold, so a source cannot be asked for a part of that.
+        // Pairing by position reads all positions that both sides hold, so a source cannot be asked for some of them.
         if common != intersect_lists(self.positions, &held.positions) {
             return Err(self.overlapping_positions(source));
         }
@@ -247,7 +247,7 @@ mod tests {
         Geometry { tp_rank, tp_size, null_block: None, regions: vec![], groups, pages, layers, num_blocks }
     }
 
-    /// Sources with the first head and the end of the heads that are read from each.
+    /// Sources, with first and end of the heads that are read from each.
     fn read(local: &Geometry, remotes: &[Geometry]) -> Result<Vec<(usize, u64, u64)>> {
         let assigned = assign(local, &remotes.iter().collect::<Vec<_>>())?;
         let heads = |one: &Assignment| (one.source, one.slice.ranges[0].start, one.slice.ranges[0].end);

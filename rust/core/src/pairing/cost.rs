@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a block of two geometries costs at least: a pair is refused for that, never for what a plan may keep.
+//! The minimum cost of a block of two geometries. It refuses a pair independent of the plan's caches.
 use std::collections::HashMap;
 
 use crate::bytes::pieces::{Cutout, TokenCut, count_pieces};
@@ -12,12 +12,12 @@ use crate::pairing::most_pieces::{MAX_PIECES, MostPieces, SPARE_PIECES, split_un
 #[derive(Clone, Copy)]
 struct Cost {
     pieces: u64,
-    /// Those that the layouts of engines do not explain.
+    /// Pieces that the layouts of engines do not explain.
     unexplained: u64,
 }
 
-/// The first part by whose pieces a block of all layers has too many, if there is one; the same whichever side reads.
-/// Both geometries have the same parts and axes in all layers that they share.
+/// The first part with which a block of all layers has too many pieces, if any; the same for both directions. Both
+/// geometries have the same parts and axes in all layers that they share.
 pub(crate) fn too_dear(local: &Geometry, remote: &Geometry) -> Option<Finding> {
     let remote_layers: HashMap<&str, &Layer> = remote.layers.iter().map(|layer| (layer.name.as_str(), layer)).collect();
     let mut pairs: Vec<(&Layer, &Layer)> =
@@ -52,7 +52,7 @@ pub(crate) fn too_dear(local: &Geometry, remote: &Geometry) -> Option<Finding> {
     None
 }
 
-/// What each part of a layer costs, by name.
+/// The cost of each part of a layer, by name.
 fn costs<'a>((local, layer): (&'a Geometry, &Layer), (remote, other): (&Geometry, &Layer)) -> Vec<(&'a str, Cost)> {
     let (group, other_group) = (local.group(layer), remote.group(other));
     let tokens = if group.kind.is_attention() { group.kernel_tokens().min(other_group.kernel_tokens()) } else { 1 };
@@ -65,11 +65,11 @@ fn costs<'a>((local, layer): (&'a Geometry, &Layer), (remote, other): (&Geometry
     parts.into_iter().filter_map(cost).collect()
 }
 
-/// What a pair of parts costs at most for a cut of so many tokens; None if the ranks hold nothing in common.
+/// The maximum cost of a pair of parts for a cut of so many tokens; None if the ranks share no item.
 fn cost(local: &Part, remote: &Part, tokens: u64) -> Option<Cost> {
     let common = |one: &Part, other: &Part| intersect_boxes(&one.shard(), &other.shard_in_order_of(one)?);
     let (ranges, other_ranges) = (common(local, remote)?, common(remote, local)?);
-    // A whole block may be contiguous where one token less is not.
+    // A whole block may be contiguous while a block without its last token is not.
     let cuts = [tokens, tokens.saturating_sub(1).max(1)].map(|count| TokenCut { local: 0, remote: 0, count });
     let explained = |cut| {
         let most = |part, ranges| MostPieces::of(part, ranges).pieces(cut, 1);

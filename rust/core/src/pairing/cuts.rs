@@ -4,11 +4,11 @@ use crate::bytes::pieces::TokenCut;
 use crate::geometry::ranges::gcd;
 use crate::geometry::types::Group;
 
-/// The cuts that whole kernel blocks of two groups make of each other, each once, sorted; None if there are more than
-/// `limit`, or ranks take turns within kernel blocks in different ways.
+/// The cuts that whole kernel blocks of two groups make of each other, each once, sorted. None if there are more than
+/// `limit`, or if ranks take turns within kernel blocks in different ways.
 ///
 /// ```text
-/// kernel blocks of 4   |0 1 2 3|0 1 2 3|0 1 2 3|     after 12 tokens it begins anew
+/// kernel blocks of 4   |0 1 2 3|0 1 2 3|0 1 2 3|     the pattern repeats after 12 tokens
 /// kernel blocks of 6   |0 1 2 3 4 5|0 1 2 3 4 5|
 /// cuts                 |(0,0,4)|(0,4,2)(2,0,2)|(0,2,4)|
 /// ```
@@ -32,7 +32,7 @@ pub(crate) fn whole_block_cuts(local: &Group, remote: &Group, limit: usize) -> O
     Some(cuts)
 }
 
-/// In how many ways at most whole kernel blocks of so many tokens cut each other.
+/// Maximum number of ways in which whole kernel blocks of so many tokens cut each other.
 pub(crate) fn count_cuts(a: u64, b: u64) -> u64 {
     if a == b { 1 } else { (a / gcd(a, b)).saturating_add(b / gcd(a, b)) }
 }

@@ -5,7 +5,7 @@ use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Geometry, KernelBlockId, Layer, Part};
 use crate::pairing::most_pieces::MostPieces;
 
-/// From block to block of some layers.
+/// Strides from block to block of some layers.
 ///
 /// ```text
 /// page of kernel block id = page of block 0 + id / n * block + id % n * kernel        n kernel blocks per block
@@ -32,7 +32,7 @@ impl BlockStrides {
         blocks == 1 || self.kernel.checked_mul(blocks) == Some(self.block)
     }
 
-    /// Bytes from kernel block 0 to another one.
+    /// Bytes from kernel block 0 to another kernel block.
     pub(crate) fn offset(self, block: KernelBlockId) -> u64 {
         match (block.0, self.kernel_blocks_per_block) {
             (id, 1) => id * self.block,
@@ -40,13 +40,13 @@ impl BlockStrides {
         }
     }
 
-    /// Bytes between kernel blocks, when they are evenly spaced.
+    /// Bytes between kernel blocks, if they are evenly spaced.
     pub(crate) fn step(self) -> u64 {
         if self.kernel_blocks_per_block == 1 { self.block } else { self.kernel }
     }
 }
 
-/// From block to block of some layers on both sides.
+/// Strides from block to block of some layers on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StridePair {
     pub(crate) local: BlockStrides,
@@ -83,8 +83,8 @@ impl CopyTemplate {
     }
 }
 
-/// One part of a layer, and what of it is read: indices into the parts of both pages, and a range of each axis of the
-/// local part.
+/// One part of a layer, and the slice that is read: indices into the parts of both pages, and a range of each axis of
+/// the local part.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PartSlice {
     pub(crate) local_part: usize,
@@ -99,14 +99,14 @@ pub(crate) struct LayerIndices {
     pub(crate) remote: usize,
 }
 
-/// A layer of both sides, and what is read of it.
+/// A layer on both sides, and the slices that are read.
 #[derive(Debug)]
 pub(crate) struct LayerPair {
     pub(crate) layers: LayerIndices,
     pub(crate) slices: Vec<PartSlice>,
 }
 
-/// A local geometry and one that is read from.
+/// A local geometry and a geometry that it reads from.
 pub(crate) struct Geometries<'a> {
     pub(crate) local: &'a Geometry,
     pub(crate) remote: &'a Geometry,
@@ -138,14 +138,14 @@ impl GroupPair {
         Self { local_group, remote_group, layers: vec![], token_bytes: 0, most_pieces }
     }
 
-    /// Adds what is read of a layer.
+    /// Adds the slices of a layer.
     pub(crate) fn add(&mut self, geometries: &Geometries, layers: LayerIndices, slices: Vec<PartSlice>) {
         for slice in &slices {
             let (part, _) = geometries.parts(layers, slice);
             self.most_pieces = self.most_pieces.and(MostPieces::of(part, &slice.ranges));
             if part.tokens().is_some() {
                 let items = slice.ranges.iter().map(|range| range.len());
-                // Layers that alias can add up to more than there is memory; nothing can be moved into them then.
+                // Aliased layers can add up to more bytes than there is memory; then nothing can be moved into them.
                 let bytes = items.fold(part.item_bytes, u64::saturating_mul);
                 self.token_bytes = self.token_bytes.saturating_add(bytes);
             }

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pieces of cuts that requests used lately.
+//! A cache of the pieces of recently used cuts.
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::bytes::pieces::TokenCut;
 use crate::pairing::page_pair::PagePieces;
 
-/// What a kept cut weighs beside its pieces, in pieces of 24 bytes.
+/// Weight of a cut besides its pieces, in pieces of 24 bytes.
 const WEIGHT_OF_CUT: u64 = 12;
 
 /// A cut of a pair of groups in a pair of pages: indices of both, and the cut.
 pub(crate) type CutKey = (usize, usize, TokenCut);
 
-/// Keeps what was used since half of the room was last filled: what was not is forgotten when it is filled again.
+/// Holds the cuts used since half of the room was last filled; older cuts are evicted when it is filled again.
 #[derive(Debug)]
 pub(crate) struct KeptCuts {
     young: HashMap<CutKey, Arc<PagePieces>>,
     old: HashMap<CutKey, Arc<PagePieces>>,
-    /// Of the young ones.
+    /// Size of the young entries.
     weight: u64,
     room: u64,
 }
 
 impl KeptCuts {
-    /// Room for about so many pieces.
+    /// Room for about that many pieces.
     pub(crate) fn new(room: u64) -> Self {
         Self { young: HashMap::new(), old: HashMap::new(), weight: 0, room }
     }
@@ -37,7 +37,7 @@ impl KeptCuts {
         Some(pieces)
     }
 
-    /// Keeps the pieces of a cut, unless they alone take half of the room.
+    /// Stores the pieces of a cut, unless they alone fill half of the room.
     pub(crate) fn keep(&mut self, key: CutKey, pieces: Arc<PagePieces>) {
         let weight = WEIGHT_OF_CUT + pieces.count;
         if weight > self.room / 2 {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a local rank reads from its sources, whatever the request.
+//! What a local rank reads from its sources, for all requests.
 pub(crate) mod assign;
 pub(crate) mod cost;
 pub(crate) mod cuts;

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How many pieces the layouts that engines use can cut a slice into: more than that only a stranger asks for.
+//! How many pieces the layouts of engines can cut a slice into. Only an untrusted peer asks for more.
 use crate::bytes::pieces::TokenCut;
 use crate::finding::Place;
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Axis, Part};
 
-/// Pieces of the blocks of all layers for one cut. Conv states of a large model laid out the other way round have about
-/// a million.
+/// Limit of pieces of the blocks of all layers for one cut. Convolution states of a large model in the other order have
+/// about a million.
 pub(crate) const MAX_PIECES: u64 = 1 << 21;
 
-/// Pieces that those may have beyond what their layouts explain, whatever they are: they cost next to nothing.
+/// Pieces allowed beyond what the layouts explain, for all layouts: they cost next to nothing.
 pub(crate) const SPARE_PIECES: u64 = 1 << 16;
 
-/// The most pieces of some slices: so many for each token of a pair of blocks, and so many for the pair.
+/// The maximum number of pieces of some slices: a number for each token of a pair of blocks, and a number for the pair.
 ///
 /// ```text
-/// an engine may order heads and tokens as it likes, but never splits what one token has in one head
+/// an engine may order heads and tokens freely, but never splits what one token has in one head
 ///   tokens, heads, content    |t0 h0|t0 h1|t1 h0|t1 h1|      a piece for each token and head
 ///   heads, tokens, content    |t0 h0|t1 h0|t0 h1|t1 h1|
-/// where the reader has content outside of tokens (K of the CPU kernel), a row of tokens is never split
+/// if the reader has content outside of tokens (K of the CPU kernel), a row of tokens is never split
 ///   heads, content, tokens    |c0: t0 t1|c1: t0 t1|          a piece for each head and index of content
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,7 +28,7 @@ pub(crate) struct MostPieces {
 }
 
 impl MostPieces {
-    /// Of a slice of a part as the reader has it.
+    /// The maximum for a slice of a part in the reader's layout.
     pub(crate) fn of(part: &Part, ranges: &[Interval]) -> Self {
         let unit = unit(part);
         let is_split = |axis: &Axis| unit.is_none_or(|unit| unit.name != axis.name);
@@ -42,7 +42,7 @@ impl MostPieces {
         }
     }
 
-    /// Of these slices and others.
+    /// The maximum for these slices and others.
     pub(crate) fn and(self, other: Self) -> Self {
         Self {
             per_token: self.per_token.saturating_add(other.per_token),
@@ -50,21 +50,21 @@ impl MostPieces {
         }
     }
 
-    /// Of so many block pairs that are cut in one way.
+    /// The maximum for so many block pairs with one cut.
     pub(crate) fn pieces(self, cut: TokenCut, block_pairs: u64) -> u64 {
         self.per_token.saturating_mul(cut.count).saturating_add(self.per_block).saturating_mul(block_pairs)
     }
 }
 
-/// The axis that no layout of a peer splits: content, or tokens where these are inside of content.
+/// The axis that no layout of a peer splits: content, or tokens if they are inside of content.
 fn unit(part: &Part) -> Option<&Axis> {
     let content = part.axis(Axis::CONTENT)?;
     let inner = part.tokens().filter(|tokens| tokens.stride < content.stride).unwrap_or(content);
     (inner.stride == part.item_bytes).then_some(inner)
 }
 
-/// What of a pair of parts splits the unit: the place, and the bytes from index to index on both sides. The same axis
-/// whichever side reads.
+/// The axis of a pair of parts that splits the unit: its place, and its bytes from index to index on both sides. It is
+/// the same axis for both directions.
 pub(crate) fn split_unit(place: &Place, local: &Part, remote: &Part) -> Option<(Place, (String, String))> {
     let bytes = |axis: &Axis| format!("{} bytes from index to index", axis.stride);
     let units = [unit(local), unit(remote)].into_iter().flatten();

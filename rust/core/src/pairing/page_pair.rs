@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pages of both sides that meet, and the places where they do: what is cut once for all layers that lie alike.
+//! Pairs of pages, and their places: layers with equal layouts are cut once.
 use std::collections::BTreeMap;
 
 use crate::bytes::pieces::{Cutout, PageBases, Piece, TokenCut, count_pieces, join_neighbours, part_pieces};
@@ -27,24 +27,24 @@ impl RegionPair {
     }
 }
 
-/// A layer of a pair of pages, and what is read of it.
+/// A layer of a pair of pages, and its slices.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Member {
     group_pair: usize,
     /// Indices of the layer's page on both sides.
     pages: (usize, usize),
     slices: Vec<PartSlice>,
-    /// From the place of the pages on.
+    /// Offset from the place of the pages.
     bases: PageBases,
     strides: StridePair,
 }
 
-/// What is read of layers whose blocks lie between each other's: of one layer, of those that share its memory, of all
-/// layers of a block-major cache.
+/// The slices of layers whose blocks are interleaved: of one layer, of layers that share its memory, or of all layers
+/// of a block-major cache.
 ///
 /// ```text
 /// layers apart         |a0|a1|a2| |b0|b1|b2|     one pair of pages at two places
-/// block-major          |a0 b0|a1 b1|a2 b2|       one of two layers, whose pieces touch
+/// block-major          |a0 b0|a1 b1|a2 b2|       a pair of two layers, whose pieces touch
 /// ```
 #[derive(Debug)]
 pub(crate) struct PagePair {
@@ -60,7 +60,7 @@ pub(crate) struct Place {
     pub(crate) regions: RegionPair,
 }
 
-/// Pieces of one cut of a pair of pages, joined over parts and layers, by how they repeat.
+/// Pieces of one cut of a pair of pages, joined over parts and layers, by their repetitions.
 #[derive(Debug)]
 pub(crate) struct PagePieces {
     pub(crate) by_strides: Vec<(StridePair, Vec<Piece>)>,
@@ -68,7 +68,7 @@ pub(crate) struct PagePieces {
 }
 
 impl PagePair {
-    /// The pairs of groups that its layers are of.
+    /// The pairs of groups of its layers.
     pub(crate) fn group_pairs(&self) -> impl Iterator<Item = usize> {
         self.members.chunk_by(|one, next| one.group_pair == next.group_pair).map(|members| members[0].group_pair)
     }
@@ -82,7 +82,7 @@ impl PagePair {
         self.members_of(group_pair).map(|member| member.slices.len() as u64).sum()
     }
 
-    /// Visits the parts that a cut takes something of.
+    /// Visits the parts with bytes in a cut.
     fn visit_cut<'a>(
         &'a self,
         group_pair: usize,
@@ -105,7 +105,7 @@ impl PagePair {
         }
     }
 
-    /// How many pieces a block has of a cut before they are joined.
+    /// Number of pieces of a block for a cut, before they are joined.
     pub(crate) fn count_unjoined(&self, group_pair: usize, cut: TokenCut, geometries: &Geometries) -> u64 {
         let mut count = 0u64;
         self.visit_cut(group_pair, cut, geometries, |_, part| {
@@ -132,14 +132,14 @@ impl PagePair {
     }
 }
 
-/// A pair of parts, and what is cut out of it.
+/// A pair of parts, and the slice to cut.
 struct PartCut<'a> {
     local: &'a Part,
     remote: &'a Part,
     cutout: Cutout<'a>,
 }
 
-/// A layer of some pair of groups, and where it is.
+/// A layer of a pair of groups, and its place.
 struct Placed<'a> {
     regions: RegionPair,
     bases: PageBases,
@@ -176,7 +176,7 @@ impl<'a> Placed<'a> {
     }
 }
 
-/// Distinct pairs of pages, and all places of them, by local address.
+/// Distinct pairs of pages, and all their places, by local address.
 pub(crate) fn pair_pages(group_pairs: &[GroupPair], geometries: &Geometries) -> (Vec<PagePair>, Vec<Place>) {
     let mut known: BTreeMap<Vec<Member>, usize> = BTreeMap::new();
     let mut places: Vec<Place> = Vec::new();
@@ -185,7 +185,7 @@ pub(crate) fn pair_pages(group_pairs: &[GroupPair], geometries: &Geometries) -> 
     while let Some(first) = rest.first() {
         let (mut count, mut end, mut stride) = (0, first.end, 0);
         for layer in rest.iter().take_while(|layer| layer.regions == first.regions) {
-            // Blocks of the layer lie between those of the others, or its page goes on where theirs ends.
+            // Blocks of the layer are between those of the others, or its page continues where theirs ends.
             if count > 0 && layer.bases.local - first.bases.local >= stride && layer.bases.local > end {
                 break;
             }

@@ -15,37 +15,37 @@ use crate::pairing::table::Table;
 use crate::pairing::validate::{compare, refuse_errors};
 use crate::pairing::view_table::ViewTable;
 
-/// A geometry that is read from.
+/// A source geometry.
 pub(crate) struct Source {
     pub(crate) geometry: Arc<Geometry>,
     pub(crate) table: Table,
     views: OnceLock<Result<ViewTable>>,
 }
 
-/// What a plan may cost its requests.
+/// Limits of the cost of a plan's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// A partial last block is moved whole when that costs less bytes than this for each descriptor saved.
+    /// A partial last block is moved whole if that costs fewer bytes than this for each saved descriptor.
     pub descriptor_bytes: u64,
-    /// The most descriptors of a request, its reads and its ranges to zero together.
+    /// Limit of a request's descriptors, including its ranges to zero.
     pub max_descriptors: u64,
 }
 
 impl PlanOptions {
-    /// Never a token that was not asked for, and as many descriptors as the layouts explain.
+    /// No unrequested tokens, and as many descriptors as the layouts explain.
     pub const EXACT: Self = Self { descriptor_bytes: 0, max_descriptors: u64::MAX };
 }
 
-/// What a local rank reads from its sources, whatever the request.
+/// What a local rank reads from its sources, for all requests.
 pub struct Plan {
     pub(crate) local: Arc<Geometry>,
     pub(crate) sources: Vec<Source>,
-    /// All local layers paired with themselves, to find bytes that are zeroed.
+    /// All local layers paired with themselves, to find bytes to zero.
     pub(crate) self_table: Table,
-    /// The same for layers that no source has.
+    /// The same for layers without a source.
     pub(crate) unsourced: Table,
     pub(crate) options: PlanOptions,
-    /// Which local groups share memory, if the layout says.
+    /// Which local groups share memory, if the layout guarantees it.
     pub(crate) shared_memory: Option<Vec<usize>>,
     findings: Vec<(usize, Finding)>,
 }
@@ -81,7 +81,7 @@ impl Plan {
         Ok(Self { local, sources, self_table: all_layers, unsourced, options, shared_memory, findings })
     }
 
-    /// Warnings, each with the index of the source it is about.
+    /// Warnings, each with the index of its source.
     pub fn findings(&self) -> &[(usize, Finding)] {
         &self.findings
     }
@@ -96,22 +96,22 @@ impl Plan {
         &self.sources[source].geometry
     }
 
-    /// Number of sources, read from or not.
+    /// Number of sources, including those with nothing to read.
     pub fn num_sources(&self) -> usize {
         self.sources.len()
     }
 
-    /// Indices of the sources that something is read from.
+    /// Indices of the sources with something to read.
     pub fn sources(&self) -> Vec<usize> {
         (0..self.sources.len()).filter(|&source| !self.sources[source].table.is_empty()).collect()
     }
 
-    /// The local geometry and that of a source.
+    /// The local geometry and the geometry of a source.
     pub(crate) fn geometries(&self, source: usize) -> Geometries<'_> {
         Geometries { local: &self.local, remote: &self.sources[source].geometry }
     }
 
-    /// Views of a source, made when they are first asked for.
+    /// Views of a source, made on first use.
     pub(crate) fn view_table(&self, source: usize) -> Result<&ViewTable> {
         let Some(Source { table, views, .. }) = self.sources.get(source) else {
             let expected = format!("there are {} sources", self.sources.len());
@@ -121,14 +121,14 @@ impl Plan {
         table.as_ref().map_err(Clone::clone)
     }
 
-    /// Views of the local and of the remote side, to be prepared once for a source.
+    /// Views of the local and of the remote side, to prepare once for a source.
     pub fn views(&self, source: usize) -> Result<(&[View], &[View])> {
         let table = self.view_table(source)?;
         Ok((&table.local, &table.remote))
     }
 }
 
-/// Compares the local side with every source. A layer that some source has is not missing.
+/// Compares the local side with every source. A layer that any source has is not missing.
 fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Finding)>> {
     let layers = remotes.iter().flat_map(|remote| &remote.layers);
     let anywhere: HashSet<&str> = layers.map(|layer| layer.name.as_str()).collect();
@@ -138,7 +138,7 @@ fn find(local: &Geometry, remotes: &[Arc<Geometry>]) -> Result<Vec<(usize, Findi
         let mut found = compare(local, remote);
         if let Some(index) = found.iter().position(|finding| finding.code == "no-common-layer") {
             without_common_layer += 1;
-            // A pipeline stage without a layer of this rank is nothing to complain of, unless all sources are.
+            // A pipeline stage may lack all layers of this rank, unless all sources do.
             if without_common_layer < remotes.len() {
                 found.remove(index);
             }
@@ -175,12 +175,12 @@ fn tables(local: &Geometry, sources: &[&Geometry], assignments: Vec<Vec<Assignme
     by_source.into_iter().zip(sources).map(table).collect()
 }
 
-/// One for each source, one for all local layers and one for those without a source.
+/// One table for each source, one for all local layers, and one for layers without a source.
 fn num_tables(sources: &[&Geometry]) -> usize {
     sources.len() + 2
 }
 
-/// Some of the local layers, paired with themselves: one of so many tables.
+/// Some of the local layers, paired with themselves: one of several tables.
 fn self_table(local: &Geometry, num_tables: usize, is_wanted: impl Fn(usize) -> bool) -> Table {
     let geometries = Geometries { local, remote: local };
     let mut pairs: BTreeMap<usize, GroupPair> = BTreeMap::new();

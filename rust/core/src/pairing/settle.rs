@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Axes of which a rank does not know all: written as what the ranks of both sides can only mean together.
+//! Resolves axes that a rank does not fully know, from the knowledge of the ranks of both sides.
 use std::collections::HashMap;
 
 use crate::geometry::ranges::gcd;
 use crate::geometry::types::{Axis, Geometry, Part};
 
-/// An axis of a page, and the extent it gets.
+/// An axis of a page, and its resolved extent.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Change {
     part: usize,
@@ -13,7 +13,7 @@ struct Change {
     extent: u64,
 }
 
-/// A layer of the geometry `geometry`, of which all have the same name.
+/// A layer of the geometry `geometry`; all of them have the same name.
 struct Holder<'a> {
     geometry: usize,
     layer: usize,
@@ -21,7 +21,7 @@ struct Holder<'a> {
 }
 
 impl<'a> Holder<'a> {
-    /// Where its axis of a name is, in the part of a name.
+    /// The position of an axis by part name and axis name.
     fn axis(&self, part: &str, axis: &str) -> Option<(usize, usize, &'a Axis)> {
         let (part, value) = self.parts.iter().enumerate().find(|(_, other)| other.name == part)?;
         let (axis, value) = value.axes.iter().enumerate().find(|(_, other)| other.name == axis)?;
@@ -33,8 +33,8 @@ impl<'a> Holder<'a> {
 type Changes = HashMap<usize, Vec<Change>>;
 
 /// Rewrites the axes of common layers that may repeat, or have spare indices, on any side; None for a geometry that
-/// stays as it is. What cannot be settled stays: the two sides then mean different things. The first geometry is the
-/// local one.
+/// does not change. Axes that cannot be resolved do not change: the two sides then mean different items. The first
+/// geometry is the local one.
 pub(crate) fn settle(geometries: &[&Geometry]) -> Vec<Option<Geometry>> {
     let open = |axis: &Axis| axis.may_repeat || axis.spare > 0;
     let parts = geometries.iter().flat_map(|geometry| &geometry.pages).flat_map(|page| &page.parts);
@@ -76,16 +76,16 @@ fn settle_axis_of(holders: &[Holder], part: &str, axis: &str, changes: &mut [Cha
     }
 }
 
-/// The extent that an axis gets among all that meet it; None if it stays.
+/// The extent of an axis over all geometries that have it; None if it does not change.
 fn settled_extent(axis: &Axis, all: &[&Axis]) -> Option<u64> {
     if axis.may_repeat {
-        // A rank that knows decides. Where none does, the true extent divides the ranks of every engine; whichever
-        // divisor it is, ranks with the same of the most indices that are possible hold the same index.
+        // A rank that knows the extent decides. If no rank does, the true extent divides the ranks of every engine. For
+        // every such divisor, ranks that share an index of the greatest common divisor hold the same index.
         let known = all.iter().find(|other| !other.may_repeat).map(|other| other.extent);
         let whole = known.unwrap_or_else(|| all.iter().fold(0, |whole, other| gcd(whole, other.extent)));
         return (axis.extent % whole == 0).then_some(whole);
     }
-    // Spare indices that all sides have go with the rest, since a gap costs more than they do.
+    // Spare indices that all sides have move with the rest, because a gap costs more.
     let differ = all.iter().any(|other| other.spare != axis.spare);
     (axis.spare > 0 && differ).then_some(axis.extent - axis.spare)
 }

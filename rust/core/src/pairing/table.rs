@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! All groups that are paired between two geometries, and the pages in which their layers meet.
+//! All pairs of groups of two geometries, and the pairs of pages of their layers.
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::bytes::pieces::TokenCut;
@@ -9,11 +9,11 @@ use crate::pairing::kept::KeptCuts;
 use crate::pairing::most_pieces::MAX_PIECES;
 use crate::pairing::page_pair::{PagePair, PagePieces, Place, pair_pages};
 
-/// Pieces that all tables of a plan keep together: 24 bytes each.
+/// Limit of cached pieces over all tables of a plan: 24 bytes each.
 const KEPT_PIECES: u64 = 1 << 17;
 
-/// Group pairs between two geometries. Groups whose layers share memory meet in one pair of pages: so neighbouring
-/// blocks of different groups are joined, and come out in order.
+/// Pairs of groups of two geometries. Groups whose layers share memory are in one pair of pages, so neighbouring blocks
+/// of different groups are joined and sorted.
 #[derive(Debug)]
 pub(crate) struct Table {
     pub(crate) group_pairs: Vec<GroupPair>,
@@ -25,7 +25,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// One of so many tables of a plan.
+    /// One of several tables of a plan.
     pub(crate) fn new(group_pairs: Vec<GroupPair>, geometries: &Geometries, tables: usize) -> Self {
         let (page_pairs, places) = pair_pages(&group_pairs, geometries);
         let kept = Mutex::new(KeptCuts::new(KEPT_PIECES / tables as u64));
@@ -36,7 +36,7 @@ impl Table {
         self.group_pairs.is_empty()
     }
 
-    /// Pieces of a block of a pair of pages for one cut of a pair of groups, both given by index.
+    /// Pieces of a block of a pair of pages for one cut of a pair of groups, both by index.
     pub(crate) fn pieces(
         &self,
         geometries: &Geometries,
@@ -62,7 +62,7 @@ impl Table {
         Ok(pieces)
     }
 
-    /// Number of pieces of a block of a pair of groups for one cut, over all of its layers.
+    /// Number of pieces of a block of a pair of groups for one cut, over all its layers.
     pub(crate) fn count_pieces(&self, geometries: &Geometries, group_pair: usize, cut: TokenCut) -> Result<u64> {
         let mut count = 0u64;
         for (index, pages) in self.page_pairs.iter().enumerate() {

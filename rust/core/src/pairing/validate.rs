@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What keeps two geometries from being paired, or is worth knowing; the same words in both directions.
+//! Reasons against pairing two geometries, and warnings; the words are the same in both directions.
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use crate::error::{Error, Result};
@@ -8,23 +8,23 @@ use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Page, Part};
 use crate::pairing::cost::too_dear;
 use crate::pairing::settle::settle;
 
-/// More than a person reads; a peer decides how many layers it names.
+/// Limit of findings: more than a person reads, because a peer decides how many layers it names.
 const MAX_FINDINGS: usize = 1000;
-/// Part of a page whose bytes are not described; its dtype says all that has to be equal on both sides.
+/// Part of a page whose bytes are not described; its dtype has all that must be equal on both sides.
 const WHOLE: &str = "whole";
-/// Bytes of a value that are quoted.
+/// Limit of bytes of a quoted value.
 const MAX_VALUE: usize = 200;
 
-/// Compares two geometries. Never fails: whatever is wrong is a finding.
+/// Compares two geometries. Never fails: every problem is a finding.
 pub fn validate(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
     let settled = settle(&[local, remote]);
     compare(settled[0].as_ref().unwrap_or(local), settled[1].as_ref().unwrap_or(remote))
 }
 
-/// Compares two geometries whose axes are settled.
+/// Compares two geometries with resolved axes.
 pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // Both sides walk all names in one order, so that they find the same things in the same order.
+    // Both sides visit all names in one order, so that they find the same differences in the same order.
     let mut layers: BTreeMap<&str, (Option<&Layer>, Option<&Layer>)> = BTreeMap::new();
     for layer in &local.layers {
         layers.entry(&layer.name).or_default().0 = Some(layer);
@@ -41,7 +41,7 @@ pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
         match holders {
             (Some(layer), Some(other)) => {
                 common += 1;
-                // Layers share pages and groups; what was said of one pair of them is not said again for every layer.
+                // Layers share pages and groups; the findings of a pair are not repeated for every layer.
                 if compared.insert((layer.page, layer.group, other.page, other.group)) {
                     let (local, remote) = (Content::of(local, layer), Content::of(remote, other));
                     Comparison { local, remote, findings: &mut findings }.layers(&Place::layer(name));
@@ -54,7 +54,7 @@ pub(crate) fn compare(local: &Geometry, remote: &Geometry) -> Vec<Finding> {
     if common == 0 {
         findings.push(no_common_layer(local, remote));
     }
-    // What cannot be compared cannot be counted either.
+    // Costs can only be counted after a successful comparison.
     if findings.iter().all(|finding| finding.severity != Severity::Error) {
         findings.extend(too_dear(local, remote));
     }
@@ -105,7 +105,7 @@ fn names<'a>(names: impl Iterator<Item = &'a String>) -> String {
     format!("{:?}", names.collect::<BTreeSet<_>>())
 }
 
-/// What the blocks of a layer hold.
+/// The content of a layer's blocks.
 struct Content<'a> {
     group: &'a Group,
     page: &'a Page,
@@ -117,7 +117,7 @@ impl<'a> Content<'a> {
     }
 }
 
-/// A layer of both sides, and what was found.
+/// A layer of both sides, and the findings.
 struct Comparison<'a> {
     local: Content<'a>,
     remote: Content<'a>,
@@ -155,7 +155,7 @@ impl Comparison<'_> {
     }
 
     fn opaque(&mut self, place: &Place) {
-        // The first part that differs is the one worth quoting.
+        // The first different part is the most useful one to quote.
         let parts = self.local.page.parts.iter().zip(&self.remote.page.parts);
         let same = parts.take_while(|(local, remote)| local == remote).count();
         let describe = |Content { group, page }: &Content| {
@@ -210,7 +210,7 @@ impl Comparison<'_> {
         }
         for axis in local.sharded_axes() {
             let Some(other) = remote.axis(&axis.name) else { continue };
-            // What is still open could not be settled.
+            // An axis that may still repeat could not be resolved.
             if axis.extent != other.extent || axis.may_repeat != other.may_repeat {
                 let reason = "both sides have to mean the same whole";
                 self.add(&place.axis(&axis.name), ("extent", "extent"), (extent(axis), extent(other)), reason);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What whole kernel blocks of a source are cut into, as views: many descriptors in one row, to be prepared once.
+//! Whole kernel blocks of a source as views: many descriptors in one row, to prepare once.
 use std::collections::BTreeMap;
 
 use crate::bytes::pieces::{Piece, TokenCut};
@@ -12,20 +12,20 @@ use crate::pairing::most_pieces::MAX_PIECES;
 use crate::pairing::page_pair::{Place, RegionPair};
 use crate::pairing::table::Table;
 
-/// Cuts of whole kernel blocks that are made views of.
+/// Limit of cuts of whole kernel blocks for views.
 const MAX_CUTS: usize = 4096;
-/// More views than this are slower to prepare than the descriptors of a request are to build.
+/// Above this limit, preparing views is slower than building the descriptors of a request.
 const MAX_VIEWS: usize = 65_536;
 
-/// Block pairs of one group pair that are cut in one way.
+/// Block pairs of one group pair with one cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PairCut {
-    /// Index of it.
+    /// Index of the group pair.
     pub(crate) group_pair: usize,
     pub(crate) cut: TokenCut,
 }
 
-/// A template, and which block pairs it is repeated for.
+/// A template, and the block pairs for which it is repeated.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) template: CopyTemplate,
@@ -47,14 +47,14 @@ pub(crate) struct ViewPair {
     pub(crate) filled_by: usize,
 }
 
-/// Views of one source. Layers that alias have one template, filled by the blocks of all their groups.
+/// Views of one source. Aliased layers have one template, filled by the blocks of all their groups.
 pub(crate) struct ViewTable {
     pub(crate) local: Vec<View>,
     pub(crate) remote: Vec<View>,
     pub(crate) pairs: Vec<ViewPair>,
-    /// By local address: one for each of `pairs`.
+    /// By local address: one template for each of `pairs`.
     pub(crate) entries: Vec<Entry>,
-    /// Distinct sets of what fills a template.
+    /// Distinct sets of fillers of a template.
     pub(crate) fillers: Vec<Vec<PairCut>>,
     /// Cuts of whole blocks, sorted.
     pub(crate) cuts: Vec<PairCut>,
@@ -106,7 +106,7 @@ fn all_cuts(geometries: &Geometries, table: &Table) -> Result<Vec<PairCut>> {
     Ok(found)
 }
 
-/// The pieces of all cuts at all places; until equal ones are joined, an entry is filled by one cut: its index.
+/// The pieces of all cuts at all places. Until equal entries are joined, one cut, given by its index, fills an entry.
 fn entries(geometries: &Geometries, table: &Table, cuts: &[PairCut]) -> Result<Vec<Entry>> {
     let mut entries: Vec<Entry> = Vec::new();
     for (page_pair, pages) in table.page_pairs.iter().enumerate() {
@@ -134,14 +134,14 @@ fn entries(geometries: &Geometries, table: &Table, cuts: &[PairCut]) -> Result<V
 }
 
 impl Entry {
-    /// What entries are sorted by, and equal ones have in common.
+    /// The sort key of entries, and the common fields of equal entries.
     fn key(&self) -> (Piece, u16, BlockStrides, u16, BlockStrides) {
         let (CopyTemplate { piece, strides }, regions) = (self.template, self.regions);
         (piece, regions.local, strides.local, regions.remote, strides.remote)
     }
 }
 
-/// Leaves one entry of each template, filled by the cuts of all of them: returns the distinct sets of cuts.
+/// Joins equal entries of a template, filled by the cuts of all of them, and returns the distinct sets of cuts.
 fn join_equal(entries: &mut Vec<Entry>, cuts: &[PairCut]) -> Vec<Vec<PairCut>> {
     let mut known: BTreeMap<Vec<PairCut>, usize> = BTreeMap::new();
     let mut sets: Vec<Vec<PairCut>> = Vec::new();
@@ -158,7 +158,7 @@ fn join_equal(entries: &mut Vec<Entry>, cuts: &[PairCut]) -> Vec<Vec<PairCut>> {
     sets
 }
 
-/// Fails if the plan has anything that views cannot say.
+/// Fails if views cannot express the plan.
 fn refuse_irregular(entries: &[Entry]) -> Result<()> {
     if entries.iter().any(|entry| !entry.template.strides.is_even()) {
         return no_views("kernel blocks are not evenly spaced over logical blocks".into());
@@ -172,7 +172,7 @@ fn refuse_irregular(entries: &[Entry]) -> Result<()> {
 /// Views of a template on both sides.
 fn views(geometries: &Geometries, table: &Table, entry: &Entry, fillers: &[Vec<PairCut>]) -> (View, View) {
     let Geometries { local, remote } = geometries;
-    // Groups that alias may have different numbers of blocks: all blocks of the largest are in the view.
+    // Aliased groups may have different numbers of blocks; the view has all blocks of the largest group.
     let pairs = || fillers[entry.filled_by].iter().map(|filler| &table.group_pairs[filler.group_pair]);
     let local_blocks = pairs().map(|pair| local.num_blocks[pair.local_group]).max().unwrap_or(0);
     let remote_blocks = pairs().map(|pair| remote.num_blocks[pair.remote_group]).max().unwrap_or(0);
@@ -193,7 +193,7 @@ fn view(
     [address, length, device.into(), strides.step(), blocks * strides.kernel_blocks_per_block]
 }
 
-/// Numbers the entries of distinct views in ascending order: the id of each view's first entry.
+/// Numbers the entries of distinct views in ascending order, and returns the id of each view's first entry.
 fn number(views: impl Iterator<Item = View>) -> Result<BTreeMap<View, u64>> {
     let mut starts: BTreeMap<View, u64> = views.map(|view| (view, 0)).collect();
     let mut next = 0;

@@ -10,7 +10,7 @@ use crate::pairing::group_pair::{Geometries, GroupPair, LayerPair, PartSlice};
 use crate::pairing::plan::{Plan, Source};
 use crate::pairing::table::Table;
 
-/// Group pairs of equal kinds that are cut alike: what is said of them once.
+/// Group pairs of equal kinds with equal cuts, which are described once.
 #[derive(PartialEq)]
 struct Told {
     local_kind: &'static str,
@@ -19,7 +19,7 @@ struct Told {
 }
 
 impl Plan {
-    /// What is read from which source, how it is cut, and why.
+    /// Describes what is read from which source, how it is cut, and why.
     pub fn explain(&self) -> String {
         let mut text = String::new();
         let (rank, size) = (self.local.tp_rank, self.local.tp_size);
@@ -93,7 +93,7 @@ fn explain_group_pair(geometries: &Geometries, table: &Table, index: usize) -> S
     } else {
         text.push_str("    The state-bearing block of one side goes to that of the other; blocks are never split.\n");
     }
-    // Layers cut alike are told once.
+    // Layers with equal cuts are described once.
     let mut told: BTreeMap<String, usize> = BTreeMap::new();
     for layer in &pair.layers {
         for slice in &layer.slices {
@@ -117,7 +117,7 @@ fn explain_group_pair(geometries: &Geometries, table: &Table, index: usize) -> S
     text
 }
 
-/// The longest cut of whole kernel blocks, of several the last; None if each request is cut anew.
+/// The longest cut of whole kernel blocks, or the last such cut; None if each request is cut separately.
 fn longest_cut(local: &Group, remote: &Group) -> Option<TokenCut> {
     const FEW_CUTS: usize = 4096;
     let takes_turns_alike = local.turns_in_kernel_block() == remote.turns_in_kernel_block();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The way back: which tokens of which layers local bytes belong to, and what is whole without them.
+//! The reverse direction: which tokens of which layers local bytes belong to, and which prefix is left without them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::bytes::pieces::{Cutout, PageBases, Piece, TokenCut, part_pieces};
@@ -15,7 +15,7 @@ use crate::request::group_span::GroupSpan;
 use crate::request::span::Span;
 use crate::request::token_ranges::{TailPolicy, TokenRange};
 
-/// What of one layer did not arrive.
+/// The lost tokens of one layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loss {
     /// Local group.
@@ -26,12 +26,12 @@ pub struct Loss {
     pub tokens: Vec<(u64, u64)>,
 }
 
-/// What a request lost.
+/// The losses of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Losses {
-    /// Layers that lost anything, in the order of the geometry.
+    /// Layers that lost data, in the order of the geometry.
     pub layers: Vec<Loss>,
-    /// The most leading tokens for which every group has all it needs.
+    /// The longest prefix, in tokens, for which every group has all that it needs.
     pub whole_prefix: u64,
 }
 
@@ -64,7 +64,7 @@ impl Failed {
         begun > 0 && self.0[begun - 1].end > start
     }
 
-    /// Whether any byte of a token of a layer's kernel block failed; tokens of a state are all of it.
+    /// Whether any byte of a token of a layer's kernel block failed; every token of a state covers the whole state.
     fn touches_token(&self, geometry: &Geometry, layer: &Layer, block: KernelBlockId, token: u64) -> bool {
         let page = page_address(geometry, layer, block);
         let mut pieces: Vec<Piece> = Vec::new();
@@ -77,7 +77,7 @@ impl Failed {
     }
 }
 
-/// Where the page of a kernel block begins: the picture is that of [`Layer`].
+/// Where the page of a kernel block begins, see the picture of [`Layer`].
 fn page_address(geometry: &Geometry, layer: &Layer, block: KernelBlockId) -> u64 {
     let kernel_blocks = geometry.group(layer).kernel_blocks_per_block;
     geometry.first_page(layer)
@@ -86,11 +86,11 @@ fn page_address(geometry: &Geometry, layer: &Layer, block: KernelBlockId) -> u64
 }
 
 impl Plan {
-    /// Maps failed local rows of a request back to layers and tokens. Fails if one is no part of what the request reads,
-    /// its last kernel block whole or not: nothing that failed is passed over.
+    /// Maps failed local rows of a request to layers and tokens. Fails if a row is not part of what the request reads,
+    /// with its last kernel block whole or not, so no failed row is ignored.
     ///
-    /// The other arguments are those of the transfer. `cached` tokens were there before it: the prefix that is whole
-    /// is never shorter.
+    /// The other arguments are those of the transfer. `cached` tokens were there before it, so the remaining prefix is
+    /// never shorter.
     pub fn losses(
         &self,
         num_tokens: u64,
@@ -122,7 +122,8 @@ impl Plan {
         Ok(Losses { layers, whole_prefix })
     }
 
-    /// Fails unless each row lies in bytes that a request reads. Rows may be cut or joined: as ids, a block has its own.
+    /// Fails unless each row is inside the bytes that a request reads. Rows may be cut or joined: with ids each block
+    /// has a row.
     fn require_read(&self, request: &CheckedRequest, failed: &[Descriptor]) -> Result<()> {
         if failed.is_empty() {
             return Ok(());
@@ -145,7 +146,7 @@ impl Plan {
         }
     }
 
-    /// Ranges of tokens of a layer that failed, of those that were moved.
+    /// Ranges of moved tokens of a layer that failed.
     fn lost_tokens(
         &self,
         layer: &Layer,
@@ -159,7 +160,7 @@ impl Plan {
         moved.end = moved.end.min(num_tokens);
         let mut at = moved.start;
         visit_pairs(blocks, blocks, moved, |pair| {
-            // Pairs come in the order of the sequence; gaps are other ranks' positions.
+            // Pairs are in the order of the sequence; gaps are other ranks' positions.
             for offset in 0..pair.cut.count {
                 at = blocks.next_held(at);
                 if failed.touches_token(&self.local, layer, pair.local, pair.cut.local + offset) {
@@ -184,17 +185,18 @@ impl Plan {
         }
     }
 
-    /// The most of the first `prefix` tokens for which a group has all it needs, at least those that were `cached`.
+    /// The longest part of the first `prefix` tokens for which a group has all that it needs, at least the `cached`
+    /// tokens.
     fn whole_prefix_of(&self, index: usize, prefix: u64, cached: u64, request: &CheckedRequest, lost: &[Loss]) -> u64 {
         let group = &self.local.groups[index];
         let is_shorter = prefix < request.spans.num_tokens;
         let mut lost = lost.iter().filter(|loss| loss.group == index);
         let Some(range) = request.token_ranges[index] else {
-            // A state is that of all tokens or of none.
+            // A state belongs to all tokens or to none.
             let is_lost = lost.next().is_some() || (is_shorter && !request.spans.local[index].ids.is_empty());
             return if is_lost { cached } else { prefix };
         };
-        // What a window has freed is not there for a shorter prefix either.
+        // A shorter prefix lacks the tokens that a window has freed.
         let needed = group.first_needed_token(prefix);
         let is_freed = needed < range.start.min(prefix) && range.start > cached;
         if group.kind.frees_early_tokens() && is_shorter && is_freed {
@@ -254,7 +256,7 @@ mod tests {
         // Tokens 4..8 are in block 3, at bytes 48..56 of the layer: two kernel blocks with a stride of 4, not of 8.
         let one = losses(&[((1 << 20) + 52, 1)]);
         assert_eq!(one.layers, [Loss { group: 0, layer: "a".into(), tokens: vec![(6, 7)] }]);
-        // The state is that of all tokens, so only what was cached is whole.
+        // The state belongs to all tokens, so only the cached tokens are left.
         assert_eq!(one.whole_prefix, 2);
         let touching = losses(&[((1 << 20) + 54, 2), ((1 << 20) + 112, 4), ((1 << 20) + 51, 2)]);
         assert_eq!(touching.layers[0].tokens, [(0, 2), (5, 8)]);
@@ -262,13 +264,13 @@ mod tests {
 
     #[test]
     fn what_is_not_read_cannot_have_failed() {
-        // Padding behind block 3, block 1, the end of a row, nothing at all, and another device.
+        // Padding after block 3, block 1, the end of a row, nothing at all, and another device.
         for row in [(56, 8), (16, 8), (54, 3), (52, 0)] {
             let error = tried(&[((1 << 20) + 48, 4), ((1 << 20) + row.0, row.1)]).expect_err("not read");
             assert!(error.to_string().starts_with("failed[1]: "), "{error}");
         }
         assert!(tried(&[(u64::MAX, 8)]).is_err());
-        // Block 5 has tokens 8 and 9 in its first kernel block; the other one is not read.
+        // Block 5 has tokens 8 and 9 in its first kernel block; the other kernel block is not read.
         assert!(tried(&[((1 << 20) + 84, 4)]).is_err());
         assert_eq!(losses(&[]), Losses { layers: vec![], whole_prefix: 10 });
     }

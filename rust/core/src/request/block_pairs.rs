@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which kernel block of one side meets which of the other.
+//! Which kernel block of one side shares tokens with which block of the other side.
 use crate::bytes::pieces::TokenCut;
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::KernelBlockId;
 use crate::request::group_span::GroupSpan;
 
-/// Kernel blocks that meet, packed so that they sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
+/// Kernel blocks with common tokens, packed to sort by local id: `local << 32 | remote`. Kernel ids fit 31 bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PackedPair(u64);
 
 pub(crate) type Pairs = Vec<PackedPair>;
 
 impl PackedPair {
-    /// From a pair to that of the next blocks on both sides.
+    /// Difference from a pair to that of the next blocks on both sides.
     const NEXT: u64 = 1 << 32 | 1;
 
     pub(crate) fn new(local: KernelBlockId, remote: KernelBlockId) -> Self {
@@ -27,13 +27,13 @@ impl PackedPair {
         KernelBlockId(self.0 & 0xffff_ffff)
     }
 
-    /// The pair so many blocks later on both sides.
+    /// The pair that many blocks later on both sides.
     pub(crate) fn plus(self, blocks: u64) -> Self {
         Self(self.0 + blocks * Self::NEXT)
     }
 }
 
-/// A local and a remote kernel block, and the tokens that are in both.
+/// A local and a remote kernel block, and their common tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockPair {
     pub(crate) local: KernelBlockId,
@@ -42,7 +42,7 @@ pub(crate) struct BlockPair {
 }
 
 impl BlockPair {
-    /// Whether the tokens of another pair are those right after this one's in the same blocks.
+    /// Whether the tokens of another pair directly follow this pair's in the same blocks.
     fn goes_on_with(&self, next: &Self) -> bool {
         let (cut, then) = (self.cut, next.cut);
         (self.local, self.remote) == (next.local, next.remote)
@@ -50,15 +50,15 @@ impl BlockPair {
     }
 }
 
-/// Visits the kernel blocks that hold some tokens on both sides, in the order of the sequence.
+/// Visits the kernel blocks that share tokens on both sides, in the order of the sequence.
 ///
 /// ```text
 /// local kernel blocks of 4    |   7   |   3   |   9   |      pairs (7, 5), (3, 5), (3, 2), (9, 2)
 /// remote kernel blocks of 6   |     5     |     2     |      with 4, 2, 2 and 4 tokens
 /// ```
 ///
-/// Tokens of a pair follow each other in both blocks. In the sequence they need not: ranks that take turns in the same
-/// way hold the same tokens, and their blocks meet whole.
+/// Tokens of a pair are consecutive in both blocks, but need not be in the sequence. Ranks that take turns in the same
+/// way hold the same tokens, and their blocks are paired whole.
 pub(crate) fn visit_pairs(local: &GroupSpan, remote: &GroupSpan, tokens: Interval, mut visit: impl FnMut(BlockPair)) {
     let mut token = tokens.start;
     let mut last: Option<BlockPair> = None;
@@ -81,8 +81,8 @@ pub(crate) fn visit_pairs(local: &GroupSpan, remote: &GroupSpan, tokens: Interva
     last.into_iter().for_each(visit);
 }
 
-/// The same as [`visit_pairs`] for whole kernel blocks of equal size on ranks that hold every position, without a step
-/// for each block: appends pairs and returns where the last whole block ends, or None if this is another case.
+/// Like [`visit_pairs`], but without a step for each block. It handles whole kernel blocks of equal size on ranks that
+/// hold every position. Appends pairs and returns where the last whole block ends, or None in other cases.
 pub(crate) fn pair_whole_blocks(
     local: &GroupSpan,
     remote: &GroupSpan,
@@ -104,7 +104,7 @@ pub(crate) fn pair_whole_blocks(
         pairs.extend(local_ids.iter().zip(remote_ids).map(|(l, r)| PackedPair::new(kernel(l.0), kernel(r.0))));
         return Some(last * size);
     }
-    // Sorting the few runs here spares sorting the many pairs later.
+    // Sorting the few runs here avoids sorting the many pairs later.
     let mut runs: Vec<(PackedPair, u64)> = Vec::new();
     let mut block = first;
     while block < last {
@@ -122,12 +122,12 @@ pub(crate) fn pair_whole_blocks(
 
 /// Whether the pairs are sorted, and no local block is in two of them.
 pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
-    // The numbers themselves: a derived order of the types around them is compared more slowly.
+    // Compare plain numbers: a derived order of the types around them is slower.
     pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
 }
 
-/// Sorts pairs by their local id. Block lists are short and their ids small, so two or three counting
-/// passes do.
+/// Sorts pairs by their local id. Block lists are short and their ids small, so two or three counting passes are
+/// enough.
 pub(crate) fn sort(pairs: &mut Vec<PackedPair>) {
     const BITS: u32 = 11;
     if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
@@ -160,7 +160,7 @@ pub(crate) fn sort(pairs: &mut Vec<PackedPair>) {
     }
 }
 
-/// How many runs of pairs that follow each other on both sides there are.
+/// Number of runs of pairs that are consecutive on both sides.
 pub(crate) fn count_runs(pairs: &[PackedPair]) -> u64 {
     pairs.chunk_by(|one, next| one.plus(1) == *next).count() as u64
 }

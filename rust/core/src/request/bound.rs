@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Refuses what no request to a real peer costs, before anything of that size is made.
+//! Refuses requests that no real peer would send, before anything of that size is allocated.
 use crate::bytes::rows::Descriptor;
 use crate::error::{Error, Result};
 use crate::geometry::types::Group;
@@ -12,27 +12,27 @@ use crate::request::checked::CheckedRequest;
 use crate::request::pairs_by_cut::PairsByCut;
 use crate::request::token_ranges::TokenRange;
 
-/// Descriptors that the layouts of a request need not explain: they take milliseconds and 48 MiB.
+/// Descriptors that are allowed even if the layouts do not explain them: they take milliseconds and 48 MiB.
 const FREE_DESCRIPTORS: u64 = 1 << 20;
-/// Pairs of kernel blocks of all sources.
+/// Limit of pairs of kernel blocks of all sources.
 const MAX_BLOCK_PAIRS: u64 = 1 << 24;
-/// Pairs of one source in all pairs of pages: each takes up to 48 bytes beside its descriptors.
+/// Limit of pairs of one source in all pairs of pages: each takes up to 48 bytes besides its descriptors.
 const MAX_FILLING_PAIRS: u64 = 10_000_000;
-/// Ways in which a request cuts its blocks.
+/// Limit of ways in which a request cuts its blocks.
 const MAX_CUTS: u64 = 1 << 17;
-/// Parts of pages that are cut for a request, each in all those ways.
+/// Limit of parts of pages that a request cuts, counted once for each way.
 const MAX_CUT_PARTS: u64 = 1 << 20;
 
-/// Where a request's descriptors go, and how many it may have.
+/// Where a request's descriptors are stored, and the limit of their number.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Budget {
     pub(crate) allocate: Allocate,
-    /// Descriptors that were made already.
+    /// Descriptors that were already made.
     pub(crate) made: u64,
     max_descriptors: u64,
 }
 
-/// How many descriptors some block pairs may have.
+/// Limit of descriptors of some block pairs.
 ///
 /// ```text
 /// made by now + those of the pairs <= max_descriptors of the plan
@@ -46,12 +46,12 @@ pub(crate) struct Limit {
 }
 
 impl Limit {
-    /// For pairs of which the layouts of engines explain so many.
+    /// The limit for pairs with so many descriptors that the layouts of engines explain.
     fn new(explained: u64, Budget { made, max_descriptors, .. }: Budget) -> Self {
         Self { explained: explained.max(FREE_DESCRIPTORS), made, max_descriptors }
     }
 
-    /// Fails if a count is beyond the limit.
+    /// Fails if a count is above the limit.
     pub(crate) fn check(self, count: u64) -> Result<()> {
         self.check_explained(count)?;
         let all = self.made.saturating_add(count);
@@ -61,7 +61,7 @@ impl Limit {
         Err(refusal("descriptors", all, self.max_descriptors, "max_descriptors is the most that may be made"))
     }
 
-    /// Fails if a count is beyond what the layouts explain.
+    /// Fails if a count is above what the layouts explain.
     fn check_explained(self, count: u64) -> Result<()> {
         let reason = "no two layouts of engines cut these blocks into more pieces";
         if count <= self.explained { Ok(()) } else { Err(refusal("descriptors", count, self.explained, reason)) }
@@ -75,12 +75,12 @@ fn refusal(what: &'static str, count: u64, limit: u64, reason: &'static str) -> 
 }
 
 impl Plan {
-    /// For a request of which so many descriptors are there already.
+    /// The limit for a request that already has so many descriptors.
     pub(crate) fn budget(&self, allocate: Allocate, made: usize) -> Budget {
         Budget { allocate, made: made as u64, max_descriptors: self.options.max_descriptors }
     }
 
-    /// Fails if a request pairs more kernel blocks than any real one: counted from the tokens, not from the blocks.
+    /// Fails if a request pairs more kernel blocks than any real request: counted from the tokens, not from the blocks.
     pub(crate) fn bound_block_pairs(&self, request: &CheckedRequest) -> Result<()> {
         let (mut pairs, mut cuts, mut parts) = (0u64, 0u64, 0u64);
         for Source { geometry, table, .. } in &self.sources {
@@ -109,15 +109,15 @@ impl Plan {
     }
 }
 
-/// The most pairs that kernel blocks of two sizes have in some tokens.
+/// Maximum number of pairs of kernel blocks of two sizes in some tokens.
 fn most_block_pairs(range: TokenRange, (local, remote): (u64, u64)) -> u64 {
     let tokens = range.moved().len();
     tokens / local + if local == remote { 0 } else { tokens / remote } + 2
 }
 
 impl Table {
-    /// The most descriptors that layouts of engines explain for some block pairs. Fails if these meet in so many
-    /// pages that there are more.
+    /// Maximum number of descriptors that layouts of engines explain for some block pairs. Fails if these are in so
+    /// many pairs of pages that there are more.
     ///
     /// ```text
     /// descriptors <= pieces before they are joined <= sum over group pairs and cuts of most pieces * block pairs
@@ -140,18 +140,18 @@ impl Table {
     }
 }
 
-/// Room for so many; the number may be a peer's doing, so a lack of memory is an error.
+/// Reserves room for so many entries. A peer may control the number, so a lack of memory is an error.
 pub(crate) fn room<T>(count: usize) -> Result<Vec<T>> {
     let mut rows = Vec::new();
     rows.try_reserve_exact(count).map_err(|_| no_memory(count))?;
     Ok(rows)
 }
 
-/// Allocates for so many descriptors; None if there is no memory for them. A caller who hands them on may know better
-/// where.
+/// Allocates room for so many descriptors; None without enough memory. A caller that returns descriptors to another
+/// library may need another place.
 pub type Allocate = fn(usize) -> Option<Vec<Descriptor>>;
 
-/// Descriptors as they are allocated by default.
+/// The default allocation of descriptors.
 pub(crate) const ALLOCATE: Allocate = |count| room(count).ok();
 
 pub(crate) fn no_memory(count: usize) -> Error {
@@ -160,8 +160,8 @@ pub(crate) fn no_memory(count: usize) -> Error {
     Error::argument("no-memory", "descriptors", ((count as i128).into(), "fewer".into()), reason, text)
 }
 
-/// The most ways in which a request's kernel blocks of two groups cut each other: those of whole blocks, and of the first
-/// and the last one.
+/// Maximum number of ways in which a request's kernel blocks of two groups cut each other: the cuts of whole blocks,
+/// and of the first and the last block.
 fn most_cuts((local, remote): (&Group, &Group)) -> u64 {
     if local.turns_in_kernel_block() == remote.turns_in_kernel_block() {
         count_cuts(local.kernel_tokens(), remote.kernel_tokens()).saturating_add(2)

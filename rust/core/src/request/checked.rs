@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A request that is known to be whole, and the block pairs that it moves.
+//! A checked, complete request, and the block pairs that it moves.
 use crate::bytes::pieces::TokenCut;
 use crate::error::{Error, Result};
 use crate::geometry::ranges::Interval;
@@ -16,7 +16,7 @@ pub(crate) struct CheckedRequest {
     pub(crate) spans: RequestSpans,
     /// By local group; None for groups whose blocks do not hold tokens by position.
     pub(crate) token_ranges: Vec<Option<TokenRange>>,
-    /// Bytes of tokens after the request's that come along.
+    /// Bytes after the request's last token that are moved with it.
     pub(crate) excess_bytes: u64,
 }
 
@@ -79,7 +79,7 @@ fn token_pairs(paired: &PairedSpans, tokens: Interval) -> PairsByCut {
     pairs
 }
 
-/// The state-bearing block of either side.
+/// The pair of slots with the state.
 fn state_pair(paired: &PairedSpans) -> Result<PairsByCut> {
     let mut pairs = PairsByCut::default();
     if let Some(local) = state_block(&paired.local) {
@@ -89,7 +89,7 @@ fn state_pair(paired: &PairedSpans) -> Result<PairsByCut> {
     Ok(pairs)
 }
 
-/// Blocks of the same entries of both tables.
+/// Blocks with the same entry in both tables.
 fn entry_pairs(paired: &PairedSpans) -> Result<PairsByCut> {
     let PairedSpans { local, remote, .. } = paired;
     let (first, end) = (local.span.first, local.span.end());
@@ -107,7 +107,7 @@ fn entry_pairs(paired: &PairedSpans) -> Result<PairsByCut> {
     Ok(pairs)
 }
 
-/// The block that carries a request's last state.
+/// The block with a request's last state.
 pub(crate) fn state_block(blocks: &GroupSpan) -> Option<KernelBlockId> {
     let Kind::Ssm { num_speculative_blocks } = blocks.group.kind else { return None };
     let slot = state_slot(blocks.span.ids.len(), num_speculative_blocks)?;

@@ -6,7 +6,7 @@ use crate::pairing::group_pair::Geometries;
 use crate::pairing::page_pair::RegionPair;
 use crate::request::bound::{Allocate, no_memory};
 
-/// Bytes that are contiguous on both sides, and the regions they are in; a run never leaves them.
+/// Bytes that are contiguous on both sides, and their regions; a run never leaves them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ByteRun {
     pub(crate) local: u64,
@@ -20,20 +20,20 @@ pub(crate) struct ByteRun {
 /// Copies sorted by local address, as descriptors of both sides: row `i` of `remote` is read into row `i` of `local`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Copies {
-    /// Where to.
+    /// Destinations.
     pub local: Vec<Descriptor>,
-    /// Where from, with equal lengths.
+    /// Sources, with equal lengths.
     pub remote: Vec<Descriptor>,
     /// Bytes read into each local group.
     pub bytes_by_group: Vec<u64>,
-    /// Copies of each local group; one that goes on from group to group counts for the group of its first byte.
+    /// Copies of each local group. A copy that continues from group to group counts for the group of its first byte.
     pub descriptors_by_group: Vec<u64>,
     /// Regions of the last copy.
     last: RegionPair,
 }
 
 impl Copies {
-    /// None yet, of the bytes that all will have.
+    /// Empty copies, with the total number of bytes.
     pub(crate) fn new(allocate: Allocate, count: usize, bytes_by_group: Vec<u64>) -> Result<Self> {
         let room = || allocate(count).ok_or_else(|| no_memory(count));
         let descriptors_by_group = vec![0; bytes_by_group.len()];
@@ -50,12 +50,12 @@ impl Copies {
         self.local.len()
     }
 
-    /// Whether there are none.
+    /// Whether there is no copy.
     pub fn is_empty(&self) -> bool {
         self.local.is_empty()
     }
 
-    /// Appends a copy after all others, or lengthens the last one if it goes on on both sides.
+    /// Appends a copy after all others, or extends the last copy if the new one continues it on both sides.
     pub(crate) fn push(&mut self, run: ByteRun, devices: (u64, u64)) {
         if let (Some(local), Some(remote)) = (self.local.last_mut(), self.remote.last_mut()) {
             let goes_on = local[0] + local[1] == run.local && remote[0] + remote[1] == run.remote;
@@ -71,7 +71,8 @@ impl Copies {
         self.descriptors_by_group[usize::from(run.group)] += 1;
     }
 
-    /// Appends copies `(local, remote, length)` that neither touch each other nor the last one, and are counted apart.
+    /// Appends copies `(local, remote, length)` that neither touch each other nor the last copy, and are counted
+    /// separately.
     pub(crate) fn extend(
         &mut self,
         runs: impl Iterator<Item = (u64, u64, u64)> + Clone,
@@ -90,7 +91,7 @@ impl Copies {
         allocate: Allocate,
         bytes_by_group: Vec<u64>,
     ) -> Result<Self> {
-        // Templates come out ascending one after the other: the stable sort finds what is ascending and only merges it.
+        // Templates yield ascending runs one after the other: the stable sort finds and merges them.
         runs.sort_by_key(|run| run.local);
         if let Some(pair) = runs.windows(2).find(|pair| pair[0].local + pair[0].len > pair[1].local) {
             let end = |run: &ByteRun| run.local + run.len;

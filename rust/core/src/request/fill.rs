@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The pieces of pages repeated for a request's block pairs, once for all places that lie alike.
+//! The pieces of pages, repeated for a request's block pairs, once for all places with equal layouts.
 use crate::error::Result;
 use crate::pairing::group_pair::{CopyTemplate, Geometries};
 use crate::pairing::page_pair::{PagePieces, Place};
@@ -9,7 +9,7 @@ use crate::request::bound::{Budget, Limit, no_memory, room};
 use crate::request::copies::{ByteRun, Copies};
 use crate::request::pairs_by_cut::PairsByCut;
 
-/// Bytes that are contiguous on both sides, from the place of their pages on.
+/// Bytes that are contiguous on both sides, as an offset from the place of their pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PageRun {
     local: u64,
@@ -24,7 +24,7 @@ impl PageRun {
         self.local + self.len
     }
 
-    /// Lengthens the run if another one goes on from it on both sides.
+    /// Extends the run if another run continues it on both sides.
     fn takes(&mut self, next: &Self) -> bool {
         let goes_on = self.end() == next.local && self.remote + self.len == next.remote;
         if goes_on {
@@ -47,7 +47,7 @@ impl PageRun {
 
 /// What a request moves through a pair of pages, at each of its places.
 struct PageRuns {
-    /// By local address, once all are there.
+    /// By local address, once all runs are added.
     runs: Vec<PageRun>,
     is_sorted: bool,
     bytes_by_group: Vec<u64>,
@@ -68,12 +68,13 @@ impl PageRuns {
         self.runs.push(run);
     }
 
-    /// Repeats the pieces of a cut for its block pairs. Makes room for so many runs at once, and for others one by one.
+    /// Repeats the pieces of a cut for its block pairs. Reserves room for that many runs at once; further runs grow one
+    /// by one.
     fn fill(&mut self, pieces: &PagePieces, pairs: &[PackedPair], group: usize, spaced: usize) -> Result<()> {
         self.make_room(spaced)?;
         for (strides, pieces) in &pieces.by_strides {
             let bytes = pieces.iter().map(|piece| piece.len).fold(0, u64::saturating_add);
-            // Blocks that overlap can add up to more than there is memory; they are refused later.
+            // Overlapping blocks can add up to more bytes than there is memory; they are refused later.
             let of_group = &mut self.bytes_by_group[group];
             *of_group = bytes.saturating_mul(pairs.len() as u64).saturating_add(*of_group);
             for pair in pairs {
@@ -95,7 +96,7 @@ impl PageRuns {
     /// Sorts runs and joins neighbours.
     fn finish(&mut self) {
         if !self.is_sorted {
-            // What a cut gives is mostly ascending: the stable sort finds that and only merges it.
+            // The runs of a cut are mostly ascending: the stable sort finds and merges them.
             self.runs.sort_by_key(|run| run.local);
             self.runs.dedup_by(|next, last| last.takes(next));
         }
@@ -106,17 +107,17 @@ impl PageRuns {
         self.runs.is_sorted_by(|one, next| one.end() <= next.local)
     }
 
-    /// Where the first run begins at a place, and where the last one ends.
+    /// Where the first run begins at a place, and where the last run ends.
     fn extent(&self, place: &Place) -> Option<(u64, u64)> {
         let (first, last) = (self.runs.first()?, self.runs.last()?);
         Some((place.bases.local + first.local, place.bases.local + last.end()))
     }
 
-    /// Appends runs that do not overlap and lie after all others.
+    /// Appends runs that do not overlap and are after all others.
     fn append(&self, place: &Place, geometries: &Geometries, copies: &mut Copies) {
         let Some((first, rest)) = self.runs.split_first() else { return };
         let devices = place.regions.devices(geometries);
-        // Only the first can go on from a place before: runs of a place were joined.
+        // Only the first run can continue a run of an earlier place, because the runs of a place are already joined.
         copies.push(first.at(place), devices);
         let (local, remote) = (place.bases.local, place.bases.remote);
         let shifted = rest.iter().map(|run| (run.local + local, run.remote + remote, run.len));
@@ -125,7 +126,7 @@ impl PageRuns {
 }
 
 impl Table {
-    /// The copies of a request's block pairs. `by_pair` has those of each group pair.
+    /// The copies of a request's block pairs. `by_pair` has the pairs of each group pair.
     pub(crate) fn copies(
         &self,
         geometries: &Geometries,
@@ -168,7 +169,7 @@ impl Table {
         Ok(copies)
     }
 
-    /// The runs of a pair of pages. `spaced` is how many copies of all pages before cannot touch each other.
+    /// The runs of a pair of pages. `spaced` is how many copies of all earlier pages cannot touch each other.
     fn page_runs(
         &self,
         index: usize,
@@ -185,7 +186,7 @@ impl Table {
                 let pieces = self.pieces(geometries, index, group_pair, cut)?;
                 let of_place = pieces.count_spaced().saturating_mul(pairs.len() as u64);
                 *spaced = of_place.saturating_mul(pages.num_places).saturating_add(*spaced);
-                // Before they are made.
+                // Check before they are made.
                 limit.check(*spaced)?;
                 found.fill(&pieces, pairs, group, of_place as usize)?;
             }
@@ -194,7 +195,7 @@ impl Table {
         Ok(found)
     }
 
-    /// Counts the copies that places were extended by: all but the first of each.
+    /// Counts the copies that extended the places: all except the first of each place.
     fn count_extended(&self, pages: &[PageRuns], descriptors_by_group: &mut [u64]) {
         for (page, pages) in pages.iter().zip(&self.page_pairs) {
             for run in page.runs.iter().skip(1) {

@@ -16,12 +16,12 @@ pub(crate) struct GroupSpan<'a> {
 }
 
 impl GroupSpan<'_> {
-    /// First token of the first block's turn: all of this rank's positions from there on are in the span.
+    /// First token of the first block's turn: the span has all of this rank's positions from there on.
     pub(crate) fn first_token(&self) -> u64 {
         self.span.first * self.group.tokens_per_entry()
     }
 
-    /// One past the last token that the span has room for on this rank.
+    /// One past the last token on this rank for which the span has room.
     pub(crate) fn end_token(&self) -> u64 {
         match self.span.end() {
             end if end == self.span.first => 0,
@@ -35,8 +35,8 @@ impl GroupSpan<'_> {
         self.first_token().max(self.group.first_needed_token(num_tokens) / block_size * block_size)
     }
 
-    /// First token from which on the span has all that this rank holds before `needed`: the end of the last block that
-    /// begins before `needed` and is not in the span.
+    /// First token from which the span has all that this rank holds before `needed`. It is the end of the last block
+    /// outside the span that begins before `needed`.
     ///
     /// ```text
     /// entries of the table      0     1     2     3     4
@@ -48,11 +48,11 @@ impl GroupSpan<'_> {
         let begun = needed.saturating_sub(first).div_ceil(self.group.tokens_per_entry());
         let last_missing =
             if begun > self.span.end() { Some(begun - 1) } else { begun.min(self.span.first).checked_sub(1) };
-        // What this rank holds from `needed` on is required anyway.
+        // The tokens of this rank from `needed` on are required anyway.
         last_missing.map_or(0, |entry| self.group.entry_tokens(entry).end.min(needed))
     }
 
-    /// Block table entry that holds a token, if this rank does.
+    /// Block table entry with a token, if this rank holds it.
     pub(crate) fn entry(&self, token: u64) -> Option<u64> {
         let (index, is_own) = self.group.index_at_rank(token);
         is_own.then_some(index / self.group.block_size)
@@ -73,7 +73,7 @@ impl GroupSpan<'_> {
         round * self.group.tokens_per_round() + cp_rank * cp_interleave
     }
 
-    /// Tokens around one that follow each other in its kernel block: of the block, and of this rank's turn.
+    /// Consecutive tokens around a token in its kernel block and in this rank's turn.
     ///
     /// ```text
     /// kernel blocks of 4, cp_interleave 6     turn          |0 1 2 3 4 5|            |12 13 14 15 16 17|
@@ -87,7 +87,7 @@ impl GroupSpan<'_> {
         Interval { start: token - in_turn.min(in_block), end: token + left }
     }
 
-    /// Kernel block of a token, and the token's index in it. The entry is that of the token, and in the span.
+    /// Kernel block of a token, and the token's index in it. `entry` is the token's entry, which is in the span.
     ///
     /// ```text
     /// block_size 8, two kernel blocks per block:      token 13 = block 1, token 5 of it
@@ -104,7 +104,7 @@ impl GroupSpan<'_> {
         self.span.ids.iter().flat_map(|&id| self.group.kernel_blocks(id))
     }
 
-    /// Fails unless the span holds every one of the tokens that is this rank's.
+    /// Fails unless the span holds all of the tokens that belong to this rank.
     pub(crate) fn require(&self, needed: Interval) -> Result<()> {
         let Interval { start: first, end } = needed;
         let missing = |token| Error::missing_tokens((self.side, self.index), token, first, end);
@@ -119,13 +119,13 @@ impl GroupSpan<'_> {
         if after < end { Err(missing(after.max(start))) } else { Ok(()) }
     }
 
-    /// Fails unless a remote span has every one of the tokens that both ranks hold.
+    /// Fails unless a remote span has all of the tokens that both ranks hold.
     pub(crate) fn require_common(&self, remote: &Self, needed: Interval) -> Result<()> {
         let missing = remote.require(needed);
         if missing.is_ok() || self.group.cp_size == 1 {
             return missing;
         }
-        // Walk the local turns: with context parallelism on both sides each rank only owes what both hold.
+        // Walk the local turns: with context parallelism on both sides a rank must have only what both hold.
         let mut token = self.next_held(needed.start);
         while token < needed.end {
             let end = (token / self.group.cp_interleave + 1) * self.group.cp_interleave;

@@ -24,12 +24,13 @@ pub struct Ids {
     pub remote: Vec<i32>,
     /// Bytes the ids stand for.
     pub bytes: u64,
-    /// Descriptors left after the transfer library joins ids that follow each other in dense views on both sides.
+    /// Descriptors left after the transfer library joins consecutive ids in dense views on both sides.
     pub merged: u64,
 }
 
 impl Plan {
-    /// The request as ids into the views of each source. Views have whole kernel blocks, so a last block is moved whole.
+    /// The request as ids into the views of each source. Views have whole kernel blocks, so the last block is moved
+    /// whole.
     pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer<Ids>> {
         let request = self.check(num_tokens, local, remote, TailPolicy::Whole)?;
         let zero = self.zero(&request)?;
@@ -57,13 +58,13 @@ impl Plan {
             }
         }
         if !is_disjoint && !self.is_each_block_once(&request) {
-            // Several sources, interleaved views, or an overlap: what is written where has to be looked at one by one.
+            // Several sources, interleaved views, or an overlap: every written range must be checked separately.
             self.reads(&request, &zero, ALLOCATE)?;
         }
         Ok(Transfer::new(reads, zero, &request))
     }
 
-    /// Descriptors of the local side that ids of a source stand for.
+    /// Local descriptors of ids of a source.
     pub fn id_descriptors(&self, source: usize, ids: &[i32]) -> Result<Vec<Descriptor>> {
         let (views, _) = self.views(source)?;
         let add = |sum: &mut u64, count: u64| {
@@ -84,13 +85,13 @@ impl Plan {
 }
 
 impl ViewTable {
-    /// Whether some pairs are cut in a way that no views have.
+    /// Whether no view has the cut of some pairs.
     fn lacks_cut_of(&self, by_pair: &[PairsByCut]) -> bool {
         let has = |group_pair, cut| self.cuts.binary_search(&PairCut { group_pair, cut }).is_ok();
         by_pair.iter().enumerate().any(|(index, pairs)| pairs.iter().any(|(cut, _)| !has(index, cut)))
     }
 
-    /// Block pairs of each set of fillers, sorted by local id. `by_pair` has those of each group pair.
+    /// Block pairs of each set of fillers, sorted by local id. `by_pair` has the pairs of each group pair.
     fn gather(&self, by_pair: &[PairsByCut]) -> Vec<Pairs> {
         let gather = |fillers: &Vec<PairCut>| {
             let lists: Vec<&[PackedPair]> = fillers.iter().map(|of| by_pair[of.group_pair].get(of.cut)).collect();
@@ -101,8 +102,8 @@ impl ViewTable {
         self.fillers.iter().map(gather).collect()
     }
 
-    /// Whether the pairs are surely written without overlap, and clear of sorted `others`: a look at every template, not
-    /// at every copy.
+    /// Whether the pairs are certainly written without overlap, and apart from sorted `others`. It checks every
+    /// template, not every copy.
     fn is_surely_disjoint(&self, gathered: &[Pairs], others: &[Descriptor]) -> bool {
         let filled = || self.entries.iter().map(|entry| (&entry.template, gathered[entry.filled_by].as_slice()));
         let is_clear = |other: &Descriptor, (template, pairs): (&CopyTemplate, &[PackedPair])| {
@@ -114,7 +115,7 @@ impl ViewTable {
     }
 }
 
-/// Whether the copies of each template lie wholly after those of the template before: then nothing has to be sorted.
+/// Whether the copies of each template are all after those of the previous template: then nothing has to be sorted.
 fn is_ascending<'a>(filled: impl Iterator<Item = (&'a CopyTemplate, &'a [PackedPair])>) -> bool {
     let mut end = 0;
     for (template, pairs) in filled {

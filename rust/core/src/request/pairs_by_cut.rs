@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Block pairs of a request, by how they are cut.
+//! Block pairs of a request, by their cut.
 use std::collections::HashMap;
 
 use crate::bytes::pieces::TokenCut;
 use crate::request::block_pairs::{BlockPair, PackedPair, Pairs, sort};
 
-/// Block pairs of one group pair, by how they cut each other.
+/// Block pairs of one group pair, by their cut.
 #[derive(Default)]
 pub(crate) struct PairsByCut {
-    /// In the order in which the request meets them.
+    /// In the order in which they occur in the request.
     lists: Vec<(TokenCut, Pairs)>,
     index: HashMap<TokenCut, usize>,
-    /// The list in use: nearly all pairs of a request are cut like the one before.
+    /// The current list: nearly all pairs of a request have the cut of the previous pair.
     last: usize,
 }
 
 impl PairsByCut {
-    /// The pairs of a cut, to add to.
+    /// The list of pairs of a cut, to append to.
     pub(crate) fn list(&mut self, cut: TokenCut) -> &mut Pairs {
         if self.lists.get(self.last).is_none_or(|list| list.0 != cut) {
             self.last = *self.index.entry(cut).or_insert_with(|| {
@@ -41,7 +41,7 @@ impl PairsByCut {
         self.index.get(&cut).map_or(&[], |&index| &self.lists[index].1)
     }
 
-    /// Every cut that there are pairs of.
+    /// Every cut with pairs.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (TokenCut, &[PackedPair])> {
         self.lists.iter().map(|(cut, pairs)| (*cut, pairs.as_slice())).filter(|(_, pairs)| !pairs.is_empty())
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A request's blocks, checked against the caches that they are in.
+//! A request's blocks, checked against their caches.
 use crate::error::{Error, Result};
 use crate::geometry::types::{BlockId, Geometry};
 use crate::pairing::plan::Plan;
@@ -13,7 +13,7 @@ pub struct Span {
     pub ids: Vec<i64>,
 }
 
-/// Positions stay below this, so that sums of them fit.
+/// Limit of positions, so that their sums fit.
 const MAX_POSITION: u64 = 1 << 62;
 /// More tokens than any sequence has; positions stay far below 2^63.
 pub(crate) const MAX_TOKENS: u64 = 1 << 40;
@@ -31,7 +31,7 @@ impl CheckedSpan {
         self.first + self.ids.len() as u64
     }
 
-    /// The block of an entry of the table, which has to be in the span.
+    /// The block of an entry of the table, which must be in the span.
     pub(crate) fn block(&self, entry: u64) -> BlockId {
         self.ids[(entry - self.first) as usize]
     }
@@ -41,7 +41,7 @@ impl CheckedSpan {
     }
 }
 
-/// A request's numbers, each checked by itself.
+/// A request's numbers, each checked separately.
 pub(crate) struct RequestSpans {
     pub(crate) num_tokens: u64,
     /// By local group.

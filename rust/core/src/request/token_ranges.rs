@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which tokens of each group a request moves: where they begin, and whether a partial last block is cut.
+//! Which tokens of each group a request moves: their first token, and whether a partial last block is cut.
 use crate::error::Result;
 use crate::geometry::ranges::Interval;
 use crate::pairing::group_pair::GroupPair;
@@ -35,13 +35,13 @@ impl TokenRange {
 /// Whether a partial last block may be cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TailPolicy {
-    /// Cut it where that is cheaper.
+    /// Cut it if that is cheaper.
     Cheapest,
     /// Move it whole: views have whole blocks only.
     Whole,
 }
 
-/// Where the tokens that are moved end, and the bytes of those that are not the request's.
+/// Where the moved tokens end, and the bytes of those after the request.
 struct Tail {
     end: u64,
     excess_bytes: u64,
@@ -63,7 +63,7 @@ impl PairedSpans<'_> {
         self.local.holds(token) && self.remote.holds(token)
     }
 
-    /// Tokens around one that both sides keep one after the other.
+    /// Tokens around a token that are consecutive on both sides.
     fn neighbours(&self, token: u64) -> Interval {
         let (local, remote) = (self.local.neighbours(token), self.remote.neighbours(token));
         Interval { start: local.start.max(remote.start), end: local.end.min(remote.end) }
@@ -88,7 +88,7 @@ impl Plan {
         PairedSpans { source, index, group_pair, local: self.local_span(spans, group_pair.local_group), remote }
     }
 
-    /// Every group of a source that is read into a local group.
+    /// Every group of a source from which a local group reads.
     fn spans_into<'a>(&'a self, spans: &'a RequestSpans, group: usize) -> Vec<PairedSpans<'a>> {
         let of_sources = self.sources.iter().enumerate();
         of_sources
@@ -98,8 +98,8 @@ impl Plan {
             .collect()
     }
 
-    /// Which tokens of a local attention group are moved, and the bytes of those that are not the request's. All of its
-    /// sources have to agree, since what none of them moves is zeroed.
+    /// Which tokens of a local attention group are moved, and the bytes of those after the request. All of its sources
+    /// must agree, because tokens that no source moves are zeroed.
     pub(crate) fn token_range(
         &self,
         spans: &RequestSpans,
@@ -122,7 +122,7 @@ impl Plan {
         Ok((TokenRange { first_kept_token, start, end }, excess_bytes))
     }
 
-    /// Moves the last kernel block whole where that is the policy, or costs less than the descriptors that it saves.
+    /// Moves the last kernel block whole if that is the policy, or costs less than the saved descriptors.
     fn choose_tail(&self, paired: &[PairedSpans], exact: Interval, policy: TailPolicy) -> Result<Tail> {
         let num_tokens = exact.end;
         let cut = Tail { end: num_tokens, excess_bytes: 0 };
@@ -158,13 +158,13 @@ impl Plan {
     }
 }
 
-/// Tokens that the next token attends to and that belong into the span's blocks; None if there are none.
+/// Tokens that the next token attends to and that belong into the span's blocks; None if there is no such token.
 fn needed_range(local: &GroupSpan, num_tokens: u64) -> Option<Interval> {
     let start = local.first_token().max(local.group.first_needed_token(num_tokens));
     (start < num_tokens).then_some(Interval { start, end: num_tokens })
 }
 
-/// First token from which on all sources have everything, in blocks that the request still needs.
+/// First token from which all sources have everything, in blocks that the request still needs.
 fn start_over_sources(paired: &[PairedSpans], needed: Interval, first_kept_token: u64) -> u64 {
     let starts = paired.iter().map(|pair| pair.remote.end_of_missing(needed.start));
     starts.fold(first_kept_token, u64::max)

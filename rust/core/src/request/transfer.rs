@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One request: what is read from each source, and what is zeroed before.
+//! One request: the reads from each source, and the ranges to zero before.
 use crate::bytes::rows::Descriptor;
 use crate::error::Result;
 use crate::geometry::sharing::no_block_twice;
@@ -15,21 +15,22 @@ use crate::request::token_ranges::TailPolicy;
 pub struct Read {
     /// Index of the source.
     pub source: usize,
-    /// What is copied where.
+    /// The copies.
     pub copies: Copies,
 }
 
-/// What one request moves and zeroes: as descriptors, or as [`Ids`](crate::Ids).
+/// All reads of a request and its ranges to zero: as descriptors, or as [`Ids`](crate::Ids).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transfer<Reads = Read> {
-    /// One entry for each source that something is read from.
+    /// One entry for each source with something to read.
     pub reads: Vec<Reads>,
     /// Local ranges to zero before the reads are posted.
     pub zero: Vec<Descriptor>,
-    /// Bytes of tokens after the request's that came along because a whole block was cheaper, or views have no others.
+    /// Bytes of tokens after the request's last token, moved because a whole block was cheaper or views have only whole
+    /// blocks.
     pub excess_bytes: u64,
-    /// For each local group, the first token from which on its blocks are filled up to the request's last token.
-    /// Blocks that begin before it hold zeros there. 0 for groups whose blocks do not hold tokens by position.
+    /// For each local group, the first token from which its blocks are filled up to the request's last token. A block
+    /// that begins before it has zeros there. 0 for groups whose blocks do not hold tokens by position.
     pub first_tokens: Vec<u64>,
 }
 
@@ -40,15 +41,15 @@ impl<Reads> Transfer<Reads> {
 }
 
 impl Plan {
-    /// Computes what a request of `num_tokens` tokens moves.
+    /// Computes the copies of a request of `num_tokens` tokens.
     ///
-    /// `local` has a span for each local group, of the blocks to fill. `remote` has, for each source, a span for
-    /// each of its groups; a single entry holds for all sources.
+    /// `local` has a span for each local group, with the blocks to fill. `remote` has, for each source, a span for each
+    /// of its groups; a single entry is used for all sources.
     pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
         self.transfer_in(ALLOCATE, num_tokens, local, remote)
     }
 
-    /// The same, with descriptors where `allocate` puts them.
+    /// The same, with descriptors allocated by `allocate`.
     pub fn transfer_in(
         &self,
         allocate: Allocate,
@@ -80,8 +81,8 @@ impl Plan {
         Ok(reads)
     }
 
-    /// Whether a request's blocks alone prove that it writes no byte twice: a layer's items, tokens and blocks are
-    /// assigned once, so only two groups with a block in common could.
+    /// Whether a request's blocks alone prove that it writes no byte twice. A layer's items, tokens and blocks are
+    /// assigned once, so only two groups with a common block could write a byte twice.
     pub(crate) fn is_each_block_once(&self, request: &CheckedRequest) -> bool {
         let blocks = request.spans.local.iter().map(|span| span.ids.as_slice());
         self.shared_memory.as_ref().is_some_and(|memory| no_block_twice(memory, blocks))

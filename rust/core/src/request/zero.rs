@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Local bytes of a request's blocks that nothing is read into: they are zeroed.
+//! Local bytes of a request's blocks that no read fills: they are zeroed.
 use std::collections::HashSet;
 
 use crate::bytes::pieces::TokenCut;
@@ -17,11 +17,11 @@ use crate::request::copies::refuse_overlap;
 use crate::request::pairs_by_cut::PairsByCut;
 
 impl Plan {
-    /// Local ranges of the request's blocks that nothing is read into.
+    /// Local ranges of the request's blocks that no read fills.
     ///
     /// ```text
-    /// a group with a source      |zero|     read     |zero|     before the first and after the last token that is moved
-    /// a layer that none has      |zero|     zero     |zero|
+    /// a group with a source      |zero|     read     |zero|     before the first and after the last moved token
+    /// a layer without one        |zero|     zero     |zero|
     /// ```
     pub(crate) fn zero(&self, request: &CheckedRequest) -> Result<Vec<Descriptor>> {
         let mut zero = self.ranges(&self.self_table, |pair| self.around_moved_tokens(request, pair))?;
@@ -42,7 +42,7 @@ impl Plan {
         Ok(table.copies(&geometries, by_pair, self.budget(ALLOCATE, 0))?.local)
     }
 
-    /// Blocks of a group with the tokens before and after those that are moved.
+    /// Blocks of a group with the tokens before and after the moved tokens.
     fn around_moved_tokens(&self, request: &CheckedRequest, pair: &GroupPair) -> PairsByCut {
         let local = self.local_span(&request.spans, pair.local_group);
         let mut pairs = PairsByCut::default();
@@ -56,7 +56,7 @@ impl Plan {
         pairs
     }
 
-    /// Blocks of a group with the tokens or the state that are moved of its other layers.
+    /// Blocks of a group with the tokens or the state that its other layers move.
     fn moved_blocks(&self, request: &CheckedRequest, pair: &GroupPair) -> PairsByCut {
         let local = self.local_span(&request.spans, pair.local_group);
         let mut pairs = PairsByCut::default();
@@ -69,7 +69,7 @@ impl Plan {
         pairs
     }
 
-    /// Joins sorted local ranges that touch, but none across the start of a region.
+    /// Joins sorted local ranges that touch, except across the start of a region.
     fn join_ranges(&self, ranges: &mut Vec<Descriptor>) {
         let starts: HashSet<u64> = self.local.regions.iter().map(|region| region.base).collect();
         ranges.dedup_by(|next, last| {
