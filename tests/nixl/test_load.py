@@ -85,7 +85,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(ranks: tuple[Rank, Ran
     peers, transfer = moved(*ranks)
     before = d.memory.copy()
     for wrong in ([peers[0], None], [peers[0]], []):
-        with pytest.raises(RequestError, match=r"source \d is read from, and peers has none"):
+        with pytest.raises(RequestError, match=r"source \d is read from, but peers has no peer"):
             load(d.agent, wrong, transfer)
     with Agent("stranger") as stranger, pytest.raises(RequestError, match="is not registered with agent 'stranger'"):
         load(stranger, peers, transfer)

@@ -139,7 +139,7 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "a run is not there": (
         [Step("transfer", 0, rows_of(*RUNS[1:]))],
         "missing",
-        "4 bytes of fa/kv tokens 0 to 3: they hold D's earlier content",
+        "4 bytes of fa/kv tokens 0 to 3: they hold what D held before",
     ),
     "another token": (
         [Step("transfer", 0, rows_of((THERE + 5, HERE + 12, 3), (THERE + 4, HERE + 15, 1), *RUNS[1:]))],
@@ -159,7 +159,7 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "another request's block of P": (
         [Step("transfer", 0, rows_of((THERE + 12, HERE + 12, 4), *RUNS[1:]))],
         "wrong",
-        "they hold bytes of P outside the request's tokens",
+        "they hold bytes of P that are no token of the request",
     ),
     "another request's block of D": (
         [Step("transfer", 0, rows_of(*RUNS, (THERE + 4, HERE + 16, 4)))],
@@ -174,12 +174,12 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "written twice": (
         [Step("transfer", 0, rows_of(*RUNS)), Step("transfer", 0, rows_of((THERE + 5, HERE + 12, 1)))],
         "wrong",
-        "two transfers write different bytes there",
+        "two transfers write them, each something else",
     ),
     "written twice by one step": (
         [Step("transfer", 0, rows_of((THERE + 5, HERE + 12, 1), *RUNS))],
         "wrong",
-        "two transfers write different bytes there",
+        "two transfers write them, each something else",
     ),
     "put in another order afterwards": (
         [
@@ -197,7 +197,7 @@ MUTANTS: dict[str, tuple[list[Step], str, str]] = {
     "outside of P": (
         [Step("transfer", 0, rows_of((16, HERE + 12, 4), *RUNS[1:]))],
         "wrong",
-        "they hold bytes of P outside",
+        "they hold bytes of P that are no token",
     ),
 }  # fmt: skip
 

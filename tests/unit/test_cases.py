@@ -453,7 +453,7 @@ def test_exit_codes(files: dict[str, Path]) -> None:
 def test_lines(files: dict[str, Path]) -> None:
     lines = run(*(files[name] for name in ("right", "wrong", "refused", "refusal", "bad")))[1].splitlines()
     assert lines[0].startswith("right ")
-    assert "3 descriptors, 10 bytes read (0 behind the last token), 2 zeroed" in lines[0]
+    assert "3 descriptors, 10 bytes read (0 after the last token), 2 zeroed" in lines[0]
     assert "zero: 1 instead of 0" in lines[1]
     assert lines[2].startswith("refused ")
     assert "RequestError: local group 0" in lines[3]

@@ -388,9 +388,9 @@ _NO_BLOCK = np.int64(-(1 << 61))
 ZEROS, _STALE, _OF_P, _TWICE, _NOWHERE, _SAME_TOKEN, _OTHER_TOKEN = range(-7, 0)
 _WORDS = {
     ZEROS: "they are zero",
-    _STALE: "they hold D's earlier content",
-    _OF_P: "they hold bytes of P outside the request's tokens",
-    _TWICE: "two transfers write different bytes there",
+    _STALE: "they hold what D held before",
+    _OF_P: "they hold bytes of P that are no token of the request",
+    _TWICE: "two transfers write them, each something else",
     _NOWHERE: "D has no block for them",
     _SAME_TOKEN: "they hold other items of the same token or state",
     _OTHER_TOKEN: "they hold other tokens, or a state after other tokens",

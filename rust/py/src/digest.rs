@@ -9,7 +9,7 @@ use crate::error::argument_error;
 
 const WHAT: &str = "tokens";
 
-/// Ids that are hashed at a time.
+/// Number of ids that are hashed at a time.
 const PIECE: usize = 16384;
 
 /// Return the first 16 bytes of BLAKE3 over the length of a header (u64), the header and token ids (i32).
@@ -70,7 +70,7 @@ pub(crate) fn digest_prefixes<'py>(
     Ok(found)
 }
 
-/// Feeds the ids of a list from one place up to another.
+/// Feeds the ids of a list between two indices.
 fn push_tokens(digest: &mut TokenDigest, tokens: &Bound<'_, PyList>, from: usize, to: usize) -> PyResult<()> {
     if tokens.len() < to {
         let reason = format!("{} of {to} are in the list", tokens.len());
@@ -82,7 +82,7 @@ fn push_tokens(digest: &mut TokenDigest, tokens: &Bound<'_, PyList>, from: usize
         for (index, token) in (first..).zip(&mut piece[..count]) {
             *token = read_token(tokens, index)?;
         }
-        // To hash less takes less time than to get the interpreter back.
+        // Hashing fewer ids takes less time than reacquiring the interpreter.
         if count == PIECE {
             tokens.py().detach(|| digest.push(&piece));
         } else {
@@ -102,7 +102,7 @@ fn read_token(tokens: &Bound<'_, PyList>, index: usize) -> PyResult<i32> {
         let item = ffi::PyList_GetItem(tokens.as_ptr(), index as ffi::Py_ssize_t);
         if !item.is_null() && ffi::PyLong_CheckExact(item) != 0 { ffi::PyLong_AsLongLong(item) } else { -1 }
     };
-    // -1 is also what a number of more than 64 bits gives, and an exception.
+    // A number of more than 64 bits also returns -1, with an exception.
     if value == -1 { read_slowly(tokens, index) } else { to_token(tokens.py(), value) }
 }
 

@@ -69,7 +69,7 @@ pub(crate) fn ids_to_text(ids: &Bound<'_, PyAny>) -> PyResult<String> {
 ///     RequestError: the text has another form, an id has more than 31 bits, or there are more ids than `limit`.
 #[pyfunction]
 pub(crate) fn text_to_ids<'py>(text: &Bound<'py, PyString>, limit: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    // JSON may have lone surrogates, which are no UTF-8.
+    // JSON may have lone surrogates, which are not UTF-8.
     let letters = text.to_str().unwrap_or("\u{fffd}");
     Ok(kvhma_core::text_to_ids(letters, limit).or_raise(text.py())?.into_pyarray(text.py()))
 }
@@ -281,7 +281,7 @@ fn expand(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64>>
     rows(py, py.detach(|| views::expand_views(&views)).or_raise(py)?)
 }
 
-/// A function of regions: `$read` makes the views, of which `$finish` makes an array.
+/// A function of regions: `$read` makes the views, and `$finish` converts them to an array.
 macro_rules! of_regions {
     ($(#[$doc:meta])* $name:ident(bases, $what:ident, ..) = $read:ident, $finish:ident) => {
         $(#[$doc])*
@@ -357,7 +357,7 @@ pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> Py
     expand(py, list)
 }
 
-/// So many are looked at sooner than others can be let run.
+/// Checking up to this many rows takes less time than releasing the interpreter.
 const FEW_ROWS: usize = 1024;
 
 /// Check rows before a call of NIXL, which accepts any array with the right number of bytes and lets addresses wrap.
@@ -390,7 +390,7 @@ pub(crate) fn check_rows(py: Python<'_>, what: &str, rows: &Bound<'_, PyAny>, co
     if numbers.len() > FEW_ROWS * columns { py.detach(check) } else { check() }.or_raise(py)
 }
 
-/// Rows to read, local and remote, and ranges to permute once they have arrived.
+/// Local and remote rows to read, and ranges to permute after they arrive.
 type PermutedRows<'py> = (Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>, Bound<'py, PyArray2<u64>>);
 
 /// Read rows in the order of the source where that needs fewer rows, and return the ranges to permute after arrival.

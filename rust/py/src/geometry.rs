@@ -25,7 +25,7 @@ type LayerArguments<'a> = (&'a str, usize, usize, u64, u64, u64, usize, Option<u
 ///     AddressOverflowError: as for `kvhma.Geometry`.
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct CheckedGeometry {
-    /// As it was written: what was left out is still left out.
+    /// The written form: fields that were left out stay out.
     form: Form,
     pub(crate) geometry: Arc<kvhma_core::Geometry>,
 }
@@ -37,7 +37,7 @@ impl CheckedGeometry {
     }
 }
 
-/// The checked form of a `kvhma.Geometry`, or one itself.
+/// The checked form of a `kvhma.Geometry`, or of a checked form itself.
 pub(crate) fn read_geometry(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Py<CheckedGeometry>> {
     let core = value.getattr("core").unwrap_or_else(|_| value.clone());
     let no_geometry = |_| type_error(value.py(), what, &type_name(value), "is not a Geometry");

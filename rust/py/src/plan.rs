@@ -11,7 +11,7 @@ use crate::error::OrRaise;
 use crate::geometry::{CheckedGeometry, read_geometries, read_geometry};
 use crate::results::{Finding, Loss, Losses, Read, Transfer};
 
-/// A source's index; one too large for any list is refused where the list is known.
+/// A source's index. An index beyond the list is refused later, where the list is known.
 fn read_index(source: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(usize::try_from(read_u64("source", source)?).unwrap_or(usize::MAX))
 }
@@ -26,7 +26,7 @@ type Sides = (Py<CheckedGeometry>, Vec<Py<CheckedGeometry>>);
 #[pyclass(frozen, module = "kvhma._kvhma")]
 pub(crate) struct Plan {
     pub(crate) core: kvhma_core::Plan,
-    /// What it was made of.
+    /// The arguments that it was made from.
     sides: Sides,
     options: kvhma_core::PlanOptions,
 }

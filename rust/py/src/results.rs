@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What plans and comparisons answer: plain values that are made of their attributes, so copies and pickles work.
+//! The results of plans and comparisons: plain values made of their attributes, so copies and pickles work.
 #![allow(clippy::too_many_arguments, reason = "a value's constructor takes all of its attributes")]
 use kvhma_core::Copies;
 use numpy::PyArray2;
@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 use crate::convert::{column, rows};
 use crate::error::printable;
 
-/// What a value's constructor takes: its attributes, which pickle and copies keep.
+/// The arguments of a value's constructor: its attributes, which pickle and copies preserve.
 fn attributes<'py>(value: &Bound<'py, PyAny>, names: &str) -> PyResult<Bound<'py, PyTuple>> {
     PyTuple::new(value.py(), names.split(' ').map(|name| value.getattr(name)).collect::<PyResult<Vec<_>>>()?)
 }
@@ -182,7 +182,7 @@ impl Transfer {
 }
 
 impl Transfer {
-    /// What the core answers, with each of its reads made a `Read`; `groups` of them are counted.
+    /// Converts a transfer of the core, with each read as a `Read`; `groups` is the number of counted groups.
     pub(crate) fn new<R>(
         py: Python<'_>,
         transfer: kvhma_core::Transfer<R>,

@@ -62,7 +62,7 @@ _EVERY_NTH_FULL = layers.every_nth_full("sliding", "sliding_window_pattern", "_s
 GENERAL = Architecture(layers.windowed)
 """For decoders that are not named here; `kvhma.models.config.general` decides which."""
 
-_OWN_SIZE = {"head_dim": "heads of a separate size"}
+_OWN_SIZE = {"head_dim": "a separate head size"}
 _UNLISTED = {"layer_types": "windows in some layers"}
 """For classes that give each layer the same window, even if the file has a list."""
 

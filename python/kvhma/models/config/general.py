@@ -87,8 +87,8 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
             continue
         if _COULD_CHANGE.search(name) and not _HARMLESS.fullmatch(name):
             raise ConfigError(
-                f"{name} {quote(value)}: model_type {quote(kind)} has no separate rule, and this field could change "
-                "its cache; give a geometry instead"
+                f"{name} {quote(value)}: model_type {quote(kind)} has no rule, and this field could change its cache; "
+                "give a geometry instead"
             )
     _check_heads(Fields(text, defaults_of(kind)), kind)
     if listed:

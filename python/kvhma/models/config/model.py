@@ -198,7 +198,7 @@ def _is_decoder(names: Any) -> bool:
 def _check_general(text: Mapping[str, Any], kind: str) -> None:
     for name in ("num_hidden_layers", "num_attention_heads"):
         if Fields(text, defaults_of(kind)).get(name) is None:
-            raise ConfigError(f"{name} is missing, and model_type {quote(kind)} has no separate rule")
+            raise ConfigError(f"{name} is missing, and model_type {quote(kind)} has no rule")
     _refuse(text, GENERAL)
     check_fields(text, kind)
 
