@@ -101,7 +101,7 @@ def test_other_files(tmp_path: Path) -> None:
     (tmp_path / "g.json").write_bytes(tiny_hybrid(10).to_json())
     line = refused("plan", tmp_path / "g.json", "--tokens", 100_000)
     assert "--tokens 100000 takes" in line
-    assert "the geometry has 9 beside the null block" in line
+    assert "the geometry has 9 besides the null block" in line
     assert "a geometry says all of an engine" in refused("plan", tmp_path / "g.json", "--decode", "tp=2")
     assert "--request needs --local and --remote" in refused("plan", "--request", tmp_path / "g.json")
     assert "not written by `kvhma bench link`" in refused("plan", NANO, "--link", tmp_path / "g.json")

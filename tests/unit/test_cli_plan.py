@@ -694,7 +694,7 @@ def test_vllm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**NEMOTRON_3_NANO, "model_type": "foo"}))
     assert "--layout vllm: vLLM is not installed here" in refused("plan", file, "--layout", "vllm")
-    assert "where vLLM is installed, its own classes are asked" in refused("plan", file)
+    assert "install vLLM to use its own classes" in refused("plan", file)
 
 
 def test_exported_engines_are_planned_alike(tmp_path: Path) -> None:

@@ -222,7 +222,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(UnsupportedPairError, match="D sums full layers, sliding 9 layers, P full layers, sliding 9"):
         differences(whole, digest(fewer, memory, 40, spans[:2]), SEED)
     other = replace(geometry, layers=(replace(geometry.layers[0], name="e"), *geometry.layers[1:]))
-    with pytest.raises(UnsupportedPairError, match="content_digests: full layers: D sums these items, P different items"):
+    with pytest.raises(
+        UnsupportedPairError, match="content_digests: full layers: D sums these items, P different items"
+    ):
         differences(whole, digest(other, memory, 40, spans), SEED)
     with pytest.raises(UnsupportedPairError, match="different items or ranks"):
         differences(whole, whole + whole, SEED)

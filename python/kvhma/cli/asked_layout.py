@@ -89,7 +89,7 @@ def ask_layout(
         if layout == "table":
             raise ConfigError(f"{file}: {error}") from error
         if find_spec("vllm") is None:
-            raise ConfigError(f"{file}: {error}; where vLLM is installed, its own classes are asked") from error
+            raise ConfigError(f"{file}: {error}; install vLLM to use its own classes") from error
         try:
             return _ask_vllm(file, name, form, kv_dtype, ssm_dtype, tp_sizes)
         except KvhmaError as vllm_error:

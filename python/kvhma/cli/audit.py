@@ -48,8 +48,8 @@ def audit(
 ) -> None:
     """Judge traces of any connector, byte by byte.
 
-    Every byte that D's next step reads has to be the one that stands there for its layer, head and token. No planner
-    is asked for that. docs/audit.md has the format of a trace.
+    Every byte that D's next step reads must be the byte of its layer, head and token. The check uses no planner.
+    docs/audit.md has the format of a trace.
 
     Exit code 0: all are right. 1: bytes of D are wrong or missing, or others were written. 2: a file is not a trace,
     is too large to simulate, or the connector has refused. With -q only what is not right is named.

@@ -112,7 +112,7 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
     """Read memory of a second process over NIXL, in blocks of your sizes, and fit the cost model to it.
 
     Each size is read twice: as blocks with gaps between them, one descriptor each, and as one run. The constants of
-    t = a * descriptors + bytes / bandwidth are kept for `kvhma plan`.
+    t = a * descriptors + bytes / bandwidth are stored for `kvhma plan`.
     """
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError(f"bench link needs nixl: {NIXL_INSTALL}")
@@ -141,7 +141,7 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
         return
     _print(points, constants, style)
     if saved is not None and not quiet:
-        click.echo(f"kept for `kvhma plan` in {click.format_filename(saved)}")
+        click.echo(f"stored for `kvhma plan` in {click.format_filename(saved)}")
 
 
 bench.add_command(link_)

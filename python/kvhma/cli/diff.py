@@ -34,7 +34,7 @@ def diff(a: str, b: str, style: str, quiet: bool) -> None:
     A geometry is JSON as docs/geometry.md describes it, a plan is what `kvhma plan --json` prints, a model is a
     config.json or a name of the built-in table. Exit code 0: nothing differs. 1: something does.
 
-    For geometries it also says which differences keep the two from being paired, and what would fix them.
+    For geometries it also says which differences prevent pairing, and what would fix them.
     """
     left, right = _read(a), _read(b)
     if type(left) is not type(right):

@@ -108,7 +108,7 @@ def _engine(client: Client, info: EngineInfo) -> Row:
 def _advertised(asked: tuple[str, int], info: EngineInfo, access: Access) -> Iterator[Row]:
     """Connect to the address that the engine advertises, because from this host it may lead to another engine.
 
-    Skipped if that is the address that was asked.
+    Skipped if the command already asked that address.
     """
     from kvhma.vllm.wire.params import Address
 

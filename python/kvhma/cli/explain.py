@@ -85,7 +85,7 @@ def explain(ranks: tuple[int, ...] | None, all_ranks: bool, as_json: bool, quiet
 
 
 def _refusals(hand_off: HandOff) -> list[Refusal]:
-    """Return the reasons against reading on the first rank of each pipeline stage of D: ranks of a stage are alike."""
+    """Return the reasons against reading on the first rank of each pipeline stage of D; ranks of a stage are equal."""
     stages = [rank for rank in hand_off.decode if rank.tp_rank == hand_off.decode[0].tp_rank]
     return next((found for stage in stages if (found := refusals(stage, hand_off.prefill))), [])
 

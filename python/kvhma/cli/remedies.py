@@ -21,7 +21,7 @@ _BY_CODE = {
     "no-common-layer": "serve the same model on both sides; layers are paired by name",
     "one-sided-layer": "serve the same model and the same draft module on both sides, or list all pipeline stages",
     "no-source": "list every rank and pipeline stage of the prefill engine",
-    "cp-cycle": "choose turns of which one is a multiple of the other on the context-parallel ranks",
+    "cp-cycle": "choose turns of the context-parallel ranks so that one side's is a multiple of the other's",
     "cp-turns": "set cp_kv_cache_interleave_size to the block size on both sides",
 }
 _BY_AXIS = {

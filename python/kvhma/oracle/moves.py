@@ -63,8 +63,8 @@ class Moves:
     Attributes:
         copies: the bytes that D needs from P; if several ranks have a byte, from the first of them.
         zero: ranges that must be zero: address and length.
-        either: ranges that may be zero or P's: before the first token that is read, and from the last token to the end
-            of the nearer last kernel block.
+        either: ranges that may be zero or P's: before the first token that is read, and after the last token up to the
+            end of the nearer last kernel block.
         fewest: the minimum number of descriptors for all of `copies`, from any ranks, with `either` filling gaps.
     """
 

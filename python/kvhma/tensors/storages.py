@@ -56,9 +56,8 @@ class Storages:
 
     def from_address(self, address: int) -> torch.Tensor:
         """Return the bytes from an address to the end of its storage; empty if it is in no storage."""
-        index = (
-            bisect_right(self._starts, address) - 1
-        )  # of the storages that begin at or before it, the one that ends last
+        # Of the storages that begin at or before the address, this one ends last.
+        index = bisect_right(self._starts, address) - 1
         start = self._starts[max(0, index)]
         return self._bytes[index][address - start :] if index >= 0 else self._bytes[0][:0]
 

@@ -67,7 +67,7 @@ def block_tables(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> 
     largest = max((max(table, default=0) for table in tables), default=0)
     if largest >= blocks:
         raise RequestError(
-            f"--tokens {num_tokens} takes {largest} blocks; the geometry has {blocks - 1} beside the null block"
+            f"--tokens {num_tokens} takes {largest} blocks; the geometry has {blocks - 1} besides the null block"
         )
     ids = pool_ids(blocks, pool, seed)
     return [[ids[block] for block in table] for table in tables]

@@ -206,7 +206,7 @@ def check_supported(geometry: Geometry) -> None:
         # A short convolution has no part ssm, linear attention no other.
         if layer.page.parts[-1].name != "ssm" or len(layer.page.parts) == 1:
             names = ", ".join(part.name for part in layer.page.parts)
-            raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves that of Mamba and GDN")
+            raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves only states of Mamba and GDN")
         for part in layer.page.parts:
             strides = {axis.name: axis.stride for axis in part.axes}
             if strides.get("rows", 0) > strides.get("channels", 0):

@@ -108,7 +108,7 @@ def _state(kind: StateKind, taps: int, heads: tuple[int, int, int], groups: int,
 def _taps(fields: Fields, *names: str) -> int:
     taps = fields.size(*names)
     if taps < 2:
-        raise ConfigError(f"{fields.called(*names)} {taps}: a convolution of less than 2 taps keeps no state")
+        raise ConfigError(f"{fields.called(*names)} {taps}: a convolution of less than 2 taps has no state")
     return taps
 
 

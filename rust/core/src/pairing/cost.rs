@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The minimum cost of a block of two geometries. It refuses a pair independent of the plan's caches.
+//! The minimum cost of a block of two geometries. This cost, and not the pieces that a plan caches, can refuse a pair.
 use std::collections::HashMap;
 
 use crate::bytes::pieces::{Cutout, TokenCut, count_pieces};

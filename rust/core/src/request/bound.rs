@@ -147,8 +147,8 @@ pub(crate) fn room<T>(count: usize) -> Result<Vec<T>> {
     Ok(rows)
 }
 
-/// Allocates room for so many descriptors; None without enough memory. A caller that returns descriptors to another
-/// library may need another place.
+/// Allocates room for so many descriptors; None without enough memory. A caller that passes the descriptors on can
+/// choose a better place for them.
 pub type Allocate = fn(usize) -> Option<Vec<Descriptor>>;
 
 /// The default allocation of descriptors.
