@@ -344,7 +344,7 @@ def test_sequence_blocks() -> None:
         (
             layout(LINEAR, LayoutOptions(num_blocks=4)),
             layout(LINEAR, LayoutOptions(num_blocks=4)),
-            "state of ssm; vLLM 0.32 moves that of Mamba and GDN",
+            "state of ssm; vLLM 0.32 moves only states of Mamba and GDN",
         ),
         (
             layout(HYBRID, LayoutOptions(num_blocks=4, conv="SD")),

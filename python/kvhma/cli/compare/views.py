@@ -203,7 +203,7 @@ def check_supported(geometry: Geometry) -> None:
     for layer in geometry.layers:
         if geometry.groups[layer.group].kind != "ssm":
             continue
-        # A short convolution has no part ssm, linear attention no other.
+        # A short convolution has no part ssm; linear attention has only that part.
         if layer.page.parts[-1].name != "ssm" or len(layer.page.parts) == 1:
             names = ", ".join(part.name for part in layer.page.parts)
             raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves only states of Mamba and GDN")
