@@ -132,9 +132,6 @@ class Decode:
         """Order loads; short ones are read by the calling thread, `at_once`, or by the loader's."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
-            if at_once:  # P answers later than a step waits where the machine is busy
-                patch.setattr(polling, "_STAY_SECONDS", 20.0)
-                patch.setattr(board_reader, "_LATE_SECONDS", 20.0)
             self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
 
     def ended(self, *names: str) -> dict[str, str]:
@@ -598,6 +595,9 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
     """
     monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
     monkeypatch.setattr(loading, "_IDLE_BYTES", changes.get("idle", PAGE))
+    # On a busy machine P answers later than a step waits.
+    monkeypatch.setattr(polling, "_STAY_SECONDS", 20.0)
+    monkeypatch.setattr(board_reader, "_LATE_SECONDS", 20.0)
     d = Decode(may_wait=changes.get("may_wait", True))
     try:
         d.start(met=(p.remote("met", [1]), [1]))
