@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several tests need: generated geometries."""
+"""Helpers shared by several tests."""

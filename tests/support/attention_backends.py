@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every attention backend in the source of a vLLM, without importing it: most need a GPU to be imported."""
+"""Reads every attention backend from vLLM's source without importing it: most backends need a GPU to be imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Class:
 
 @dataclass
 class Backends:
-    """What a vLLM defines.
+    """The attention backends that a vLLM defines.
 
     Attributes:
         classes: module and class of each backend, with the name that formats know it by and the class that decides it.
@@ -100,7 +100,7 @@ def backends_of(root: Path) -> Backends:
 
 
 def _name(line: list[_Class], names: list[str]) -> tuple[str, str] | None:
-    """Return a backend's name and the class that decides it; None for a class without a name, which no layer has."""
+    """Return a backend's name and the class that decides it; None for a class without a name, which no layer uses."""
     returned = next((each.returns for each in line if each.returns is not None), None)
     if returned is None:
         return None

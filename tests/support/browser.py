@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real browser without a screen or a network, for tests of what people look at."""
+"""A real browser without a screen or a network, for tests of pages and pictures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ needs_browser = pytest.mark.skipif(
 def answer(page: Path, *flags: str) -> Any:
     """Open a page; what its script has written into `<pre id="answer">` is JSON.
 
-    A browser that a signal ended says nothing of the page: it is begun again, twice at most.
+    If a signal ends the browser, that says nothing about the page: the browser is started again, at most twice.
     """
     for attempt in range(3):
         profile = f"--user-data-dir={page.parent}/profile{attempt}"
         command = [str(BROWSER), *FLAGS, *flags, profile, "--dump-dom", page.as_uri()]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-        # A shell, which some installations put before it, says 128 + the signal's number.
+        # Some installations wrap the browser in a shell, which exits with 128 + the signal's number.
         if 0 <= done.returncode < 128:
             break
     done.check_returncode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line within this process: its code, its output, its errors."""
+"""The command line within this process: its exit code, its output, its errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Done:
 
     @property
     def form(self) -> Any:
-        """What it printed, as JSON."""
+        """The command's output, parsed as JSON."""
         return json.loads(self.out)
 
     @property
     def words(self) -> str:
-        """What it printed, whatever the line breaks."""
+        """The command's output, with line breaks removed."""
         return " ".join(self.out.split())
 
 
@@ -47,7 +47,7 @@ def cli(*arguments: object, settings: object = "/nonexistent", columns: int = 16
 
 
 def refused(*arguments: object) -> str:
-    """Return the one line that a command says whose input is wrong."""
+    """Return the one line that a command prints when its input is wrong."""
     done = cli(*arguments)
     assert (done.code, done.out) == (2, ""), done
     (line,) = done.err.splitlines()

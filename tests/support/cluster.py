@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill engines and decode ranks in numbers: real listeners, leases, renewers, handshakes and plans; no bytes move.
 
-Needs neither vLLM nor NIXL. A prefill engine is what its scheduler's process has of the connector, a decode engine
-what its scheduler's and its workers' have, less the threads that post and poll: there is nothing to post.
+Needs neither vLLM nor NIXL. A prefill engine is the part of the connector in its scheduler's process. A decode engine
+is the parts in its scheduler's and its workers' processes, without the threads that post and poll: there is nothing
+to post.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ MODEL = "gemma-3-4b"
 BLOCKS = 4096
 TOKENS = 1000
 METADATA = bytes(8000)
-"""As much as NIXL says of an agent with UCX."""
+"""The part of NIXL's description of an agent with UCX that the listener reads."""
 
 LEASE = 600.0
 TIMEOUT = 60.0
-"""Longer than a machine that has other things to do keeps a process waiting."""
+"""Longer than a busy machine delays a process."""
 SECRET = b"a secret of a simulation, of no use"
 
 
@@ -118,7 +119,7 @@ class PrefillHost:
         return Incarnation(address, engine.engine_id, engine.incarnation_id, self._ranks)
 
     def held(self) -> int:
-        """Requests that are still kept."""
+        """Requests that are still held."""
         return sum(len(table) for table in self.leases)
 
     def close(self) -> None:
@@ -127,7 +128,7 @@ class PrefillHost:
 
 
 class NoTransport:
-    """Stands for an agent: whoever said hello is connected."""
+    """Stands for an agent: every peer that sent its worker identity is connected."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
@@ -146,14 +147,14 @@ class NoTransport:
 
 @dataclass
 class Took:
-    """Seconds of parts of the control path, one for each rank of each hand-off.
+    """Durations in seconds of parts of the control path, one for each rank of each hand-off.
 
     Attributes:
         handshake: with an engine that was not known.
         plan: to find the engine and plan the read.
-        question: whether P held the blocks, and its answer.
+        question: to ask P whether it held the blocks, and receive its answer.
         path: all of it, without a handshake.
-        errors: what went wrong.
+        errors: messages of the hand-offs that failed.
     """
 
     handshake: list[float] = field(default_factory=list)
@@ -169,7 +170,7 @@ class Took:
 
 
 class DecodeEngine:
-    """A decode engine: its ranks, and what its scheduler tells prefill engines."""
+    """A decode engine: its ranks, and the messages of its scheduler to prefill engines."""
 
     def __init__(self, ranks: Sequence[Geometry], settings: Settings, secrets: Secrets) -> None:
         self.counted = Counted()
@@ -187,7 +188,7 @@ class DecodeEngine:
         )
 
     def hand_off(self, params: dict[str, object], *, track: bool) -> Took:
-        """Take a request over, as far as control goes; `track` has its lease renewed meanwhile."""
+        """Do the control path of a hand-off; with `track`, its lease is renewed meanwhile."""
         took = Took()
         remote = PrefillParams.from_params(params, self.secrets, num_prompt_tokens=TOKENS + 1)
         claim = remote.claim(random_id())
@@ -232,7 +233,7 @@ class DecodeEngine:
 
 
 def connect(rank: PrefillEngines, remote: Incarnation) -> PrefillEngine:
-    """Wait for handshakes until an engine is known: other loads may make it go again."""
+    """Wait for handshakes until an engine is known: other loads may evict it again."""
     while True:
         done = threading.Event()
         errors: list[KvhmaError | None] = []
@@ -260,7 +261,7 @@ def ask(engine: PrefillEngine, claim: object) -> None:
 
 
 class DecodeHost:
-    """Decode engines in this process, and threads that hand requests to them."""
+    """Decode engines in this process, and threads that give them requests."""
 
     def __init__(self, count: int, ranks: int, *, secret: bool = False, **settings: object) -> None:
         own = geometries(ranks, 1 << 30)
@@ -271,7 +272,7 @@ class DecodeHost:
     def run(
         self, work: Sequence[Sequence[dict[str, object]]], *, drivers: int, rate: float | None
     ) -> tuple[Took, float]:
-        """Hand each engine its requests in order; return what it took, and the seconds.
+        """Give each engine its requests in order; return the timings, and the seconds of the whole run.
 
         Args:
             work: parameters for each engine.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM calls on a connector, version by version, and which of it is ours. Written from vLLM's sources.
+"""What vLLM calls on a connector, version by version, and which hooks are ours. Written from vLLM's sources.
 
 `HOOKS` is compared with the installed vLLM: a hook that is new, gone or has another signature fails a test.
 """
@@ -18,9 +18,9 @@ class Hook(NamedTuple):
 
     Attributes:
         name: of the method.
-        form: parameters without types, behind ``classmethod`` or instead of which ``property`` where it is one.
-        ours: whether KvhmaConnector defines it; else it is inherited on purpose.
-        why: what ours does, or why the base's is right.
+        form: parameters without types, after ``classmethod`` if it is one; for a property, ``property`` instead.
+        ours: whether KvhmaConnector defines it; otherwise KvhmaConnector inherits it on purpose.
+        why: what our method does, or why the base's is right.
         since: first series of vLLM that has it.
     """
 
@@ -51,7 +51,7 @@ HOOKS = (
     Hook("bind_kv_cache_manager", "(kv_cache_manager)", True, "its prefix cache decides what may be cached"),
     Hook("bind_gpu_block_pool", "(gpu_block_pool)", False, "the base's bind_kv_cache_manager calls it; the pool is "
          "taken from the manager"),
-    Hook("set_xfer_handshake_metadata_pp_aware", "(metadata)", True, "hellos of all workers, again after a wake-up"),
+    Hook("set_xfer_handshake_metadata_pp_aware", "(metadata)", True, "identities of all workers, also after a wake-up"),
     Hook("set_xfer_handshake_metadata", "(metadata)", False, "only the base's pp-aware one calls it, which is ours"),
     Hook("get_finished_count", "()", False, "None: every worker reports every request"),
     Hook("on_new_request", "(request)", True, "parameters are checked once, P's prompt is shortened"),
@@ -65,7 +65,7 @@ HOOKS = (
     Hook("request_finished", "(request, block_ids)", True, "for engines with one group"),
     Hook("request_finished_all_groups", "(request, block_ids)", True, "whether blocks are held, and the parameters"),
     Hook("register_finished_partial_tail", "(request, block_ids, partial_tail_offloads)", False, "none is offloaded"),
-    Hook("has_pending_block_frees", "()", True, "whether answers were given up for a request that lacks blocks"),
+    Hook("has_pending_block_frees", "()", True, "whether answers were evicted for a request that lacks blocks"),
     Hook("has_pending_push_work", "()", True, "blocks that are kept let vLLM's loop rest, unless a step is due"),
     Hook("take_events", "()", False, "vLLM itself tells of the blocks that it caches after a load"),
     Hook("reset_cache", "()", False, "there is no cache beside vLLM's, and what is held is not in its reach"),
@@ -73,9 +73,9 @@ HOOKS = (
     Hook("get_mem_pool_context", "()", False, "None: vLLM's memory is registered where it is"),
     Hook("register_kv_caches", "(kv_caches)", True, "caches are described and registered, threads start"),
     Hook("unregister_kv_caches", "()", True, "reads end, and nothing can reach the memory any more", "0.33"),
-    Hook("restore_kv_caches", "()", True, "registered anew, under a new name with a new hello", "0.33"),
+    Hook("restore_kv_caches", "()", True, "registered anew, under a new name with a new worker identity", "0.33"),
     Hook("set_host_xfer_buffer_ops", "(copy_operation)", False, "host staging copies by itself, parts of pages"),
-    Hook("get_handshake_metadata", "()", True, "the worker's hello"),
+    Hook("get_handshake_metadata", "()", True, "the worker identity"),
     Hook("bind_connector_metadata", "(connector_metadata)", True, "a device is marked before the step is launched"),
     Hook("clear_connector_metadata", "()", False, "as above"),
     Hook("has_connector_metadata", "()", False, "as above"),
@@ -89,7 +89,7 @@ HOOKS = (
     Hook("reset_capture_state", "()", False, "capturing graphs changes nothing here"),
     Hook("get_transfer_results", "(finished_req_ids)", True, "each request once, the failed ones among them"),
     Hook("get_finished", "(finished_req_ids)", False, "only the base's get_transfer_results calls it"),
-    Hook("get_block_ids_with_load_errors", "()", False, "failures are told by request: ids of blocks mean nothing "
+    Hook("get_block_ids_with_load_errors", "()", False, "failures are reported by request: ids of blocks mean nothing "
          "without their group"),
     Hook("build_connector_worker_meta", "()", True, "why loads failed"),
     Hook("get_kv_connector_kv_cache_events", "()", False, "as take_events"),
@@ -98,7 +98,7 @@ HOOKS = (
 )  # fmt: skip
 
 ATTRIBUTES = {"_cache_hit_source": "0.32"}
-"""Class attributes of the base that are no hooks, and the first series with them; we set them."""
+"""Class attributes of the base that are not hooks, with the first series that has them; we set them."""
 
 CALLERS = {
     "config/vllm.py": ("connector_cls",),
@@ -115,7 +115,7 @@ CALLERS = {
 """Files of vLLM that hold a connector, and under which names."""
 
 OTHERS_ONLY = {"get_aligned_num_cpu_blocks"}
-"""What these files call on a connector of vLLM's own, under one of these names, after they have looked for its type."""
+"""What these files call on a connector of vLLM under one of these names, after they have checked its type."""
 
 _HOLDS = re.compile(r"\bget_kv_transfer_group\(\)|\bKVConnectorFactory\.\w+\(")
 _FOLDERS = ("config", "distributed", "engine", "model_executor", "v1")
@@ -148,7 +148,7 @@ def attributes(*classes: type) -> set[str]:
 
 
 def form(member: Any) -> str | None:
-    """How a member is called, see `Hook`; None if it is none."""
+    """How a member is called, see `Hook`; None if it is not a member."""
     if isinstance(member, property):
         return "property"
     kind = "classmethod" if isinstance(member, classmethod) else ""

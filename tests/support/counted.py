@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a part of the connector counts."""
+"""Counters of a part of the connector."""
 
 from __future__ import annotations
 

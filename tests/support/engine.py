@@ -54,9 +54,9 @@ class Shape:
         shared: whether groups share memory (HMA).
         split_kernel: in block-major orders, whether layers are inside a kernel block.
         spread: whether padding of a block is spread over its kernel blocks.
-        row_pad: bytes of padding behind each innermost row.
-        page_pad: bytes of padding behind each kernel page.
-        block_pad: bytes of padding behind each logical block.
+        row_pad: bytes of padding after each innermost row.
+        page_pad: bytes of padding after each kernel page.
+        block_pad: bytes of padding after each logical block.
         overlap: whether uneven shards overlap.
     """
 
@@ -137,11 +137,11 @@ class Rank:
         self._page = cache(self._build_page)  # the same for all layers of a group
 
     def geometry(self) -> Geometry:
-        """Lay out all groups and return the checked geometry."""
+        """Build the layout of all groups and return the checked geometry."""
         groups = self.shape.groups
         attention = [i for i, group in enumerate(groups) if self._heads(group.family)]
         if self.shape.order == "LHBNC":
-            # Heads outside of blocks: only layers with equal rows can share memory.
+            # With heads outside of blocks, only layers with equal rows can share memory.
             pools: dict[tuple[int, ...], list[int]] = {}
             for i in attention:
                 key = (
@@ -208,7 +208,7 @@ class Rank:
         return size
 
     def _build_page(self, group: GroupShape) -> tuple[Page, int]:
-        """Return a page whose bytes are in one piece, and its size."""
+        """Return a page whose bytes are contiguous, and its size."""
         if group.family.kind == "ssm":
             return self._state_page(group.family)
         parts, offset = [], 0
@@ -291,7 +291,7 @@ class Rank:
         return Page((self._part(spec, group.kernel_tokens, {**strides, "heads": head_stride}, 0),))
 
     def _blocks_outside(self, members: Sequence[int]) -> None:
-        """BL and BH orders: all layers of a block lie together; each group divides a block its own way."""
+        """BL and BH orders: all layers of a block are contiguous; each group divides a block its own way."""
         blocks = self._blocks(members)
         plans = []
         for i in members:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that the files of examples/ run: what `vllm` and `python` are given, as they would get it."""
+"""The commands that the files of examples/ run: the arguments of `vllm` and `python`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COMPOSE = EXAMPLES / "compose" / "compose.yaml"
 KUBERNETES = EXAMPLES / "kubernetes" / "kvhma.yaml"
 GIVEN = {"IMAGE": "image", "MODEL": "org/model", "SIDE_HOST": "10.0.0.7", "ALLOWED": '["10.0.0.7:5600"]'}
 GIVEN |= {"PREFILL_URL": "http://10.0.0.7:8100", "DECODE_URL": "http://10.0.0.8:8200"}
-"""What the files leave to whoever uses them."""
+"""The values that the files leave to their user."""
 
 
 def script_command(script: str, folder: Path, **environment: str) -> list[str]:
-    """Run a script with a `vllm` that only says what it was given."""
+    """Run a script with a `vllm` that only prints its arguments."""
     (folder / "vllm").write_text('#!/usr/bin/env bash\nprintf "%s\\0" vllm "$@"\n')
     (folder / "vllm").chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
@@ -33,7 +33,7 @@ def script_command(script: str, folder: Path, **environment: str) -> list[str]:
 
 
 def unit_command(unit: Path, folder: Path) -> list[str]:
-    """What a unit starts, through its script if it has one."""
+    """The command that a unit starts, from its script if it has one."""
     text = unit.read_text()
     (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
     words = shlex.split(re.sub(r"\$\{(\w+)\}", lambda name: GIVEN[name[1]], line).replace("$VLLM_ARGS", ""))
@@ -58,7 +58,7 @@ def kubernetes_objects() -> list[dict[str, Any]]:
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Every command by what runs it."""
+    """Every command, by the file that runs it."""
     found = {f"examples/{name}.sh": script_command(f"{name}.sh", folder) for name in ("prefill", "decode")}
     found |= {f"systemd/{unit.stem}": unit_command(unit, folder) for unit in UNITS}
     for name, service in compose_services()["services"].items():

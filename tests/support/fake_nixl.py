@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A NIXL without NIXL, for tests: agents of one process that move bytes, count descriptors, fail on demand.
 
-It keeps the contract that `kvhma.nixl` relies on, and no more: registered ranges, flat ids over rows, the merge
-rule, progress and notifications only inside a poll, a released transfer that runs on, an agent that dies.
+It implements the contract that `kvhma.nixl` relies on, and nothing else: registered ranges, flat ids over rows, the
+merge rule, progress and notifications only inside a poll. A released transfer runs on, and an agent may die.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = (
     "nixlRemoteDisconnectError",
 )
 ERRORS: dict[str, type[Exception]] = {name: type(name, (Exception,), {}) for name in _NAMES}
-"""Exceptions named like NIXL's, which is how they are told apart."""
+"""Exceptions named like NIXL's: kvhma distinguishes them by name."""
 
 Pair = tuple[int, int, int]
 """A copy: local address, remote address, bytes."""
@@ -41,7 +41,7 @@ def _error(name: str) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Entries at equal distances, as NIXL keeps a prepared list."""
+    """Entries at equal distances, as NIXL stores a prepared list."""
 
     address: int
     nbytes: int
@@ -118,7 +118,7 @@ def _locate(runs: list[Run], index: int) -> tuple[int, Run, int]:
 
 
 class FakeNet:
-    """What connects fake agents, and where failures are arranged.
+    """Connects fake agents, and arranges failures.
 
     Attributes:
         agents: the living agents by name.
@@ -134,7 +134,7 @@ class FakeNet:
         self.fail: dict[str, list[Exception]] = {}
 
     def kill(self, name: str) -> None:
-        """Let an agent die: agents that talk to it find it disconnected from now on."""
+        """Make an agent die: its peers find it disconnected from then on."""
         self.agents.pop(name)
 
     def check(self, method: str) -> None:
@@ -158,7 +158,7 @@ class FakeHandle:
     released: bool = False
 
     def release(self) -> None:
-        """Give it up; NIXL copies on."""
+        """Release it; NIXL continues the copy."""
         if self.left is not None and not self.ended:
             self.agent.released_in_flight += 1
         self.released = True

@@ -195,4 +195,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Hunyuan-MoE": _own("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", head_dim=128, num_experts=8, moe_topk=2),
     "GLM-4.7-Flash": _own("Glm4MoeLiteForCausalLM", "glm4_moe_lite", **LATENT, hidden_act="silu"),
 }
-"""By name; each has to be read as vLLM's own model class says."""
+"""By name; the reader must agree with vLLM's model class on each."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plainest geometry there is: every array is a region with one layer of opaque pages."""
+"""The plainest geometry: every array is a region with one layer of opaque pages."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def generate(seed: int, recipe: Recipe, *, max_tokens: int | None = None) -> Cas
     families = make_model(rng, recipe, tp)
     cuts = _cuts(rng, recipe, families)
     local, remote = _shapes(rng, recipe, families, cuts, tp)
-    # By chance of its own, so that a seed goes on to mean the same otherwise.
+    # A separate generator, so that adding this draw does not change what a seed means otherwise.
     turns = random.Random(f"turns {seed}")
     local, remote = _with_turns(turns, local), _with_turns(turns, remote)
     tokens = draw_tokens(rng, recipe, local, remote)
@@ -286,10 +286,10 @@ def _shapes(
 
 
 def _with_turns(rng: random.Random, shape: Shape) -> Shape:
-    """Let context-parallel ranks take turns by fewer tokens than a block in some groups."""
+    """Make context-parallel ranks alternate after fewer tokens than a block in some groups."""
     groups = []
     for group in shape.groups:
-        # What tokens cannot cut moves by kernel blocks, which are of one rank then.
+        # Pages that tokens cannot cut move by kernel blocks, each of which belongs to one rank then.
         unit = group.kernel_tokens if group.family.packed else 1
         turn = rng.choice([None, *(unit * part for part in _divisors(group.block_size // unit))])
         able = group.cp and group.kind in ("full", "mla")
@@ -313,7 +313,7 @@ def _number(name: str) -> int:
 
 
 def _one_sided(rng: random.Random, recipe: Recipe, names: list[str]) -> tuple[set[str], set[str]]:
-    """Return the layers that D, and that P, does not have."""
+    """Return the layers that D lacks, and those that P lacks."""
     if recipe.layers != "one-sided" or len(names) < 2:
         return set(), set()
     lost = rng.sample(names, rng.randint(1, min(3, len(names) - 1)))

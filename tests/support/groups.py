@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups that the package makes of a model, in what tests compare of them."""
+"""The groups that the package makes of a model, in the form that tests compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CacheGroup:
 def cache_groups(
     model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None, order: Order = "LBHNC"
 ) -> tuple[CacheGroup, ...]:
-    """Cut a model's layers into groups; `order` says whether all layers of a block lie together."""
+    """Divide a model's layers into groups; `order` decides whether all layers of a block are next to each other."""
     found = []
     specs = layer_specs(model, tp_size=tp_size, block_size=block_size, align=align)
     for group in group_layers(specs, block_major=order[0] == "B"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-offs between real engines through the connector, and what their answers are compared with."""
+"""Hand-offs between real engines through the connector, and the answers that tests compare them with."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from support.engines import REMOTE_DECODE, Answer, Engine
 from support.engines.compare import difference, distance
 
 CHUNK = 100
-"""Tokens that engines of qwen3_next compute at a time."""
+"""Tokens that engines of qwen3_next compute in one step."""
 
 
 LEASE = 120
-"""Seconds that P keeps blocks for D where a test is not about that: on a slow machine 30 may pass between the two."""
+"""Seconds that P holds blocks for D in tests that are not about that: a slow machine may need 30 between the two."""
 
 
 def noise(name: str, length: int = 0) -> float:
     """Nats by which two plain engines may differ for a prompt of some length.
 
-    All models compute in float32 but qwen3_next, whose kernel takes bfloat16 only and sums a chunk in another order
-    than its tokens: plain engines differed by up to 0.16, and how much depends on the processor. Its answers are equal
-    where the last token, which D computes, is alone in the plain engine too.
+    All models compute in float32 but qwen3_next: its kernel supports only bfloat16, and sums a chunk in another order
+    than its single tokens. Plain engines differed by up to 0.16, depending on the processor. Its answers are equal
+    where the last token, which D computes, is alone in the plain engine's step too.
     """
     return 0.25 if name == "qwen3_next" and length % CHUNK != 1 else 1e-4
 
@@ -35,7 +35,7 @@ def arguments(name: str, **more: Any) -> dict[str, Any]:
     if name == "qwen3_next":
         return {"dtype": "bfloat16", "max_num_batched_tokens": CHUNK} | more
     if name == "deepseek_v2":
-        # The kernel that vLLM prefers where there is AMX takes no float32.
+        # The kernel that vLLM prefers with AMX does not support float32.
         return {"dtype": "float32", "attention_backend": "CPU_MLA"} | more
     return {"dtype": "float32"} | more
 
@@ -43,7 +43,7 @@ def arguments(name: str, **more: Any) -> dict[str, Any]:
 def kvhma(name: str, *, policy: str = "fail", extra: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     """Arguments of an engine for a tiny model, with the connector.
 
-    With `KVHMA_E2E_DIGESTS=all` in the environment every load of every test is compared.
+    With `KVHMA_E2E_DIGESTS=all` in the environment every load of every test is compared by digests.
     """
     digests = os.environ.get("KVHMA_E2E_DIGESTS")
     extra = ({"content_digests": digests} if digests else {}) | (extra or {})
@@ -63,7 +63,7 @@ def prompts(seed: object, lengths: Iterable[int]) -> list[list[int]]:
 
 
 def prefill(p: Engine, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Let P compute a prompt; return what it says to D."""
+    """Let P compute a prompt; return the parameters for D."""
     answer = p.generate(prompt, max_tokens=1, kv_transfer_params=REMOTE_DECODE, **more).result()
     assert answer.error is None, answer
     assert answer.kv_transfer_params is not None, answer
@@ -75,7 +75,7 @@ def decode(d: Engine, prompt: Sequence[int], params: Any, *, max_tokens: int = 1
 
 
 def at_once(engine: Engine, prompts: Iterable[Sequence[int]], **more: Any) -> list[Answer]:
-    """Ask an engine for answers at the same time, and wait for all of them."""
+    """Send prompts to an engine at the same time, and wait for all answers."""
     return [answer.result() for answer in [engine.generate(prompt, **more) for prompt in prompts]]
 
 
@@ -84,7 +84,7 @@ def hand_over(p: Engine, d: Engine, prompt: Sequence[int], **more: Any) -> Answe
 
 
 def same(name: str, got: Answer, expected: Answer, what: object = "", *, alone: int = 0) -> None:
-    """Fail unless D answers as the plain engine does; `alone` is the length of a prompt that nothing ran beside."""
+    """Fail unless D answers as the plain engine does; `alone` is the length of a prompt that ran alone."""
     found = difference(got, expected, noise(name, alone))
     assert found is None, f"{name} {what}: {found}"
 
@@ -92,10 +92,10 @@ def same(name: str, got: Answer, expected: Answer, what: object = "", *, alone: 
 def compare(
     name: str, p: Engine, d: Engine, plain: Engine, lengths: Iterable[int], *, ranks_differ: bool = False
 ) -> None:
-    """Hand over prompts of some lengths, one after the other, and compare each with the plain engine.
+    """Hand off prompts of some lengths, one after the other, and compare each with the plain engine.
 
-    Where `ranks_differ` from the plain engine's, sums are rounded otherwise. The plain engine answers first, so that
-    nothing computes beside a hand-off.
+    Where `ranks_differ` from the plain engine's, sums are rounded differently. The plain engine answers first, so that
+    no computation runs beside a hand-off.
     """
     worst = 0.0
     for prompt in prompts(name, lengths):
@@ -112,7 +112,7 @@ def all_free(engine: Engine) -> None:
 
 
 def loads(engine: Engine) -> int:
-    """Loads of an engine that ended well."""
+    """Loads of an engine that succeeded."""
     return int(engine.sample("vllm:kvhma_load_seconds_count"))
 
 
@@ -121,5 +121,5 @@ def failures(engine: Engine, cause: str) -> int:
 
 
 def computed(engine: Engine, reason: str) -> int:
-    """Prompts with parameters of a prefill engine that an engine computed itself."""
+    """Prompts with parameters of a prefill engine that the engine computed itself."""
     return int(engine.sample("vllm:kvhma_computed_prompts_total", reason=reason))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that engines of the connector's tests say they run."""
+"""The model that engines of the connector's tests claim to run."""
 
 from kvhma.vllm.identity import ModelIdentity, encode_extra
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every interleaving of one handed-over request, two readers and a prefill engine, around P's real table of leases.
+"""Every interleaving of one request, two readers and a prefill engine, around P's real table of leases.
 
-P's side is :class:`LeaseTable` itself, with a clock of whole ticks. D's side is what the protocol allows a reader: it
-renews whenever it likes, reads in two halves, asks whether P still holds the blocks, and releases. Each question and
-each answer may arrive, be lost, or arrive after its sender has given it up. P may free blocks the moment the table
-lets it, which is when an adversary overwrites them; it may restart once, with an empty table.
+P's side is :class:`LeaseTable` itself, with a clock of whole ticks. D's side is what the protocol allows a reader. It
+renews at any time, reads in two halves, asks whether P still holds the blocks, and releases. Each question and each
+answer may arrive, be lost, or arrive after its sender has stopped waiting for it. P may free blocks as soon as the
+table allows it, and an adversary overwrites them then. P may restart once, with an empty table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Clock:
-    """What the table calls ``time``."""
+    """The table's ``time`` module."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,12 +50,12 @@ class Phase(Enum):
 
 
 class Asked(Enum):
-    """Where the question of whether P holds the blocks is."""
+    """Where the question "does P still hold the blocks" is."""
 
     NOT = 0
     AT_P = 1
     HELD = 2
-    """P has said so, and the answer is on its way."""
+    """P has confirmed it, and the answer is on its way."""
     FINISHED = 4
     """The same, and P has released the claim by the same question."""
     REFUSED = 3
@@ -66,7 +66,7 @@ class Reader(NamedTuple):
 
     Attributes:
         phase: how far it is.
-        right: whether all that it read was the handed-over content.
+        right: whether all that it read was the content that P computed for it.
         asked: its question.
         renewing: whether a renewal of it is on its way; one may arrive after the release.
         releasing: its release, while that is on its way.
@@ -80,13 +80,13 @@ class Reader(NamedTuple):
 
 
 class World(NamedTuple):
-    """All there is.
+    """The state of the model.
 
     Attributes:
         now: P's clock, in ticks.
         table: P's leases, by the number that the explorer gave this state of them.
-        good: whether the blocks still have the handed-over content.
-        restarted: whether P is another one by now.
+        good: whether the blocks still have the content that P computed.
+        restarted: whether P has restarted.
         readers: both.
     """
 
@@ -99,7 +99,7 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """The protocol, or one that is wrong in one place, to see that the exploration finds it.
+    """The protocol, or a variant with one defect, which the exploration must find.
 
     Attributes:
         ask_after_read: whether the question is asked after the last byte was read; else a reader may ask before it
@@ -112,7 +112,7 @@ class Rules:
 
 
 class Explorer:
-    """Visits every world that the rules allow, each once."""
+    """Visits every world that the rules allow, each exactly once."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Explorer:
                     waiting.append(following)
 
     def path(self, world: World) -> list[str]:
-        """Return how a world came to be."""
+        """Return the steps that lead to a world."""
         steps = []
         while (step := self._came_from[world]) is not None:
             world, what = step
@@ -155,7 +155,7 @@ class Explorer:
         return steps[::-1]
 
     def frees_at_last(self, world: World) -> bool:
-        """Return whether P has no request left once it hears of nobody for a lease and the table's graces."""
+        """Return whether P has no request left after a lease and the table's graces without any message."""
 
         def silence(table: LeaseTable) -> bool:
             for seconds in (LEASE + LATE_READER_SECONDS, OVERDUE_SECONDS):
@@ -212,7 +212,7 @@ class Explorer:
         if not self._rules.free_after_end:
             yield "P frees too early", world._replace(good=False)
         if not world.restarted:
-            # It has other content in the blocks, and hands over a request of the same name.
+            # It has other content in the blocks, and offers a request of the same name.
             yield "P restarts", world._replace(table=self._restarted, good=False, restarted=True)
         for index, reader in enumerate(world.readers):
             for what, table, following in (*self._read(world, reader, index), *self._tell(world, reader, index)):
@@ -220,7 +220,7 @@ class Explorer:
                 yield f"reader {index} {what}", world._replace(table=table, readers=readers)
 
     def _read(self, world: World, reader: Reader, index: int) -> Iterator[tuple[str, int, Reader]]:
-        """What a reader reads, asks and concludes."""
+        """The reader's next steps: read, ask, conclude."""
         table = world.table
         if reader.phase in (Phase.WANTED, Phase.HALF_READ):
             after = Phase.HALF_READ if reader.phase is Phase.WANTED else Phase.READ
@@ -241,12 +241,12 @@ class Explorer:
         if reader.phase is Phase.READ and reader.asked is Asked.FINISHED:
             yield "accepts", table, Reader(Phase.ACCEPTED, reader.right, Asked.NOT, reader.renewing)
         if reader.phase is Phase.READ and reader.asked is not Asked.NOT:
-            # It was refused, or its question or the answer is lost: it computes the prompt itself, or fails.
+            # P refused it, or its question or the answer is lost: it computes the prompt itself, or fails.
             for outcome in (Outcome.READ, Outcome.UNREAD):
-                yield "gives up", table, Reader(Phase.FAILED, True, Asked.NOT, reader.renewing, outcome)
+                yield "fails", table, Reader(Phase.FAILED, True, Asked.NOT, reader.renewing, outcome)
 
     def _tell(self, world: World, reader: Reader, index: int) -> Iterator[tuple[str, int, Reader]]:
-        """What a reader's scheduler tells P meanwhile."""
+        """The messages of a reader's scheduler to P meanwhile."""
         if reader.renewing:
             renewed, _ = self._renew(world, index)
             yield "renews its claim", renewed, reader._replace(renewing=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lease table has let go of."""
+"""The leases that a table has ended."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
 
 
 def ended(table: LeaseTable) -> dict[LeaseEnd, list[str]]:
-    """Take what is not kept any more; return the names of the requests by why they ended."""
+    """Take the leases that have ended; return the names of the requests by why they ended."""
     return {why: [key.request_id for key, _ in leases] for why, leases in table.drain_ended().items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function in a clean process of its own and says what it cost there."""
+"""Runs a function in a new process and measures what it needs there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True)
 class Cost:
-    """What a function returned, and what it took.
+    """What a function returned, and what it needed.
 
     Attributes:
         result: what it returned.
         seconds: processor time, so that a busy machine does not count.
-        megabytes: by how much the process grew at its largest.
+        megabytes: how much the process' peak memory grew.
     """
 
     result: object
@@ -28,7 +28,7 @@ class Cost:
 
 
 def cost_of(function: Callable[..., object], *arguments: object) -> Cost:
-    """Run a function of a module in a process that has done nothing else, and raise what it raises as text."""
+    """Run a function of a module in a process that has done no other work, and raise what it raises as text."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["kvhma", "support.limits"])
     ours, theirs = context.Pipe()

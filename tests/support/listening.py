@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listener for tests, good and bad ends of its connections, and what they cost this process."""
+"""A listener for tests, well-behaved and hostile ends of its connections, and their cost in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NONCE = b"0123456789abcdef"
 
 
 class AnyLease:
-    """Holds whatever is asked for; raises what it is told to."""
+    """Answers that it holds every request; raises the exception that a test sets."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -49,9 +49,9 @@ class AnyLease:
 def listening(
     *, secrets: Secrets | None = None, leases: AnyLease | None = None, at: Address | None = None
 ) -> Iterator[Listener]:
-    """A listener at a free port of this machine, which has to answer at the end still.
+    """A listener at a free port of this machine, which must still answer at the end.
 
-    Its address is `at`, what it counts `counted`.
+    Its address is `at`, its counters are `counted`.
     """
     address = at or Address("127.0.0.1", free_port())
     secrets = secrets or Secrets()
@@ -68,7 +68,7 @@ def listening(
 
 
 def errors(listener: Listener) -> int:
-    """How often something was raised on the listener's own side."""
+    """How many errors the listener itself raised."""
     numbers = listener.counted.numbers
     return numbers["thread_restarts:kvhma-listener"] + numbers["side_channel_refused:error"]
 
@@ -86,7 +86,7 @@ def is_answered(client: Client) -> None:
 
 
 def connect(address: Address, source: str | None = None) -> socket.socket:
-    """A connection of somebody, from another address of this machine if wanted."""
+    """A client's connection, from another address of this machine if wanted."""
     found = socket.socket()
     found.settimeout(10)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,7 +102,7 @@ def framed(data: bytes) -> bytes:
 
 
 def said(raw: socket.socket) -> bytes:
-    """The message of the next frame; empty if the connection has ended before."""
+    """The message of the next frame; empty if the connection has ended."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while len(received) < 4 or len(received) < 4 + struct.unpack_from("<I", received)[0]:
@@ -121,7 +121,7 @@ def problem(data: bytes) -> str:
 
 
 def has_ended(raw: socket.socket, seconds: float) -> bool:
-    """Whether the other side ends a connection in time, whatever it says before."""
+    """Whether the peer ends a connection in time, after any number of bytes."""
     raw.settimeout(seconds)
     try:
         while raw.recv(1 << 20):
@@ -135,7 +135,7 @@ def has_ended(raw: socket.socket, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def hostile(serve: Callable[[socket.socket], None], connections: int = 1) -> Iterator[Address]:
-    """The address of somebody who treats each connection as `serve` does."""
+    """The address of a server that treats each connection as `serve` does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def run() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small made-up models: what their layers cache, before any engine cuts it."""
+"""Small made-up models: what their layers cache, before an engine divides it."""
 
 from __future__ import annotations
 

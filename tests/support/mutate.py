@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that are wrong by a little: what the oracle must not let pass."""
+"""Transfers that are slightly wrong: the oracle must reject them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(transfer: kvhma.Transfer) -> Transfer:
 
 
 def mutations(rng: random.Random, good: Transfer) -> Iterator[tuple[str, Transfer]]:
-    """Yield transfers with one thing wrong, by name. All counts agree with the rows, only bytes can tell."""
+    """Yield transfers with one thing wrong, by name. All counts agree with the rows, so only bytes reveal it."""
     if len(good.zero):
         row = rng.randrange(len(good.zero))
         yield "zero range dropped", replace(good, zero=np.delete(good.zero, row, axis=0))

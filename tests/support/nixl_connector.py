@@ -39,12 +39,12 @@ BlockTables = Sequence[Sequence[int]]
 
 
 class RefusedByVllm(Exception):
-    """vLLM's connector does not take the engines, the pair or the request."""
+    """vLLM's connector refuses the engines, the pair or the request."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank of D asked of NIXL: descriptors before its merging, and bytes."""
+    """What one rank of D requested from NIXL: descriptors before NIXL merges them, and bytes."""
 
     descriptors: int
     bytes: int
@@ -52,7 +52,7 @@ class Moved:
 
 @contextmanager
 def channels_first() -> Iterator[None]:
-    """Have vLLM lay the state of a convolution out in the order that its connector takes. vLLM asks once a process."""
+    """Set the layout of a convolution's state to the order that vLLM's connector supports. vLLM asks once a process."""
     with mock.patch.dict(os.environ, {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}):
         get_conv_state_layout.cache_clear()
         try:
@@ -87,7 +87,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _read(rank: Rank, sources: list[Rank], tables: tuple[BlockTables, BlockTables]) -> Moved:
-    """Let a rank of D shake hands with its sources, and read; `tables` are those of P and D."""
+    """Let a rank of D do the handshake with its sources, and read; `tables` are those of P and D."""
     worker, engine = rank.worker, sources[0].worker.engine_id
     for source in worker.transfer_topo.handshake_target_ranks(len(sources)):
         payload = sources[source].worker.xfer_handshake_metadata.agent_metadata_bytes
@@ -127,12 +127,12 @@ def _scheduler(caches: Any) -> Any:
 
 @channels_first()
 def prepared(config: Any, caches: Any, views: Any) -> NDArray[np.uint64]:
-    """Return the prepared list that vLLM's connector makes of caches, whatever model they are of.
+    """Return the prepared list that vLLM's connector makes of the caches of any model.
 
     Args:
         config: vLLM's configuration, with a ``kv_transfer_config``.
         caches: vLLM's cache configuration.
-        views: the tensors, kernel blocks of which are whole blocks.
+        views: the tensors, whose kernel blocks are whole blocks.
 
     Returns:
         Rows of address, length and device, uint64 ``(n, 3)``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose size vLLM's NIXL connector was asked for, and the file that has what it said."""
+"""Requests whose size vLLM's NIXL connector computed, and the file with the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORDED = Path(__file__).parents[1] / "golden" / "nixl_connector.json"
 TOKENS = 300
 _GAP = 1 << 44
 _SPARSE, _SPARSE_BLOCK = "DeepSeek-V3.2", 64
-"""The indexer's kernel has no other block."""
+"""The indexer's kernel has no other block size."""
 
 
 def _deepseek_v32() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _deepseek_v32() -> dict[str, Any]:
 
 
 def _runnable(form: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of which vLLM's CPU build makes a model, with the same cache."""
+    """Return a configuration that vLLM's CPU build can make a model of, with the same cache."""
     form = {key: value for key, value in form.items() if key != "quantization_config"}  # of weights
     form = {key: value.replace("E", "-") if key == "hybrid_override_pattern" else value for key, value in form.items()}
     text = {"vocab_size": 512, **form.get("text_config", {})}
@@ -47,7 +47,7 @@ FORMS = {
 }
 """Every built-in model by its name in the table, and families whose layers differ in size.
 
-One built-in model differs from another in its cache's dtype alone, which vLLM's CPU build has not.
+One built-in model differs from another only in its cache's dtype, which vLLM's CPU build does not have.
 """
 
 
@@ -99,7 +99,7 @@ class NixlRequest:
         return Engines(lay_out(1), lay_out(0), lambda kernel: lay_out(1, kernel))
 
     def rank(self, side: int, rank: int, num_blocks: int, kernel: int | None = None) -> Geometry:
-        """Lay a rank of P (0) or D (1) out."""
+        """Build the layout of a rank of P (0) or D (1)."""
         options = LayoutOptions(
             num_blocks=num_blocks,
             tp_rank=rank,
@@ -136,5 +136,5 @@ def requests() -> Iterator[NixlRequest]:
 
 
 def recorded_answers() -> dict[str, Any]:
-    """Return by the request's name what vLLM said: descriptors and bytes by rank of D, or its error."""
+    """Return by the request's name what vLLM reads: descriptors and bytes by rank of D, or its error."""
     return cast("dict[str, Any]", json.loads(RECORDED.read_text(encoding="utf-8")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks small enough to count on fingers, and a request through a plan as pairs of kernel blocks."""
+"""Ranks small enough to count by hand, and a request through a plan as pairs of kernel blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rank(
     tp: tuple[int, int] = (0, 1),
     null_block: int | None = 0,
 ) -> Geometry:
-    """Every layer in a region of its own, without padding."""
+    """Every layer in a separate region, without padding."""
     regions, made = [], []
     for name, group, page in layers:
         stride = page.nbytes * groups[group].ratio

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of several workers without a model: pipeline stages, tensor-parallel and context-parallel ranks.
 
-vLLM's own scheduler, grouping of all workers' layers, allocation and aggregation of outputs; the connector's two halves
-as vLLM makes them, with real agents; and labels for bytes, written where vLLM's slot mapping puts a token. Where that
-is comes from vLLM's kernel (see `slots` and the test that runs it), never from kvhma's geometry.
+From vLLM come the scheduler, the grouping of all workers' layers, the allocation and the aggregation of outputs. The
+connector's two halves run as vLLM makes them, with real agents. Labels stand for bytes, and each is written where
+vLLM's slot mapping puts its token. That place comes from vLLM's kernel (see `slots` and the test that runs it), never
+from kvhma's geometry.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _BACKENDS = {"full": "FLASH_ATTN", "sliding": "FLASH_ATTN", "mla": "TRITON_MLA", "state": "", "window": "FLASH_ATTN"}
 _BACKENDS |= {"draft": "FLASH_ATTN", "draft window": "FLASH_ATTN", "draft mla": "TRITON_MLA"}
 SHARED = ("full", "mla")
-"""Kinds of layers whose tokens context-parallel ranks share; of the others each rank has every token."""
+"""Kinds of layers whose tokens context-parallel ranks share; in all other layers each rank has every token."""
 
 
 class OfRunnerV2(VllmConfig):
@@ -68,7 +69,7 @@ class OfRunnerV2(VllmConfig):
 
 @dataclass(frozen=True)
 class Model:
-    """Layers by their kind: ``full``, ``sliding``, ``mla`` or ``state``; all attention has so many heads.
+    """Layers by their kind: ``full``, ``sliding``, ``mla`` or ``state``; all attention has this many heads.
 
     ``draft``, ``draft window`` and ``draft mla`` are those of a draft model that runs without context parallelism.
     """
@@ -197,7 +198,7 @@ class Worker:
         self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, layout)
         self.connector.register_kv_caches(self.caches)
         self.held = max(1, model.heads // split.tp)
-        # vLLM makes blocks longer where a layer's pages are smaller than another one's.
+        # vLLM makes blocks longer where a layer's pages are smaller than another layer's.
         self.blocks = {
             name: group.kv_cache_spec.block_size for group in layout.kv_cache_groups for name in group.layer_names
         }
@@ -221,7 +222,7 @@ class Worker:
             yield (cache, (found // split.kernel, index, found % split.kernel)), positions, head
 
     def write(self, name: str, table: Sequence[int], text: Text, start: int, stop: int) -> None:
-        """Write what a forward pass would of some tokens."""
+        """Write what a forward pass would write for some tokens."""
         if self.engine.kinds[name] == "state":
             self._state(name, table)[:] = self._state_words(name, text, stop)
             return
@@ -230,7 +231,7 @@ class Worker:
             cache[at] = words(name, hashes[positions], head, cache.shape[3])
 
     def wrong(self, name: str, table: Sequence[int], text: Text, stop: int) -> list[int]:
-        """Positions before `stop` of which the token at `stop` would read something else than was computed."""
+        """Positions before `stop` where the token at `stop` would read something else than was computed."""
         kind = self.engine.kinds[name]
         if kind == "state":
             return [] if np.array_equal(self._state(name, table), self._state_words(name, text, stop)) else [stop]
@@ -273,13 +274,13 @@ class Worker:
 
 
 class Forward(NamedTuple):
-    """What a forward pass works on.
+    """The input of a forward pass.
 
     Attributes:
         engine: its name.
         work: requests, and their tokens from and to.
         tables: blocks of each request, by group.
-        texts: what the requests have said.
+        texts: the tokens of the requests so far.
     """
 
     engine: str
@@ -288,7 +289,7 @@ class Forward(NamedTuple):
     texts: dict[str, Text]
 
     def run(self, worker: Worker) -> None:
-        """Check what a worker's caches have of the tokens before, and write what it computes."""
+        """Check what a worker's caches have of the earlier tokens, and write what it computes."""
         for index, group in enumerate(worker.layout.kv_cache_groups):
             for layer in group.layer_names:
                 for name, start, stop in self.work:
@@ -302,11 +303,11 @@ class Forward(NamedTuple):
 
 
 class ProcessWorker:
-    """A worker in a process of its own, as the scheduler of its engine sees it."""
+    """A worker in a separate process, as the scheduler of its engine sees it."""
 
     def __init__(self, engine: Engine, rank: Rank, number: int, layout: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        # They are imported once, and not by each process. What only tests find is not found there.
+        # Import them once, and not in each process. Modules that only the tests' path has are not imported here.
         context.set_forkserver_preload(["kvhma.vllm", "vllm.v1.core.sched.scheduler", "vllm.v1.worker.utils"])
         self.rank, self.connector = rank, self
         self._pipe, other = context.Pipe()
@@ -319,11 +320,11 @@ class ProcessWorker:
         self.pid = self._process.pid
 
     def get_handshake_metadata(self) -> Any:
-        """Wait until the worker has its caches; return what it says to others."""
+        """Wait until the worker has its caches; return its identity."""
         return self._answer()
 
     def step(self, metadata: Any, forward: Forward) -> KVConnectorOutput:
-        """Have it do a step."""
+        """Let the worker do a step."""
         self._pipe.send((metadata, forward))
         found: KVConnectorOutput = self._answer()
         return found
@@ -349,7 +350,7 @@ def _serve(pipe: Connection, engine: Any, rank: Rank, number: int, layout: Any) 
     while (order := pipe.recv()) is not None:
         try:
             pipe.send(worker.step(*order))
-        except BaseException:  # whatever it is, it is the test's
+        except BaseException:  # the test gets every exception
             pipe.send(traceback.format_exc())
     worker.connector.shutdown()
 
@@ -383,7 +384,7 @@ class Engine:
         self.computed: dict[str, int] = {}
         """Tokens of each request that a step of this engine has computed."""
         self.loads: list[Any] = []
-        """All that the scheduler has ordered."""
+        """All loads that the scheduler has requested."""
         self.stats: Any = None
         """All that the workers have counted."""
         self._tables: dict[str, list[list[int]]] = {}
@@ -408,13 +409,13 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.connector, len(self.workers))
 
     def publish(self, workers: Sequence[Worker]) -> None:
-        """What vLLM does when the caches are there."""
+        """Do what vLLM does once the caches exist."""
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {self._key(worker.rank): worker.connector.get_handshake_metadata() for worker in workers}
         )
 
     def _key(self, rank: Rank) -> tuple[int, int]:
-        """Under which vLLM's worker hands its hello over (`get_kv_connector_handshake_metadata`)."""
+        """The key under which vLLM's worker returns its identity (`get_kv_connector_handshake_metadata`)."""
         beyond = rank.pcp * self.split.tp if self.split.pcp > 1 and self.split.dcp > 1 else 0
         return rank.pp, rank.tp + beyond
 
@@ -464,7 +465,7 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> int:
-        """Schedule one step, let every worker do it, and hand the results back; return the tokens computed."""
+        """Schedule one step, let every worker do it, and process the results; return the tokens computed."""
         output = self.scheduler.schedule()
         self.loads += output.kv_connector_metadata.loads
         for name in output.finished_req_ids:
@@ -504,7 +505,7 @@ class Engine:
         return int(output.total_num_scheduled_tokens)
 
     def _update(self, output: Any) -> dict[str, int]:
-        """Keep block tables as vLLM's model runner does; return how many tokens each request had."""
+        """Maintain block tables as vLLM's model runner does; return how many tokens each request had."""
         computed: dict[str, int] = {}
         cached = output.scheduled_cached_reqs
         for new in output.scheduled_new_reqs:
@@ -524,7 +525,7 @@ class Engine:
         self.until(lambda: all(name in self.finished for name in names))
 
     def until(self, done: Callable[[], object]) -> None:
-        """Step until something is so."""
+        """Step until a condition holds."""
         until(done, lambda: self.step() or time.sleep(0.002))
 
     def close(self) -> None:
@@ -538,7 +539,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def prefill(p: Engine, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-    """Let P compute a prompt; return what it says to D."""
+    """Let P compute a prompt; return the parameters for D."""
     p.add(name, tokens, 1, REMOTE_DECODE)
     p.run(name)
     params = p.finished[name].kv_transfer_params

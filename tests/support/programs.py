@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the repository that are no part of a package, as modules."""
+"""Programs of the repository that are not part of a package, as modules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of architectures that have no rule of their own, with the values of a public checkpoint.
+"""Configurations of architectures without a separate rule, with the values of a public checkpoint.
 
-Fields that say nothing of a cache are there only where vLLM's class wants them.
+Fields that do not affect a cache are here only where vLLM's class requires them.
 """
 
 from __future__ import annotations

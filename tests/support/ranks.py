@@ -23,7 +23,7 @@ from kvhma.oracle import MemoryReport, Request, check_memory, fill_source, fill_
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 SECONDS = 60.0
-"""No answer takes longer; most take milliseconds."""
+"""No answer takes longer; nearly all take milliseconds."""
 
 ENCODINGS = ("direct", "strided", "written")
 """Descriptors of each request; ids into prepared views; ids into the same views, written out row by row."""
@@ -62,12 +62,12 @@ class Count:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one encoding of an order did. The bytes were right, else there would be none of these.
+    """What one encoding of an order did, with the right bytes: an error is raised otherwise.
 
     Attributes:
         planned: for each source that something is read from.
         measured: the same, by NIXL's telemetry.
-        excess_bytes: bytes of tokens behind the request's, as the plan says.
+        excess_bytes: bytes of tokens after the request's end, as the plan counts them.
         report: what the oracle saw.
     """
 
@@ -94,9 +94,9 @@ class _Rank:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # One agent, whatever it is used for: each has threads and connections of its own.
+        # One agent for all orders: each agent has its own threads and connections.
         self.agent: Agent | None = None
-        # Registered memory has to outlive the agent, and new memory must not lie where old one is registered.
+        # Registered memory has to outlive the agent, and new memory must not overlap memory that is registered.
         self.kept: list[Memory] = []
 
     def place(self, text: bytes) -> bytes:
@@ -119,14 +119,14 @@ class _Rank:
         fill_source(self.memory, self.geometry, spans, seed=seed)
 
     def fetch(self, order: Order) -> Fetched:
-        """Read what an order asks for, in each encoding, and check every byte."""
+        """Read what an order requests, in each encoding, and check every byte."""
         assert self.agent is not None
         peers = [self.agent.connect(payload) for payload in order.payloads]
         remotes = [peer.geometry for peer in peers]
         plan = kvhma.plan(self.geometry, remotes, descriptor_bytes=order.descriptor_bytes)
         request = order.num_tokens, order.local, order.remote
         fill_stale(self.memory, seed=order.seed)
-        # Making stale bytes takes longer than copying them.
+        # Filling with stale bytes takes longer than copying.
         stale = [part.copy() for part in self.memory]
         found: Fetched = {}
         for encoding in ENCODINGS:
@@ -153,7 +153,7 @@ class _Rank:
         return found
 
     def close(self) -> None:
-        """Forget everything, so that the next geometry finds a new agent and free memory."""
+        """Release everything, so that the next geometry gets a new agent and free memory."""
         if self.agent is not None:
             self.agent.close()
         self.agent = None
@@ -194,7 +194,7 @@ def _prepared(agent: Agent, peers: Sequence[Peer], plan: kvhma.Plan) -> Iterator
 
 
 def serve(pipe: Connection, name: str) -> None:
-    """Do what the parent says until it says no more."""
+    """Execute the parent's commands until it closes the connection."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     rank = _Rank(name)
     with contextlib.suppress(EOFError):
@@ -209,7 +209,7 @@ def serve(pipe: Connection, name: str) -> None:
 
 
 class Rank:
-    """A rank as the test sees it. Several can work at the same time: first tell all, then hear all."""
+    """A rank as the test sees it. Ranks can work at the same time: send to all first, then receive from all."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -221,17 +221,17 @@ class Rank:
         theirs.close()
 
     def tell(self, what: str, *arguments: Any) -> None:
-        with contextlib.suppress(OSError):  # it has ended, as it will be heard
+        with contextlib.suppress(OSError):  # it has ended, which the receive reports
             self._pipe.send((what, arguments))
 
     def hear(self) -> tuple[bool, Any]:
-        """Return whether it did what it was told first, and its answer or what went wrong."""
+        """Return whether the first command succeeded, and its answer or the error."""
         try:
             if self._pipe.poll(SECONDS):
                 return self._pipe.recv()
         except (EOFError, ConnectionError):
             return False, "the process has ended"
-        self._process.kill()  # its answer must not be taken for that to the next question
+        self._process.kill()  # its late answer must not be read as the next one
         return False, f"no answer in {SECONDS} s"
 
     def end(self) -> None:
@@ -246,7 +246,7 @@ class Rank:
 
 
 def _answers(ranks: Iterable[Rank]) -> list[Any]:
-    """Hear all ranks, so that no answer is left over, then fail if one of them did."""
+    """Receive from all ranks, so that no answer is left in a pipe, then fail if one rank did."""
     heard = [(rank.name, *rank.hear()) for rank in ranks]
     for name, good, answer in heard:
         assert good, f"rank {name}: {answer}"
@@ -257,7 +257,7 @@ class Ranks:
     """Ranks of P and D."""
 
     def __init__(self, count: int) -> None:
-        """Start `count` ranks of each engine. They become ready side by side, and have no agents yet."""
+        """Start `count` ranks of each engine. They start concurrently, and have no agents yet."""
         self._p = [Rank(f"P{at}") for at in range(count)]
         self._d = [Rank(f"D{at}") for at in range(count)]
         self._awake: set[Rank] = set()
@@ -271,7 +271,7 @@ class Ranks:
         num_tokens: int,
         **more: Any,
     ) -> list[Fetched]:
-        """Move one request to every rank of D, and return what each of them saw.
+        """Move one request to every rank of D, and return each rank's report.
 
         Args:
             prefill: the ranks of P.
@@ -285,7 +285,7 @@ class Ranks:
             AssertionError: a rank failed, or a byte of it was wrong.
         """
         p, d = self._p[: len(prefill)], self._d[: len(decode)]
-        # An agent that idles still has its threads and connections.
+        # An idle agent still has its threads and connections.
         self._close(self._awake - {*p, *d})
         self._awake |= {*p, *d}
         for rank, geometry in [*zip(p, prefill, strict=True), *zip(d, decode, strict=True)]:
@@ -316,7 +316,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks_of_two_engines(count: int = 1) -> Iterator[Ranks]:
-    """Start as many ranks of each engine, and see to their end."""
+    """Start this many ranks of each engine, and stop them at the end."""
     ranks = Ranks(count)
     try:
         yield ranks

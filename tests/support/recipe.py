@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ways two engines differ: eight axes of choice, drawn from a seed.
+"""The ways in which two engines differ: eight axes of choice, drawn from a seed.
 
 Everything else about a pair (sizes, models, ids, addresses) is drawn from the same seed but is not an axis. A
 case is a pure function of seed and recipe, so a failing one is made simpler by resetting an axis to its first
@@ -70,7 +70,7 @@ class Recipe:
 
 
 def draw(seed: int, axes: Mapping[str, tuple[str, ...]] = AXES) -> Recipe:
-    """Draw a recipe: each axis is left at its simplest in a third of the draws, so that simple pairs stay common."""
+    """Draw a recipe: each axis has its simplest choice in a third of the draws, so that simple pairs stay common."""
     rng = random.Random(f"recipe {seed}")
     chosen = {}
     for axis, choices in axes.items():
@@ -85,7 +85,7 @@ def pairs_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def all_pairs() -> Iterator[tuple[str, str]]:
-    """Yield every combination of two choices there is."""
+    """Yield every possible combination of two choices."""
     for first, second in combinations(AXES, 2):
         for one, other in product(AXES[first], AXES[second]):
             yield f"{first}={one}", f"{second}={other}"

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The maths of kvhma in plain Python: the version to read, and an oracle that the Rust core is compared with.
 
-Its rules are stated anew, from docs/geometry.md and not from the core's code; so are those of `kvhma.oracle`.
+Its rules are written independently from docs/geometry.md and not from the core's code; so are those of `kvhma.oracle`.
 
-It does everything the slow way. A transfer is found by listing every byte that D must get together with the
-byte of P that belongs there, sorting the list by D's address, and cutting it where either address stops
-advancing by one. What is left are the longest possible copies, so their number is the smallest possible
-number of descriptors.
+It does everything the slow way. To find a transfer, it lists every byte that D must get together with the byte of P
+that belongs there, and sorts the list by D's address. It then cuts the list where either address stops advancing by
+one. The result is the longest possible copies, so their number is the smallest possible number of descriptors.
 
 Read it from the top: which tokens are needed, which blocks hold them, where their bytes are, which bytes
 meet, and which of those are neighbours.
@@ -51,7 +50,7 @@ def first_needed_token(group: Group, num_tokens: int) -> int:
 
 
 def clip_window(ids: Sequence[int], window: int, block_size: int) -> list[int]:
-    """Keep the trailing blocks that a sliding window can reach, whatever the number of tokens.
+    """Keep the trailing blocks that a sliding window can reach, for any number of tokens.
 
     This is vLLM's static rule, ``cdiv(window, block_size) + 1`` blocks: the window's own, and one more
     because it rarely starts at the start of a block.
@@ -80,7 +79,7 @@ def clip_tokens(span: Span, group: Group, num_tokens: int) -> Span:
 def clip_state(ids: Sequence[int], speculative: int) -> list[int]:
     """Keep the one slot that carries the last state of a recurrent layer.
 
-    Slots behind it hold what speculative decoding may throw away; slots before it are old.
+    Later slots hold states that speculative decoding may discard; earlier slots are old.
 
         >>> clip_state([0, 0, 7, 8, 9], speculative=2), clip_state([5], speculative=2), clip_state([], 2)
         ([7], [5], [])
@@ -237,7 +236,7 @@ class Transfer:
     Attributes:
         reads: by source.
         zero: local ranges to zero first, uint64 ``(n, 3)``.
-        excess_bytes: bytes of tokens behind the token count that come along; the reference brings none.
+        excess_bytes: bytes of tokens after the token count that are read too; the reference reads no such bytes.
     """
 
     reads: tuple[Read, ...]
@@ -327,10 +326,10 @@ def spans_by_source(spans: Sequence[Span] | Sequence[Sequence[Span]], sources: i
 def first_held_token(
     local: Geometry, index: int, remotes: Sequence[Geometry], spans: Sequence[Sequence[Span]], needed: int
 ) -> int:
-    """Return the first token from which on P has all before `needed` of all layers of D's group `index`.
+    """Return the first token from which P has everything before `needed` of all layers of D's group `index`.
 
-    Its layers may be in several groups of P, whose spans hold different tokens. They may only differ in tokens that are
-    needed no more, and a group is moved from one token on.
+    Its layers may be in several groups of P, whose spans hold different tokens. They may differ only in tokens that are
+    no longer needed, and a group is moved from one token onwards.
     """
     names = {layer.name for layer in local.layers if layer.group == index}
     owners = [
@@ -361,8 +360,8 @@ class Run(NamedTuple):
 def runs(pairs: Sequence[tuple[Byte, Byte]]) -> list[Run]:
     """Join pairs of bytes into the longest copies, sorted by local address.
 
-    A copy goes on while both addresses advance by one and neither leaves its region: a descriptor must lie in
-    one registered region, even where two of them touch.
+    A copy continues while both addresses advance by one and neither leaves its region: a descriptor must be inside one
+    registered region, even where two regions touch.
     """
     out: list[Run] = []
     for local, remote in sorted(pairs):

@@ -68,7 +68,7 @@ def draw_positions(
             continue
         unit = group.block_size * (remote.cp if group.cp else 1)
         entries = -(-tokens // unit)
-        # P may have dropped what no layer of D asks for: behind the window, or what D holds already.
+        # P may have freed blocks that no layer of D needs: those before the window, or those that D holds already.
         latest = min((wanted[name] for name in group.layers if name in wanted), default=0) // unit
         latest = min(latest, entries)
         first = 0 if recipe.positions == "start" else rng.choice([0, latest, rng.randint(0, latest)])

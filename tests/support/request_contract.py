@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request brings to the connector, version by version, and what the connector does about each field.
+"""The fields of a request that reach the connector, version by version, and what the connector does about each.
 
-Written from vLLM's sources. `FIELDS` is compared with the installed vLLM: a field that is new or gone fails a test. It
-may be a signal that somebody sends through vLLM's ordinary door.
+Written from vLLM's sources. `FIELDS` is compared with the installed vLLM: a new or removed field fails a test. A new
+field may be a feature that clients use through vLLM's ordinary API.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ANSWER = "it shapes D's answer, not the caches; D is given it as P was"
-VLLM = "vLLM's own bookkeeping, which changes nothing that is handed over"
+VLLM = "vLLM's own bookkeeping, which does not affect a transfer"
 FRONT = "between vLLM's front end and its engine; a Request has no field for it"
 
 FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -34,11 +34,11 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "current_wave": FRONT,
         "priority": "vLLM schedules by it; a load that waits for blocks lets it",
         "trace_headers": "the span of a load is a child of the request's",
-        "resumable": "P does not shorten a prompt that goes on",
+        "resumable": "P does not shorten a prompt that continues",
         "external_req_id": FRONT,
         "reasoning_ended": FRONT,
         "reasoning_parser_kwargs": FRONT,
-        "abort_immediately": "vLLM has rejected the request: P is told at once, nothing is compared",
+        "abort_immediately": "vLLM has rejected the request: P is notified at once, nothing is compared",
         "session_id": "routers choose an engine by it",
         "kv_hints": "hints for caches of other connectors",
     },
@@ -56,7 +56,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "stop_reason": ANSWER,
         "output_token_ids": "the answer, which is kept for the next turn",
         "all_token_ids": "prompt and answer; read in their list, since a slice of the view copies it",
-        "shared_prefix_boundary": "vLLM pins a shared prefix of its own cache by it",
+        "shared_prefix_boundary": "vLLM pins a shared prefix of its cache by it",
         "replay_start": "vLLM recomputes a window after a hit; what is loaded has its windows",
         "spec_token_ids": "drafts, which are computed after the prompt",
         "structured_output_request": ANSWER,

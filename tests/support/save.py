@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping a failing generated pair: made smaller, and written to a case file that ``kvhma check`` reads."""
+"""Saves a failing generated pair: shrinks it, and writes a case file that ``kvhma check`` reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(
     sort_of: Callable[[cases.Case], str | None] = failure,
     max_tries: int = 4000,
 ) -> str:
-    """Shrink a failing pair, write it, and return a sentence that says where.
+    """Shrink a failing pair, write it, and return a sentence with the path.
 
     Args:
         case: the pair.
@@ -43,7 +43,7 @@ def saved(
     sort = sort_of(whole)
     small = whole
     if sort is not None:
-        # A refusal is only a failure while the request is one that must be accepted.
+        # A refusal is a failure only while the request is valid.
         refused = sort.startswith("refused")
         small = shrink(whole, lambda c: sort_of(c) == sort and (not refused or is_sound(c)), max_tries=max_tries)
     path = _path(f"case-{case.seed}.json")

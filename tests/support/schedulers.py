@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler by itself, and requests, tables and results as vLLM gives them to it."""
+"""The connector's scheduler alone, and requests, tables and results as vLLM passes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scheduler(
     drafts=False,
     has_windows=False,
     secrets=(),
-    ranks=2,  # so that the scheduler tells P; a worker that is alone does that itself
+    ranks=2,  # so that the scheduler notifies P; a single worker does that itself
     staging=NO_SLOTS,
     may_wait=True,
     engine_id="engine",
@@ -68,18 +68,18 @@ def scheduler(
 
 
 def manager(num_gpu_blocks=4000, **more):
-    """A manager of blocks of which the pool is there, vLLM's own. No request of the test has any of its blocks."""
+    """A manager whose pool is vLLM's own. No request of the test owns any of its blocks."""
     return SimpleNamespace(block_pool=BlockPool(num_gpu_blocks, True, 16), **more)
 
 
 def kept(of):
-    """The blocks that are kept for others."""
+    """The blocks that are held for peers."""
     pool = of.context.manager.block_pool
     return {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null}
 
 
 def frees(of, tables):
-    """Whether a step without work frees just these blocks."""
+    """Whether a step without work frees exactly these blocks."""
     before = kept(of)
     of.step(STEP)
     return before - kept(of) == {block for table in tables for block in table}

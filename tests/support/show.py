@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that a passing test wants seen."""
+"""Prints lines of a passing test."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device that this machine does not have, for `kvhma.vllm.accelerator` and what uses it.
 
-Tensors are on it that say so and lie in host memory. Its streams run in a thread of their own, in order, and only as
-far as tests let them; what is launched is done then, not before. It takes the place of `torch` in modules that launch
-something, and of `nixl_agent`, and records who asked what in which thread.
+Its tensors report that device and are in host memory. Its streams run in order in a dedicated thread, and only as far
+as tests allow; launched work is done then, not before. It replaces `torch` in modules that launch work, and
+`nixl_agent`, and records each call with its thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 DEVICE = torch.device("cuda", 1)
-"""Not the one that a thread begins with."""
+"""A stream other than the one that a thread begins with."""
 
 
 class OnDevice(torch.Tensor):
-    """A tensor in host memory that says it is on the device.
+    """A tensor in host memory that reports being on the device.
 
     Attributes:
         simulated: on whose streams copies from, to and within such tensors are launched; None if they are done at once.
@@ -50,13 +50,13 @@ def plain(value: Any) -> Any:
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that says it is on the device."""
+    """Return the same memory as a tensor that reports being on the device."""
     return tensor.as_subclass(OnDevice)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a thread asked of the device or of NIXL."""
+    """A call that a thread made to the device or to NIXL."""
 
     thread: str
     what: str
@@ -86,7 +86,7 @@ class Event:
 
 
 class Stream:
-    """Work in order; `ready` says whether the next piece may begin."""
+    """Work in order; `ready` decides whether the next item may begin."""
 
     def __init__(self, simulated: SimulatedDevice) -> None:
         self._simulated = simulated
@@ -134,12 +134,12 @@ class Accelerators:
 
 
 class SimulatedDevice:
-    """The device, and what stands for `torch` where something is launched on it.
+    """The device, and the replacement of `torch` where work is launched on it.
 
     Attributes:
-        calls: what was asked, in order.
+        calls: all calls, in order.
         engine: the stream of the engine's thread; other threads have a default stream each.
-        pinned: memory of the host that is.
+        pinned: pinned memory of the host.
     """
 
     def __init__(self) -> None:
@@ -173,19 +173,19 @@ class SimulatedDevice:
         return Event(self)
 
     def zeros(self, count: int, *, device: torch.device) -> None:
-        """As a thread does first, to have a context."""
+        """A thread's first call, which creates its context."""
         assert device == DEVICE == self.local.device
         self.note("first operation")
 
     def empty(self, *shape: int, pin_memory: bool, **more: Any) -> torch.Tensor:
-        """Memory that is pinned, without a driver that could do it."""
+        """Memory that counts as pinned, without a driver that could pin it."""
         made = torch.empty(*shape, **more)
         if pin_memory:
             self.pinned.append(made.untyped_storage())
         return made
 
     def launch_copy(self, func: Any, args: Any, more: dict[str, Any]) -> torch.Tensor:
-        """Launch a copy on the current stream. One from or to memory that is not pinned would wait for the stream."""
+        """Launch a copy on the current stream. With memory that is not pinned the copy would wait for the stream."""
         on_host = [one for one in args if isinstance(one, torch.Tensor) and not isinstance(one, OnDevice)]
         pinned = {storage.data_ptr() for storage in self.pinned}
         assert all(one.untyped_storage().data_ptr() in pinned for one in on_host), "memory that is not pinned"
@@ -234,7 +234,7 @@ class SimulatedDevice:
                     stream.queue.popleft()
 
     def idle(self) -> None:
-        """Wait until all that was launched is done."""
+        """Wait until all launched work is done."""
         while any(stream.queue for stream in self.streams):
             time.sleep(1e-4)
 

@@ -21,8 +21,8 @@ class Summary:
         padded_slots: places ``(group, tensor)`` without a layer.
         block_size: tokens of a logical block; of the longest, where groups differ.
         kernel_block: tokens of a kernel block in such a block.
-        state_bytes: bytes of one layer's state, 0 if there is none.
-        kv_bytes: bytes of one token in the attention layer that has the most, 0 if there is none.
+        state_bytes: bytes of one layer's state, 0 without state.
+        kv_bytes: bytes of one token in the attention layer that has the most, 0 without attention.
     """
 
     groups: tuple[tuple[CacheKind, int], ...]
@@ -46,7 +46,7 @@ def summary(
     groups = cache_groups(model, tp_size=tp_size, block_size=block_size)
     tensors = max(len(group.layers) for group in groups)
     kinds = list(dict.fromkeys(group.kind for group in groups))
-    # A block of state has no kernel blocks of its own.
+    # A block of state has no separate kernel blocks.
     logical = max((group.block_size for group in groups if group.kind not in STATE_KINDS), default=groups[0].block_size)
     return Summary(
         groups=tuple((kind, sum(group.kind == kind for group in groups)) for kind in kinds),

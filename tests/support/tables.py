@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables of one sequence, as a block manager with a used pool leaves them."""
+"""Block tables of one sequence, as a block manager with a used pool makes them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.reference import first_needed_token
 def draw_tables(geometry: kvhma.Geometry, num_tokens: int, rng: random.Random, *, ahead: int = 0) -> list[list[int]]:
     """Return a block table for each group.
 
-    No two groups share an id; ids are in short ascending stretches, the stretches in any order; blocks behind a
-    window or chunk are dropped. Attention groups have `ahead` blocks more than the tokens fill.
+    No two groups share an id. Ids are in short ascending stretches, the stretches in any order. Blocks before a window
+    or chunk are freed. Attention groups have `ahead` blocks more than the tokens fill.
     """
     null = geometry.null_block
     assert null is not None
@@ -34,7 +34,7 @@ def count_blocks(geometry: kvhma.Geometry, num_tokens: int, *, ahead: int = 0) -
 
 
 def undropped_blocks(geometry: kvhma.Geometry, num_tokens: int) -> list[list[int]]:
-    """Return the block tables of a manager that drops nothing before a window: ids from 1 on through all groups."""
+    """Return the block tables of a manager that frees nothing before a window: ids from 1 on through all groups."""
     fresh = count(1)
     lengths = (
         1 + group.speculative if group.kind == "ssm" else -(-num_tokens // group.block_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small geometries written out by hand, for tests that need one to break or to look at."""
+"""Small geometries written out by hand, for tests that break or inspect one."""
 
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region
 

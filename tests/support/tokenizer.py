@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer of bytes for tiny models, written without a library: token n is byte n, one more ends a text, one is a
-picture."""
+"""A tokenizer of bytes for tiny models, written without a library: token n is byte n, and two more tokens stand for the
+end of a text and for a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 VOCABULARY = 512
 END = VOCABULARY - 1
 IMAGE = VOCABULARY - 2
-"""Where a picture is."""
+"""The token that stands for a picture."""
 
 
 def with_tokenizer(model: Path, folder: Path) -> Path:
@@ -44,5 +44,5 @@ def with_tokenizer(model: Path, folder: Path) -> Path:
 
 
 def text(tokens: list[int]) -> str:
-    """What tokens say."""
+    """The text that tokens stand for."""
     return bytes(token for token in tokens if token < 256).decode()

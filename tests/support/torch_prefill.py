@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill rank with torch caches in a process of its own."""
+"""A prefill rank with torch caches in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvhma.torch import AllocatorOptions, Cache, allocate, model_specs
 from support.torch_labels import regions_of
 
 SECONDS = 240.0
-"""No answer takes longer. Most take milliseconds, but on a busy machine importing torch takes a minute."""
+"""No answer takes longer. Nearly all take milliseconds, but on a busy machine importing torch takes a minute."""
 
 
 def cache_of(one: Model, layout: str, num_blocks: int, **form: Any) -> Cache:
@@ -29,7 +29,7 @@ def cache_of(one: Model, layout: str, num_blocks: int, **form: Any) -> Cache:
 
 
 def serve(pipe: Connection) -> None:
-    """Do what the parent says until it says no more."""
+    """Execute the parent's commands until it closes the connection."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     kept = []  # memory has to outlive the agents of both processes
     with Agent("P") as agent, contextlib.suppress(EOFError):
@@ -50,7 +50,7 @@ def _allocate(agent: Agent, form: Mapping[str, Any], spans: Sequence[kvhma.Span]
 
 
 def _news(agent: Agent, count: int) -> list[bytes]:
-    """Return what the agent was notified of, once there are `count`: notifications travel on their own."""
+    """Return the agent's notifications, once there are `count`: they may arrive after the data."""
     news: list[bytes] = []
     deadline = time.monotonic() + SECONDS / 2
     while len(news) < count and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ class Prefill:
 
 @contextlib.contextmanager
 def prefill_process() -> Iterator[Prefill]:
-    """Start it, and see to its end."""
+    """Start the process, and stop it at the end."""
     # NIXL has threads, which a forked process would not survive.
     context = multiprocessing.get_context("spawn")
     parent, child = context.Pipe()

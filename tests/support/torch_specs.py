@@ -33,7 +33,7 @@ class Mix:
         return {name: spec for group in self.groups for name, spec in group.items()}
 
     def strict(self) -> bool:
-        """Whether pages are contiguous in it, so that whatever is in it can share memory."""
+        """Whether pages are contiguous in it, so that all its layers can share memory."""
         specs = [spec for spec in self.specs.values() if isinstance(spec, AttentionSpec)]
         return self.layout != "LHBNC" and all(spec.kv != "apart" for spec in specs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces that are made by hand: what was done, and a request small enough to count on fingers."""
+"""Traces made by hand: what was done, and a request small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def traced(case: Case, steps: list[Step], **more: object) -> RankTrace:
 
 
 def steps_of(case: Case) -> list[Step]:
-    """What has to move, found byte by byte and by no planner."""
+    """What has to move, found byte by byte without a planner."""
     moves = byte_moves(case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
     zeros = [*moves.zero, *((copy.local, copy.length) for copy in moves.either)]
     steps = [Step("zero", 0, rows_of(*zeros))] if zeros else []

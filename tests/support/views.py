@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ids into prepared views stand for, worked out the way NIXL does."""
+"""What ids into prepared views stand for, computed as NIXL does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's functions that put layers into groups and groups into memory, wherever its version keeps them."""
+"""vLLM's functions that put layers into groups and groups into memory, from the module where its version has them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own model classes cache, and how its allocator groups that, on a rank of any engine."""
+"""What vLLM's own model classes cache, and how vLLM's allocator groups it, on a rank of any engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def allocate(
 
 
 def model_in_fork(form: dict[str, Any]) -> Model | str:
-    """Return what vLLM's class caches of a configuration, or why vLLM does not make it, from a process of its own."""
+    """Return what vLLM's class caches of a configuration, or why vLLM does not make it, from a separate process."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

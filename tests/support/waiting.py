@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for what other threads and processes do: for so long that only something that hangs is given up."""
+"""Waits for other threads and processes, for so long that only a hang times out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 ResultT = TypeVar("ResultT")
 
 HANG_SECONDS = 120.0
-"""What takes longer hangs, however busy the machine is."""
+"""A wait that takes longer hangs, even on a busy machine."""
 
 
 def until(condition: Callable[[], ResultT], step: Callable[[], object] = lambda: time.sleep(0.005)) -> ResultT:
-    """Wait until something is true, and do a step whenever it is not. Returns what was true.
+    """Wait until something is true, and do a step whenever it is not. Returns the true value.
 
     Raises:
-        AssertionError: it hangs.
+        AssertionError: the wait timed out.
     """
     end = time.monotonic() + HANG_SECONDS
     while not (found := condition()):

@@ -67,7 +67,7 @@ def eagle(llama: Path, folder: Path) -> Path:
 
 
 def mimo(llama: Path, folder: Path) -> Path:
-    """Write a tiny MiMo, which brings a layer for multi-token prediction: a Llama, and its first layer once more."""
+    """Write a tiny MiMo, which has a layer for multi-token prediction: a Llama, and its first layer once more."""
     shutil.copytree(llama, folder)
     config = json.loads((llama / "config.json").read_text())
     config |= {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
@@ -85,7 +85,7 @@ def mimo(llama: Path, folder: Path) -> Path:
 
 
 def _join(hidden: int) -> np.ndarray:
-    """Weights that make one vector of two."""
+    """Weights that combine two vectors into one."""
     return np.random.default_rng(1).normal(0, (2 * hidden) ** -0.5, (hidden, 2 * hidden))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every byte of a request's blocks is, and what a transfer does to them, as plain dictionaries.
 
-The rules are those of the plain reference, and none of the byte oracle's, which this is to check.
+Its rules come from the plain reference. They share nothing with the byte oracle, which this module checks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def kernel_pairs(
     remote_spans: Sequence[Span] | Sequence[Sequence[Span]],
     reads: Sequence[Moves],
 ) -> Pairs:
-    """Map the reads of a transfer back to kernel blocks; fail if one meets two at once, or another layer's."""
+    """Map the reads of a transfer back to kernel blocks; fail if a block meets two at once, or another layer's."""
     local_places = places(local, local_spans)
     sources = spans_by_source(remote_spans, len(remotes))
     pairs: Pairs = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's kernels do with the bytes of a page, imitated in numpy.
 
-Read from the sources of vLLM 0.31 to 0.33: the file is named with each. Nothing here is taken from kvhma's description
-of a page. A cell is what a kernel stores of one token and head: opaque bytes, in the order in which they come here.
+Read from the sources of vLLM 0.31 to 0.33: the file is named with each. Nothing here uses kvhma's description of a
+page. A cell is what a kernel stores of one token and head: opaque bytes, in the order in which the kernel gets them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cache:
         start: where the view begins.
         shape: kernel blocks, head slots, states of a kernel block, bytes of a state.
         strides: of these, bytes of neighbouring items of a state are next to each other.
-        order: order of the four dimensions in memory, as FlashInfer is told.
+        order: order of the four dimensions in memory, as FlashInfer receives it.
     """
 
     memory: Bytes
@@ -74,7 +74,7 @@ def _heads(count: int) -> Ints:
 
 
 def execute(transfer: Any, local: Geometry, mine: Bytes, remotes: list[Geometry], theirs: list[Bytes]) -> None:
-    """Do what a transfer says, row by row."""
+    """Execute a transfer, row by row."""
     base = local.regions[0].base
     for address, size, _ in transfer.zero.tolist():
         mine[address - base : address - base + size] = 0
@@ -143,8 +143,8 @@ def per_token_head(data: int) -> Places:
 def nvfp4(head_size: int) -> Places:
     """FlashInfer's 4-bit cache in HND order: `csrc/nvfp4_kv_cache_kernels.cu`.
 
-    The first half of the head slots is K, the other one V: all numbers of a side, then all its scales; those of V
-    are transposed in groups of four tokens.
+    The first half of the head slots is K, the second half V: all numbers of a side, then all its scales. The scales of
+    V are transposed in groups of four tokens.
     """
     data, scales = head_size // 2, head_size // 16
 
@@ -192,7 +192,7 @@ def strided_rows(size: int) -> Places:
 
 
 def flat_rows(size: int) -> Places:
-    """Readers that take the cache for one list of rows: `amx_mla.py`, `flashmla_sparse.py`."""
+    """Readers that read the cache as one list of rows: `amx_mla.py`, `flashmla_sparse.py`."""
     return lambda cache, slots: cache.start + slots[:, None, None] * size + _range(size)
 
 
@@ -310,7 +310,7 @@ def cpu_amx(head_size: int) -> Places:
 
 @dataclass(frozen=True)
 class State:
-    """What a model keeps of a sequence, over all ranks.
+    """What a model stores of a sequence, over all ranks.
 
     Attributes:
         columns: the convolution's last inputs, by name in the order of the page: [channels, rows, bytes of an item].

@@ -65,21 +65,21 @@ FINE_CHECKPOINTS = "cache_hit_alignment_tokens" in inspect.signature(compute_mam
 
 
 class Violation(AssertionError):
-    """Something is not what its readers take it for."""
+    """A block or state does not hold what its readers expect."""
 
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What an engine is made of.
+    """How an engine is configured.
 
     Attributes:
         name: ``p`` or ``d``.
         groups: its KV cache groups, in the order of its block tables.
         num_blocks: blocks of the pool, the null block included.
         batch: tokens that a step computes at most.
-        caching: whether prefixes are cached.
-        recompute: whether a load that failed is recomputed instead of failing the request.
-        overlapped: whether a step is scheduled before the one before it has ended (vLLM's async scheduling).
+        caching: whether the engine caches prefixes.
+        recompute: whether the engine recomputes a failed load instead of failing the request.
+        overlapped: whether the engine schedules a step before the previous step has ended (vLLM's async scheduling).
         hash_unit: tokens of a block hash, None for vLLM's choice.
         checkpoint: alignment of the states that a prefill saves inside of a chunk, None if it saves none.
         reserve_full: whether a request waits until its whole prompt fits.
@@ -87,10 +87,10 @@ class EngineShape:
             only, None for all of them.
         ranks: workers, each with the layers of some of the groups.
         role: ``kv_role`` of the connector.
-        long_prefill: tokens of a request in one step at most while there are others, 0 for any.
+        long_prefill: most tokens of a request in one step while other requests run, 0 for no limit.
         policy: in which order requests are scheduled.
-        turns: whether answers are kept for the next turns of their conversations, and read.
-        threshold: tokens that it computes rather than reads of an answer.
+        turns: whether the engine stores answers for the next turns of their conversations, and reads them.
+        threshold: tokens of an answer that the engine computes rather than reads.
     """
 
     name: str
@@ -150,7 +150,7 @@ def vllm_config_of(name: str, recompute: bool, role: str) -> VllmConfig:
                 kv_role=role,
                 kv_load_failure_policy="recompute" if recompute else "fail",
                 engine_id=name,
-                # Leases end when the sequence says so. Engines have addresses of their own, as on one host.
+                # The sequence ends each lease explicitly. Each engine has its own address, as on one host.
                 kv_connector_extra_config={
                     "kv_lease_duration": 86400.0,
                     "side_channel_port": 10_000 + zlib.crc32(name.encode()) % 50_000,
@@ -160,7 +160,7 @@ def vllm_config_of(name: str, recompute: bool, role: str) -> VllmConfig:
 
 
 def own_config_of(name: str, recompute: bool = True, role: str = "kv_both", **extra: Any) -> VllmConfig:
-    """A configuration of its own, with more settings of the connector."""
+    """A separate configuration, with more settings of the connector."""
     config = copy.copy(vllm_config_of(name, recompute, role))
     config.model_config = copy.copy(config.model_config)
     config.kv_transfer_config = transfer = copy.copy(config.kv_transfer_config)
@@ -197,7 +197,7 @@ def _spec(group: GroupShape, shape: EngineShape) -> KVCacheSpec:
 
 
 class DirectRenewer:
-    """Stands for the thread that renews leases: what D says reaches P's lease table at once."""
+    """Replaces the thread that renews leases: D's messages reach P's lease table at once."""
 
     def __init__(self, **_: Any) -> None:
         self.leases: Any = None
@@ -220,7 +220,7 @@ class DirectRenewer:
 def _scheduler(shape: EngineShape) -> Scheduler:
     extra: dict[str, Any] = {}
     if shape.turns:
-        # Answers are kept until the sequence says so, too.
+        # The sequence also ends each kept answer explicitly.
         extra = {
             "bidirectional_kv_xfer": True,
             "decoder_kv_blocks_ttl": 86400,
@@ -311,7 +311,7 @@ def _plan(local: Memory, remote: Memory, rank: int) -> Any:
 
 @dataclass(eq=False)
 class Part:
-    """What one rank does of a load: its plan, the rows that are left to copy, and the steps it takes."""
+    """One rank's share of a load: its plan, the rows that are still to be copied, and its steps."""
 
     planned: Any
     rows: list[tuple[int, int, int]]
@@ -323,10 +323,10 @@ class Loading:
     """A load under way in the simulated workers.
 
     Attributes:
-        load: what was ordered.
+        load: the load that the scheduler requested.
         parts: one for each rank, None for those that have ended.
         outcome: ``ok``; ``nothing``, ``part`` or ``garbage`` is written before it fails.
-        passing: whether the failure may pass.
+        passing: whether the failure is transient.
     """
 
     load: Load
@@ -338,13 +338,13 @@ class Loading:
 
 @dataclass
 class Counts:
-    """What was seen, for numbers in reports.
+    """Counts for reports.
 
-    Attributes:
+    hits: requests that began with blocks of the prefix cache.
         hits: requests that began with blocks of the prefix cache.
         tainted: those of them that took a block with a wrong label.
         poisoned: those of them that read a wrong label.
-        loads: loads that were ordered.
+        loads: loads that the scheduler requested.
         failed: loads that failed or were refused.
         preempted: preemptions.
         wrong_blocks: blocks in the prefix cache with a wrong label, each once a step.
@@ -368,9 +368,9 @@ class Engine:
     """Drives one scheduler, one step at a time.
 
     Args:
-        shape: what it is made of.
-        rng: source of all that happens by chance.
-        strict: raise on the first thing that is wrong instead of counting.
+        shape: the engine's configuration.
+        rng: source of all randomness.
+        strict: raise on the first error instead of counting it.
     """
 
     def __init__(self, shape: EngineShape, rng: random.Random, *, strict: bool = True) -> None:
@@ -393,7 +393,7 @@ class Engine:
         self.load_odds = {"ok": 1.0}
         self.finished: dict[str, Any] = {}
         self.refused: list[str] = []
-        """Loads that the planner has refused: none of the requests here gives it a reason to."""
+        """Loads that the planner has refused: no request here gives it a reason to."""
         self._hasher = get_request_block_hasher(self.scheduler.hash_block_size, sha256)
         self._meaning: dict[bytes, tuple[Text, int]] = {}
         self._registered: dict[str, int] = {}
@@ -408,14 +408,14 @@ class Engine:
         self._hit_requests: set[str] = set()
         self._wrong_requests: set[str] = set()
         self.stats = TransferStats()
-        """What the connector's scheduler has told vLLM."""
+        """What the connector's scheduler has reported to vLLM."""
         self._watch_hits()
         self._watch_stats()
 
     # --- from outside -----------------------------------------------------------------------------------------
 
     def read_from(self, other: Engine) -> None:
-        """Read from another engine, and tell its lease table."""
+        """Read from another engine, and notify its lease table."""
         self.source = other
         self.kvhma.decode.renewer.leases = other.kvhma.context.leases
 
@@ -429,10 +429,10 @@ class Engine:
             tokens: its prompt.
             max_tokens: how many tokens it generates.
             params: ``kv_transfer_params``.
-            more: `greedy`, whether the tokens it generates are those that others generate after the same prompt;
-                `unread`, whether it may not begin with blocks of the prefix cache;
+            more: `greedy`, whether the request generates the same tokens as other requests do after the same prompt;
+                `unread`, whether it must not begin with blocks of the prefix cache;
                 `stop`, a token that ends its answer;
-                `priority`, lower ones go first where the policy says so.
+                `priority`, lower first where the policy uses it.
         """
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -455,7 +455,7 @@ class Engine:
         self._requests[name] = request
 
     def abort(self, name: str) -> None:
-        """End a request in whatever state it is."""
+        """End a request in any state."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     @property
@@ -465,7 +465,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do, and nobody's blocks are kept."""
+        """Whether no work is left, and no blocks are held for a peer."""
         return not (self.scheduler.requests or self.kvhma.needs_step() or self._loading or self._in_flight)
 
     def garbage(self, blocks: Any) -> None:
@@ -476,12 +476,12 @@ class Engine:
         )
 
     def scribble(self) -> None:
-        """Overwrite what nobody may rely on."""
+        """Overwrite the bytes that no reader may rely on."""
         free = [block.block_id for block in self.pool.blocks if not block.ref_cnt and block.block_hash is None]
         self.garbage([*(block for block in free if self.rng.random() < 0.5), 0])
 
     def forget(self) -> None:
-        """Reset the prefix cache, for which vLLM preempts what runs; it cannot while blocks are loaded or kept."""
+        """Reset the prefix cache. vLLM preempts running requests for it; it refuses while blocks are loaded or held."""
         kept = self.kvhma.needs_step() or any(
             request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens
             for request in self.scheduler.requests.values()
@@ -491,7 +491,7 @@ class Engine:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def step(self) -> int:
-        """Schedule and compute one step, check everything, and hand the results of a step back.
+        """Schedule and compute one step, check everything, and give the results to the scheduler.
 
         Returns:
             Tokens computed.
@@ -523,7 +523,7 @@ class Engine:
             self._tables.pop(name, None)
         if output.new_block_ids_to_zero:
             labels[output.new_block_ids_to_zero] = 0
-        # One by one: a copy may begin where one before it in the same step has ended. (vLLM's runner does all at once.)
+        # Row by row: a copy may begin where an earlier copy of the same step has ended. (vLLM's runner: all at once.)
         for pair in output.kv_cache_block_copies or ():
             labels[pair.dst_block_id] = labels[pair.src_block_id]
         computed = self._update_tables(output)
@@ -540,7 +540,7 @@ class Engine:
         )
 
     def _update_tables(self, output: Any) -> dict[str, int]:
-        """Keep block tables as vLLM's model runner does; return how many tokens each request had."""
+        """Maintain block tables as vLLM's model runner does; return how many tokens each request had."""
         computed: dict[str, int] = {}
         cached = output.scheduled_cached_reqs
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids):
@@ -580,7 +580,7 @@ class Engine:
                 self._check_read(name, index, group, group.first_seen(start), stop)
 
     def _move_states(self, work: list[tuple[str, int, int]]) -> None:
-        """Copy states into the blocks where this step goes on from them, as the model runner does for ``align``."""
+        """Copy states into the blocks where this step continues from them, as the model runner does for ``align``."""
         sizes = {group.block_size for group in self.shape.groups if group.kind == "state"}
         if not sizes or not self.shape.caching:
             return
@@ -655,7 +655,7 @@ class Engine:
         return Part(planned, rows, self.rng.choice((0, 0, 0, 1, 2, 5)))
 
     def _collect(self, metadata: StepMetadata) -> KVConnectorOutput:
-        """Go on with the loads, and say what all ranks together say of this step."""
+        """Continue the loads, and return the combined output of all ranks for this step."""
         received: set[str] = set()
         failed: set[str] = set()
         report = WorkerReport()
@@ -687,7 +687,7 @@ class Engine:
         )
 
     def _advance(self, loading: Loading, part: Part) -> bool:
-        """Copy some rows, the last time all that are left; return whether it was the last time."""
+        """Copy some rows, in the last round all that are left; return whether this was the last round."""
         now = len(part.rows) if not part.steps else self.rng.randint(0, len(part.rows))
         for to, source, count in part.rows[:now]:
             if loading.outcome == "garbage":
@@ -699,7 +699,7 @@ class Engine:
         return part.steps < 0
 
     def _report(self, loading: Loading, part: Part, rank: int) -> WorkerReport:
-        """What the worker of one rank tells the connector's scheduler at the end of a load."""
+        """What the worker of one rank reports to the connector's scheduler at the end of a load."""
         load = loading.load
         assert self.source is not None
         leases, claims = self.source.kvhma.context.leases, [load.remote.claim(load.reader)]
@@ -773,7 +773,7 @@ class Engine:
             raise Violation(f"{self.shape.name}: request {name} reads of {group}: {text}")
 
     def _learn(self, request: Request, text: Text) -> None:
-        """Take note what new block hashes stand for."""
+        """Record the tokens that new block hashes stand for."""
         known = self._registered.get(request.request_id, 0)
         hashes = request.block_hashes
         for index in range(known, len(hashes)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What should be where: the label of a token, or of a state, is a hash of the layer and of the whole prefix."""
+"""What every byte should be: the label of a token, or of a state, is a hash of the layer and of the whole prefix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Labels = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 STATE_ITEMS = 2
-"""Labels of a state: more than one, so that half a copy shows."""
+"""Labels of a state: more than one, so that a copy of half a state is detected."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GroupShape:
 
 
 class Text:
-    """Tokens and the hashes of their prefixes; `hashes[t]` stands for the tokens up to `t`, itself included."""
+    """Tokens and the hashes of their prefixes; `hashes[t]` stands for the tokens up to and including `t`."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defects that the cache oracle has to find: each one breaks one thing that keeps the prefix cache right."""
+"""Defects that the cache oracle has to find: each breaks one rule that keeps the prefix cache right."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 Mutants = dict[str, tuple[Patch, tuple[str, ...]]]
 
 MUTANTS: Mutants = {}
-"""What is broken and the mixes of groups where it shows, by what it does."""
+"""By description: the defect, and the mixes of groups where it shows."""
 
 TURN_MUTANTS: Mutants = {}
-"""The same of what is read of answers."""
+"""The same for defects in how answers are read."""
 
 WINDOWS = ("sliding", "full+sliding", "mla+sliding_mla", "full+two windows")
 
@@ -167,7 +167,7 @@ def chunk_cut(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("P's blocks are taken for the ones behind them", "full", "full+sliding")
+@mutant("P's blocks are taken for the next ones", "full", "full+sliding")
 def one_further(patch: pytest.MonkeyPatch) -> None:
     right = prefill_module.live_spans
 
@@ -218,7 +218,7 @@ def any_part(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prompt_digests, "prefix_digests", lambda _, counts, **__: ["0" * 32] * len(counts))
 
 
-@mutant("what was given up while it was read counts", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
+@mutant("an answer that was evicted during the read counts", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
 def no_check(patch: pytest.MonkeyPatch) -> None:
     right = DecodeScheduler._read_ended
 

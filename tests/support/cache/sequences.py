@@ -39,19 +39,19 @@ PAIRS = [*itertools.product(range(1, 9), repeat=2), *itertools.permutations(LONG
 
 @dataclass
 class Case:
-    """A pair of engines and what they are asked.
+    """A pair of engines and the requests that they get.
 
     Attributes:
-        seed: decides what happens by chance.
+        seed: decides everything that is random.
         mix: kinds of the groups.
         p: the prefill engine.
         d: the decode engine.
         longest: tokens of a prompt at most.
         requests: how many.
-        near: whether most prompts are the ones before them with another end.
+        near: whether most prompts repeat the previous prompt with another end.
         both_ways: whether the decode engine prefills as well, for the prefill engine.
         odds: who computes what.
-        turns: whether the prefill engine reads answers of the decode engine for the turns after them.
+        turns: whether the prefill engine reads the decode engine's answers for the next turns.
     """
 
     seed: int
@@ -79,7 +79,7 @@ class Case:
         return f"seed {self.seed}, {self.mix}, {'; '.join(sides)}, prompts up to {self.longest}{ways}"
 
 
-ODDS = {"handed over": 0.6, "d alone": 0.25, "p alone": 0.1, "abandoned": 0.05}
+ODDS = {"hand-off": 0.6, "d alone": 0.25, "p alone": 0.1, "abandoned": 0.05}
 
 
 def case_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None, plain: bool = False) -> Case:
@@ -180,7 +180,7 @@ def turns_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None
     threshold = 0 if plain else rng.choice((0, 0, 3, 10))
     case.p, case.d = (replace(side, turns=True, threshold=threshold) for side in (case.p, case.d))
     case.turns, case.both_ways = True, False
-    case.odds = {"next turn": 0.55, "handed over": 0.35, "d alone": 0.05, "p alone": 0.05}
+    case.odds = {"next turn": 0.55, "hand-off": 0.35, "d alone": 0.05, "p alone": 0.05}
     return case
 
 
@@ -202,10 +202,10 @@ class Run:
         self.waiting: dict[str, tuple[Engine, Engine | None, list[int]]] = {}
         self.numbers = itertools.count()
         self.answers: list[tuple[list[int], dict[str, Any]]] = []
-        """Prompts with their answers, and what the decode engine gave back with them."""
+        """Prompts with their answers, and what the decode engine returned with them."""
 
     def play(self) -> None:
-        """Ask everything and wait until nothing is left."""
+        """Send all requests and wait until no work is left."""
         case, rng = self.case, self.rng
         asked = 0
         idle = 0
@@ -235,7 +235,7 @@ class Run:
 
     @property
     def counts(self) -> Counts:
-        """What was seen, at D unless both read."""
+        """Counts of the decode engine; of both engines if both read."""
         return self.d.counts + self.p.counts if self.case.both_ways else self.d.counts
 
     def _ask(self) -> None:
@@ -258,10 +258,10 @@ class Run:
         else:
             there, here = (self.d, self.p) if self.case.both_ways and self.rng.random() < 0.4 else (self.p, self.d)
             there.add(name, tokens, 1, {"do_remote_decode": True, "do_remote_prefill": False}, **more)
-            self.waiting[name] = (there, here if how == "handed over" else None, tokens)
+            self.waiting[name] = (there, here if how == "hand-off" else None, tokens)
 
     def _next_turn(self, tokens: list[int]) -> tuple[list[int], dict[str, Any]]:
-        """A prompt that goes on after an answer, mostly as it was, and what the proxy has of it."""
+        """A prompt that continues after an answer, mostly unchanged, and what the proxy has of it."""
         rng, plain = self.rng, {"do_remote_decode": True, "do_remote_prefill": False}
         for name, answer in list(self.d.finished.items()):
             params = answer.kv_transfer_params
@@ -283,7 +283,7 @@ class Run:
         return [*said, *new][: self.case.longest], params
 
     def _prompt(self) -> list[int]:
-        """A new prompt, or one that shares a beginning with one before, or with an answer."""
+        """A new prompt, or one that shares a beginning with an earlier prompt or answer."""
         rng, longest = self.rng, self.case.longest
         if self.case.near and self.prompts and rng.random() < 0.7:
             source = self.prompts[-1] if rng.random() < 0.7 else rng.choice(self.prompts)
@@ -316,7 +316,7 @@ class Run:
         if not self.plain and rng.random() < 0.05:
             tokens = [*tokens, *(rng.randrange(3) for _ in range(3))]
         if not self.plain and rng.random() < 0.03 and len(tokens) > 1:
-            # Another prompt than P has computed.
+            # A different prompt from the one that P computed.
             place = rng.randrange(len(tokens) - 1)
             tokens = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
         if not self.plain and rng.random() < 0.03:
@@ -340,7 +340,7 @@ class Run:
             rng.choice((self.p, self.d)).forget()
 
     def _pass_a_lease(self) -> None:
-        """Let a lease's time pass. What a waiting request has claimed is renewed meanwhile, and does not end."""
+        """Let a lease's time pass. Leases that a waiting request has claimed are renewed meanwhile, and do not end."""
         for engine, other in ((self.p, self.d), (self.d, self.p)):
             claimed = {load.remote.lease_key for load in other.kvhma.decode.pending.values() if load.remote is not None}
             for key, held in engine.kvhma.context.leases._held.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines for tests: tiny models, engines in processes of their own, and a hand on what they hold."""
+"""Real vLLM engines for tests: tiny models, engines in separate processes, and access to what they hold."""
 
 from support.engines.engine import REMOTE_DECODE, Answer, Engine, EngineFailed, engines, free_port, make_models
 from support.engines.zygote import Zygote

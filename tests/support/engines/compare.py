@@ -7,11 +7,11 @@ from support.engines.engine import Answer
 
 
 def distance(one: Answer, other: Answer) -> float:
-    """By how much log-probabilities differ at least, in nats; infinity if an answer failed.
+    """Return a lower bound of the difference of log-probabilities, in nats; infinity if an answer failed.
 
-    Tokens are compared up to the first that differs: behind it the two answer different prompts. There each answer puts
-    its own token in front, by its margin: between them the gap of the two moved by the sum of the margins, so one of
-    the log-probabilities moved by half of that or more.
+    Tokens are compared up to the first that differs: after it the two answers have different prompts. At that token
+    each answer puts its own choice in front, by its margin. So the gap between the two choices moved by the sum of the
+    margins, and one of the log-probabilities moved by half of that or more.
     """
     if one.error or other.error or len(one.token_ids) != len(other.token_ids):
         return float("inf")
@@ -24,10 +24,10 @@ def distance(one: Answer, other: Answer) -> float:
 
 
 def difference(got: Answer, plain: Answer, noise: float) -> str | None:
-    """Why `got` is not what the plain engine says, None if it is.
+    """Return why `got` differs from the plain engine's answer; None if it does not.
 
-    Tokens must be equal. Only where the plain engine itself had two candidates closer together than twice the noise
-    may the other one be taken; the comparison ends there.
+    Tokens must be equal, with one exception: where the plain engine had two candidates closer together than twice the
+    noise, `got` may have the second. The comparison ends there.
 
     Args:
         got: answer to judge.

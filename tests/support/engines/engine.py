@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test's end of an engine: start it, ask it, look into it, end it."""
+"""The test's end of an engine: starts it, sends requests, inspects it, stops it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request.
+    """The result of one request.
 
     Attributes:
         token_ids: generated tokens.
@@ -45,13 +45,13 @@ class Answer:
         margins: by how much each generated token led the runner-up (nats).
         finish_reason: "length", "stop", "abort", "error", or None if the request ended in `error`.
         error: type and text of the exception that the front end raised, if one did.
-        kv_transfer_params: what the connector gave back.
-        num_cached_tokens: as vLLM reports it. After a hand-off that is what P had cached, not what D loaded
-            (`Engine.loaded_tokens`).
-        first_seconds: time to the first token, None if there was none.
+        kv_transfer_params: what the connector returned.
+        num_cached_tokens: as vLLM reports it. After a hand-off that is the number of tokens that P had cached, not the
+        number that D loaded (`Engine.loaded_tokens`).
+        first_seconds: time to the first token, None if there was no token.
         seconds: time to the end.
         others: the other samples of the prompt, if more than one was asked for.
-        begun: when the front end began, by its `time.perf_counter`, which all processes of a machine share.
+        begun: when the front end began, by `time.perf_counter`, whose clock all processes of a machine share.
     """
 
     token_ids: list[int]
@@ -71,7 +71,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment, none that the kernel hands out by itself, and never one twice."""
+    """A TCP port that is free now, that the kernel does not assign by itself, and that is never returned twice."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
             port = random.SystemRandom().randrange(15_000, 32_000)
@@ -117,7 +117,7 @@ class Engine:
     """Seconds after `start` at which each stage was over, once ready."""
 
     def start(self) -> Engine:
-        """Start it without waiting; `ready` waits."""
+        """Start the engine without waiting; `ready` waits."""
         env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} | self.env
         arguments = {"tensor_parallel_size": self.tensor_parallel_size, "kv_transfer_config": self.kv_transfer_config}
         if self.block_size is not None:
@@ -139,10 +139,10 @@ class Engine:
         return self
 
     def ready(self, timeout: float = 3 * HANG_SECONDS) -> Engine:
-        """Wait until it takes requests.
+        """Wait until the engine accepts requests.
 
         Raises:
-            EngineFailed: it ended instead; the message has the end of its log.
+            EngineFailed: the engine ended instead; the message has the end of its log.
             TimeoutError: neither happened in time.
         """
         self.started = self._ready.result(timeout)
@@ -168,12 +168,12 @@ class Engine:
         pictures: Sequence[int] = (),
         **sampling: Any,
     ) -> Future[Answer]:
-        """Ask for a completion, greedy and without end-of-sequence token unless `sampling` says otherwise.
+        """Request a completion, greedy and without end-of-sequence token unless `sampling` sets them.
 
-        An `adapter` is its name and its folder, `rank` the data-parallel rank that is to answer, `pictures` are seeds
-        of pictures of noise, or of embeddings in the place of one if they are negative. A request that takes longer
-        than `timeout` seconds is aborted, and its answer says so in `error`. What the front end raises is in the
-        answer; the future itself fails with `EngineFailed` when the engine ends.
+        An `adapter` is its name and its folder, and `rank` the data-parallel rank that is to answer. `pictures` are
+        seeds of pictures of noise; a negative seed gives embeddings instead of a picture. A request that takes longer
+        than `timeout` seconds is aborted, and its answer has an `error`. Exceptions of the front end are in the answer;
+        the future itself fails with `EngineFailed` when the engine ends.
         """
         return self._call(
             "generate",
@@ -195,7 +195,7 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Abort a request that was given this id; its answer ends with `finish_reason` "abort"."""
+        """Abort the request that has this id; its answer ends with `finish_reason` "abort"."""
         self._call("abort", request_id=request_id).result(60)
 
     def rpc(self, method: str, *args: Any, timeout: float = 60) -> list[Any]:
@@ -219,7 +219,7 @@ class Engine:
         return str(self._call("metrics").result(60))
 
     def sample(self, name: str, **labels: str) -> float:
-        """Sum of the samples of a metric, by its name in the text, that carry these labels; 0 if there is none."""
+        """Sum of the samples of a metric, by its name in the text, with these labels; 0 if there is no such sample."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         return sum(
             float(line.rpartition(" ")[2])
@@ -258,7 +258,7 @@ class Engine:
         return sorted(found)
 
     def pause(self) -> None:
-        """Stop all its processes where they are, until `go_on`: a peer that hangs, or one that takes no core."""
+        """Stop all its processes until `go_on`: this simulates a peer that hangs, or one that uses no CPU."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -271,7 +271,7 @@ class Engine:
                 os.kill(pid, signal.SIGUSR1)
 
     def stop(self, timeout: float = 20) -> None:
-        """End it as an operator would; what is left after `timeout` seconds is killed."""
+        """Stop the engine as an operator would; kill what is left after `timeout` seconds."""
         if self.alive:
             with contextlib.suppress(EngineFailed, OSError):
                 self._send({"op": "stop"})
@@ -279,7 +279,7 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for the whole group; returns when none of it is left, nor what it shared by name in memory."""
+        """Send SIGKILL to the whole group; return when no process and no shared memory of the group is left."""
         shared = _shared_memory(self.pids())
         end = time.monotonic() + 30
         while True:
@@ -322,7 +322,7 @@ class Engine:
                 number, result, error = self._connection.recv()
                 with self._lock:
                     future = self._waiting.pop(number, None)
-                if future is None:  # given up when something could not be sent
+                if future is None:  # cancelled because a message could not be sent
                     continue
                 if error is not None:
                     future.set_exception(EngineFailed(error))
@@ -368,13 +368,13 @@ def engines(
         for engine in made:
             engine.ready(timeout)
         yield tuple(made)
-        # Only after a test that passed: what it left behind must not keep an engine from ending.
+        # Only after a test that passed: then a process that hangs is a defect.
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.stop, made))
 
 
 def _shared_memory(pids: list[int]) -> set[Path]:
-    """Files of Python's shared memory that processes have mapped; nobody removes those of a process that is killed."""
+    """Files of Python's shared memory that processes have mapped; a killed process does not remove its files."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

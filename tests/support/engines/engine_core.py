@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests ask of the engine core: utilities beside vLLM's own, found by name and run between two steps."""
+"""Utilities of the engine core for tests: found by name beside vLLM's own utilities, and run between two steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _state(self: Any) -> dict[str, Any]:
 
 
 def _kept(self: Any) -> dict[str, str]:
-    """Requests that have ended, whose blocks kvhma's connector keeps, or has not freed yet."""
+    """Requests that have ended, whose blocks kvhma's connector holds, or has not freed yet."""
     connector = self.scheduler.connector
     for one in (connector, *getattr(connector, "_connectors", ())):
         if (ours := getattr(one, "_kvhma_scheduler", None)) is not None:
@@ -52,7 +52,7 @@ def _connector(self: Any, path: str) -> Any:
 
 
 def _steps_ahead(self: Any) -> int:
-    """How many steps were launched and not yet looked at, at most, since this was first asked; 0 if none can be."""
+    """Most steps that were launched and not yet processed since the first call of this; 0 if steps never overlap."""
     if self.batch_queue is None:
         return 0
     if not isinstance(self.batch_queue, _Watched):
@@ -84,7 +84,7 @@ def follow(start: Any, path: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers, texts, lists and dicts stay what they are; of anything else its length or its text remains."""
+    """Return numbers, texts, lists and dicts as they are; of anything else its length or its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

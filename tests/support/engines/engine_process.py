@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> None:
-    """Serve one engine until told to stop or until the test is gone."""
+    """Serve one engine until a stop request or until the test has ended."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from support.engines import engine_core
@@ -38,17 +38,17 @@ def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> N
     _import_model(Path(engine_args["model"]))
     config = AsyncEngineArgs(**DEFAULTS | _typed(engine_args)).create_engine_config()
     if engine_args.get("async_scheduling"):
-        config.scheduler_config.async_scheduling = True  # vLLM's CPU platform switches it off, whatever was asked for
-    # vLLM's CPU platform asks for spawn, which imports everything once more in each process. It does so for the sake
-    # of OpenMP's threads; there are none here.
+        config.scheduler_config.async_scheduling = True  # vLLM's CPU platform always switches it off
+    # vLLM's CPU platform asks for spawn, which imports everything once more in each process. Only OpenMP's threads need
+    # spawn, and this process has no OpenMP threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     stages["configured"] = time.time() - begun
     asyncio.run(_serve(connection, config, stages, begun))
 
 
 def _import_model(folder: Path) -> None:
-    # vLLM inspects a class it knows by name only in an interpreter started for that (eight seconds more); one that is
-    # registered as a class, as those that the zygote has, is inspected on the spot.
+    # vLLM inspects a class that it knows by name in an interpreter started for that, which takes eight seconds. It
+    # inspects a class that is registered as a class, as the zygote's are, in this process.
     from vllm.model_executor.models import ModelRegistry
 
     for architecture in json.loads((folder / "config.json").read_text())["architectures"]:
@@ -96,8 +96,8 @@ async def _serve(connection: Connection, config: Any, stages: dict[str, float], 
 
 
 async def _nudge(engine: Any) -> None:
-    # The engine core ends on SIGTERM. When the signal comes just before its main thread waits for an empty queue,
-    # Python runs the handler only once something arrives there (one stop in fifteen took the whole timeout).
+    # The engine core ends on SIGTERM. If the signal comes just before its main thread waits for an empty queue, Python
+    # runs the handler only when an item arrives there. One stop in fifteen then took the whole timeout.
     await asyncio.sleep(0.3)
     await engine.engine_core.call_utility_async("get_supported_tasks")
 
@@ -157,7 +157,7 @@ def _request(
     priority: int,
     rank: int | None,
 ) -> dict[str, Any]:
-    """What vLLM calls these."""
+    """vLLM's names for these formats."""
     from vllm.lora.request import LoRARequest
 
     lora = None
@@ -183,7 +183,7 @@ def _noise(seed: int) -> Any:
 
 
 def _embeddings(seed: int) -> Any:
-    """What a router gives a decode engine instead of a picture: embeddings that say nothing, in as many tokens."""
+    """Embeddings that stand for a picture, as a router sends them to a decode engine, in as many tokens."""
     import torch
 
     return torch.randn(16, 128, generator=torch.Generator().manual_seed(-seed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of further families: those of `make families`, one for each thing that a family caches differently."""
+"""Tiny models of further families: those of `make families`, one for each way in which a family caches differently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAMBA_2: Settings = {
     "mamba_chunk_size": 64,
 }
 WINDOWS = ["sliding_attention"] * 2 + ["full_attention"]
-# Every expert is used: a router that picks a different expert for the last bit of difference is no oracle.
+# Every expert is used: if a router picked another expert for a difference in the last bit, the model is no oracle.
 ALL_EXPERTS: Settings = {"num_experts": 2, "num_experts_per_tok": 2}
 
 # Layers of a window have twice the heads of the others.
@@ -86,9 +86,9 @@ FAMILIES: dict[str, Settings] = {
         "attention_chunk_size": 64,
     },
     "mimo_v2": MIMO_V2,
-    # As the real ones are.
+    # As in the real models.
     "mimo_v2_wide_keys": MIMO_V2 | {"head_dim": 48, "swa_head_dim": 48},
-    # The last five layers read what the two before them cached.
+    # The last five layers read what the previous two cached.
     "gemma3n": COMMON
     | {
         "model_type": "gemma3n_text",
@@ -104,11 +104,11 @@ FAMILIES: dict[str, Settings] = {
         "laurel_rank": 8,
         "tie_word_embeddings": True,
     },
-    # Each layer has attention and a state beside it.
+    # Each layer has attention and a state.
     "falcon_h1": COMMON
     | MAMBA_2
     | {"model_type": "falcon_h1", "head_dim": 32, "num_hidden_layers": 3, "mamba_d_ssm": 256, "mamba_rms_norm": True},
-    # Two layers share the weights of their attention, and cache apart.
+    # Two layers share the weights of their attention, and cache separately.
     "zamba2": COMMON
     | {
         "model_type": "zamba2",
@@ -174,7 +174,7 @@ FAMILIES: dict[str, Settings] = {
         "sliding_window": 64,
         "sliding_window_pattern": 3,
     },
-    # Keys and values turn by three positions for each token: of time, height and width.
+    # The rotary embedding of keys and values has three positions for each token: time, height and width.
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl",
         "text_config": COMMON

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of Mamba in plain torch, with the slots and rows that vLLM's kernels for GPUs use, where those for CPUs fail.
+"""Kernels of Mamba in plain torch, with the slots and rows of vLLM's GPU kernels, where the CPU kernels fail.
 
 * Mamba1: prefill and decode.
-* Mamba2 with a prefix cache: what a state was at the end of a chunk, and where a prefill keeps it.
-* Mamba2 with drafts: decode. A sequence has a slot for its state and one behind it for each draft. A step begins where
-  the last token that was accepted ended, and keeps what follows each of its tokens until it is known how many of them
-  are accepted.
+* Mamba2 with a prefix cache: the state at the end of a chunk, and the place where a prefill stores it.
+* Mamba2 with drafts: decode. A sequence has one slot for its state and one more for each draft. A step begins where the
+  last accepted token ended. It stores the state after each of its tokens until vLLM knows how many it accepts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 def _sequences(indices: Any, starts: Any, accepted: Any) -> Iterator[tuple[list[int], int, int, int]]:
-    """Slots, first and last token, and how many tokens of the step before were accepted, of each sequence."""
+    """For each sequence: slots, first and last token, and how many tokens of the previous step were accepted."""
     table = indices.reshape(len(indices), -1).tolist()
     begins = list(range(len(table) + 1)) if starts is None else starts.tolist()
     counts = [1] * len(table) if accepted is None else accepted.tolist()
@@ -36,7 +35,7 @@ def causal_conv1d_update(
     query_start_loc: Any = None,
     **_: Any,
 ) -> Any:
-    """Convolve `x` (tokens, channels) behind the rows of `conv_state` (slots, channels, rows)."""
+    """Convolve `x` (tokens, channels) with the preceding rows in `conv_state` (slots, channels, rows)."""
     import torch
     from torch.nn import functional
 
@@ -173,7 +172,7 @@ def chunk_scan(
     return_intermediate_states: bool = False,
     **more: Any,
 ) -> Any:
-    """Let vLLM's kernel for CPUs, which knows the last state of a sequence only, say those after each chunk too."""
+    """Make vLLM's CPU kernel, which returns a sequence's last state only, return the state after each chunk too."""
     import torch
     from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 
@@ -209,12 +208,12 @@ def store_prefill_checkpoint(
     *,
     state_len: int,
 ) -> None:
-    """Write what the state was at one point of each prefill to a slot of its own.
+    """Write the state at one point of each prefill to a separate slot.
 
     `x` is (channels, tokens), `conv_state` (slots, channels, rows), `ssm_state` (slots, heads, width, columns).
     """
     for row, offset in enumerate(checkpoint.checkpoint_offsets.tolist()):
-        if offset > 0:  # else there is none
+        if offset > 0:  # else the prefill has no earlier token
             slot, end = int(checkpoint.state_indices[row]), int(query_start_loc[row]) + offset
             conv_state[slot, :, :state_len] = x[:, end - state_len : end]
             ssm_state[slot] = chunk_states[int(chunk_idx[row])]

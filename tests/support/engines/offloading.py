@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's OffloadingConnector needs to run without a GPU: its own spec and manager, with copies that need none.
+"""What vLLM's OffloadingConnector needs to run without a GPU: a spec and a manager that copy within host memory.
 
-vLLM's worker copies on CUDA streams, and its spec refuses every other platform. Named in a configuration as
+vLLM's worker copies on CUDA streams, and its spec refuses every other platform. A configuration names this one as
 `"spec_name": "HostSpec", "spec_module_path": "support.engines.offloading"`.
 """
 
@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostWorker(OffloadingWorker):
-    """Copies when it is told to, so every job has ended when it is asked for.
+    """Copies synchronously, so every job has ended when the caller asks.
 
     Args:
         caches: the engine's tensors, one row of bytes a block, and for each group the tensors that it uses.
-        chunks: blocks that are kept at most.
+        chunks: most blocks that are stored.
     """
 
     def __init__(self, caches: Any, chunks: int) -> None:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with seeded random weights that make good numeric oracles.
 
-A model is a good oracle when one wrong KV block or state changes what it says. Weights drawn at one scale do not give
-that: attention over hundreds of tokens is then nearly uniform, and the embedding drowns what the layers add. So every
-matrix is scaled by its role: unit variance through a layer, peaked attention, a residual stream that the layers
-dominate, and logits with a standard deviation of about two (chosen tokens at log-probabilities of -1 to -4).
+In a good oracle one wrong KV block or state changes the answer. Weights drawn at one scale do not make such a model:
+attention over hundreds of tokens is then nearly uniform, and the embedding dominates what the layers add. So every
+matrix is scaled by its role:
+
+* unit variance through a layer,
+* peaked attention,
+* a residual stream that the layers dominate,
+* logits with a standard deviation of about two (chosen tokens at log-probabilities of -1 to -4).
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
         "query_pre_attn_scalar": 32,
     },
-    # One global head, which ranks repeat, beside two sliding ones, which they share out.
+    # One global head, which each rank repeats, beside two sliding heads, which the ranks divide.
     "gemma4": COMMON
     | {
         "model_type": "gemma4_text",
@@ -77,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 512,
     },
-    # Every expert is used: a router that picks a different expert for the last bit of difference is no oracle.
+    # Every expert is used: if a router picked another expert for a difference in the last bit, the model is no oracle.
     "gpt_oss": COMMON
     | {
         "model_type": "gpt_oss",
@@ -124,13 +128,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_group": 1,
         "topk_group": 1,
-        # As the real ones have it. With plain rotary embedding vLLM's CPU build takes the rotary part of MLA's queries
-        # and keys for contiguous, and an answer depends on what else is in the batch.
+        # As in the real models. With plain rotary embedding vLLM's CPU build assumes that the rotary part of MLA's
+        # queries and keys is contiguous, and an answer depends on the other requests of the batch.
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     },
 }
 
-# Models that not every test of MODELS is for. The token of a picture is 510.
+# Models for some tests of MODELS only. The token of a picture is 510.
 OTHERS: dict[str, dict[str, Any]] = {
     "llava": {
         "model_type": "llava",
@@ -177,8 +181,9 @@ PICTURES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Standard deviation of what a matrix makes of input with unit variance, by the end of its name. Scores of attention are
-# products of two: gains of 1.7 give them a standard deviation of three, so that a few tokens hold most of the weight.
+# Standard deviation of a matrix' output for input with unit variance, by the end of the matrix' name. Scores of
+# attention are products of two outputs: gains of 1.7 give the scores a standard deviation of three, so that a few
+# tokens hold most of the weight.
 GAINS = {
     "q_proj.weight": 1.7,
     "k_proj.weight": 1.7,
@@ -191,12 +196,12 @@ GAINS = {
 
 
 def make(connection: Connection, names: list[str], folder: str) -> None:
-    """Write the named models under `folder`, those that are there already excepted, and send their directories."""
+    """Write the named models under `folder`, except those that exist already, and send their directories."""
     connection.send([str(_model(name, Path(folder))) for name in names])
 
 
 def _model(name: str, folder: Path) -> Path:
-    # The recipe is this file and the settings: a directory made by others is never used.
+    # The recipe is this file and the settings: a directory made by another recipe is never used.
     settings = (MODELS | OTHERS | FAMILIES)[name]
     recipe = zlib.crc32(Path(__file__).read_bytes() + json.dumps(settings).encode())
     final = folder / f"{name}-{recipe:08x}"
@@ -222,7 +227,7 @@ def _save(settings: dict[str, Any], folder: Path) -> None:
             _fill(name, parameter, settings["model_type"])
     model.to(torch.bfloat16).save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
-    # save_pretrained drops what it takes for a default of its own; an engine must see the model as it is meant.
+    # save_pretrained drops settings that equal its own defaults; an engine must see every setting.
     (folder / "config.json").write_text(json.dumps(settings | written, indent=1))
     if settings["model_type"] == "llava":
         _name_as_vllm_does(folder / "model.safetensors")
@@ -236,7 +241,7 @@ def _save_shapes(settings: dict[str, Any], folder: Path) -> None:
 
     tensors = {}
     for name, shape in SHAPES[settings["model_type"]](settings).items():
-        # What norms multiply by: itself, or one more than it.
+        # A norm multiplies by its weight, or by its weight plus one.
         tensors[name] = torch.full(shape, 0.0 if settings["model_type"] == "step3p5" else 1.0)
         _fill(name, tensors[name], settings["model_type"])
     folder.mkdir()
@@ -255,7 +260,7 @@ def _name_as_vllm_does(path: Path) -> None:
 def _fill(name: str, parameter: torch.Tensor, model_type: str) -> None:
     import torch
 
-    # By name, so that a model's weights do not depend on the order its parameters are listed in.
+    # By name, so that a model's weights do not depend on the order of its parameters.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     shape = parameter.shape
 
@@ -269,8 +274,8 @@ def _fill(name: str, parameter: torch.Tensor, model_type: str) -> None:
     if last == "A_log":  # with dt below: states that forget over tens to hundreds of tokens, not at once
         parameter.copy_(between(0.3, 1.5).log())
     elif name.endswith(("dt_bias", "dt_proj.bias")):
-        parameter.copy_(between(0.01, 0.1).expm1().log())  # softplus of it lies between the two
-    elif last == "D":  # what passes the state by
+        parameter.copy_(between(0.01, 0.1).expm1().log())  # its softplus is between the two
+    elif last == "D":  # the path around the state
         parameter.fill_(0.3)
     elif name.endswith(("q_norm.weight", "k_norm.weight")):  # normed queries and keys: their gain is here
         parameter.fill_(1.7 if model_type == "exaone4" else 0.7)

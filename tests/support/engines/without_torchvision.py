@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of pictures without torchvision, which transformers wants for films, and for pictures that a GPU resizes."""
+"""Models of pictures without torchvision, which transformers needs only for videos and for resizing on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 class NoFilms(dict):  # type: ignore[type-arg]
-    """A processor of films for who has none."""
+    """A processor of videos for machines without torchvision."""
 
     patch_size = 14
     merge_size = temporal_patch_size = 2
@@ -18,15 +18,15 @@ class NoFilms(dict):  # type: ignore[type-arg]
 
 
 def install() -> None:
-    """Let LLaVA and Qwen-VL be imported; nothing is changed where torchvision is there."""
+    """Make LLaVA and Qwen-VL importable; change nothing where torchvision is installed."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from transformers import ProcessorMixin
 
-    # LLaVA's module asks for another model's pictures.
+    # LLaVA's module imports another model's picture processor.
     pixtral = ModuleType("transformers.models.pixtral.image_processing_pixtral")
     pixtral._num_image_tokens = None  # type: ignore[attr-defined]
-    # Qwen's has a twin that needs PIL only.
+    # Qwen's processor has a variant that needs only PIL.
     twin = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     sys.modules |= {
         pixtral.__name__: pixtral,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests ask of a worker, through vLLM's `worker_extension_cls` and collective calls."""
+"""Methods of a worker for tests, through vLLM's `worker_extension_cls` and collective calls."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Extension:
         ]
 
     def e2e_right_drafts(self) -> None:
-        """Let Mamba2 decode with drafts as vLLM's kernels for GPUs do.
+        """Make Mamba2 decode with drafts as vLLM's GPU kernels do.
 
-        Those for CPUs of 0.32 take the convolution's rows for drafts for rows of the state, and leave the state after
-        the last draft in the slot of the state before them: an engine with speculation answers wrongly by itself.
+        The CPU kernels of 0.32 read the convolution's rows for drafts as rows of the state. They also store the state
+        after the last draft in the slot of the state before the drafts. So an engine with speculation answers wrongly
+        even without kvhma.
         """
         from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -45,7 +46,7 @@ class Extension:
         mamba_mixer2.selective_state_update = mamba_kernels.selective_state_update
 
     def e2e_mamba_1(self) -> None:
-        """Let Mamba1 compute: vLLM has no kernel for its prefill on CPUs, and that for its decode takes Mamba2 only."""
+        """Make Mamba1 compute: on CPUs vLLM has no prefill kernel for it, and a decode kernel for Mamba2 only."""
         from vllm.model_executor.layers.mamba import mamba_mixer
 
         from support.engines import mamba_kernels
@@ -54,7 +55,7 @@ class Extension:
         mamba_mixer.selective_state_update = mamba_kernels.mamba_1_step
 
     def e2e_mamba_2(self) -> None:
-        """Let Mamba2 prefill with a prefix cache: vLLM's kernel for CPUs says less of the states than is asked for."""
+        """Make Mamba2 prefill with a prefix cache: vLLM's CPU kernel returns too few of the states."""
         from vllm.model_executor.layers.mamba import mamba_mixer2
 
         from support.engines import mamba_kernels
@@ -63,7 +64,7 @@ class Extension:
         mamba_mixer2.store_prefill_checkpoint = mamba_kernels.store_prefill_checkpoint
 
     def e2e_overwrite(self, layer: str, block: int, how: str = "noise", seed: int = 0) -> None:
-        """Spoil what one layer keeps in one block.
+        """Corrupt what one layer stores in one block.
 
         Args:
             layer: its name.
@@ -85,7 +86,7 @@ class Extension:
                 target.copy_(tensor[int(how.removeprefix("block "))])
 
     def e2e_digest(self, layer: str, block: int) -> str:
-        """Hash of the bytes that one layer keeps in one block."""
+        """Hash of the bytes that one layer stores in one block."""
         import torch
 
         digest = hashlib.sha256()
@@ -94,7 +95,7 @@ class Extension:
         return digest.hexdigest()
 
     def e2e_panic_once(self, module: str, owner: str, name: str) -> None:
-        """Have the next call of a method raise what is no Exception, as a panic of Rust is."""
+        """Make the next call of a method raise an object that is not an Exception, as a panic of Rust is."""
         kind = getattr(importlib.import_module(module), owner)
         function = getattr(kind, name)
 
@@ -105,7 +106,7 @@ class Extension:
         setattr(kind, name, panics)
 
     def e2e_census(self) -> dict[str, Any]:
-        """What this process holds: threads (Python's by name, all by number), open files, resident bytes."""
+        """Resources of this process: threads (Python's by name, all by number), open files, resident bytes."""
         with open("/proc/self/statm") as statm:  # noqa: PTH123
             resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return {
@@ -117,8 +118,8 @@ class Extension:
         }
 
     def e2e_memory(self) -> dict[str, int]:
-        """What malloc has from the kernel for its heaps, what of it is in use, what it mapped apart, in KiB; and how
-        many blocks Python has in use."""
+        """Memory in KiB that malloc has from the kernel for its heaps, uses of them, and has mapped separately; and the
+        number of blocks that Python uses."""
         names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")
 
         class Mallinfo2(ctypes.Structure):
@@ -137,9 +138,9 @@ class Extension:
         return plain(follow(get_kv_transfer_group(), path))
 
     def e2e_sleep_as_gpus_do(self) -> bool:
-        """Have this worker, which ignores `sleep` and `wake_up` on CPUs, do to its caches what vLLM's GPU worker does.
+        """Make this worker, which ignores `sleep` and `wake_up` on CPUs, treat its caches as vLLM's GPU worker does.
 
-        False, and nothing is done, where vLLM tells its connectors nothing of it.
+        Does nothing and returns False if vLLM does not notify its connectors of it.
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
@@ -166,6 +167,6 @@ class Extension:
         return sorted({layer.isa for layer in layers if hasattr(layer, "isa")})
 
     def _e2e_parts(self, layer: str) -> list[Any]:
-        # Attention keeps one tensor, a state layer one for each of its parts; the first axis is the block.
+        # Attention has one tensor, a state layer one for each of its parts; the first axis is the block.
         kept = self.model_runner.compilation_config.static_forward_context[layer].kv_cache
         return list(kept) if isinstance(kept, list | tuple) else [kept]

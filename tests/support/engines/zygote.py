@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that has imported torch and vLLM, and forks itself for every engine.
 
-Importing vLLM takes about eight seconds of a core, and an engine is at least three processes. A process forked from one
-that has the modules already starts in milliseconds. What makes the fork safe: the zygote has one thread (one OpenMP and
-one BLAS thread, no computation before the fork) and opens no device, no NIXL and no connection.
+Importing vLLM takes about eight seconds of a core, and an engine is at least three processes. A process forked from
+the zygote has the modules already and starts in milliseconds. The fork is safe because the zygote has one thread (one
+OpenMP and one BLAS thread, no computation before the fork) and opens no device, no NIXL and no connection.
 
 `Zygote` is the half that the test holds; `zygote_process` is the process.
 """
@@ -30,16 +30,16 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_COLOR": "0",
     "NIXL_LOG_LEVEL": "WARN",
-    # Tiny models gain nothing from a second thread, several engines share two cores, and no thread pool means that
-    # every fork is safe and every sum has one order.
+    # Tiny models gain nothing from a second thread, and several engines share two cores. Without a thread pool every
+    # fork is safe and every sum has one order.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Even an eager engine compiles a function of its sampler: seconds of the first request.
+    # Even an eager engine compiles a function of its sampler, which takes seconds of the first request.
     "TORCHDYNAMO_DISABLE": "1",
-    # Freed memory goes back at once, so that resident memory can be compared over time.
+    # Freed memory is returned at once, so that tests can compare resident memory over time.
     "MALLOC_ARENA_MAX": "2",
 }
 
@@ -73,8 +73,8 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # In the session of who asks: Linux may schedule each session as a whole, and workers that only yield
-                # while they wait then keep other sessions from running for minutes (seen with 6.18, two cores).
+                # The zygote stays in its caller's session: Linux may schedule each session as a whole. Workers that
+                # only yield while they wait then block other sessions for minutes (seen with 6.18, two cores).
                 preexec_fn=os.setpgrp,
             )
         self._connection = Connection(ours.detach())
@@ -104,7 +104,7 @@ class Zygote:
         return pid, Connection(ours.detach())
 
     def close(self) -> None:
-        self._connection.close()  # its end of the file: it kills what it started and ends
+        self._connection.close()  # the zygote sees the end of file, kills its processes and exits
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

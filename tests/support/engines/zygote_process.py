@@ -57,7 +57,8 @@ def die_with_parent() -> None:
 
 
 def _reap(*_: object) -> None:
-    # Orphans of killed engines come here too (subreaper): a group is gone only when all its members are collected.
+    # Orphans of killed engines become children of this process too (subreaper): a group has ended only when all its
+    # members are reaped.
     while True:
         try:
             pid, _status = os.waitpid(-1, os.WNOHANG)
@@ -88,7 +89,7 @@ def _child(server: Connection, handle: int, message: dict[str, Any]) -> NoReturn
         os.environ.update(message["env"])
         if (namespace := message["env"].get("KVHMA_E2E_NETNS")) is not None:
             _enter(namespace)
-        # Descendants must not hold the connection open: its end says that this process is gone.
+        # Descendants must not hold the connection open: its end of file shows that this process has ended.
         os.register_at_fork(after_in_child=lambda: _close(handle))
         module, function = message["target"].split(":")
         getattr(importlib.import_module(module), function)(Connection(handle), **message["kwargs"])
@@ -107,7 +108,7 @@ def _enter(namespace: str) -> None:
     handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     steps = (
         libc.setns(handle, 0x40000000),  # CLONE_NEWNET
-        # UCX looks for devices in /sys, which shows those of the namespace it was mounted in.
+        # UCX looks for devices in /sys, which shows the devices of the namespace in which it was mounted.
         libc.unshare(0x00020000),  # CLONE_NEWNS
         libc.mount(b"none", b"/", None, 0x84000, None),  # MS_REC | MS_SLAVE
         libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
@@ -125,8 +126,8 @@ def _close(handle: int) -> None:
 
 
 def _import_models() -> None:
-    # vLLM inspects a class it knows by name only in an interpreter started for that (eight seconds more); one that is
-    # registered as a class is inspected on the spot.
+    # vLLM inspects a class that it knows by name in an interpreter started for that, which takes eight seconds. It
+    # inspects a class that is registered as a class in this process.
     from vllm.model_executor.models import ModelRegistry
 
     from support.engines import without_torchvision
@@ -139,18 +140,18 @@ def _import_models() -> None:
 
 
 def _spin_no_longer_than(seconds: float) -> None:
-    # A worker that waits for its next step spins for a second before it waits to be woken up. Of three engines that
-    # take turns on two cores, two would have both.
+    # A worker that waits for its next step spins for a second before it blocks. With three engines that take turns on
+    # two cores, two of them would occupy both.
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
-    # Who stops spinning so often misses a notification now and then, and looks again by itself only after 5 s.
+    # A process that spins this briefly sometimes misses a notification, and by default polls again only after 5 s.
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
 
 
 def _freeze() -> None:
     # An engine collects garbage when it has loaded its model, when it is ready, and when it ends. That took seconds in
-    # each of its processes, since all that was imported here was looked through, and copied.
+    # each of its processes, because the collector traversed, and so copied, every import of the zygote.
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None  # which vLLM calls at the end
@@ -158,8 +159,8 @@ def _freeze() -> None:
 
 def _sleep_instead_of_yielding() -> None:
     # vLLM's processes wait for each other with sched_yield in a loop. With several engines on two cores, on Linux 6.18,
-    # a process that only sleeps and wakes up did not run for up to ten seconds, not at nice -10 either (a real-time one
-    # did): leases ended meanwhile.
+    # a process that only sleeps and wakes up did not run for up to ten seconds, and leases ended meanwhile. Nice -10
+    # did not help, a real-time priority did.
     from vllm.distributed import utils
 
     utils.USE_SCHED_YIELD = False  # vLLM's own way for older Pythons: time.sleep(0)
@@ -191,7 +192,7 @@ def serve(descriptor: int) -> None:
             if pid == 0:
                 _child(server, handle, message)
             with contextlib.suppress(OSError):  # it may have ended already
-                os.setpgid(pid, pid)  # both sides do it: whoever comes first
+                os.setpgid(pid, pid)  # both sides call it, because either may be first
             os.close(handle)
             _children.add(pid)
             server.send(pid)
