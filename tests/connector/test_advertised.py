@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine binds and where it tells others to come are two things: wildcards, mapped ports, addresses that lead
-a decode engine to itself."""
+"""An engine may bind to one address and advertise another: wildcards, mapped ports, addresses that lead a decode engine
+to itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_address_where_nothing_says_otherwise():
 
 
 def test_a_port_mapping():
-    """Each of several data-parallel engines has ports of its own, inside and outside."""
+    """Each of several data-parallel engines has its own ports, inside and outside."""
     given = {"side_channel_host": "192.168.0.2", "advertised_host": "gate.example", "advertised_port": 31000}
     assert addresses(1, **given) == (Address("192.168.0.2", 5601), Address("gate.example", 31001))
     assert addresses(advertised_port=31000) == (Address("localhost", 5600), Address("localhost", 31000))
@@ -57,21 +57,21 @@ def test_a_port_mapping():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0"])
 @pytest.mark.parametrize("how", ["setting", "variable"])
 def test_a_wildcard_is_never_told_to_others(monkeypatch, host, how):
-    """It was what parameters had as remote_host, and led a decode engine to itself."""
+    """A wildcard in `remote_host` leads a decode engine to itself."""
     given = {"side_channel_host": host} if how == "setting" else {}
     if how == "variable":
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
     assert addresses(**given) == (Address(host, 5600), Address("10.0.0.7", 5600))
     assert addresses(**given, advertised_host="p.example")[1] == Address("p.example", 5600)
-    monkeypatch.setattr(engine_config, "get_ip", lambda: "0.0.0.0")  # what vLLM says on a machine without a network
+    monkeypatch.setattr(engine_config, "get_ip", lambda: "0.0.0.0")  # what vLLM returns on a machine without a network
     with pytest.raises(SettingsError, match=rf"side_channel_host is '{host}', .*: set advertised_host"):
         addresses(**given)
 
 
 @contextlib.contextmanager
 def engine(bind, advertised=None, engine_id="engine", **more):
-    """A scheduler whose listener binds there."""
+    """A scheduler whose listener binds to this address."""
     made = scheduler(at=advertised or bind, bind=bind, engine_id=engine_id, **more)
     with contextlib.closing(made):
         yield made
@@ -85,7 +85,7 @@ def handed_over(p, name="r"):
 
 @contextlib.contextmanager
 def mapping(inner):
-    """A port of this machine that leads to another one, as a router with NAT or a container's published port does."""
+    """A port that forwards to another port of this machine, as NAT or a container's published port does."""
     outer = socket.create_server(("127.0.0.1", 0))
 
     def carry(source, target):
@@ -131,8 +131,8 @@ def refusal(d, params, tokens=41):
 
 
 def test_parameters_that_lead_a_decode_engine_to_itself():
-    """Both engines keep vLLM's default address, on two hosts: every request failed, and the text said that P's blocks
-    are gone."""
+    """Both engines have vLLM's default address, on two hosts. Formerly every request failed, and the text said that P's
+    blocks are gone."""
     both = Address("localhost", free_port())
     elsewhere = Address("127.0.0.1", free_port())
     with engine(elsewhere, both, engine_id="p-engine") as p, engine(both, engine_id="d-engine", ranks=1) as d:

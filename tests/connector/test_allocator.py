@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`models.vllm_layout` and vLLM's allocator: the same layers through both, whatever heads, orders and ranks."""
+"""`models.vllm_layout` and vLLM's allocator: the same layers through both, with all heads, orders and ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGE_ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
 def settings(order: str, blocks: int = BLOCKS) -> Any:
-    """What the allocator reads of a configuration."""
+    """The fields of a configuration that the allocator reads."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -54,7 +54,7 @@ def settings(order: str, blocks: int = BLOCKS) -> Any:
 
 
 def specs_of(one: Model, tp: int, block: int) -> dict[str, Any]:
-    """What vLLM's layers of such a model would say of themselves on one rank."""
+    """The specs that vLLM's layers of such a model have on one rank."""
     logical = hybrid_block_size(one, tp_size=tp, block_size=block)
     own = [spec for _, spec in one.specs() if isinstance(spec, Attention)]
     page = logical * own_bytes(one, tp) if own else None
@@ -83,7 +83,7 @@ def specs_of(one: Model, tp: int, block: int) -> dict[str, Any]:
 
 
 def own_bytes(one: Model, tp: int) -> int:
-    """A token of the model's own heads: what vLLM pads a state's page to."""
+    """A token of the model's own heads: vLLM pads a state's page to a multiple of it."""
     token = one.token_spec()
     return max(1, token.kv_heads // tp) * token.token_bytes
 
@@ -220,12 +220,12 @@ def test_a_draft_layer_with_heads_of_its_own(body: str, draft: str, tp: int, ord
 
 
 def compare(one: Model, tp: int, block: int, order: str) -> bool:
-    """Compare, or see that both refuse; what only kvhma refuses has blocks that lie in each other's bytes."""
+    """Compare, or check that both refuse; if only kvhma refuses, blocks share bytes with each other."""
     try:
         _, places, _ = allocated(specs_of(one, tp, block), order)
     except (ValueError, NotImplementedError, AssertionError, StopIteration):
         places = {}
-    # Of windows of one length with pages of several sizes vLLM 0.32 loses layers.
+    # If windows of one length have pages of several sizes, vLLM 0.32 loses layers.
     if len(places) == len(one.specs()):
         same(one, tp, block, order)
         return True
@@ -236,7 +236,7 @@ def compare(one: Model, tp: int, block: int, order: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_mixture_of_layers(seed: int) -> None:
-    """Sorts of layers in any number and order, of which some share a window or a size."""
+    """Sorts of layers in any number and order, some of which share a window or a size."""
     rng = random.Random(seed)
     equal = 0
     for _ in range(20):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next turn of a chat: P reads what D has of the last one, or computes. With vLLM's real schedulers, and labels."""
+"""The next turn of a chat: P reads D's answer of the last turn, or computes. With vLLM's real schedulers, and
+labels."""
 
 import itertools
 import json
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.scheduler.decode import DecodeScheduler
@@ -35,11 +36,11 @@ def quiet() -> Iterator[None]:
 
 
 class Chat:
-    """A prefill and a decode engine, and what was said to them.
+    """A prefill and a decode engine, and the conversation so far.
 
     Args:
         kinds: of the groups.
-        p: what the prefill engine's shape has besides.
+        p: more of the prefill engine's shape.
         d: the same of the decode engine.
     """
 
@@ -66,7 +67,7 @@ class Chat:
         return [self.rng.randrange(3) for _ in range(count)]
 
     def prefill(self, tokens, params=NEW):
-        """Ask P; return its name for the request and what D has to know."""
+        """Ask P; return its name for the request and the parameters for D."""
         name = f"r{next(self.numbers)}"
         self.p.add(name, tokens, 1, params)
         self.computed = 0
@@ -80,7 +81,7 @@ class Chat:
         return name, json.loads(json.dumps(self.p.finished[name].kv_transfer_params))
 
     def turn(self, tokens, params=NEW, *, answer=8, **more):
-        """Ask P, then D; return all tokens, and what the next turn's prefill has to know."""
+        """Ask P, then D; return all tokens, and the parameters for the next turn's prefill."""
         name, told = self.prefill(tokens, params)
         self.d.add(name, tokens, answer, told, **more)
         for _ in range(400):
@@ -93,7 +94,7 @@ class Chat:
         return list(self.d._requests[name].all_token_ids), json.loads(json.dumps(found))
 
     def end(self):
-        """Let all leases pass, and look whether every block has come back."""
+        """Let all leases expire, and check that every block is free again."""
         for engine in (self.p, self.d):
             for held in engine.kvhma.context.leases._held.values():
                 held.expires = held.overdue_since = 0.0
@@ -119,7 +120,7 @@ def test_in_three_turns_p_computes_what_is_new(kinds, caching):
         prompt = said + chat.words(new)
         before = len(said) - 1  # the last token of an answer is never computed
         said, params = chat.turn(prompt, params)
-        # One token is computed in any case, to sample what nobody reads.
+        # One token is computed in any case, to sample a token that is not used.
         assert chat.computed == max(1, len(prompt) - left_to_d - before)
     assert chat.p.counts.loads == 3
     assert chat.d.counted("answers") == {"read": 3}
@@ -143,7 +144,7 @@ def test_another_template(kinds):
     chat = Chat(kinds)
     prompt = chat.words(300)
     said, params = chat.turn(prompt, answer=150)
-    # What was thought before the answer is left out.
+    # The template leaves out the reasoning before the answer.
     other = prompt + said[380:] + chat.words(20)
     chat.turn(other, params)
     if kinds == "full":
@@ -165,7 +166,7 @@ def test_a_prompt_that_differs_from_the_first_token_on():
 
 
 def test_the_same_prompt_once_more():
-    """As where a client wants another answer: the prompt is shorter than what D has."""
+    """A client may want another answer: then the prompt is shorter than the text that D has."""
     chat = Chat()
     prompt = chat.words(100)
     said, params = chat.turn(prompt)
@@ -212,7 +213,7 @@ def test_an_answer_whose_time_is_up():
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
 def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped, monkeypatch):
-    """vLLM asks for no tokens of it any more: D stood still until the answers' time was up."""
+    """vLLM asks for no more of its tokens. Formerly D stalled until the answers expired."""
     for grows in (60, 70, 80, 90):
         chat = Chat("full+sliding", d={"num_blocks": 60, "turns": True, "overlapped": overlapped})
         for _ in range(2):
@@ -259,7 +260,7 @@ def test_few_tokens_are_computed(threshold, loads):
     assert len(said) == 108
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == loads
-    assert chat.d.counted("answers")["read"] == 1, "P lets go of what it does not need"
+    assert chat.d.counted("answers")["read"] == 1, "P releases an answer that it does not need"
     chat.end()
 
 
@@ -304,7 +305,7 @@ def test_a_state_that_is_written_is_nobodys_to_read(kinds):
     tokens = answer.kv_transfer_params["kvhma"]["tokens"]
     if kinds.endswith("state"):
         assert (len(leases), tokens) == (0, request.num_tokens)
-        # Who asks too early computes.
+        # A reader that asks too early computes.
         chat.d.step()
         assert len(leases) == 0, "the step that computes on may not have ended"
         chat.d.step()
@@ -351,7 +352,7 @@ def test_answers_go_when_requests_of_d_need_their_blocks(long):
     assert chat.d.counts.preempted == 0
     gone = chat.d.counted("answers")["given up"]
     assert 3 < gone <= 8
-    # The oldest went.
+    # The oldest answers were evicted.
     said, params = kept[0]
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == 0
@@ -360,7 +361,7 @@ def test_answers_go_when_requests_of_d_need_their_blocks(long):
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_requests_that_lack_a_seat_cost_no_answers(overlapped):
-    """Loaded ones wait for one of `max_num_seqs` seats, and in each step some answers went for them."""
+    """Loaded requests wait for one of `max_num_seqs` seats. Formerly each step evicted answers for them."""
     chat = Chat(d={"num_blocks": 2000, "overlapped": overlapped})
     for _ in range(20):
         chat.turn(chat.words(60))
@@ -378,14 +379,14 @@ def test_requests_that_lack_a_seat_cost_no_answers(overlapped):
 
 
 def test_blocks_of_what_was_read_come_before_answers():
-    """An engine that rests has not freed them when somebody needs room."""
+    """A sleeping engine has not freed them when a request needs blocks."""
     chat = Chat(d={"num_blocks": 100})
     chat.d.kvhma.context.leases.max_unread_blocks = None
     (first, params), _ = (chat.turn(chat.words(300)) for _ in range(2))
     chat.p.add("next", first + chat.words(20), 1, params)
     others = chat.d.pool.get_new_blocks(chat.d.pool.get_num_free_blocks() - 22)
     while "next" not in chat.p.finished:
-        chat.p.step()  # D rests meanwhile
+        chat.p.step()  # D sleeps meanwhile
     assert [len(leases) for leases in chat.d.kvhma.context.leases._ended.values()] == [1]
     chat.d.add("long", chat.words(400), 4)
     for _ in range(10):
@@ -436,7 +437,7 @@ def test_a_client_that_hangs_up_while_p_reads(kinds):
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 16), (16, 64), (64, 16)])
 def test_windows_with_blocks_of_other_sizes(ours, theirs):
-    """What P could not hand over, since its first block of the window is not filled, it computes."""
+    """P computes what it could not hand off because its first block of the window is not filled."""
     sizes = {
         name: {"groups": (GroupShape("0", "full", size), GroupShape("1", "sliding", size, 50)), "caching": True}
         for name, size in (("p", ours), ("d", theirs))
@@ -458,7 +459,7 @@ def windows(size):
 
 
 def another_d_after(length):
-    """Read a turn from a D with blocks of 16, and hand the next one over to a D with blocks of 64."""
+    """Read a turn from a D with blocks of 16, and hand off the next one to a D with blocks of 64."""
     chat = Chat("full+sliding", p=windows(64), d=windows(16))
     said, params = chat.turn(chat.words(length))
     prompt = said + chat.words(3)
@@ -473,7 +474,7 @@ def another_d_after(length):
 
 
 def test_a_window_that_is_not_filled_is_not_handed_over(monkeypatch):
-    """It would be in another engine's prefix cache, whose blocks begin further back."""
+    """Such a block would enter the prefix cache of another engine, whose blocks begin further back."""
     lengths = range(200, 264, 7)
     assert {"short_window": 1} in [another_d_after(length) for length in lengths]
     right = DecodeScheduler._read_ended
@@ -492,7 +493,7 @@ WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 2**64 - 
 
 
 def test_whatever_a_client_says_of_an_answer_p_computes():
-    """No value of any key fails a prefill, or reads a token more than what was handed out."""
+    """No value of any key fails a prefill, or makes P read more tokens than the parameters named."""
     chat = Chat(p={"recompute": False})
     said, params = chat.turn(chat.words(100))
     prompt = said + chat.words(10)
@@ -501,7 +502,7 @@ def test_whatever_a_client_says_of_an_answer_p_computes():
     keys = set(params) - {"kvhma", "do_remote_decode", "do_remote_prefill"}
     told += [{**params, key: value} for key in sorted(keys) for value in WRONG]
     for number, one in enumerate(told):
-        # A free port and another host may be anything: nobody is asked there.
+        # A free port and another host may have any value: P connects to neither.
         chat.p.kvhma.decode.renewer.leases = None
         chat.p.add(f"x{number}", prompt, 1, one)
         for _ in range(5):

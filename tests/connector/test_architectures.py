@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config reader against what vLLM's own classes cache, for everything that both take: never another layout."""
+"""The config reader against what vLLM's own classes cache, for every model that both support: never another layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.public_configs import EXPERTS, PUBLIC, own
 from support.vllm_models import model_in_fork
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore"),  # from vLLM's imports
     pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="models are read as vLLM 0.32 reads them"),
 ]
 
@@ -32,7 +32,7 @@ NOT_MADE = {
     "InternVL3-8B": "its class wants a tokenizer",
     "Phi-4-multimodal": "its class wants what remote code makes of its audio",
 }
-"""What vLLM 0.32 does not make here, and why."""
+"""Models that vLLM 0.32 does not make here, with the reason."""
 SAMPLE = {"AFM-4.5B", "falcon-7b", "LongCat-Flash", "llava-1.5-7b", "Nemotron-49B", "Olmo-Hybrid-7B", "Trinity-Nano"}
 
 
@@ -84,7 +84,7 @@ def changed(form: dict[str, Any], field: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize("field", ADDED)
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in NOT_MADE])
 def test_no_field_leads_to_a_wrong_guess(name: str, field: str) -> None:
-    """Whatever is added: what vLLM's class makes of it, or refused."""
+    """With any field added, the reader agrees with vLLM's class or refuses."""
     form = changed(PUBLIC[name], field)
     try:
         read = model_from_config(form)
@@ -109,7 +109,7 @@ WINDOWED = {
 @pytest.mark.parametrize("more", [{}, {"layer_types": ["sliding_attention", "full_attention"] * 4}, {"use": True}])
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_windows_are_those_of_the_class(architecture: str, more: dict[str, Any]) -> None:
-    """Classes differ in what of a file they read of windows: what they do not is refused."""
+    """Classes read different fields of windows: a field that the class does not read is refused."""
     more = {"use_sliding_window": True, "max_window_layers": 4} if "use" in more else more
     form = own(
         architecture, WINDOWED[architecture], 8, 1024, 8, 4, sliding_window=96, pad_token_id=0, **EXPERTS, **more
@@ -141,14 +141,14 @@ def saved_types() -> list[tuple[str, str]]:
 
 
 def saved(architecture: str, kind: str, folder: Path) -> dict[str, Any] | None:
-    """What transformers writes of the class's own defaults."""
+    """What transformers writes of the class' own defaults."""
     from transformers import CONFIG_MAPPING
 
     try:
         one = CONFIG_MAPPING[kind](architectures=[architecture])
         one.dtype = "bfloat16"
         one.save_pretrained(folder)
-    except Exception:  # composites that cannot be made of nothing
+    except Exception:  # composites that need arguments
         return None
     return dict(json.loads((folder / "config.json").read_text()))
 
@@ -156,7 +156,7 @@ def saved(architecture: str, kind: str, folder: Path) -> dict[str, Any] | None:
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_everything_that_transformers_saves(tmp_path: Path) -> None:
-    """Of every architecture that vLLM registers: vLLM's layout, or refused; and most are read."""
+    """For every architecture that vLLM registers the reader returns vLLM's layout or refuses; it reads nearly all."""
     same, wrong = [], []
     for architecture, kind in saved_types():
         folder = tmp_path / architecture
@@ -185,7 +185,7 @@ def test_saved_again_by_transformers(name: str, tmp_path: Path, monkeypatch: pyt
     if SOURCES[name]["model_type"] not in CONFIG_MAPPING:
         pytest.skip("its class is remote code, or vLLM's")
     config = AutoConfig.for_model(**SOURCES[name])
-    # vLLM calls transformers' class of DeepSeek-V3 another name for as long as a process has a V3.2.
+    # While a process has a V3.2, vLLM changes the name of transformers' class of DeepSeek-V3.
     monkeypatch.setattr(type(config), "model_type", SOURCES[name]["model_type"])
     config.save_pretrained(tmp_path)
     assert caches(read_config(tmp_path)) == caches(model_from_config(SOURCES[name]))
@@ -193,7 +193,7 @@ def test_saved_again_by_transformers(name: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["Zamba2", "gemma-4"])
 def test_saved_in_other_words(name: str, tmp_path: Path) -> None:
-    """What the test above is about: if transformers writes as it read, it says nothing."""
+    """Checks the premise of the previous test: transformers writes other words than it read."""
     from transformers import AutoConfig
 
     AutoConfig.for_model(**FAMILIES[name]).save_pretrained(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--layout``: what the command line prints of models whose layout vLLM's own classes say."""
+"""``--layout``: what the command line prints of models whose layout comes from vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.families import FAMILIES
 from support.public_configs import MLA, PUBLIC
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore"),  # from vLLM's imports
     pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="models are read as vLLM 0.32 reads them"),
 ]
 MINICPM3 = {
@@ -43,7 +43,7 @@ MINICPM3 = {
     "scale_depth": 1.4,
     "dim_model_base": 256,
 }
-"""A latent in the weights, of which vLLM caches the heads: the table refuses it."""
+"""A model with a latent in the weights, whose heads vLLM caches: the table refuses it."""
 
 
 def save(folder: Path, form: dict[str, Any]) -> Path:

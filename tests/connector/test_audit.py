@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder under vLLM's own connector: what it records is what that does, right or wrong."""
+"""The recorder under vLLM's own connector: it records what that connector does, right or wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
@@ -23,7 +23,7 @@ from kvhma.oracle.audit import audit
 from kvhma.oracle.smallest import smallest
 from support.nixl_connector import channels_first
 
-# What vLLM imports on its way warns.
+# vLLM's imports warn.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("order_of_states")]
 
 
@@ -32,7 +32,7 @@ of_this_version = pytest.mark.skipif(not vllm.__version__.startswith("0.32."), r
 
 @pytest.fixture
 def order_of_states() -> Iterator[None]:
-    """The one that vLLM's connector takes."""
+    """The NIXL that vLLM's connector accepts."""
     with channels_first():
         yield
 
@@ -103,7 +103,7 @@ KNOWN = {
 @of_this_version
 @pytest.mark.parametrize("what", KNOWN)
 def test_what_is_known_to_be_wrong(what: str, tmp_path: Path) -> None:
-    """Facts about vLLM 0.32: once they are not true any more, the table is to be made anew."""
+    """Facts about vLLM 0.32: when they are no longer true, make the table again."""
     name, signature, text = KNOWN[what]
     found = verdict(name, tmp_path)
     assert found.outcome == "wrong"

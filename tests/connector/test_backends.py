@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -77,7 +77,7 @@ print("found", json.dumps(found))
 
 
 def test_the_source_says_what_the_classes_say():
-    """Most of vLLM's backends can be imported without a GPU. In a process of its own, since they register operators."""
+    """Most of vLLM's backends can be imported without a GPU. In a separate process, since they register operators."""
     keys = [*SOURCE.classes, *SOURCE.composites]
     ran = subprocess.run(
         [sys.executable, "-c", IMPORT], input=json.dumps(keys), capture_output=True, text=True, check=True
@@ -97,7 +97,7 @@ def test_composites_are_what_their_writer_is():
 
 
 def child(name: str, written: list[str]) -> type[AttentionBackend]:
-    """Return a backend that notes who writes."""
+    """Return a backend that records which child writes."""
 
     class Impl:
         def do_kv_cache_update(self) -> None:
@@ -143,7 +143,7 @@ def test_a_composite_lets_the_child_write_whose_name_it_has(method):
 
 
 def test_a_backend_that_only_schedules_in_another_way_is_its_base():
-    """vLLM makes one for each layer with sinks or chunks."""
+    """vLLM makes one backend for each layer with sinks or chunks."""
     own = subclass_attention_backend("Chunked", CPUAttentionBackend, object)  # type: ignore[arg-type]
     assert own is not CPUAttentionBackend
     assert backend_name(own) == "CPU_ATTN"
@@ -169,7 +169,7 @@ SECTIONED = MLAAttentionSpec(**ROWS_OF, head_size=132, dtype=torch.uint8)
 
 
 def pages_of(backend: str) -> set[str]:
-    """Return what a backend's cache is cut as, over plain specs of all shapes."""
+    """Return how a backend's cache is cut, over plain specs of all shapes."""
     kernel = "vec" if backend == "CPU_ATTN" else None
     writer = Writer(backend, "cuda", "9.0", version=f"{SERIES}.0", cpu_kernel=kernel)
     rows: list[tuple[Any, str, int]] = [(LATENT, "bfloat16", 48), (FLOATS, "float32", 96)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of whole engines finds every function that its waterfall watches: it once stopped at engines' start."""
+"""The benchmark of whole engines finds every function that its waterfall watches: a missing one stops the engines."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever D may serve from its prefix cache is what D would have computed itself, and the same for P.
+"""What D serves from its prefix cache is what D would have computed itself, and the same for P.
 
-vLLM's real schedulers and block pools on both sides, our connector between them, and labels for bytes: after every
-step each block that a request could hit, and everything that a request attends to, holds the labels of the right
-tokens.
+Both sides are vLLM's real schedulers and block pools, with our connector between them and labels for bytes. After
+every step the oracle checks each block that a request could hit, and everything that a request attends to: each holds
+the labels of the right tokens.
 """
 
 import json
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.scheduler import answers, decode, failed_loads
@@ -32,7 +32,7 @@ SLICES = 10
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Loads fail by the thousand here, and each of them is a warning."""
+    """Thousands of loads fail here, and each of them is a warning."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
@@ -50,7 +50,7 @@ def test_what_is_cached_and_read_is_right(part):
         except Violation as violation:
             raise AssertionError(f"{violation}\n{case}") from None
         seen += run.counts
-    # Sequences in which nothing happens prove nothing.
+    # Sequences without events prove nothing.
     assert min(seen.hits, seen.loads, seen.failed) > SEQUENCES // SLICES
     assert seen.preempted > SEQUENCES // SLICES // 20
 
@@ -58,7 +58,7 @@ def test_what_is_cached_and_read_is_right(part):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_vllms_scheduler_leads_loads_through_the_table(monkeypatch):
-    """3,000 sequences of vLLM's own calls: what they make of loads is in the table, and all loads end."""
+    """3,000 sequences of vLLM's own calls: each transition of a load is in the table, and all loads end."""
     seen, on = Counter(), Loads.on
 
     def counted(self, load, event):
@@ -84,7 +84,7 @@ def test_all_pairs_and_mixes_are_among_the_sequences():
 
 @pytest.mark.parametrize("part", range(2))
 def test_engines_that_hand_nothing_over_are_right(part):
-    # What is wrong here is wrong in vLLM, or in the imitation of its workers.
+    # An error here is in vLLM, or in the imitation of its workers.
     for seed in range(part, SEQUENCES // 10, 2):
         case = case_of(seed)
         case.odds = {"d alone": 0.5, "p alone": 0.5}
@@ -92,7 +92,7 @@ def test_engines_that_hand_nothing_over_are_right(part):
 
 
 def later_hits(mix: str, sizes: tuple[int, int], sequences: int, *, plain: bool) -> Counts:
-    """Hand prompts over, and send prompts that share most of them to D.
+    """Hand off prompts, and send prompts that share most of their tokens to D.
 
     Args:
         mix: kinds of the groups.
@@ -103,7 +103,7 @@ def later_hits(mix: str, sizes: tuple[int, int], sequences: int, *, plain: bool)
     seen = Counts()
     for number in range(sequences):
         case = case_of(10_000 + number, mix=mix, sizes=sizes, plain=plain)
-        case.odds = {"handed over": 0.6, "d alone": 0.4}
+        case.odds = {"hand-off": 0.6, "d alone": 0.4}
         case.near = True
         run = Run(case, strict=False, plain=plain)
         run.play()
@@ -163,12 +163,12 @@ def test_hits_that_end_inside_of_a_block_do_not_stop_d():
 
 
 def hand_over(seed: int) -> list[str]:
-    """Hand some requests over to a D with little room, fail some of their loads; return those that never end."""
+    """Hand off some requests to a D with few blocks, fail some of their loads; return those that never end."""
     rng = random.Random(seed)
     lengths = [rng.randrange(8, 600) for _ in range(rng.randint(3, 12))]
     windows = rng.choice((1, 3, 6))
     groups = (GroupShape("0", "full", 16), *(GroupShape(f"{at + 1}", "sliding", 16, 16) for at in range(windows)))
-    # Room for the longest one alone, as vLLM asks for when it starts, and some more.
+    # Blocks for the longest one alone, as vLLM requires at startup, and some more.
     room = (windows + 1) * (max(lengths) // 16 + 7) + rng.choice((1, 5, 20, 50, 100))
     p = Engine(EngineShape("p", groups, 4000, 2048), random.Random(1))
     d = Engine(EngineShape("d", groups, room, rng.choice((128, 256, 2048))), random.Random(1))
@@ -196,18 +196,18 @@ def hand_over(seed: int) -> list[str]:
 
 
 LACKS = {"nothing": 0, "it is put off": 1, "a second try has an end": 3}
-"""What a failed load lacks, and in how many of 100 cases requests wait for ever then, at least."""
+"""The missing rule for failed loads, and in at least how many of 100 cases requests then wait for ever."""
 
 
 @pytest.mark.parametrize(
     "lacks", [lacks if lacks == "nothing" else pytest.param(lacks, marks=pytest.mark.long) for lacks in LACKS]
 )
 def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
-    """After a partition a decode engine with little room gave no answer any more, until its clients hung up.
+    """After a partition a decode engine with few blocks stopped answering, until its clients disconnected.
 
-    vLLM schedules requests that hold blocks before others, and one whose load has failed stays the first of them. It
-    holds none by then. Where it needs more than are free, nothing was scheduled, and those behind it never let go of
-    theirs. And vLLM keeps blocks free for a load that has failed: its second try needs twice as many.
+    vLLM schedules requests that hold blocks before others, and a request whose load has failed stays the first of them,
+    although it holds no blocks. If it needed more blocks than are free, vLLM scheduled nothing, and later requests
+    never released theirs. vLLM also keeps blocks free for a failed load, so a second try needs twice as many.
     """
     monkeypatch.setattr(failed_loads, "_RETRY_SECONDS", math.inf if lacks == "a second try has an end" else 0.0)
     if lacks == "it is put off":
@@ -225,7 +225,7 @@ def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
 
 @pytest.mark.parametrize("passing", [False, True], ids=["computed here", "tried again"])
 def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(passing, monkeypatch):
-    """vLLM keeps blocks free for it, and those that lack them were asked before it in every step."""
+    """vLLM keeps blocks free for it. Formerly vLLM asked those that lack blocks before it in every step."""
     monkeypatch.setattr(failed_loads, "_RETRY_SECONDS", 0.0)
     groups = (GroupShape("0", "full", 16),)
     p = Engine(EngineShape("p", groups, 400, 2048), random.Random(1))
@@ -269,7 +269,7 @@ def test_a_defect_is_found(name, monkeypatch):
 @pytest.mark.timeout(max(300, SEQUENCES))
 @pytest.mark.parametrize("part", range(SLICES))
 def test_what_is_read_of_answers_is_right(part, monkeypatch):
-    """P reads answers of D for the turns after them, and what it makes of them D reads."""
+    """P reads D's answers for the next turns, and D reads what P computes from them."""
     monkeypatch.setattr(answers, "_PREFIX_TOKENS", 2)
     p, d = Counts(), Counts()
     ends: dict[str, float] = {}

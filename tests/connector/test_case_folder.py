@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting ``case_folder``: a load that failed can be looked at afterwards, and writing it can do no harm."""
+"""The setting ``case_folder``: a failed load can be inspected afterwards, and writing the case never harms the
+engine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def written(folder: Path) -> list[Path]:
 
 
 def test_a_case_is_what_was_planned(tmp_path: Path) -> None:
-    """What is read back has the same geometries and spans, moves the same, and every byte of it is right."""
+    """The case that is read back has the same geometries and spans, moves the same bytes, and every byte is right."""
     planned = plan(LOCAL, [REMOTE], descriptor_bytes=7)
     folder = CaseFolder(str(tmp_path / "new" / "cases"))
     folder.add(a_load("a/../b c"), planned, SPANS)
@@ -66,7 +67,7 @@ def test_what_is_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_slow_disk_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is written at a time; what fails meanwhile is not."""
+    """One case is written at a time; loads that fail meanwhile are not written."""
     write, calls, go_on = case_folder._write, [], threading.Event()
 
     def slow(*arguments: object) -> None:

@@ -25,7 +25,7 @@ def connector(role, **extra):
 
 
 def test_a_worker_without_caches_ends():
-    """It has no scheduler's part: to ask for one raised, and the worker's threads were not stopped."""
+    """A worker has no scheduler. Formerly it asked for one, which raised, and its threads were not stopped."""
     made = connector(KVConnectorRole.WORKER)
     assert made.get_kv_connector_stats() is None
     with pytest.raises(RuntimeError, match="the worker's side"):
@@ -46,7 +46,7 @@ ANY = "allowed_prefill_engines says from which ones"
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    """Return what an engine with some settings says when it starts."""
+    """Return the log of an engine with some settings at its start."""
     monkeypatch.delenv("KVHMA_SECRET", raising=False)
 
     def start(**extra):
@@ -60,7 +60,7 @@ def log(caplog, monkeypatch):
 
 
 def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch, tmp_path):
-    """Neither an open side channel nor parameters that may name any engine were worth a word."""
+    """Formerly neither an open side channel nor parameters that may name any engine made a line of the log."""
     said = log(side_channel_host="10.0.0.1")
     assert (said.count(OPEN), said.count(ANY)) == (1, 1)
     assert OPEN not in log(side_channel_host="127.0.0.1", allowed_prefill_engines=[])

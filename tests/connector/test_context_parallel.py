@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share the tokens of a cache, on P and on D, equal or not: without a forward pass, as no CPU runs them.
+"""Ranks that share the tokens of a cache, on P and on D, equal or not, without a forward pass: CPUs have none for them.
 
-`support.parallel` says what is vLLM's own here: all but the bytes.
+`support.parallel` lists what comes from vLLM: everything but the bytes.
 """
 
 import ast
@@ -99,7 +99,7 @@ def interpreted(script, cases):
 
 
 def test_tokens_are_where_vllms_kernel_puts_them(tmp_path):
-    """The rule by which bytes are written here, against vLLM's kernel, run by Triton's interpreter."""
+    """The rule that places bytes in these tests, against vLLM's kernel, run by Triton's interpreter."""
     pytest.importorskip("triton")
     tree = ast.parse(inspect.getsource(block_table))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -131,6 +131,7 @@ for block, size, rank, turn, tokens, tables in json.load(sys.stdin):
     groups = len(tables)
     found = torch.zeros((groups, tokens), dtype=torch.int64)
     rows = [torch.tensor([table], dtype=torch.int32) for table in tables]
+
     given = dict(
         max_num_tokens=tokens,
         idx_mapping=torch.tensor([0], dtype=torch.int32),
@@ -138,6 +139,7 @@ for block, size, rank, turn, tokens, tables in json.load(sys.stdin):
         pos=torch.arange(tokens),
         block_table_ptrs=torch.tensor([row.data_ptr() for row in rows], dtype=torch.uint64),
         block_table_strides=torch.tensor([row.stride(0) for row in rows]),
+
         block_sizes=torch.tensor([block] * groups, dtype=torch.int32),
         kernel_block_sizes=torch.tensor([block] * groups, dtype=torch.int32),
         slot_mapping_enabled=torch.tensor([True] * groups),
@@ -156,13 +158,13 @@ for block, size, rank, turn, tokens, tables in json.load(sys.stdin):
 
 
 def test_a_draft_that_keeps_every_token_is_written_so(tmp_path):
-    """Model Runner V2 asks each group's spec, `dcp_sharded`, which is what the geometry of a group is made from."""
+    """Model Runner V2 asks each group's spec, `dcp_sharded`; the geometry of a group is made from the same spec."""
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu import block_table as groups_table
 
     tree = ast.parse(inspect.getsource(groups_table))
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    helper = getattr(groups_table._load_ptr, "fn", groups_table._load_ptr)  # as it is without Triton's decorator
+    helper = getattr(groups_table._load_ptr, "fn", groups_table._load_ptr)  # without Triton's decorator
     load: Any = ast.parse(inspect.getsource(helper)).body[0]
     kernel = functions["_compute_slot_mappings_kernel"]
     kernel.name, kernel.decorator_list, load.decorator_list = "kernel", [], []
@@ -198,7 +200,7 @@ PAIRS = {
     "two heads, 1 of 4 to 2 of 4": (TWO_HEADS, Split(tp=4), Split(tp=4, dcp=2)),
     "two heads, 2 of 4 to 1 of 4": (TWO_HEADS, Split(tp=4, dcp=2), Split(tp=4)),
     "two heads, 2 of 4 to 1 of 2": (TWO_HEADS, Split(tp=4, dcp=2, order="LBNHC"), Split(tp=2, block=32)),
-    # States are whole on every rank, so their ranks have to be as many.
+    # States are whole on every rank, so both sides need as many ranks.
     "states, 1 of 2 to 2": (HYBRID, Split(tp=2, block=32), Split(tp=2, dcp=2, block=32)),
     "states, 2 to 2": (HYBRID, Split(tp=2, dcp=2, block=32), Split(tp=2, dcp=2, block=32)),
     # A draft model without context parallelism: each rank has all of its tokens.
@@ -211,7 +213,7 @@ PAIRS = {
     "draft of latents, 2 to 1": (DRAFT_MLA, Split(tp=2, dcp=2), Split()),
     "latents and stages": (MLA, Split(pp=2, tp=2, dcp=2), Split(pp=3)),
     "latents and stages, 2 to 2": (MLA, Split(pp=2, tp=2), Split(pp=2, tp=2, dcp=2, layers=(1, 2))),
-    # Ranks of prefill context parallelism alone each keep every token.
+    # Ranks that have only prefill context parallelism each hold every token.
     "prefill ranks, 2 to 1": (MLA, Split(pcp=2), Split()),
     "prefill ranks, 1 to 2": (MLA, Split(), Split(pcp=2)),
     "prefill ranks that share, 2 to 1": (MLA, Split(pcp=2, dcp=2), Split()),
@@ -248,7 +250,7 @@ def test_ranks_in_processes_of_their_own(start, pair):
 
 
 def test_equal_ranks_read_whole_blocks_each_from_one(start):
-    """Not token by token: tokens that do not follow each other in the sequence do in the blocks of both."""
+    """Not token by token: neighbouring tokens of the blocks are not neighbours in the sequence, on both sides."""
     split = Split(tp=2, dcp=2)
     p, d = start("p", MLA, split), start("d", MLA, split)
     hand_over(p, d, "r", prompt(1, 320))
@@ -303,7 +305,7 @@ def test_what_tokens_cannot_cut_needs_equal_turns():
 
 @pytest.mark.parametrize(("pcp", "dcp"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 8)])
 def test_a_worker_knows_its_place_as_vllm_does(monkeypatch, pcp, dcp):
-    """vLLM's own groups of ranks, of which no process is made."""
+    """vLLM's own groups of ranks, without starting their processes."""
     tp, pp = 4, 2
     shared = {}
 
@@ -346,7 +348,7 @@ def test_what_a_proxy_sees(start):
 
 
 def test_a_runner_that_shares_every_cache_may_not_be_told_otherwise(monkeypatch):
-    """Model Runner V1 maps the tokens of each group alike; the plan, made from the specs, would read other ones."""
+    """Model Runner V1 maps the tokens of each group alike; the plan, made from the specs, would read other tokens."""
     assert isinstance(VllmConfig.use_v2_model_runner, property), "which engine_config asks"
     monkeypatch.setattr(OfRunnerV2, "use_v2_model_runner", False)
     with pytest.raises(UnsupportedPairError, match=r"_size is 2 and dcp_sharded of a .*Spec is False.*VLLM_USE_V2"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed vLLM calls on a connector, and what its requests bring, is what the contracts list, one by one."""
+"""What the installed vLLM calls on a connector, and what its requests bring, is exactly what the contracts list."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ SOURCES = Path(vllm.__file__).parent
 
 
 def test_the_base_class_has_the_hooks_that_are_listed():
-    """New ones, ones that are gone, and ones with other parameters."""
+    """Finds new hooks, removed hooks, and hooks with other parameters."""
     assert members(base.KVConnectorBase_V1, base.SupportsHMA) == {name: hook.form for name, hook in HOOKS.items()}
     listed = {name for name, since in ATTRIBUTES.items() if series(since) <= series(SERIES)}
     assert attributes(base.KVConnectorBase_V1, base.SupportsHMA) == listed
@@ -48,7 +48,7 @@ def test_a_hook_is_ours_or_inherited_on_purpose(name):
 
 
 def test_nothing_that_vllm_calls_is_missing():
-    """Its scheduler and workers may call what no base class has."""
+    """vLLM's scheduler and workers may call methods that no base class has."""
     called = calls(SOURCES)
     assert {name: where for name, where in called.items() if name not in HOOKS} == {}
     assert len(called) > 35
@@ -59,7 +59,7 @@ def test_the_files_that_call_are_listed():
 
 
 def test_what_is_ours_and_no_hook_is_private():
-    """A name of ours that a later vLLM gives to a hook would be called by it."""
+    """A later vLLM may give a public name of ours to a hook, and call it."""
     own = {name for name in vars(KvhmaConnector) if not name.startswith("_")}
     assert own - {hook.name for hook in connector_contract.HOOKS} == set()
 
@@ -68,12 +68,12 @@ def test_what_is_ours_and_no_hook_is_private():
     "cls", [EngineCoreRequest, Request, SamplingParams, PoolingParams], ids=lambda one: one.__name__
 )
 def test_what_a_request_brings_is_listed(cls):
-    """A flag that vLLM began to send for rejected requests was compared as if it were a prompt."""
+    """Formerly a flag that vLLM began to send for rejected requests was compared as if it were a prompt."""
     assert request_contract.fields(cls) == request_contract.listed(cls.__name__, SERIES)
 
 
 def test_what_the_connector_uses_of_a_request_is_listed():
-    """Methods and properties are no fields."""
+    """Methods and properties are not fields."""
     folder = Path(kvhma.vllm.scheduler.__file__).parent
     used = request_contract.used(folder)
     fields = {name for name in used if not hasattr(Request, name)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the transport listens, as the kernel says."""
+"""The addresses where the transport listens, as the kernel reports them."""
 
 import json
 import logging
@@ -17,13 +17,14 @@ from kvhma.vllm.wire.params import Address
 
 
 def agents_listen_at(**extra: object) -> list[dict[str, object]]:
-    """Start an agent as a worker does, and one that prewarms it, in a process of its own; return what listens there."""
+    """In a separate process start an agent as a worker does, and prewarm it; return the listening sockets."""
     text = """
 import json, os, sys
 from kvhma.nixl import Agent
 from kvhma.nixl.ports import listening_sockets
 from kvhma.vllm.devices import choose_devices
 from kvhma.vllm.settings import Settings
+
 before = listening_sockets()
 settings = Settings.read(json.loads(sys.argv[1]))
 choose_devices(settings, settings.side_channel_host)
@@ -41,8 +42,8 @@ os._exit(0)
 
 
 def test_nothing_listens_beyond_loopback_if_the_side_channel_does_not():
-    """S3: with the side channel on loopback, UCX's own port was open on every interface, and whoever reached it could
-    read and write the worker's memory."""
+    """S3: with the side channel on loopback, UCX's own port was open on every interface, and any client that reached it
+    could read and write the worker's memory."""
     pytest.importorskip("nixl")
     found = agents_listen_at(side_channel_host="localhost")
     assert found, "UCX listens"

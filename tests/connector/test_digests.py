@@ -77,7 +77,7 @@ class Rank:
 
 
 class Engine:
-    """A scheduler and its workers, which one step after the other is played to, as vLLM does."""
+    """A scheduler and its workers, driven step by step as vLLM does."""
 
     def __init__(self, ranks: int, **settings: Any) -> None:
         read = Settings.read({"handshake_timeout": 2, **settings})
@@ -109,7 +109,7 @@ class Engine:
             one.worker.close()
 
     def step(self) -> None:
-        """One step: the workers get their orders, and the scheduler what all of them report."""
+        """One step: the workers get their loads, and the scheduler gets the reports of all of them."""
         metadata = self.scheduler.step(STEP)
         total: WorkerReport | None = None
         done = set()
@@ -178,7 +178,7 @@ def request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> SimpleNa
 
 
 def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
-    """Let P's ranks hold a prompt, and have its scheduler hand it over."""
+    """Let P's ranks hold a prompt, and have its scheduler hand it off."""
     asked = request(name, {"do_remote_decode": True})
     p.scheduler.add(asked)
     params = p.scheduler.finish(asked, tables(1))
@@ -190,7 +190,7 @@ def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
 
 
 def decode(d: Engine, params: dict[str, Any], name: str = "r") -> None:
-    """Begin to load it."""
+    """Begin to load it at D."""
     asked = request(name, params)
     d.scheduler.add(asked)
     allocate(d, asked)
@@ -226,7 +226,7 @@ def test_loads_are_compared_whatever_the_ranks(engines: Any, theirs: int, ours: 
     assert counted["content_digests"] == {"match": 1}
     assert counted["digest_tokens"] == TOKENS + 8
     assert len(counted["digest_seconds"]) == ours
-    # Only now does P let go: what was loaded has been compared.
+    # P releases only now: the load has been compared.
     p.steps(lambda: len(p.scheduler.context.leases) == 0, d)
 
 
@@ -382,7 +382,7 @@ def test_a_verdict_may_come_first_or_last() -> None:
 
 
 def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
-    """Another rank has failed first, so that the scheduler had nothing to compare."""
+    """Another rank has failed first, so the scheduler has nothing to compare."""
     results = LoadResults()
     load = SimpleNamespace(request_id="r", piece=False, optional=False)
     results.expect([load])  # type: ignore[list-item]
@@ -392,7 +392,7 @@ def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
 
 
 def test_sums_of_ranks_that_cannot_be_added_end_the_load() -> None:
-    """Nobody waits for a rank that has said already what cannot be used."""
+    """D does not wait for a rank that has already sent an unusable sum."""
     sums = {("full", 0): LayerSums(0, 0, (1, 2))}
     mine, other = (ContentDigest(40, {("full", 0): LayerSums(first, 0, (1, 2))}) for first in (0, 8))
     joined = LoadDigest(7, ContentDigest(40, sums), mine).joined(LoadDigest(7, ContentDigest(40, sums), other))
@@ -412,7 +412,7 @@ def test_reports_of_ranks_are_joined() -> None:
     assert joined.digests["r"].ranks == 3
     assert {key.generation: ranks for key, (_, ranks) in joined.prefill_digests.items()} == {0: 2, 1: 1}
     other = WorkerReport(digests={"r": LoadDigest(1, ContentDigest(5, {}), ContentDigest(5, {}))})
-    assert joined.aggregate(other).digests["r"].ranks == 4, "nobody waits for a rank whose sum cannot be added"
+    assert joined.aggregate(other).digests["r"].ranks == 4, "D does not wait for a rank whose sum cannot be added"
 
 
 def test_the_settings() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from vLLM's configuration, and features of an engine that are refused when it starts."""
+"""Reads vLLM's configuration, and refuses unsupported features of an engine at its start."""
 
 from types import SimpleNamespace
 
@@ -50,7 +50,7 @@ def test_refused(name, found, needed):
 
 
 def test_cascade_attention():
-    """0.31 counts who uses a block, blocks that are kept too: it took those of some requests for those of all."""
+    """0.31 counts the users of a block, including held blocks: it took those of some requests for those of all."""
     asked = config(disable_cascade_attn=False)
     if series(vllm.__version__) < (0, 32):
         with pytest.raises(UnsupportedPairError, match=r"disable_cascade_attn is False, .* supports only True"):
@@ -60,7 +60,7 @@ def test_cascade_attention():
 
 
 def test_context_parallelism():
-    """Decode ranks beside drafts were refused; specs say which caches these ranks share."""
+    """Formerly decode ranks with drafts were refused; specs say which caches these ranks share."""
     draft = SimpleNamespace(method="mtp")
     check_config(config(speculative_config=draft))
     check_config(config(decode_context_parallel_size=2))
@@ -125,7 +125,7 @@ MI300 = Gpu("rocm", DeviceCapability(9, 4), torch.float8_e4m3fnuz)
 
 
 def test_who_writes_a_layer_on_this_machine():
-    """vLLM's own platform and backend; its runner puts what the CPU kernel packs for on the layer."""
+    """vLLM's own platform and backend; its runner stores on the layer what the CPU kernel packs for."""
     own = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend, kv_cache_dtype="auto", isa="vec")
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a.attn": own}))
     found = writer_of(config)("a.attn")

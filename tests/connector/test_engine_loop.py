@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own loop and the connector's scheduler: how often an engine steps that only keeps blocks for others."""
+"""vLLM's own loop and the connector's scheduler: how often an engine steps that only holds blocks for peers."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ from support.waiting import until
 
 
 class Loop(EngineCoreProc):
-    """vLLM's loop, and in place of its scheduler and model what counts steps."""
+    """vLLM's loop, with a counter of steps in place of its scheduler and model."""
 
     def __init__(self, kvhma):
         self.kvhma = kvhma
@@ -82,7 +82,7 @@ class Loop(EngineCoreProc):
         pass
 
     def tell(self, method, *args):
-        """Have the loop call a method between two steps, as a utility of vLLM's; return what it returned."""
+        """Have the loop call a method between two steps, as one of vLLM's utilities; return what it returned."""
         found = Future()
         self.call = lambda: found.set_result(getattr(self, method)(*args))
         self.input_queue.put((b"call", None))
@@ -97,7 +97,7 @@ class Loop(EngineCoreProc):
             super()._handle_client_request(request_type, request)
 
     def keep(self, name="at p"):
-        """Have it end a request, whose blocks are kept; return the claim of its reader."""
+        """Have the loop end a request, whose blocks are held; return the claim of its reader."""
         before = self.steps
         self.input_queue.put((b"ask", name))
         until(lambda: self.steps > before and not self.asked)
@@ -132,17 +132,17 @@ def steps_in(loop, seconds):
 
 
 def goes_on(loop, steps=100):
-    """Wait for steps; one that rests makes so many in some minutes."""
+    """Wait for steps; a sleeping loop needs minutes for this number."""
     before = loop.steps
     until(lambda: loop.steps > before + steps)
 
 
 def test_an_engine_that_keeps_blocks_rests(loop):
-    """It stepped about 400 times a second, in its scheduler and in each worker, until its lease ended or was read."""
+    """Formerly it stepped about 400 times a second, in scheduler and workers, until its lease ended or was read."""
     claim = loop.keep()
     assert steps_in(loop, 1.5) <= 1
     loop.release(claim)
-    assert kept(loop.kvhma), "nobody needs them at once"
+    assert kept(loop.kvhma), "no request needs them at once"
     before = loop.steps
     until(lambda: not kept(loop.kvhma))
     until(lambda: loop.steps > before)
@@ -188,7 +188,7 @@ def test_it_is_asked_to_step_once_however_long_the_step_takes(loop, monkeypatch)
 
 
 def test_a_pause_waits_until_nothing_is_kept(loop):
-    """VLLM clears its caches then, and may give their memory back: who reads them has to have read them."""
+    """VLLM clears its caches then, and may free their memory: readers must have read them."""
     claim = loop.keep()
     paused = loop.tell("pause_scheduler", "wait", True)
     assert paused is not None
@@ -200,7 +200,7 @@ def test_a_pause_waits_until_nothing_is_kept(loop):
 
 
 def test_an_engine_that_is_shut_down_waits_for_readers(loop):
-    """For as long as vLLM lets it."""
+    """It waits as long as vLLM allows."""
     claim = loop.keep()
     loop.shutdown_state = EngineShutdownState.REQUESTED
     loop.tell("is_running")
@@ -218,7 +218,7 @@ def test_what_was_never_kept_has_no_thread(loop):
 
 
 def test_a_thread_that_has_begun_again_still_wakes_the_loop_up(loop, monkeypatch):
-    """It waited to be told that the loop rests, which only the loop says, when it steps."""
+    """Formerly the thread waited for a notice that the loop sleeps, which the loop sends only when it steps."""
     monkeypatch.setattr(engine_loop, "_TICK_SECONDS", 0.05)
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     leases, failed = loop.kvhma.context.leases, threading.Event()
@@ -252,7 +252,7 @@ class SlowBoards:
 
 @pytest.mark.parametrize("pauses", [False, True])
 def test_a_lease_is_never_seen_in_neither_place(loop, pauses, monkeypatch):
-    """In between it was not kept and had not ended: the loop rested for good, and a pause was over at once."""
+    """Formerly such a lease was neither held nor ended: the loop slept for good, and a pause was over at once."""
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     claim, leases = loop.keep(), loop.kvhma.context.leases
     slow = leases._boards = SlowBoards(leases._boards)
@@ -272,7 +272,7 @@ def test_a_lease_is_never_seen_in_neither_place(loop, pauses, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["the loop", "its queue"])
 def test_without_a_loop_that_is_known_it_steps_on(missing, monkeypatch):
-    """As where engine and front end are one process, or where a later vLLM has other names."""
+    """Engine and front end may be one process, or a later vLLM may have other names."""
     kvhma = scheduler()
     try:
         asked = request("at p", params={"do_remote_decode": True})
@@ -291,13 +291,13 @@ def test_without_a_loop_that_is_known_it_steps_on(missing, monkeypatch):
 
 
 def test_workers_that_sum_are_stepped_for():
-    """Their sums come with the results of a step; one that cannot sum says so in its log only."""
+    """Their sums come with the results of a step; a worker that cannot sum only logs it."""
     kvhma = scheduler(content_digests=1.0)
     loop = Loop(kvhma)
     try:
         loop.keep()
         goes_on(loop, 2)
-        until(lambda: steps_in(loop, 1.0) <= 1)  # D has given up by then
+        until(lambda: steps_in(loop, 1.0) <= 1)  # D has timed out by then
     finally:
         loop.close()
         kvhma.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of examples/: vLLM takes their options, and the connector their settings."""
+"""The commands of examples/: vLLM accepts their options, and the connector their settings."""
 
 from __future__ import annotations
 

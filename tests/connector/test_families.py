@@ -38,7 +38,7 @@ DTYPES = {
     torch.float8_e4m3fn: "float8_e4m3fn",
 }
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore"),  # from vLLM's imports
     pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="models are read as vLLM 0.32 reads them"),
 ]
 
@@ -48,11 +48,11 @@ def long(tp: int) -> Any:
 
 
 def place(name: str, spec: Any, layers: int) -> tuple[int, str]:
-    """A layer's number and what it keeps: names have prefixes of their own in each model class."""
+    """A layer's number and what it caches: each model class has its own prefixes of names."""
     number = re.search(r"(?<![a-z0-9])\d+", name)
     assert number, name
     what = "state" if isinstance(spec, MambaSpec) else "attention"
-    # Falcon-H1 numbers its states behind its layers.
+    # Falcon-H1 numbers its states after its layers.
     behind = layers if re.fullmatch(r"model\.\d+\.mixer", name) else 0
     return int(number[0]) - behind, "index" if getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER else what
 
@@ -101,7 +101,7 @@ def same_rank(found: Allocated, form: dict[str, Any], tp: int, rank: int, order:
 
 
 def asked(found: Allocated, block: int) -> int:
-    """What the user asked for: vLLM's CPU platform takes 128 tokens unless a state needs more."""
+    """The user's block size: vLLM's CPU platform uses 128 tokens unless a state needs more."""
     return min(block, 128)
 
 
@@ -143,7 +143,7 @@ def test_models_of_the_table(name: str, tp: int) -> None:
     form = CONFIGS[name]
     form = {key: value for key, value in form.items() if key != "quantization_config"}  # of weights
     text = {"vocab_size": 512, **form.get("text_config", {})}
-    # vLLM's CPU build has no such experts; a layer of them has no cache, nor has one of an MLP.
+    # vLLM's CPU build has no such experts; a layer of experts has no cache, and an MLP has no cache either.
     form = {key: value.replace("E", "-") if key == "hybrid_override_pattern" else value for key, value in form.items()}
     same({**form, "vocab_size": 512} | ({"text_config": text} if "text_config" in form else {}), tp)
 
@@ -181,7 +181,7 @@ ADDED = {
 
 
 def changed(form: dict[str, Any], change: str) -> dict[str, Any] | None:
-    """The configuration with a field left out, or with another value; None if that is the same one."""
+    """The configuration with a field left out, or with another value; None if that is the same configuration."""
     text = dict(form.get("text_config", form))
     field, sign = change[1:], change[0]
     if (sign == "-") == (field not in text):
@@ -196,7 +196,7 @@ def changed(form: dict[str, Any], change: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize("change", [*(f"-{name}" for name in LEFT_OUT), *(f"+{name}" for name in ADDED)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_field_leads_to_a_wrong_guess(name: str, change: str) -> None:
-    """Whatever is left out or added: what vLLM's class makes of it, or refused."""
+    """With any field left out or added, the reader agrees with vLLM's class or refuses."""
     form = changed(FAMILIES[name], change)
     if form is None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: D follows a request that P computes. Both schedulers, their side channel, and steps in every order."""
+"""Tickets: D follows a request while P computes it. Both schedulers, their side channel, and steps in every order."""
 
 import json
 import time
@@ -20,7 +20,7 @@ N = 10 * 16
 
 
 class Manager:
-    """P's block tables, which are the test's."""
+    """P's block tables, which the test chooses."""
 
     def __init__(self):
         self.tables = {}
@@ -32,7 +32,7 @@ class Manager:
 
 
 class Prefill:
-    """P's scheduler, and the steps that vLLM would have it see."""
+    """P's scheduler, and the steps that vLLM would show it."""
 
     def __init__(self, **more):
         self.scheduler = scheduler(**more)
@@ -47,7 +47,7 @@ class Prefill:
         return asked
 
     def build(self, preempted=(), hits=None, sync_loads=False, **tokens):
-        """Build a step that computes so many tokens of requests; return its number."""
+        """Build a step that computes this many tokens of requests; return its number."""
         before = {name.replace("_", " "): count for name, count in tokens.items()}
         for name in preempted:
             self.computed[name] = 0
@@ -107,7 +107,7 @@ def waits(d, asked):
 
 
 def followed(d, p, name="r"):
-    """Have D follow P's request; return D's, which has blocks."""
+    """Have D follow P's request; return D's request, which has blocks."""
     asked = request(name, N, params=p.params_of_d())
     d.add(asked)
     until(lambda: not waits(d, asked))
@@ -117,7 +117,7 @@ def followed(d, p, name="r"):
 
 
 def piece_of(d):
-    """Wait for the next load that D orders."""
+    """Wait for the next load that D requests."""
     found = []
 
     def ordered():
@@ -139,7 +139,7 @@ def conversation_of(d, name="r"):
 
 
 def entries(load):
-    """Which positions of D's first group a load fills, and whether anything of the others."""
+    """Which positions of D's first group a load fills, and whether it fills other groups too."""
     full, *others = load.spans
     return range(full.first, full.first + len(full.ids)), any(len(span.ids) for span in others)
 
@@ -155,7 +155,7 @@ def test_pieces_come_as_steps_are_settled_and_the_rest_at_the_end(p, d):
     followed(d, p)
     first = p.build(at_p=64)
     nothing_comes(d)
-    second = p.build(at_p=64)  # built before the first one's results are back
+    second = p.build(at_p=64)  # built before the results of the first
     p.results(first)
     load = piece_of(d)
     assert (load.piece, load.num_tokens, entries(load)) == (True, 64, (range(4), False))
@@ -169,7 +169,7 @@ def test_pieces_come_as_steps_are_settled_and_the_rest_at_the_end(p, d):
     p.results(p.build(at_p=32))
     params = p.finish(at_p)
     load = piece_of(d)
-    if load.piece:  # it may have heard of the last step before the end
+    if load.piece:  # D may receive the last step before the end
         read(d)
         load = piece_of(d)
     assert not load.piece
@@ -222,7 +222,7 @@ def test_what_a_preemption_was_not_told_of_is_read_again(p, d):
     followed(d, p)
     p.results(p.build(at_p=96))
     piece_of(d)
-    p.build(preempted=["at p"])  # the same blocks again, of which D has read what was overwritten
+    p.build(preempted=["at p"])  # the same blocks again; D has read the overwritten bytes
     p.results(p.build(at_p=160))
     p.finish(at_p)
     until(lambda: conversation_of(d).over)
@@ -246,7 +246,7 @@ def test_a_block_that_was_copied_elsewhere_begins_an_epoch(p, d):
 
 
 def test_a_hit_goes_at_once_but_for_what_the_same_step_computes(p, d):
-    """Blocks are hits from when they are allocated on; another request of this step, or the last one, may fill them."""
+    """Blocks are hits as soon as they are allocated; another request of this step, or the last one, may fill them."""
     p.add()
     followed(d, p)
     before = p.build()
@@ -326,7 +326,7 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     d.results(output(["r"]))
     assert d.decode.pending == {}
     until(lambda: p.scheduler.prefill.settling.is_dropped("at p"))
-    assert p.finish(at_p) is None, "nobody reads it: nothing is kept"
+    assert p.finish(at_p) is None, "no peer reads it: nothing is held"
 
 
 def test_a_lost_piece_is_read_at_the_end(p, d):
@@ -369,8 +369,8 @@ def test_another_prompt_fails_where_policy_says_so(p, d):
 @pytest.mark.parametrize("first", ["p", "d"])
 @pytest.mark.parametrize("why", ["rejected", "computed", "too short"])
 def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
-    """VLLM has rejected it, and sends one of one token; its prompt's log-probabilities are asked for; or D computes all
-    of it in any case."""
+    """VLLM has rejected it, and sends a request of one token; or its prompt's log-probabilities are asked for; or D
+    computes all of it in any case."""
     if why == "too short":
         d.context.engine = replace(d.context.engine, backoff=N, recompute=False)
     table = p.scheduler.prefill.settling.tickets
@@ -451,7 +451,7 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
 
 
 class Waits:
-    """What D's scheduler waits for news with."""
+    """The event with which D's scheduler waits for progress."""
 
     def __init__(self, event):
         self.event = event
@@ -469,7 +469,7 @@ class Waits:
 
 
 def test_with_nothing_to_compute_d_waits_for_news(p, d):
-    """An engine that only schedules again takes two cores, which may be those P computes with."""
+    """An engine that only schedules again uses two cores, which P may compute with."""
     conversations = d.decode._following._conversations
     waits = conversations.news = Waits(conversations.news)
     busy = SimpleNamespace(num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
@@ -479,12 +479,12 @@ def test_with_nothing_to_compute_d_waits_for_news(p, d):
     followed(d, p)
     for step in (STEP, STEP, busy, STEP, STEP):
         d.step(step)
-    assert waits.seconds == []  # with asynchronous scheduling a busy one's results may not be back before the third
+    assert waits.seconds == []  # with asynchronous scheduling a busy step's results may come with the third only
     d.step(STEP)
     assert waits.seconds != []
     waits.seconds.clear()
     p.results(p.build(at_p=64))
-    assert piece_of(d).piece  # the news wake it up
+    assert piece_of(d).piece  # the progress event wakes it up
     assert waits.seconds
     assert max(waits.seconds) < 0.01
     waits.seconds.clear()

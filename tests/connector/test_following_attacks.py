@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Followed requests that somebody, or bad luck, works against: what is read too early, and answers that never come."""
+"""Followed requests under attack or bad luck: blocks that are read too early, and answers that never come."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -38,8 +38,8 @@ STEP_OF_P = SimpleNamespace(
 
 
 def test_a_hit_of_the_first_ticket_waits_for_steps_that_had_no_number(p, d):  # noqa: F811
-    """A step that was built before the first ticket may still run, and fill what is a hit of the next one."""
-    assert p.build() is None, "nobody asks for its results"
+    """A step that was built before the first ticket may still run, and fill a hit of the next step."""
+    assert p.build() is None, "no request needs its results"
     p.add()
     followed(d, p)
     number = p.build(at_p=16, hits={"at p": 96})
@@ -60,7 +60,7 @@ def test_a_hit_of_another_connector_waits_for_the_step_that_loads_it(p, d):  # n
 
 
 def test_what_another_connector_could_not_load_is_read_again(p, d):  # noqa: F811
-    """VLLM takes back what it counted as computed, and computes it into the same blocks without a preemption."""
+    """VLLM retracts tokens that it counted as computed, and computes them into the same blocks without a preemption."""
     at_p = p.add()
     followed(d, p)
     p.results(p.build())
@@ -70,7 +70,7 @@ def test_what_another_connector_could_not_load_is_read_again(p, d):  # noqa: F81
     p.computed["at p"] = 32  # the third block was invalid
     p.results(p.build(at_p=128))
     again = []
-    while len(again) < 10:  # all of it, or first what was left
+    while len(again) < 10:  # all of it, or first what was left before
         again += entries(piece_of(d))[0]
         read(d)
     assert again == [*range(10)]
@@ -79,7 +79,7 @@ def test_what_another_connector_could_not_load_is_read_again(p, d):  # noqa: F81
 
 
 def test_accepted_drafts_are_no_way_back(p, d):  # noqa: F811
-    """Decoding with drafts takes tokens back, but none of the prompt: nothing is read twice."""
+    """Decoding with drafts retracts tokens, but never of the prompt: nothing is read twice."""
     at_p = p.add()
     followed(d, p)
     p.results(p.build(at_p=160))
@@ -94,7 +94,7 @@ def test_accepted_drafts_are_no_way_back(p, d):  # noqa: F811
 
 
 def test_drafts_of_a_step_are_there_when_the_next_one_is(d):  # noqa: F811
-    """The results of a step come before its draft model has written the caches of its own layers."""
+    """The results of a step come before its draft model has written the caches of its layers."""
     p = Prefill(drafts=True)  # noqa: F811
     try:
         p.add()
@@ -102,7 +102,7 @@ def test_drafts_of_a_step_are_there_when_the_next_one_is(d):  # noqa: F811
         first, empty, second = p.build(at_p=64), p.build(), p.build(at_p=64)
         p.results(first)
         nothing_comes(d)
-        p.results(empty)  # no device has to do anything for it
+        p.results(empty)  # it needs no work of a device
         nothing_comes(d)
         p.results(second)
         assert piece_of(d).num_tokens == 64
@@ -117,12 +117,12 @@ def test_drafts_of_a_step_are_there_when_the_next_one_is(d):  # noqa: F811
 
 
 def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
-    """Whatever ends a followed request: the next one has as much room."""
+    """After any end of a followed request the next one has as many blocks."""
     d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1000))
-    for end in ("finished", "aborted", "given up"):
+    for end in ("finished", "aborted", "cancelled"):
         at_p, asked = p.add(ticket=TICKET), followed(d, p, name="r")
         assert d.decode._following._taken == 21
-        if end == "given up":
+        if end == "cancelled":
             asked.status.name = "FINISHED_ABORTED"
             d.finish(asked, tables(d))
             d.step(STEP)
@@ -137,7 +137,7 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
 
 @pytest.mark.parametrize("why", ["another prompt", "aborted"])
 def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
-    """D does not need a request, and P finishes it before it hears of that: its blocks do not stay for a lease."""
+    """D cancels a request, and P finishes it before P is notified: its blocks are not held for a lease."""
     at_p = p.add()
     asked = request("r", N, params=p.params_of_d())
     if why == "another prompt":
@@ -163,7 +163,7 @@ def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
 
 
 def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
-    """A P that was restarted at the same address knows none of its tickets: D hears that, and does not ask for ever."""
+    """A P that was restarted at the same address knows none of its tickets: D learns that, and stops asking."""
     p.add()
     followed(d, p)
     p.results(p.build(at_p=32))

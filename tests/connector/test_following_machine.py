@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets as a state machine: steps, preemptions, reads, lost connections and ends in any order, with what blocks hold.
+"""Tickets as a state machine: steps, preemptions, reads, lost connections and ends in any order, with labelled blocks.
 
-P writes a block when a step runs, and over it as soon as a rule lets it; D reads each block at some moment between the
-order and the report. Beside P's connector another one may fill the first blocks within a step, or fail to, so that P
-computes them after all. However it goes, what D takes for loaded is what P has computed.
+P writes a block when a step runs, and overwrites it as soon as a rule allows. D reads each block at some moment between
+the order and the report. Beside P's connector another one may fill the first blocks within a step, or fail, so that P
+computes them after all. In every case D counts a token as loaded only if P has computed it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MOST_CUTS = 4
 
 
 class Machine:
-    """P, D, their blocks, and chance."""
+    """P, D, their blocks, and a source of randomness."""
 
     def __init__(self, seed):
         self.rng = random.Random(f"following {seed}")
@@ -38,10 +38,10 @@ class Machine:
             ),
         )
         self.memory = {}  # P's: block -> what each of its tokens is, None for anything else
-        self.junk = set()  # blocks that others write at any moment
+        self.junk = set()  # blocks that other requests write at any moment
         self.tables = self.new_tables()
         self.computed = 0
-        # Steps that were built: number, first token, token behind the last one, blocks, token from which on it is junk
+        # Steps that were built: number, first token, one after the last token, blocks, token from which on it is junk
         self.flying = []
         self.held = {}  # D's blocks
         self.reading = None  # an order, and which of its blocks were read
@@ -84,10 +84,10 @@ class Machine:
             if self.rng.random() < 0.5:
                 self.junk |= mine
                 self.tables = self.new_tables()
-            else:  # others have had its blocks, and it gets the same ones again
+            else:  # other requests had its blocks, and it gets the same blocks again
                 self.memory |= {block: [-1] * SIZE for block in mine}
             self.computed = 0
-            self.flying = [(one, 0, 0, [], N) for one, *_ in self.flying]  # they write into blocks that are others' now
+            self.flying = [(one, 0, 0, [], N) for one, *_ in self.flying]  # other requests own their blocks now
         self.computed += tokens
         self.flying.append((number, first, self.computed, self.tables[0], junk))
 
@@ -95,14 +95,14 @@ class Machine:
         number, first, end, table, junk = self.flying.pop(0)
         for token in range(first, end):
             self.memory.setdefault(table[token // SIZE], [None] * SIZE)[token % SIZE] = token if token < junk else -1
-        if junk < end:  # vLLM takes back what it had counted, before it tells the connector of the step
+        if junk < end:  # vLLM retracts the tokens before it reports the step to the connector
             self.computed = min(self.computed, junk)
             self.flying = [(one, begin, stop, ids, junk) for one, begin, stop, ids, _ in self.flying]
         found = WorkerReport(step=number)
         self.p.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found))
 
     def move_a_block(self):
-        """Copy on write: the request goes on with a copy, and the block is somebody else's."""
+        """Copy on write: the request continues with a copy, and the block belongs to another request."""
         if self.flying:
             return
         place, new = self.rng.randrange(BLOCKS), self.rng.choice([b for b in range(200, 400) if b not in self.memory])
@@ -148,7 +148,7 @@ class Machine:
             self.done.add(index)
 
     def report(self):
-        """Return whether D has taken all of it for loaded."""
+        """Return whether D has counted all of it as loaded."""
         if self.reading is None:
             return False
         self.read_some(all_of_it=True)
@@ -177,7 +177,7 @@ def blocks_of_d():
 
 
 def run(machine):
-    """Play one request; return what became of it."""
+    """Play one request; return how it ended."""
     rng, address = machine.rng, machine.p.context.engine.address
     machine.asked_of_p = request("at p", N, params={"do_remote_decode": True, "kvhma_ticket": machine.ticket})
     params = {"do_remote_prefill": True, "kvhma_ticket": machine.ticket}

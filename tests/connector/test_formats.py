@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel writes at the prefill engine, its reader finds at the decode engine, for every known cache format.
+"""A decode engine's reader finds what a kernel wrote at the prefill engine, for every known cache format.
 
-Writers and readers are imitated from vLLM's kernels (tests/support/writers.py); the plan runs between them, in memory
+Writers and readers are imitated from vLLM's kernels (tests/support/writers.py). The plan runs between them, in memory
 that was filled with other bytes before.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -53,20 +53,20 @@ GPU = Writer("FLASH_ATTN", "cuda", "9.0", version="0.33.0")
 
 @dataclass(frozen=True)
 class Format:
-    """A cache format: vLLM's spec of it, who writes it, and where its writer and its reader have their bytes.
+    """A cache format: vLLM's spec, its writer, and where its writer and its reader put their bytes.
 
     Attributes:
         spec: from the tokens of a block and the heads that a rank holds.
         cell: bytes of a token and head.
         write: where the writer puts them.
-        writer: what kvhma is told of it.
+        writer: the writer that kvhma is given.
         heads: over all ranks; None where every rank holds the same.
-        read: where the reader looks; where the writer put them if there is nothing else to imitate.
+        read: where the reader looks; defaults to where the writer put the bytes.
         window: tokens that a query sees with itself; None for all.
         block: tokens of a block, small enough to try every prompt length.
         kernel: tokens of a kernel block; None for a block.
         layouts: orders in which vLLM lays this format out.
-        whole: whether it is not known enough to be cut: only an equal engine reads it.
+        whole: whether too little is known to cut it: only an equal engine reads it.
     """
 
     spec: Callable[[int, int], Any]
@@ -100,9 +100,9 @@ FP8 = "fp8_e4m3/float8_e4m3fn"
 DS_MLA = "fp8_ds_mla/float8_e4m3fn"
 PACKED = {"head_size": 512, "cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4"}
 BLOCK_BY_BLOCK = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""Orders in which a page with several heads lies in one piece."""
+"""Orders in which a page with several heads is contiguous."""
 HND = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
-"""Orders in which tokens and content of a head lie in one piece."""
+"""Orders in which tokens and content of a head are contiguous."""
 LAYER_BY_LAYER = ("LBHNC", "LBNHC", "LHBNC")
 
 
@@ -144,7 +144,7 @@ FORMATS = {
     ),
     "triton": replace(FLASH, writer=gpu("TRITON_ATTN")),
     "flex": replace(FLASH, writer=gpu("FLEX_ATTENTION")),
-    # What vLLM prefers for models that see pictures: Triton's kernels write, and either child reads.
+    # vLLM prefers it for models that see pictures: Triton's kernels write, and either child reads.
     "triton and flash": replace(FLASH, writer=gpu("TRITON_FLASH_ATTN")),
     "triton and flashinfer": replace(
         FLASH, writer=gpu("TRITON_FLASHINFER"), read=writers.flashinfer_paged_kv(16, 16), layouts=BLOCK_BY_BLOCK
@@ -262,8 +262,8 @@ FORMATS = {
         writers.strided_rows(48),
         gpu("MINIMAX_M3_SPARSE_INDEXER"),
     ),
-    # Every rank holds the same, so what nobody read may be read at any number of ranks.
-    "rows that nobody read": Format(
+    # Every rank holds the same bytes, so an unknown format may be read at any number of ranks.
+    "rows of an unknown format": Format(
         latent(head_size=24, dtype=BF16), 48, writers.strided_rows(48), gpu("SOMEBODY_S_OWN"), whole=True
     ),
     "columns on a CPU": VEC,
@@ -280,7 +280,7 @@ FORMATS = {
 
 
 class Engine:
-    """The ranks of an engine with `LAYERS` layers of one format, each with memory of its own."""
+    """The ranks of an engine with `LAYERS` layers of one format, each with separate memory."""
 
     def __init__(self, form: Format, *, seed: int, layout="LBHNC", block=None, kernel=None, tp=1, blocks=8) -> None:
         self.form = form
@@ -307,7 +307,7 @@ class Engine:
         self.fill()
 
     def fill(self) -> None:
-        """Fill the memory with bytes that nobody expects."""
+        """Fill the memory with bytes that no reader expects."""
         for raw in self.raws:
             memory = raw.numpy().view(np.uint8)
             memory[:] = self.random.integers(0, 256, memory.size, dtype=np.uint8)
@@ -323,7 +323,7 @@ class Engine:
                 writers.write(cache, self.form.write, slots, rows)
 
     def wrong(self, rank: int, cells: np.ndarray) -> int:
-        """Count the tokens and layers of which a rank's reader finds something else than `cells`."""
+        """Count the tokens and layers where a rank's reader finds something else than `cells`."""
         count = cells.shape[1]
         tokens = np.arange(0 if self.form.window is None else max(0, count - self.form.window + 1), count)
         slots, first = self.slots(tokens), self.firsts[rank]
@@ -348,9 +348,9 @@ def wrong_after(
     there: Mutation = lambda geometry: geometry,
     descriptor_bytes: int = 1,
 ) -> dict[int, int]:
-    """Hand prompts of these lengths over; return how many tokens, of all layers, each rank's readers find wrong.
+    """Hand off prompts of these lengths; return how many tokens, of all layers, each rank's readers find wrong.
 
-    Where a descriptor costs next to nothing, no block is moved whole that a prompt does not fill.
+    Where a descriptor costs next to nothing, the plan moves no whole block that a prompt does not fill.
     """
     remotes = [there(geometry) for geometry in prefill.geometries]
     theirs = [raw.numpy().view(np.uint8) for raw in prefill.raws]
@@ -393,7 +393,7 @@ def as_rows(geometry: Geometry) -> Geometry:
     ("form", "layout", "as_it_was"),
     [
         (INDEXER, "LBNHC", {192: 0, 202: 30, 242: 150, 255: 96}),
-        # The pages of three layers lie behind each other and are moved as one piece, which was right by luck.
+        # The pages of three layers are contiguous and move as one piece, which was right by luck.
         (INDEXER, "BLHNC", {192: 0, 202: 0, 242: 0, 255: 0}),
         (WINDOW, "LBNHC", {192: 0, 202: 30, 255: 189}),
         (WINDOW, "BLHNC", {192: 0, 202: 30, 255: 189}),
@@ -401,7 +401,7 @@ def as_rows(geometry: Geometry) -> Geometry:
     ids=["indexer", "indexer, blocks first", "V4 window", "V4 window, blocks first"],
 )
 def test_scales_behind_the_tokens_of_a_block(form, layout, as_it_was):
-    """Wrong (token, layer) with blocks of 64 and three layers: none; and as it was, with every token cut as a row."""
+    """Wrong (token, layer) with blocks of 64 and three layers: 0 now; formerly, with every token cut as a row, more."""
     decode, prefill = (Engine(form, seed=seed, layout=layout, block=64) for seed in (1, 2))
     usual = DEFAULT_DESCRIPTOR_BYTES
     assert set(wrong_after(decode, prefill, as_it_was, descriptor_bytes=usual).values()) == {0}
@@ -410,7 +410,7 @@ def test_scales_behind_the_tokens_of_a_block(form, layout, as_it_was):
 
 
 def pairs_of_layouts(form: Format) -> list[tuple[str, str]]:
-    """Every layout at each side at least once, equal and unequal."""
+    """Every layout at each side at least once, with equal and unequal sides."""
     mine = form.layouts
     return [(one, one) for one in mine] + list(zip(mine, (*mine[1:], mine[0]), strict=True)) * (len(mine) > 1)
 
@@ -445,7 +445,7 @@ def test_blocks_of_other_sizes(name, mine, theirs):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_blocks(name):
-    """Data then scales is said of a kernel's block, not of a manager's; blocks of tiles may then differ as well."""
+    """The order "data then scales" is that of a kernel's block, not a manager's; blocks of tiles may then differ as well."""
     form = FORMATS[name]
     if "alignment" in repr(form.spec(8, 1)) and form.spec(8, 1).page_size_padded is not None:
         pytest.skip("vLLM does not split padded pages")
@@ -472,7 +472,7 @@ def test_ranks(name, mine, theirs):
 )
 @pytest.mark.parametrize(("ranks", "blocks"), [((1, 2), (1, 1)), ((2, 1), (1, 1)), ((1, 1), (1, 2)), ((2, 1), (2, 1))])
 def test_one_backend_reads_what_another_one_wrote(mine, theirs, ranks, blocks):
-    """An H100 for prefill and a B200 for decode, say, each with the backend that vLLM prefers there."""
+    """For example an H100 for prefill and a B200 for decode, each with the backend that vLLM prefers there."""
     decode, prefill = (
         Engine(FORMATS[name], seed=seed, tp=tp, block=8 * times)
         for seed, (name, tp, times) in enumerate(zip((mine, theirs), ranks, blocks, strict=True))
@@ -516,7 +516,7 @@ def blocks_of(spec: Any, backend: str, rank: int, tp: int, *, seed: int, **more:
 @pytest.mark.parametrize("name", COMPRESSED)
 @pytest.mark.parametrize(("mine", "theirs"), [(4, 4), (4, 8), (8, 4), (1, 2)])
 def test_what_every_rank_holds_is_read_at_any_number_of_ranks(name, mine, theirs):
-    """vLLM says of these caches that there is one shard over all ranks. Blocks arrive as they are, and no other."""
+    """In vLLM these caches have one shard over all ranks. Only blocks that are equal arrive."""
     backend, more = COMPRESSED[name]
     spec = MLAAttentionSpec(block_size=256, num_kv_heads=1, max_tp_shards=1, tokens_per_state=4, **more)
     prefill = [blocks_of(spec, backend, rank, theirs, seed=5) for rank in range(theirs)]
@@ -536,7 +536,7 @@ def test_what_every_rank_holds_is_read_at_any_number_of_ranks(name, mine, theirs
 
 
 def test_ranks_that_share_tokens_hold_no_copies():
-    """With context parallelism each rank has tokens of its own, of what is whole too."""
+    """With context parallelism each rank has its own tokens, also of whole caches."""
     backend, more = COMPRESSED["DeepSeek-V4"]
     spec = MLAAttentionSpec(block_size=256, num_kv_heads=1, max_tp_shards=1, tokens_per_state=4, **more)
     assert spec.dcp_sharded
@@ -548,7 +548,8 @@ def test_ranks_that_share_tokens_hold_no_copies():
 
 
 def test_shards_that_several_ranks_hold():
-    """Of two shards over four ranks, the first two hold the first. What is whole is read from those that have it."""
+    """With two shards over four ranks, the first two hold the first. D reads whole caches from the ranks that have
+    them."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=BF16, max_tp_shards=2)
     prefill = [blocks_of(spec, "SOMEBODY_S_OWN", rank, 4, seed=rank // 2) for rank in range(4)]
     remotes = [geometry for *_, geometry in prefill]
@@ -684,7 +685,7 @@ def halves(first: str, second: str) -> Mutation:
 
 
 def turned(part: Part) -> tuple[Part, ...]:
-    """Heads and tokens take each other's strides, as if the page were in the other order."""
+    """Exchange the strides of heads and tokens, as if the page were in the other order."""
     heads, tokens, content = part.axes
     size = content.extent * part.item_bytes
     axes = (replace(heads, stride=size), replace(tokens, stride=size * (heads.length or 0)), content)
@@ -785,7 +786,7 @@ def test_cache_types_that_no_spec_says_are_compared(form, mine, theirs):
         Writer("DEEPSEEK_V32_INDEXER", "cuda", "9.0", "indexer-fp8/float32/float8_e4m3fn", "0.34.0"),
         Writer(),
     ],
-    ids=["another platform", "another cache type", "another version", "nobody knows who"],
+    ids=["another platform", "another cache type", "another version", "an unknown writer"],
 )
 def test_an_indexer_whose_writer_was_not_read_is_whole(writer):
     engine = Engine(replace(INDEXER, writer=writer), seed=1)

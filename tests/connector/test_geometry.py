@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -101,7 +101,7 @@ def mamba1(tp, *, order="DS", padded=None):
 
 
 def writer_of(specs, cpu_kernel=None):
-    """What writes layers of these specs on a GPU, or on a CPU by a kernel."""
+    """The writer of layers with these specs on a GPU, or a kernel's writer on a CPU."""
     if cpu_kernel is not None:
         return Writer("CPU_ATTN", "cpu", cpu_kernel=cpu_kernel)
     latent = any("MLA" in type(spec).__name__ for spec in specs)
@@ -109,7 +109,7 @@ def writer_of(specs, cpu_kernel=None):
 
 
 def worker(specs, *, layout="LBHNC", kernel=None, rank_info=ALONE, each=2, cpu_kernel=None):
-    """A worker with `each` layers of every spec, laid out by vLLM; groups lie over each other."""
+    """A worker with `each` layers of every spec, laid out by vLLM; groups share their memory."""
     page = max(spec.page_size_bytes for spec in specs)
     order = KVCacheLayout[layout]
     raw = torch.zeros(each * BLOCKS * page + 64, dtype=torch.int8)

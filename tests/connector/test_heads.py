@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV heads that differ by layer, at every pair of tensor-parallel sizes.
 
-Which heads a rank has is asked of vLLM: its own projection is loaded with a weight that is the number of its head.
-Plans are made from what workers say of themselves, and judged with those heads.
+vLLM decides which heads a rank has: its own projection is loaded with a weight that is the number of its head. Plans
+are made from the workers' handshakes, and judged with those heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, tuple[Any, int]]] = {
 
 
 def worker(model: str, rank: int, size: int, layout: str = "LBHNC") -> Geometry:
-    """What the connector says of a worker: each layer is a group, with caches as vLLM lays them out."""
+    """What the connector announces for a worker: each layer is a group, with caches as vLLM lays them out."""
     order, tensors, groups, caches = KVCacheLayout[layout], [], [], {}
     specs = {name: kind(len(heads(total, rank, size))) for name, (kind, total) in MODELS[model].items()}
     raw = torch.zeros(sum(BLOCKS * spec.page_size_bytes for spec in specs.values()), dtype=torch.int8)
@@ -142,7 +142,8 @@ def test_what_one_number_for_all_layers_made_of_it() -> None:
 
 
 def test_which_heads_of_a_layer_are_known() -> None:
-    """A rank with several heads, or alone, knows them all; with one head it knows that the others' may be the same."""
+    """A rank that is alone or has several heads knows them all; with one head it knows that others may hold the
+    same."""
 
     def axis(rank: int, size: int, layer: int) -> Axis:
         return worker("MiMo-V2", rank, size).layers[layer].page.parts[0].axes[0]

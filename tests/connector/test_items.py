@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal items that only P has seen: D takes over P's before it looks for blocks. Requests, hashes: vLLM's."""
+"""Multimodal items that only P has seen: D adopts P's items before it looks for blocks. Requests, hashes: vLLM's."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def d():
 
 
 def handed_over(p, *features, tokens=TOKENS, **more):
-    """Have P compute a prompt; return what a proxy hands on."""
+    """Have P compute a prompt; return the parameters that a proxy forwards."""
     request = asked("at p", {"do_remote_decode": True}, *features, tokens=tokens, **more)
     p.add(request)
     request.num_computed_tokens = len(tokens)
@@ -106,7 +106,7 @@ def test_another_picture_under_the_same_placeholder(p, d):
 
 @pytest.mark.parametrize("what", ["tokens", "salt", "place", "number", "compares", "p compares"])
 def test_what_is_not_trusted(p, d, what):
-    """Tokens, adapter and salt are compared, and where items are."""
+    """D compares tokens, adapter and salt, and the places of items."""
     given, tokens = [feature("a placeholder")], TOKENS
     if what == "tokens":
         tokens = [*TOKENS[:50], 7, *TOKENS[51:]]
@@ -127,7 +127,7 @@ def test_what_is_not_trusted(p, d, what):
 @pytest.mark.parametrize("backoff", [0, 1])
 @pytest.mark.parametrize("given", [[], [feature("a placeholder", offset=70, length=10)]])
 def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
-    """The last token is computed in any case: vLLM's worker looks for the item there, and the engine ended."""
+    """The last token is always computed: vLLM's worker looks for the item there, and formerly the engine ended."""
     d.context.engine = replace(d.context.engine, backoff=backoff)
     request = asked("r", handed_over(p, feature(offset=70, length=10)), *given)
     before = list(request.block_hashes)
@@ -139,7 +139,7 @@ def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
 
 
 def grid(*sizes):
-    """What a processor of vLLM makes of a picture, or of embeddings in its place."""
+    """What a processor of vLLM makes of a picture, or of embeddings in place of a picture."""
     pixels = MultiModalFieldElem(torch.zeros(3), MultiModalBatchedField())
     sizes = MultiModalFieldElem(torch.tensor(sizes), MultiModalBatchedField(keep_on_cpu=True))
     return MultiModalKwargsItem({"pixel_values": pixels, "image_grid_thw": sizes})
@@ -156,7 +156,7 @@ def grid(*sizes):
     ],
 )
 def test_positions_that_depend_on_items(p, d, at_p, given, why):
-    """Of as many tokens may be a picture that is high and one that is wide: D answered from other positions."""
+    """A tall and a wide picture may have as many tokens: formerly D answered from other positions."""
     for one in (p, d):
         one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
     features = [] if given == [] else [feature("a placeholder", data=given)]
@@ -205,7 +205,7 @@ def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
 
 
 def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
-    """VLLM computed the placeholder, whatever it heard of a load, and knew it by P's picture from then on."""
+    """Formerly vLLM computed the placeholder, even with a load, and cached it as P's picture from then on."""
     request = asked("r", handed_over(p, feature()), feature("a placeholder"), prompt_logprobs=1)
     before = list(request.block_hashes)
     d.add(request)
@@ -219,7 +219,7 @@ def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
 @pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize(("all_groups", "fails"), [(64, False), (48, False), (32, True)])
 def test_what_all_groups_have_is_what_is_not_computed(p, d, loaded, all_groups, fails):
-    """VLLM names the hit of full attention. If nothing is loaded then, it begins where the state has one too."""
+    """VLLM names the hit of full attention. If nothing is loaded then, it begins where the state has a hit too."""
     d.context.engine = replace(d.context.engine, has_state=True)
     d.context.manager.get_computed_blocks = lambda request: (None, all_groups, 0)
     request = asked("r", handed_over(p, feature()), feature("a placeholder"))
@@ -236,7 +236,7 @@ def test_what_all_groups_have_is_what_is_not_computed(p, d, loaded, all_groups, 
 
 
 def test_who_computes_what_fails_takes_over_nothing(p):
-    """A producer may recompute, and gets parameters of P all the same: the request failed again and again."""
+    """A producer may recompute, and gets parameters of P all the same: formerly the request failed again and again."""
     d = scheduler(mm_items="trust_prefill", recompute=True, ranks=1)
     try:
         request = asked("r", handed_over(p, feature()), feature("a placeholder"))
@@ -248,7 +248,7 @@ def test_who_computes_what_fails_takes_over_nothing(p):
 
 
 def test_workers_hear_of_no_items(p, d):
-    """Those of a prompt that was followed to its end were in each rank's order."""
+    """Formerly the items of a prompt that was followed to its end were in each rank's order."""
     ticket = "0123456789abcdef" * 2
     at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
     p.add(at_p)
@@ -322,7 +322,7 @@ def test_what_d_was_not_given_it_cannot_compute(role, policy):
 
 @pytest.mark.parametrize("given", [[], [feature("a placeholder")]])
 def test_a_ticket_waits_for_what_p_has_seen(p, d, given):
-    """The items come with what P hands over; vLLM is asked to look for the blocks again."""
+    """The items come with P's parameters; vLLM then has to look for the blocks again."""
     ticket = "0123456789abcdef" * 2
     at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
     p.add(at_p)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's lease board: what it shows is held, and whoever reads it need not ask."""
+"""P's lease board: everything on it is held, so a reader of the board need not ask P."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FIRST = 2 * MARK_BYTES
 
 @pytest.fixture(autouse=True)
 def patient(request, monkeypatch):
-    """A board is waited for as long as it takes to read it, but where a test keeps it from being read."""
+    """D waits as long as it takes to read a board, except where a test blocks the read."""
     if not {"stuck", "clock"} & set(request.fixturenames):
         monkeypatch.setattr(board_reader, "_AT_ONCE_SECONDS", HANG_SECONDS)
         monkeypatch.setattr(board_reader, "_LATE_SECONDS", HANG_SECONDS)
@@ -96,12 +96,12 @@ def test_a_worker_in_another_process_has_the_marks_in_its_memory():
         boards.hide(place)
         assert seen()[FIRST:] == bytes(BOARD_BYTES - FIRST)
         worker.stdin.close()
-    boards.show(b"n" * MARK_BYTES)  # the worker has ended, and nobody minds
+    boards.show(b"n" * MARK_BYTES)  # the worker has ended, and the scheduler ignores it
 
 
 @pytest.mark.parametrize("what", ["no such file", "another file", "a short file", "a device", "a pipe"])
 def test_a_worker_elsewhere_has_no_board(board, tmp_path, what):
-    """In another container its path is nothing, or something else. That stays as it is, and P is asked."""
+    """In another container its path does not exist, or is another file. D leaves it alone, and asks P."""
     other, pipe = tmp_path / "other", tmp_path / "pipe"
     other.write_bytes(b"x" * (BOARD_BYTES if what == "another file" else 5))
     os.mkfifo(pipe)
@@ -124,7 +124,7 @@ def test_a_worker_elsewhere_has_no_board(board, tmp_path, what):
 
 
 def test_a_board_is_opened_again(board):
-    """As when an engine woke up of which one worker had not slept: marks of before are gone."""
+    """An engine may wake up with one worker that had not slept: its earlier marks are gone."""
     for mark in (b"m" * MARK_BYTES, b"n" * MARK_BYTES):
         assert LeaseBoards([board.file]).show(mark) is not None
         assert marks_on(board) == {mark}
@@ -133,7 +133,7 @@ def test_a_board_is_opened_again(board):
 def test_a_board_is_closed_once():
     board = LeaseBoard()
     board.close()
-    number = os.open("/dev/null", os.O_RDONLY)  # which may have its number now
+    number = os.open("/dev/null", os.O_RDONLY)  # which may reuse its number
     board.close()
     os.close(number)
 
@@ -156,7 +156,7 @@ def test_all_that_a_claim_names_is_in_the_mark():
     others = [mark_of(LeaseKey("s", 7), DIGEST), mark_of(LeaseKey("r", 8), DIGEST), mark_of(key, b"e" * 16)]
     assert mark_of(key, DIGEST) not in others
     assert len({*others, mark_of(key, DIGEST)}) == 4
-    # A request may have any name, a text that no encoding has included.
+    # A request may have any name, even a text that no encoding includes.
     assert mark_of(LeaseKey("\ud800", 7), DIGEST) != mark_of(LeaseKey("\ud801", 7), DIGEST)
 
 
@@ -170,7 +170,7 @@ class Clock:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed):
-    """Whatever happens, and at the latest when somebody can hear of it."""
+    """The board is right after any event, at the latest when a reader may receive its result."""
     clock = Clock()
     monkeypatch.setattr(lease_table, "time", clock)
     table = LeaseTable(30.0)
@@ -183,7 +183,7 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
     monkeypatch.setattr(table._has_ended, "notify", shown_is_held)
     chance = random.Random(seed)
     for step in range(300):
-        what = chance.choice(["add", "add", "finish", "renew", "release", "wait", "drain", "give up", "end"])
+        what = chance.choice(["add", "add", "finish", "renew", "release", "wait", "drain", "evict", "end"])
         some = [LeaseClaim(key, chance.randrange(3), DIGEST) for key in chance.sample(sorted(held), min(2, len(held)))]
         outcome = chance.choice(list(Outcome))
         if what == "add":
@@ -202,7 +202,7 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
             clock.now += chance.choice([0.1, 3.0, 40.0])
         elif what == "drain":
             table.drain_ended()
-        elif what == "give up":
+        elif what == "evict":
             for claim in some:
                 table.give_up(claim.key)
         elif chance.random() < 0.1:
@@ -228,7 +228,7 @@ def test_other_boards_show_what_is_kept_from_then_on(board):
 
 
 def test_a_load_that_one_rank_saw_is_told_of():
-    """P has to hear of it, whether or not another rank has asked."""
+    """P must be notified, whether or not another rank has asked."""
     seen, asked = WorkerReport(shown={"a"}), WorkerReport(first_tokens={"a": {0: 1}})
     assert seen.aggregate(asked).shown == asked.aggregate(seen).shown == {"a"}
     assert not seen.is_empty
@@ -268,7 +268,7 @@ def asked(monkeypatch):
 
 
 def report_of(d, *names):
-    """What the worker reports of loads, all of which have to be good."""
+    """The worker's reports of loads, all of which must have succeeded."""
     received, joined = set(), WorkerReport()
 
     def collect():
@@ -303,7 +303,7 @@ def test_p_without_a_board_is_asked(d, asked):
 
 
 def has_all_places(d):
-    """Whether none of the memory for boards is in use; one that is still read is given back after it."""
+    """Whether all memory for boards is free; memory that is still read is released afterwards."""
     boards = d.worker._engines._boards
     for one in boards._to_close:
         until(lambda one=one: not one.in_flight)
@@ -311,7 +311,7 @@ def has_all_places(d):
 
 
 def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
-    """P's scheduler cannot reach its worker's memory: whatever is there says nothing."""
+    """P's scheduler cannot reach its worker's memory: its content proves nothing."""
     p = Prefill(Address("127.0.0.1", free_port()), board=board)
     reads = []
     post = PreparedRead.post
@@ -327,7 +327,7 @@ def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
 
 
 def test_a_lease_that_ended_during_the_read_is_not_on_the_board(p, d, asked, monkeypatch):
-    """The mark was there when the read began. P is asked, and says no."""
+    """The mark was there when the read began. D asks P, and P answers no."""
     remote = p.remote("r", [2])
     poll_reads = polling.LoadPoller._poll_reads
 
@@ -374,7 +374,7 @@ def test_digests_are_asked_for(p, d, asked):
 
 
 def test_an_address_where_p_has_no_board(d, asked):
-    """What P says is not true: nothing is read there, P is asked, and no handshake fails for it."""
+    """P names a wrong address: D reads nothing there, asks P, and no handshake fails for it."""
     liar = LeaseBoard()
     p = Prefill(Address("127.0.0.1", free_port()), board=liar)
     extra = encode_extra(IDENTITY, vllm="0.32.0", board=liar.region.base + (1 << 40))
@@ -412,7 +412,7 @@ def test_a_board_that_is_lost_with_p_says_nothing(p, d):
 
 @pytest.fixture
 def second(d, monkeypatch):
-    """A second worker, which D takes for one of the same engine."""
+    """A second worker, which D counts as a worker of the same engine."""
     board = LeaseBoard()
     made = Prefill(Address("127.0.0.1", free_port()), board=board)
     boards_of = d.worker._engines._boards_of
@@ -427,9 +427,9 @@ def second(d, monkeypatch):
 
 
 def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
-    """A stranger repeats the hello of another engine's worker beside its own, whose board it writes as it likes.
+    """An untrusted peer repeats another engine worker's identity beside its own, and writes its own board.
 
-    So D took blocks of that worker for its own that were somebody else's, or free.
+    Formerly D then used blocks of that worker that belonged to another request, or were free.
     """
     second.leases.show_on(LeaseBoards([second.board.file]))
     d.start(r=(p.remote("r", [2]), [5]))
@@ -443,7 +443,7 @@ def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
 
 
 def test_an_engine_of_which_one_worker_has_no_board_is_asked(p, d, asked, second):
-    """As one on another host than its scheduler."""
+    """One worker may run on another host than its scheduler."""
     d.start(r=(p.remote("r", [2]), [5]))
     assert report_of(d, "r").shown == set()
     assert asked == [1]
@@ -475,11 +475,11 @@ def test_threads_that_look_at_one_board(p, d):
     assert not wrong
 
 
-# --- a reading that takes its time -----------------------------------------------------------------------------
+# --- a slow read -------------------------------------------------------------------------------------------------
 
 
 class SlowRead:
-    """A prepared read that ends when it is told to."""
+    """A prepared read that ends when the test ends it."""
 
     peer = SimpleNamespace(name="p")
 
@@ -554,7 +554,7 @@ def test_a_reading_that_began_before_the_read_had_ended_does_not_count(clock):
 
 
 def test_loads_that_end_all_the_time_do_not_keep_each_other_waiting(clock):
-    """A board that takes 2 ms, and a load every millisecond: each sees the first reading that began after it."""
+    """A board that takes 2 ms, and a load every millisecond: each load uses the first read that began after it."""
     agent = SlowAgent()
     reader = BoardMemory(agent).reader(None, 4096)
     (read,) = agent.reads
@@ -603,7 +603,7 @@ def test_a_place_that_may_still_be_written_to_is_not_given_back():
     assert readers[0]._place is not None, "it is read still"
     agent.reads[0].end()
     memory.reader(None, 4096).close()
-    assert agent.reads[0].released == 1, "nobody has closed it again"
+    assert agent.reads[0].released == 1, "no second close"
     readers[0].close()
     assert sorted(memory._free) == list(range(32))
     assert readers[1].look(time.monotonic()) == (math.inf, b""), "and nothing is read into it any more"
@@ -612,7 +612,7 @@ def test_a_place_that_may_still_be_written_to_is_not_given_back():
 
 @pytest.fixture
 def stuck(p, d, monkeypatch):
-    """P's board, whose reading does not end before it is told to."""
+    """P's board, whose read does not end before the test ends it."""
     board = looked_at(d, p)
     transfers, states = board._read._in_flight._session.open(), []
     for name in ("transfer", "check_xfer_state"):
@@ -624,7 +624,7 @@ def stuck(p, d, monkeypatch):
 
         monkeypatch.setattr(transfers, name, held)
     yield board, states
-    states.append("let go")
+    states.append("ended")
 
 
 def test_p_is_asked_if_its_board_takes_too_long(p, d, asked, stuck):
@@ -638,14 +638,14 @@ def test_p_is_asked_if_its_board_takes_too_long(p, d, asked, stuck):
 
 
 def test_an_engine_does_not_sleep_while_a_board_is_read(p, d, stuck):
-    """It would have stopped its threads, and then found that its memory is still written to."""
+    """It would stop its threads, and then find that a read still writes to its memory."""
     board, states = stuck
     board.look(time.monotonic())
     with pytest.raises(TransferError, match="1 reads have not ended"):
         d.worker.close(idle=True)
     d.start(after=(p.remote("after", [3]), [4]))
     report_of(d, "after")
-    states.append("let go")
+    states.append("ended")
     d.worker.close(idle=True)
 
 
@@ -658,5 +658,5 @@ def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
     engine.peers[0].gone = "lost"
     engines.release(engine)
     assert board._place is not None, "something may be written there"
-    states.append("let go")
+    states.append("ended")
     until(lambda: board._place is None)

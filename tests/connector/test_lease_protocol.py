@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of leases, every interleaving of it: no stale read is accepted, and no block is kept for ever.
+"""The protocol of leases in every interleaving: no stale read is accepted, and no block is held for ever.
 
 Two readers of one request, a restart of P, a lost or late message at every point, P's real table of leases.
 """
@@ -21,7 +21,7 @@ HONEST = Rules()
 
 
 class FreesWithoutEnding(LeaseTable):
-    """Gives blocks back, and goes on to extend the lease."""
+    """Frees blocks, and continues to extend the lease."""
 
     def drain_ended(self) -> dict[LeaseEnd, list[EndedLease]]:
         kept = dict(self._held)
@@ -36,7 +36,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> MakeExplorer:
     monkeypatch.setattr(lease_table, "time", clock)
 
     def explorer(rules: Rules = HONEST, table: type[LeaseTable] = LeaseTable, *, generations: bool = True) -> Explorer:
-        # A restarted P has other random numbers than the one before it.
+        # A restarted P has other random numbers.
         numbers = count() if generations else repeat(0)
 
         def hand_over(at: LeaseTable) -> LeaseKey:
@@ -50,7 +50,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> MakeExplorer:
 
 
 def stale(world: World) -> bool:
-    """Whether a reader has accepted what it read, and it was not what P handed over."""
+    """Whether a reader has accepted what it read although P had overwritten it."""
     return any(reader.phase is Phase.ACCEPTED and not reader.right for reader in world.readers)
 
 
@@ -65,7 +65,7 @@ def test_no_stale_read_is_accepted_and_no_block_is_kept_for_ever(make: MakeExplo
         accepted = sum(reader.phase is Phase.ACCEPTED for reader in world.readers)
         seen.add((accepted, world.restarted, world.good))
     print(f"{worlds:,} worlds")
-    # It went everywhere: none, one and both readers accept, before P frees, after it, and after a restart.
+    # All outcomes occurred: no reader, one and both readers accept, before P frees, after it, and after a restart.
     everywhere = {(accepted, *p) for accepted in range(3) for p in ((False, True), (False, False), (True, False))}
     assert seen == everywhere
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's lease table: what is kept, for whom and how long; on a clock of the test's own."""
+"""P's lease table: what it holds, for whom and how long; on a clock of the test."""
 
 import random
 import threading
@@ -62,7 +62,7 @@ def renew(table, key, reader=1):
 
 
 def pass_overdue(table, clock):
-    """Let the time go by in which a lease that has run out may still be renewed."""
+    """Let the time pass in which an expired lease may still be renewed."""
     assert ended(table) == {}
     clock.pass_by(OVERDUE_SECONDS)
 
@@ -105,7 +105,7 @@ def test_an_old_generation_holds_nothing(table):
 
 
 def test_readers_share_a_request(table):
-    """The first reader had it alone: of three samples with the same parameters two lost their blocks."""
+    """Formerly the first reader had it alone: of three samples with the same parameters two lost their blocks."""
     key = add(table, "a")
     assert table.renew([claim(key, reader) for reader in (1, 2, 3)]) == [HELD] * 3
     for reader in (2, 1):
@@ -117,7 +117,7 @@ def test_readers_share_a_request(table):
 
 
 def test_a_reader_that_fails_leaves_the_request_to_the_next(table):
-    """Any release gave the blocks back, so that another decode engine found none."""
+    """Formerly any release freed the blocks, so that the next decode engine found no blocks."""
     key = add(table, "a")
     renew(table, key, 1)
     table.release([claim(key, 1)], Outcome.UNREAD)
@@ -145,7 +145,7 @@ def test_a_lease_that_nobody_could_read_under_ends_as_unread(table, clock):
 
 
 def test_a_lease_that_is_claimed_and_not_renewed_says_so(table, clock):
-    """153 loads of a run on an overloaded machine ended as `expired`, and no log said whose fault that was."""
+    """153 loads of a run on an overloaded machine ended as `expired`, and no log named the cause."""
     key = add(table, "a")
     renew(table, key)
     clock.pass_by(LEASE)
@@ -194,8 +194,8 @@ def test_that_moment_does_not_outlast_the_lease(table, clock):
 
 
 def test_renewals_that_waited_while_p_stood_still_count(table, clock):
-    """P was stopped for longer than a lease. Its next step took place before its listener read the renewals that had
-    arrived in time: the blocks were given back, and the reader was told, rightly, that they were not held."""
+    """P was stopped for longer than a lease. Its next step ran before its listener read the renewals that had arrived
+    in time. Formerly P freed the blocks, and answered the reader, rightly, that they were not held."""
     key = add(table, "a")
     renew(table, key)
     clock.pass_by(10 * LEASE)
@@ -206,7 +206,7 @@ def test_renewals_that_waited_while_p_stood_still_count(table, clock):
 
 
 def test_a_renewal_that_comes_before_the_next_step_counts(table, clock):
-    """One that came when the lease had run out was refused, although the blocks were still there."""
+    """Formerly a renewal of an expired lease was refused, although the blocks were still held."""
     key = add(table, "a")
     renew(table, key)
     clock.pass_by(LEASE + 1)
@@ -215,7 +215,7 @@ def test_a_renewal_that_comes_before_the_next_step_counts(table, clock):
 
 
 def test_who_is_told_held_has_been_so_all_the_time(table, clock):
-    """What `held` after a read means: between any claim and a later `held` the blocks were never given back."""
+    """The meaning of `held` after a read: between any claim and a later `held` P never freed the blocks."""
     rng = random.Random(7)
     keys = [add(table, f"{at}") for at in range(40)]
     given_back = set()
@@ -234,18 +234,20 @@ def test_who_is_told_held_has_been_so_all_the_time(table, clock):
                 break
         for names in ended(table).values():
             given_back.update(names)
-        # One that a release ended is gone before the next step reports it.
+        # A request that a release ended is gone before the next step reports it.
         given_back.update(key.request_id for key in keys if key not in table._held)
     assert claimed
 
 
-# --- nobody but who has the parameters --------------------------------------------------------------------------
+# --- only readers that have the parameters ----------------------------------------------------------------------
 
 
 def test_a_claim_of_other_parameters_is_not_of_this_request(table, clock):
-    """The table knew a request and its readers, not what was handed out for it: whoever had the parameters of a request
-    of his own could write another request's blocks into them, recompute the digest (it has no secret), and P confirmed
-    that it held them: a decode engine continued another tenant's prompt."""
+    """Formerly the table knew a request and its readers, but not the parameters that it had handed out.
+
+    An attacker with parameters of a request could put another request's blocks into them, and recompute the digest,
+    which has no secret. P confirmed that it held them, and a decode engine continued another tenant's prompt.
+    """
     mine = add(table, "mine")
     forged = b"of other blocks!"
     assert table.renew([claim(mine, 1, forged), claim(mine, 2)]) == [OTHER, HELD]
@@ -273,7 +275,7 @@ def test_readers_have_a_bound(table, clock):
 
 
 def test_the_bound_on_readers_keeps_nobody_out_by_guessing(table):
-    """Whoever knew the name of a request (clients choose names) needs its generation and its digest, too."""
+    """The name of a request is not enough (clients choose names): a reader needs its generation and its digest, too."""
     key = add(table, "a")
     guessed = [LeaseKey("a", key.generation ^ (1 << bit)) for bit in range(64)]
     assert set(table.renew([LeaseClaim(guess, 1, digest_of(key)) for guess in guessed])) == {ENDED}
@@ -286,7 +288,7 @@ def test_the_bound_on_readers_keeps_nobody_out_by_guessing(table):
 
 
 def test_unread_requests_have_a_share_of_the_blocks(table):
-    """20 unread requests pinned 95 % of P's blocks for as long as their lease: nobody else could be served."""
+    """20 unread requests held 95 % of P's blocks for as long as their lease: P could serve no other client."""
     table.max_unread_blocks = 50
     keys = [add(table, f"{at}", range(10 * at, 10 * at + 10)) for at in range(20)]
     assert table.usage().blocks == 50
@@ -295,7 +297,7 @@ def test_unread_requests_have_a_share_of_the_blocks(table):
 
 
 def test_what_is_being_read_stays_and_does_not_count(table):
-    """Decode engines that are slower than P keep it waiting. That is no attack, and costs nothing but time."""
+    """Decode engines that are slower than P make it wait. That is no attack, and costs only time."""
     table.max_unread_blocks = 50
     read = [add(table, f"read {at}", range(10 * at, 10 * at + 10)) for at in range(5)]
     assert {renew(table, key) for key in read} == {HELD}
@@ -310,7 +312,7 @@ def test_what_is_being_read_stays_and_does_not_count(table):
 
 
 def test_one_request_may_always_be_kept(table):
-    """A prompt that is longer than the share could never be handed over otherwise."""
+    """Otherwise P could never hand off a prompt that is longer than the share."""
     table.max_unread_blocks = 50
     small = add(table, "small", range(10))
     large = add(table, "large", range(100, 180))
@@ -341,12 +343,13 @@ def test_one_that_was_read_and_waits_for_late_readers_may_go(table):
     renew(table, key)
     table.release([claim(key)], Outcome.READ_SHARED)
     add(table, "b", range(10, 20))
-    assert ended(table) == {LeaseEnd.READ: ["a"]}, "it was read, so it is not counted as given up"
+    assert ended(table) == {LeaseEnd.READ: ["a"]}, "it was read, so it is not counted as evicted"
 
 
 @pytest.mark.parametrize("what", ["renews", "finishes"])
 def test_readers_that_are_gone_are_counted_off_once(table, clock, what):
-    """Their blocks were counted off again when one more reader took their room, and then not for a later request."""
+    """Formerly their blocks were subtracted again when one more reader needed their room, and then not for a later
+    request."""
     table.max_unread_blocks = 10
     most = lease_table.MAX_READERS
     key = add(table, "a", range(10))
@@ -368,7 +371,7 @@ def test_without_vllms_manager_there_is_no_bound(table):
 
 
 def test_what_is_kept_adds_up_whatever_happens(table, clock):
-    """Counted again from the requests that are there, after each of many random events."""
+    """Compares the counts with a new count of all requests, after each of many random events."""
     rng = random.Random(3)
     table.max_unread_blocks = 60
     keys = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's side of leases over the real side channel: claims are renewed, and P is asked after a read."""
+"""D's side of leases over the real side channel: D renews claims, and asks P after a read."""
 
 import itertools
 import socket
@@ -47,7 +47,7 @@ HELLOS = {(0, 0): (b"hello", new_agent_key()[0])}
 
 
 class Panic(BaseException):
-    """As PyO3 raises one: no Exception."""
+    """As PyO3 raises one: not an Exception."""
 
 
 def key_of(name):
@@ -90,7 +90,7 @@ def end_of(table, key):
 
 
 class LeaseService:
-    """Answers every claim with one state, and remembers what it was told."""
+    """Answers every claim with one state, and remembers what it received."""
 
     def __init__(self, state=LeaseState.HELD):
         self.state = state
@@ -154,7 +154,7 @@ def test_the_renewer_survives_any_address(renewer, host, address, service):
 
 
 def silent_listeners(stack_of, count):
-    """Return addresses where a connection is taken, and nothing is ever answered."""
+    """Return addresses that accept a connection, and never answer."""
     addresses = []
     for _ in range(count):
         listening = socket.create_server(("127.0.0.1", 0))
@@ -165,7 +165,8 @@ def silent_listeners(stack_of, count):
 
 @pytest.mark.parametrize("they", ["never end", "end"])
 def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
-    """64 requests with a bogus `remote_host` filled the renewer: the claims of no other engine were renewed (S10)."""
+    """Formerly 64 requests with a bogus `remote_host` filled the renewer: it renewed no claims of other engines
+    (S10)."""
     sockets = []
     renewer = make_renewer(timeout=10 * HANG_SECONDS if they == "never end" else 0.5, max_peers=64)
     service = LeaseService()
@@ -180,7 +181,7 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
         if they == "never end":
             service.renewed = []
             until(lambda: sum(good in claims for _, claims in service.renewed) >= 20)
-        else:  # one that was never asked before waits for some of them, not for all
+        else:  # a new engine waits for some of them, not for all
             late = claim(key_of("fresh"))
             renewer.track(fresh, late, every=0.1)
             until(lambda: renewer.held(fresh, late))
@@ -192,8 +193,9 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
 
 
 def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog):
-    """Each bogus `remote_host` was kept until a thread had tried it, ten a second: after 12,000 of them a request could
-    wait a second in the scheduler's step, which looked at all of them under a lock. Each one was a line of the log."""
+    """Formerly each bogus `remote_host` was kept until a thread had tried it, ten a second. After 12,000 of them a
+    request could wait a second in the scheduler's step, which looked at all of them under a lock. Each made a line of
+    the log."""
     renewer = make_renewer(timeout=0.3, max_peers=8)
     try:
         good = claim(key_of("good"))
@@ -213,7 +215,7 @@ def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog)
 
 
 def test_more_engines_than_the_renewer_has_threads_are_all_served():
-    """Claims at more than `max_peers` engines were dropped without a word."""
+    """Formerly claims at more than `max_peers` engines were dropped without a line of the log."""
     renewer = make_renewer(max_peers=2)
     places = [(Address("127.0.0.1", free_port()), LeaseService()) for _ in range(12)]
     listeners = [listen(*place) for place in places]
@@ -264,7 +266,8 @@ def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypat
 
 
 def test_many_claims_are_all_renewed_and_each_new_one_alone(address, service, renewer):
-    """Of more than fit one message some were chosen by chance; each new request had all others renewed too."""
+    """Formerly, if claims did not fit one message, some were chosen at random; each new request renewed all others
+    too."""
     claims = [claim(key_of("n" * 500 + str(number))) for number in range(MAX_CLAIMS + 10)]
     for one in claims:
         renewer.track(address, one, every=0.5)
@@ -351,7 +354,7 @@ def test_every_outcome_reaches_p(address, service, renewer):
 
 
 def test_answers_to_other_claims_say_nothing_of_what_is_held(address, renewer):
-    """An answer of another length was not used, but one was waited for as if nothing were wrong."""
+    """Formerly an answer of another length was ignored, and the renewer waited for another as if nothing were wrong."""
     asked = []
 
     class Confused:
@@ -389,7 +392,7 @@ def test_a_conversation_without_anything_to_say_ends_and_so_do_threads(address, 
 
 
 def test_a_release_that_p_has_not_heard_is_said_once_more(address, renewer):
-    """P would keep for its lease what was read long ago."""
+    """Otherwise P would hold blocks that were read long ago for a whole lease."""
     one = claim(key_of("a"))
     renewer.release(address, one, Outcome.READ)
     until(lambda: any(session.failed for session in renewer._sessions.values()))
@@ -413,7 +416,7 @@ def test_a_release_is_said_twice_at_most(address, renewer, monkeypatch):
 
 
 def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same(address, renewer):
-    """P's listener ends connections that are not used for long; what was said first over one of them was lost."""
+    """P's listener closes connections that are idle for long; formerly the first message over a closed one was lost."""
     first, second = LeaseService(), LeaseService()
     listener = listen(address, first)
     renewer.release(address, claim(key_of("a")), Outcome.READ)
@@ -428,7 +431,7 @@ def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same
 
 
 def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(address, tmp_path, monkeypatch):
-    """The connection to it went on for as long as there was something to renew."""
+    """Formerly the connection to it stayed open as long as there were claims to renew."""
     monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
     file = tmp_path / "secrets"
     file.write_bytes(b"o" * 32)
@@ -439,7 +442,7 @@ def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(ad
         one = claim(key_of("a"))
         renewer.track(address, one, every=0.05)
         until(lambda: len(service.renewed) > 2)
-        # P does not notice, since it still accepts what this connection has shown.
+        # P does not notice, since it still accepts the secret that this connection has shown.
         file.write_bytes(b"n" * 32)
         time.sleep(0.3)
         service.renewed = []
@@ -532,7 +535,7 @@ def test_what_is_not_held_after_the_read_may_have_been_lost(clients, table):
 
 
 def test_a_second_reader(clients, table):
-    """It was told that the blocks were read already, although they were all still there."""
+    """Formerly the answer was that the blocks had been read already, although they were all still held."""
     key = add(table, "a")
     for reader in (1, 2):
         ask(clients, claim(key, reader)).check(0)
@@ -542,13 +545,13 @@ def test_a_second_reader(clients, table):
 
 
 def test_other_parameters_than_were_handed_out(clients, table):
-    """P's table knew the request and its reader, not the blocks: with other ones in the parameters they were read."""
+    """Formerly P's table knew the request and its reader, not the blocks: other blocks in the parameters were read."""
     with pytest.raises(RequestError, match="P handed out other parameters for 'a' than these"):
         ask(clients, claim(add(table, "a"), digest=b"x" * 16)).check(0)
 
 
 def proving_with(clients):
-    """What a handshake with the engine agrees on, of a worker that nobody reads from."""
+    """The result of a handshake with the engine, for a worker that no peer reads from."""
     own = ProofKey()
     with clients.take() as client:
         engine_key = client.ask(AskHello(0, 0, bytes(16)), RankHello).engine_key
@@ -556,9 +559,9 @@ def proving_with(clients):
 
 
 def test_an_answer_is_of_the_engine_that_was_read(clients, table):
-    """A stranger's listener may repeat P's hello, so that D reads from P, and answer about leases in P's place.
+    """An untrusted listener may repeat P's identity, so that D reads from P, and answer about leases in P's place.
 
-    Then P's table was never asked, and D took blocks of another request for its own.
+    Formerly D then never asked P's table, and used blocks of another request.
     """
     key = add(table, "a")
     proving = proving_with(clients)
@@ -567,7 +570,7 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
     said = []
 
     def answer_for_p(raw):
-        """Ask P about a request of one's own with D's nonce, and say that this is the answer."""
+        """Ask P about the attacker's own request with D's nonce, and return P's reply as the answer."""
         length = frame_length(raw.recv(4, socket.MSG_WAITALL))
         question = read_question(raw.recv(length, socket.MSG_WAITALL))
         own = Renew([write_claim(claim(key))], question.reader_key, question.nonce)
@@ -608,7 +611,7 @@ def test_claims_of_a_step_are_one_question(clients, table, monkeypatch):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_nobody_answers(address, kept):
-    """Nothing is waited for longer than its time, over a connection that was there and over a new one."""
+    """No wait takes longer than its timeout, over an open connection and over a new one."""
     listening = socket.create_server((address.host, address.port))
     clients = ClientPool(address, 0.2, OPEN)
     try:
@@ -645,7 +648,7 @@ def test_a_connection_is_kept_for_the_next_question(clients, table):
 
 
 def test_a_connection_that_p_has_ended_costs_no_load(clients, address):
-    """An engine closes connections that are not used; the loads that were asked for over one of them failed."""
+    """An engine closes idle connections; formerly the loads whose question used such a connection failed."""
     first, second = LeaseService(), LeaseService()
     listener = listen(address, first)
     ask(clients, claim(key_of("a"))).check(0)
@@ -659,7 +662,7 @@ def test_a_connection_that_p_has_ended_costs_no_load(clients, address):
 
 
 def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, address):
-    """The same a moment later: the question was sent already."""
+    """The same a moment later: D had sent the question already."""
     listening = socket.create_server((address.host, address.port))
     clients.release(clients.take())
     question = LeaseQuestion(clients, [claim(key_of("a"))], 2.0, None)
@@ -691,7 +694,7 @@ def test_an_answer_for_other_claims_than_were_asked(address, clients):
 
 
 def test_a_panic_while_p_is_asked_is_an_answer_too(clients, monkeypatch):
-    """What was raised in a thread that asked was nobody's: its loads would have waited for ever (S8)."""
+    """Formerly an exception in a thread that asked reached no load: its loads would have waited for ever (S8)."""
 
     def panics():
         raise Panic("no")

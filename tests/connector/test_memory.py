@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zeroing through the storages of the caches, also where these lie in each other."""
+"""Zeroing through the storages of the caches, also where these overlap."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def storages(*ranges: tuple[int, int]):
-    """Memory full of ones, and a storage of its own for each range of it."""
+    """Memory full of ones, and a separate storage for each range of it."""
     raw = bytearray(b"\1" * BYTES)
     base = torch.frombuffer(raw, dtype=torch.uint8)
     return (
@@ -33,10 +33,10 @@ def storages(*ranges: tuple[int, int]):
     "ranges",
     [
         [(0, 64)],
-        [(0, 64), (8, 16)],  # nested, and what is zeroed begins in the inner one
+        [(0, 64), (8, 16)],  # nested, and the zeroed range begins in the inner one
         [(8, 16), (0, 64)],
-        [(0, 64), (0, 4)],  # of one beginning
-        [(0, 24), (16, 64)],  # one goes on where the other ends
+        [(0, 64), (0, 4)],  # with the same start
+        [(0, 24), (16, 64)],  # adjacent
         [(0, 12), (12, 64)],
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler and its workers exchange comes out of a pickle as it went in, with its types."""
+"""What the scheduler and its workers exchange is unchanged by pickling, including its types."""
 
 from __future__ import annotations
 

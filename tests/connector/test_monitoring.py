@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric that the dashboard and the alerts name is one that the connector has, with those labels."""
+"""Every metric that the dashboard and the alerts name is a metric of the connector, with those labels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own NIXL connector, asked what it moves: what tests/golden/nixl_connector.json says of it holds."""
+"""What tests/golden/nixl_connector.json records is what vLLM's own NIXL connector moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import vllm
 from support.nixl_requests import recorded_answers, requests
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore"),  # from vLLM's imports
     pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="the comparison is with vLLM 0.32"),
 ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others send through NIXL is dropped and counted."""
+"""Notifications that peers send through NIXL are dropped and counted."""
 
 import threading
 
@@ -19,7 +19,7 @@ from support.waiting import until
 
 
 class Drained:
-    """An agent that is drained quickly."""
+    """An agent that drains its notifications often."""
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(notifications, "_INTERVAL_SECONDS", 0.02)

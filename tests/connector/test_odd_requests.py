@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and engines off the beaten path: prompts with embeddings, host copies, engines short of blocks."""
+"""Unusual requests and engines: prompts with embeddings, host copies, engines short of blocks."""
 
 import dataclasses
 import random
@@ -26,7 +26,7 @@ REMOTE = {"do_remote_decode": True}
 
 
 def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
-    """vLLM's worker compares the lengths of both, and the engine ended."""
+    """vLLM's worker compares the lengths of both; formerly the engine ended."""
     p = scheduler(backoff=1, has_state=True)
     try:
         sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
@@ -62,7 +62,7 @@ def scheduled(p, name, count, held):
 
 
 def test_blocks_of_a_request_that_was_preempted_are_copied_again():
-    """What P names lies in other blocks then: D read what their host copies held before."""
+    """P's parameters then name other blocks: formerly D read the previous content of their host copies."""
     p = staging_scheduler()
     try:
         asked = staged_request()
@@ -83,7 +83,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
 
 
 def handed_over(p, name):
-    """Compute a prompt and finish its request; return what a decode engine is told, and the slots."""
+    """Compute a prompt and finish its request; return the parameters for a decode engine, and the slots."""
     asked = staged_request()
     asked.request_id = name
     p.add(asked)
@@ -177,7 +177,7 @@ def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_two_engines_that_wait_for_each_others_blocks_end(recompute):
-    """Each keeps blocks for the other and has no room to read: both renewed what they waited for, for ever."""
+    """Each holds blocks for the other and has no room to read: formerly both renewed their claims for ever."""
     groups = (GroupShape("0.full", "full", 4),)
     one, other = (
         Engine(EngineShape(name, groups, 9, batch=64, caching=False, recompute=recompute), random.Random(1))
@@ -202,13 +202,13 @@ def test_two_engines_that_wait_for_each_others_blocks_end(recompute):
     def step():
         for engine in engines:
             engine.step()
-            # What the thread that tells of leases does.
+            # What the thread that notifies P does.
             for load in filter(lambda one: one.remote, engine.kvhma.decode.pending.values()):
                 engine.source.kvhma.context.leases.renew([load.remote.claim(load.reader)])
 
     until(lambda: "y" in one.finished and "x" in other.finished, step)
     ends = {str(one.finished["y"].finish_reason), str(other.finished["x"].finish_reason)}
-    # Once one of them has failed, the other one may find room.
+    # Once one of them has failed, the other may find room.
     assert ends == {"length"} if recompute else "error" in ends
 
 
@@ -234,7 +234,7 @@ def test_a_window_that_p_has_passed_is_the_policys_to_decide(recompute):
 
 @pytest.mark.parametrize("hit", [31, 32, 40])
 def test_what_fails_does_so_behind_a_hit_that_ends_inside_of_a_block(hit):
-    """VLLM takes no load that is shorter than such a hit's last block: D computed the prompt, whatever the policy."""
+    """VLLM accepts no load that is shorter than such a hit's last block: formerly D always computed the prompt."""
     groups = (GroupShape("0.full", "full", 16), GroupShape("1.state", "state", 16))
     p, d = (
         Engine(
@@ -274,14 +274,14 @@ def test_what_vllm_sees_of_a_request_that_stops_early():
         p.close()
 
 
-@pytest.mark.parametrize("why", ["it goes on", "its log-probabilities are asked for"])
+@pytest.mark.parametrize("why", ["it continues", "its log-probabilities are asked for"])
 def test_a_prompt_that_is_computed_to_its_end(why):
     """More of a session's prompt may come, and would follow the tokens that P has cut off."""
     p = scheduler(backoff=3)
     try:
-        sampling = SamplingParams(prompt_logprobs=None if why == "it goes on" else 1)
+        sampling = SamplingParams(prompt_logprobs=None if why == "it continues" else 1)
         sampling.extra_args = {"kv_transfer_params": REMOTE}
-        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it goes on")
+        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it continues")
         p.add(asked)
         assert asked.num_prompt_tokens == 10
     finally:
@@ -289,7 +289,7 @@ def test_a_prompt_that_is_computed_to_its_end(why):
 
 
 def test_samples_that_share_a_prompt_are_cut_once():
-    """Where engine and front end are one process they share the list, and the second one lost two tokens."""
+    """Where engine and front end are one process they share the list: formerly the second sample lost two tokens."""
     p = scheduler(backoff=1)
     try:
         tokens = list(range(10))
@@ -303,7 +303,7 @@ def test_samples_that_share_a_prompt_are_cut_once():
 
 
 def test_a_client_cannot_say_that_a_request_was_stopped_early():
-    """A mark in the parameters said so, which came from the client as well as from the connector."""
+    """Formerly a mark in the parameters recorded it, which a client could set as well as the connector."""
     p = scheduler(backoff=1, has_state=True)
     try:
         asked = prefill_request("r", list(range(10)))

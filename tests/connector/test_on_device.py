@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads into device memory, from registering caches to the bytes, with vLLM's views, real NIXL, and no device.
 
-The device is simulated (`support.simulated_device`): what is launched is done later, and only in the order that streams
-and events give. So what is not ordered shows in bytes, and every call is recorded with its thread. What is not shown is
-that a device, its driver and UCX do as documented: tests/gpu is for that.
+The device is simulated (`support.simulated_device`): launched work is done later, and only in the order that streams
+and events give. So a missing order shows in bytes, and every call is recorded with its thread. These tests do not show
+that a device, its driver and UCX behave as documented: tests/gpu does that.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ DIGEST = b"d" * 16
 
 @pytest.fixture
 def device(monkeypatch):
-    """The device, which the connector takes for torch's."""
+    """The device, in place of torch's."""
     made = SimulatedDevice()
     for module in (accelerator, memory):
         monkeypatch.setattr(module, "torch", made)
@@ -81,7 +81,7 @@ def device(monkeypatch):
 
 
 class Engine:
-    """A worker's part of the connector, over caches that say they are on the device if nothing else is said."""
+    """A worker's part of the connector, over caches that report being on the device by default."""
 
     def __init__(self, name, *, data_parallel_size=1, place=on_device, **extra):
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ class Engine:
         tensor = KVCacheTensor(raw.numel(), list(LAYERS), layer_stride=strides[0], block_stride=strides[1])
         views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)
         self.raw = raw
-        # As bits: of random floats some equal nothing.
+        # As bits: some random floats are NaN, which equals nothing.
         self.caches = [view.view(torch.int16) for view in views]
         config = copy.deepcopy(vllm_config_of(name, False, "kv_both"))
         extra |= {"model_id": "tiny", "descriptor_bytes": 0, "handshake_timeout": 10}
@@ -102,7 +102,7 @@ class Engine:
         self.connector.register_kv_caches({of: place(view) for of, view in zip(LAYERS, views, strict=True)})
 
     def step(self, *loads, launch=lambda: None, idle=False):
-        """Run a step as vLLM's runners do: orders, then the forward pass, then loads begin and results are taken."""
+        """Run a step as vLLM's runners do: start loads, run the forward pass, read short loads, collect results."""
         self.connector.bind_connector_metadata(StepMetadata(list(loads), idle=idle))
         launch()
         self.connector.start_load_kv(None)
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Prefill(Engine):
-    """An engine that others read from."""
+    """An engine that peers read from."""
 
     def __init__(self, **more):
         super().__init__("prefill", **more)
@@ -160,7 +160,7 @@ class Prefill(Engine):
 
 @pytest.fixture
 def start(device):
-    """Start engines, and see to their end."""
+    """Start engines, and close them at the end."""
     with contextlib.ExitStack() as stack:
 
         def one(kind, *of, **more):
@@ -184,7 +184,7 @@ def d(start):
 
 
 def expected_after_loading(p, before, tokens):
-    """D's caches after a load: tokens of P, zeros behind them in the blocks of the load, all else as it was."""
+    """D's caches after a load: tokens of P, then zeros in the blocks of the load, everything else unchanged."""
     caches = [cache.clone() for cache in before]
     for of_d, of_p in zip(caches, p.caches, strict=True):
         of_d[OURS] = of_p[THEIRS]
@@ -198,7 +198,7 @@ def equal(found, expected):
 
 @pytest.mark.parametrize("tokens", [TOKENS, 3 * BLOCK])
 def test_a_load_comes_after_the_steps_before_it_and_not_after_its_own(p, d, device, tokens):
-    """D's blocks are still written by a step that was launched before they were freed (a draft's, for one)."""
+    """D's blocks are still written by a step that was launched before they were freed (for example a draft's)."""
     before = [cache.clone() for cache in d.caches]
     written, ended = threading.Event(), threading.Event()
 
@@ -301,7 +301,7 @@ def test_a_load_that_the_device_holds_up_holds_up_no_other(p, d, device):
 
 @pytest.mark.parametrize("where", ["in the load", "in the thread"])
 def test_a_load_that_failed_is_not_reported_while_the_device_may_write(p, d, device, monkeypatch, where):
-    """vLLM gives its blocks to another request at once, and what was launched would zero them."""
+    """vLLM gives its blocks to another request at once, and launched work would zero them."""
     d.step(p.load("before"))
     d.until_received("before")
     go_on = threading.Event()
@@ -353,7 +353,7 @@ def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expect
 
 @pytest.fixture
 def copies(device, monkeypatch):
-    """The device, which does copies too in the order of its streams, and finds those that would wait for one."""
+    """The device, which also orders copies by its streams, and finds copies that would wait for a stream."""
     monkeypatch.setattr(OnDevice, "simulated", device)
     for module in (staging, indices):
         monkeypatch.setattr(module, "torch", device)
@@ -434,7 +434,7 @@ def test_what_was_launched_is_waited_for_if_the_rest_raises(copies, monkeypatch)
 
 
 def test_a_load_through_the_host_is_reported_when_its_blocks_are_there(copies, start):
-    """And others are reported meanwhile: no thread waits for the device."""
+    """Other loads are reported meanwhile: no thread waits for the device."""
     p, d = start(Prefill, host_staged=True), start(Engine, "d", host_staged=True)
     before = [cache.clone() for cache in d.caches]
     expected = expected_after_loading(p, before, TOKENS)
@@ -494,7 +494,7 @@ def test_caches_on_several_devices_are_refused():
 
 
 def test_tensors_of_inference_mode_are_zeroed_outside_of_it(device):
-    """vLLM may have made its caches in that mode; writing them in another thread raises."""
+    """vLLM may have made its caches in inference mode; writing them in another thread raises."""
     with torch.inference_mode():
         cache = on_device(torch.ones(64, dtype=torch.int8))
     found = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kv_transfer_params: what goes out comes back, and nothing else gets in."""
+"""kv_transfer_params: D reads what P wrote, and refuses anything else."""
 
 import json
 import re
@@ -33,7 +33,7 @@ SECRET = Secrets([b"a secret of the two of them"])
 
 
 def written(remote=REMOTE, secrets=NO_SECRET):
-    """As a proxy hands them on."""
+    """As a proxy forwards them."""
     return json.loads(json.dumps(remote.to_params(secrets, pp_size=1)[0]))
 
 
@@ -85,7 +85,7 @@ def test_ids_round_trip(ids):
 def test_long_prompts_stay_small():
     ids = list(range(1, 8193))
     assert len(ids_to_text(ids)) < 10
-    assert len(ids_to_text(ids[::-2])) < 50_000  # the worst: every block by itself
+    assert len(ids_to_text(ids[::-2])) < 50_000  # the worst case: every block by itself
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_range_cannot_be_longer_than_the_prompt():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", "0x00.0"])
 def test_every_address_of_a_machine_is_nowhere(host):
-    """To connect there is to connect to oneself: what was read, or not found, was D's own."""
+    """D would connect to itself: the blocks that it read, or did not find, were its own."""
     with pytest.raises(RequestError, match=r"remote_host is '.*', expected where other engines reach P"):
         read(params() | {"remote_host": host})
 
@@ -127,7 +127,7 @@ def test_all_groups_together_have_a_bound():
 
 
 def test_more_tokens_than_the_prompt_has_are_of_another_prompt():
-    """It was a refusal, or a bound on blocks that the text called malformed."""
+    """Formerly a refusal, or a bound on blocks that the text called malformed."""
     with pytest.raises(OtherPromptError, match="P computed 300 tokens, this prompt has 40"):
         read(params(), 40)
 
@@ -180,7 +180,7 @@ def test_any_value_of_any_own_key(key, value):
     broken = params()
     broken["kvhma"][key] = value
     text = refusal(broken)
-    # The digest finds whatever the other checks let pass; there was none where parameters are read.
+    # The digest finds every change that the other checks miss.
     assert text is not None
     assert f"kvhma.{key}" in text or "block ids" in text or "kvhma.digest" in text
     assert len(text) < 400
@@ -194,7 +194,7 @@ def test_numbers_that_another_json_library_writes_otherwise():
 
 
 def with_floats(value):
-    """As a router that knows floats only writes it, as protobuf's Struct and Lua do."""
+    """As a router writes it that only has floats, such as protobuf's Struct and Lua."""
     return json.loads(json.dumps(value), parse_int=float)
 
 
@@ -277,19 +277,19 @@ def test_what_p_remembers_is_what_d_claims_with():
 
 
 def forged(secrets):
-    """Parameters of one request that name the blocks of another one, with a digest that is right for whoever `secrets`
-    are."""
+    """Parameters of one request that name the blocks of another one, with a digest that is right for an engine with
+    `secrets`."""
     victim = REMOTE._replace(spans=(Span(0, [50, 51]), Span(5, [60]), Span(0, [])))
     return written(victim, secrets)
 
 
 def test_without_a_secret_anybody_can_write_parameters():
-    """So P remembers which it has handed out: tests/connector/test_lease_table.py."""
+    """So P remembers which parameters it has handed out: tests/connector/test_lease_table.py."""
     assert read(forged(NO_SECRET)).digest != read(params()).digest
 
 
 def test_with_a_secret_only_an_engine_can():
-    """The digest had no key: with another request's blocks in it, the parameters of one's own looked as P's."""
+    """Formerly the digest had no key: an attacker could put another request's blocks into P's parameters."""
     right = written(secrets=SECRET)
     assert read(right, secrets=SECRET)._replace(digest=b"") == REMOTE
     mine = right | {"kvhma": forged(NO_SECRET)["kvhma"] | {"signed": True}}
@@ -310,7 +310,7 @@ def test_with_a_secret_only_an_engine_can():
 def test_a_secret_that_only_one_side_has(p, d, text):
     with pytest.raises(RequestError, match=text):
         read(written(secrets=p), secrets=d)
-    # Who says that it is otherwise gains nothing.
+    # A client that changes `signed` gains nothing.
     told = written(secrets=p)
     told["kvhma"]["signed"] = d.enabled
     with pytest.raises(RequestError, match=r"kvhma\.digest is"):
@@ -318,7 +318,7 @@ def test_a_secret_that_only_one_side_has(p, d, text):
 
 
 def test_parameters_that_were_written_before_the_secret_changed():
-    """P signs with its first secret; D takes all that it knows, so neither has to wait for the other."""
+    """P signs with its first secret; D accepts all that it knows, so neither has to wait for the other."""
     new, old = b"the new secret of both", b"the old secret of both"
     for p, d in (([old], [old, new]), ([new, old], [old, new]), ([old], [new, old]), ([new], [new, old])):
         assert read(written(secrets=Secrets(p)), secrets=Secrets(d))._replace(digest=b"") == REMOTE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages on P and on D, equal or not: no engine with stages runs on a CPU, so this is without a forward pass.
+"""Pipeline stages on P and on D, equal or not, without a forward pass: no engine with stages runs on a CPU.
 
-`support.parallel` says what is vLLM's own here: all but the bytes.
+`support.parallel` lists what comes from vLLM: everything but the bytes.
 """
 
 import os
@@ -28,11 +28,11 @@ def start(monkeypatch):
 
 
 def hand_over(p, d, name, tokens, *, answer=3):
-    """Hand a prompt over; D checks every byte that it reads, so it is enough that it ends and computed no prompt."""
+    """Hand off a prompt. D checks every byte that it reads, so it is enough that it ends and computed no prompt."""
     d.add(name, tokens, answer, prefill(p, name, tokens))
     d.run(name)
     assert d.finished[name].finish_reason is not None
-    # Of the prompt one token at most, and all of the answer but the last one.
+    # At most one token of the prompt, and all tokens of the answer but the last.
     assert d.computed[name] <= 1 + answer
 
 
@@ -49,7 +49,7 @@ PAIRS = {
     "2 of 1 to 1 of 2": (FULL, Split(pp=2), Split(tp=2)),
     "2 of 2 to 3 of 1": (FULL, Split(pp=2, tp=2, order="LBNHC"), Split(pp=3)),
     "latents, 3 to 2": (MLA, Split(pp=3), Split(pp=2, block=64, kernel=32)),
-    # D's first stage has no layer of full attention, its second one no other.
+    # D's first stage has no layer of full attention, its second stage only layers of full attention.
     "windows, 2 to 3": (GEMMA, Split(pp=2), Split(pp=3, layers=(2, 1, 4))),
     "windows, 3 to 2": (GEMMA, Split(pp=3, layers=(2, 1, 4)), Split(pp=2, kernel=8)),
     # P's first stage has states only.
@@ -104,7 +104,7 @@ def test_blocks_are_held_until_every_stage_has_read(start, monkeypatch):
 
 
 def hold(monkeypatch, worker, go):
-    """Let a worker read only after this."""
+    """Let a worker read only after this event."""
     agent = worker.connector._worker._agent
     read = agent.read
     monkeypatch.setattr(agent, "read", lambda *of, **more: (go.wait(30), read(*of, **more))[1])
@@ -160,7 +160,7 @@ def test_p_is_lost(start):
 
 
 def test_a_stage_of_p_that_says_no_hello_is_missed(start, caplog):
-    """Its layers would be taken for layers that P does not have, which are zeroed."""
+    """Formerly D took its layers for layers that P does not have, and zeroed them."""
     p, d = start("p", FULL, Split(pp=2)), start("d", FULL, Split(), recompute=False)
     p.publish(p.workers[:1])
     d.add("r", tokens := prompt(1, 100), 2, prefill(p, "r", tokens))
@@ -171,7 +171,7 @@ def test_a_stage_of_p_that_says_no_hello_is_missed(start, caplog):
 
 
 def test_a_wrong_byte_is_seen(start):
-    """Else nothing here proves anything."""
+    """Checks the test itself: otherwise it proves nothing."""
     p, d = start("p", FULL, Split()), start("d", FULL, Split(pp=2))
     tokens = prompt(1, 100)
     params = prefill(p, "r", tokens)
@@ -193,6 +193,6 @@ def test_a_wrong_byte_is_seen(start):
 def test_ranks_are_counted_apart(start):
     p, d = start("p", FULL, Split()), start("d", FULL, Split(pp=2, layers=(2, 5)))
     hand_over(p, d, "r", prompt(1, 64))
-    d.step()  # what is measured last is taken with a later step
+    d.step()  # a later step collects the last measurements
     moved = d.stats.data["rank_bytes"]
     assert moved["0"] * 5 == moved["1"] * 2 > 0

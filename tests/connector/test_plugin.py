@@ -18,7 +18,7 @@ GROUP = "vllm.general_plugins"
 
 
 def test_registering_imports_nothing_heavy_and_needs_no_vllm():
-    """It is done in each process of vLLM, also in those of engines that use another connector."""
+    """Every process of vLLM registers, also those of engines that use another connector."""
     code = (
         "import sys; sys.modules['vllm'] = None\n"
         "from kvhma.vllm.plugin import register, register_drop_in\n"
@@ -79,9 +79,9 @@ def test_the_connector_needs_no_module_path(load):
     load()
     assert connector("KvhmaConnector").__module__ == "kvhma.vllm.connector"
     assert connector("KvhmaConnector") is connector("KvhmaConnector", "kvhma.vllm")
-    load()  # vLLM says that plugins may be loaded several times
+    load()  # vLLM may load plugins several times
     assert connector("KvhmaConnector").__module__ == "kvhma.vllm.connector"
-    assert connector("NixlConnector").__module__.startswith(THEIRS), "nobody asked for another one"
+    assert connector("NixlConnector").__module__.startswith(THEIRS), "no setting selects another one"
     assert connector("NixlConnector", "kvhma.vllm.drop_in") is connector("KvhmaConnector")
 
 
@@ -113,7 +113,7 @@ def test_the_command_line_loads_plugins_before_it_looks_for_the_connector(load, 
 
 
 def test_a_drop_in_that_cannot_be_put_in_place_stops_the_engine(load, monkeypatch):
-    """It would run vLLM's own connector instead, which refuses kvhma's parameters with each request."""
+    """Otherwise the engine would run vLLM's own connector, which refuses kvhma's parameters with each request."""
 
     class Elsewhere:
         @staticmethod

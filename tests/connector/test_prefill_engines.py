@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are read from: connected, lost in part, named twice, and what others say in their name."""
+"""Prefill engines: connected, lost in part, named twice, and impersonated."""
 
 import contextlib
 import gc
@@ -72,7 +72,7 @@ class World:
         return agent
 
     def worker(self, name: str, rank: int, extra: bytes = EXTRA) -> tuple[bytes, bytes]:
-        """Start a prefill worker; return what it says of itself, and the key that signs it."""
+        """Start a prefill worker; return its identity, and the key that signs it."""
         geometry = replace(self.geometry, layers=self.geometry.layers[rank : rank + 1])
         private, public = new_agent_key()
         agent = self.make_agent(f"{name}-{key_hash(public)}", public)
@@ -88,7 +88,7 @@ class World:
         at: Address | None = None,
         secrets: Secrets = NO_SECRET,
     ) -> Incarnation:
-        """Start to listen for an engine whose workers say this."""
+        """Start to listen for an engine whose workers have these identities."""
         address = at or Address("127.0.0.1", free_port())
         said = {(0, rank): hello for rank, hello in enumerate(hellos)}
         engine = LocalEngine("p", instance, said)
@@ -145,13 +145,13 @@ def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
 
 
 def test_an_address_that_leads_back(world):
-    """The text was that P's blocks are gone, and it was every request's, for ever."""
+    """Formerly the text said that P's blocks are gone, for every request and for ever."""
     own = LocalEngine("d", 7, {(0, rank): hello for rank, hello in enumerate(world.workers("D"))})
     at = Address("127.0.0.1", free_port())
     with contextlib.closing(Listener(at, own, leases=NOBODY, secrets=NO_SECRET, counters=Counted())):
         with pytest.raises(HandshakeError, match=rf"{at} lead to this engine itself.*engine 'p': set its advertised_h"):
             world.acquire(Incarnation(at, "p", 1, None))
-        # A request that this very engine has prefilled, before it was started again.
+        # A request that this very engine has prefilled, before it was restarted.
         with pytest.raises(HandshakeError, match=r"kvhma.instance is .* the blocks are gone"):
             world.acquire(Incarnation(at, "d", 1, None))
 
@@ -171,7 +171,7 @@ def test_an_engine_with_two_addresses():
 
 
 def changed(hello: bytes, *, public_key: bytes | None = None) -> bytes:
-    """Return a hello with something else in it, as a stranger who has asked for it makes one."""
+    """Return a changed worker identity, as an untrusted client makes one from a reply."""
     said = decode_handshake(hello)
     return encode_handshake(
         said.metadata,
@@ -186,8 +186,8 @@ def changed(hello: bytes, *, public_key: bytes | None = None) -> bytes:
 @pytest.mark.parametrize("met", [False, True])
 @pytest.mark.parametrize("has_key", [False, True])
 def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_key):
-    """S7: a fake engine repeated P's hello with another `extra` before D had met P. From then on D took the real P for
-    the fake one, and could not read from it any more."""
+    """S7: a fake engine repeated P's identity with another `extra` before D had connected to P. From then on D took the
+    real P for the fake one, and could not read from it any more."""
     workers = world.workers()
     stranger, _ = new_agent_key()
     remote = world.prefill(*workers)
@@ -203,7 +203,7 @@ def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_k
 
 
 def test_a_signature_that_was_seen_is_worth_nothing(world, monkeypatch):
-    """A stranger may ask P, too. What P signs is for the stranger's nonce, not for D's."""
+    """An untrusted client may ask P, too. P signs that client's nonce then, not D's."""
     workers = world.workers()
     seen = [sign_hello(private, bytes(16), bytes(32), hello) for hello, private in workers]
     fake = world.prefill(*[(hello, signature) for (hello, _), signature in zip(workers, seen, strict=True)])
@@ -213,7 +213,7 @@ def test_a_signature_that_was_seen_is_worth_nothing(world, monkeypatch):
 
 
 def test_a_hello_that_is_repeated_unchanged_is_the_same_agent(world):
-    """Who hands D's question on to P gets P's answer: the same bytes, the same agent, nothing replaced."""
+    """A relay that forwards D's question to P gets P's answer: the same bytes, the same agent, nothing replaced."""
     workers = world.workers()
     first, second = world.acquire(world.prefill(*workers)), world.acquire(world.prefill(*workers))
     assert first.peers == second.peers
@@ -239,7 +239,7 @@ def test_a_rank_that_cannot_be_connected_leaves_none_of_the_others(world, monkey
 
 
 def test_hellos_are_asked_for_with_the_secret():
-    """S3: whoever reached the side channel got the hello, and with it read and write access to P's memory."""
+    """S3: any client of the side channel got the worker identity, and with it read and write access to P's memory."""
     ours, theirs = Secrets([b"the secret of these two"]), Secrets([b"a secret of somebody else"])
     world = World(secrets=ours)
     try:
@@ -259,7 +259,7 @@ def test_hellos_are_asked_for_with_the_secret():
 
 
 def test_a_transport_without_a_device_for_a_peer_says_so(world, monkeypatch):
-    """NIXL says NIXL_ERR_BACKEND where UCX has no device that leads to a peer."""
+    """NIXL returns NIXL_ERR_BACKEND where UCX has no device that leads to a peer."""
     remote = world.prefill(*world.workers())
 
     def fails(hello, **more):
@@ -283,13 +283,13 @@ def test_a_passing_failure_stands_for_nothing(world):
     with pytest.raises(HandshakeTimeoutError):
         world.acquire(remote)
     world.prefill(*hellos, at=remote.address)
-    assert world.acquire(remote).gone is None, "the next one shakes hands again"
+    assert world.acquire(remote).gone is None, "the next load does the handshake again"
 
 
 def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(world, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gc.collect()  # what tests before have left
+        gc.collect()  # left by earlier tests
     clients = []
     take = ClientPool.take
 
@@ -299,7 +299,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
         return client
 
     monkeypatch.setattr(ClientPool, "take", watched)
-    remote = world.prefill((b"no hello", new_agent_key()[0]))
+    remote = world.prefill((b"garbage!", new_agent_key()[0]))
     for _ in range(2):
         with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
             world.acquire(remote)
@@ -310,8 +310,8 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
 
 @pytest.mark.parametrize("wrong", [{"engine_id": "q"}, {"tp_size": 3}])
 def test_wrong_parameters_do_not_fail_right_ones_of_the_same_engine(world, wrong):
-    """Whoever named an engine that D had not met with a wrong `tp_size`, which no digest covers, failed the requests of
-    all others for a second, again and again."""
+    """Formerly a request that named an unknown engine with a wrong `tp_size`, which no digest covers, failed the
+    requests of all other clients for a second, again and again."""
     remote = world.prefill(*world.workers())
     for _ in range(2):
         with pytest.raises(HandshakeError, match="in kv_transfer_params"):
@@ -320,7 +320,7 @@ def test_wrong_parameters_do_not_fail_right_ones_of_the_same_engine(world, wrong
 
 
 def test_wrong_parameters_keep_no_right_ones_waiting(world):
-    """Those that came while such a handshake was under way had its error, too."""
+    """Formerly requests that came during such a handshake got its error, too."""
     remote = world.prefill(*world.workers())
     errors = []
     assert world.engines.acquire(remote._replace(engine_id="q"), errors.append) is None
@@ -328,7 +328,7 @@ def test_wrong_parameters_keep_no_right_ones_waiting(world):
 
 
 def test_handshakes_with_an_engine_of_the_operator_are_bounded():
-    """Each wrong `kvhma.instance` with its address was a thread more, while the engine did not answer."""
+    """Formerly each wrong `kvhma.instance` with its address started a thread more, while the engine did not answer."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         port = silent.getsockname()[1]
         world = World(max_peers=2, prefill_engines=[f"127.0.0.1:{port}"])
@@ -444,7 +444,7 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(monkeypat
 
 
 def test_names_of_a_strangers_choosing_leave_known_ones_their_room(monkeypatch):
-    """64 names that were looked up slowly kept a prefill engine from being found again by its name."""
+    """Formerly 64 names with slow lookups prevented a prefill engine from being found again by its name."""
     go_on = threading.Event()
     getaddrinfo = names.getaddrinfo
 
@@ -468,7 +468,7 @@ def test_names_of_a_strangers_choosing_leave_known_ones_their_room(monkeypatch):
 
 
 def test_a_rank_that_nothing_is_read_from_is_not_connected(world):
-    # A stage without a layer of ours: the planner has no use for it.
+    # A stage without a layer of ours: the planner does not use it.
     private, public = new_agent_key()
     stage = world.make_agent(f"S-{key_hash(public)}", public)
     without_layers = Geometry(world.geometry.regions, world.geometry.groups, ())
@@ -477,12 +477,12 @@ def test_a_rank_that_nothing_is_read_from_is_not_connected(world):
 
 
 class Panic(BaseException):
-    """As PyO3 raises one: no Exception."""
+    """As PyO3 raises one: not an Exception."""
 
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
 def test_whatever_is_raised_in_a_handshake_reaches_those_who_wait(world, monkeypatch, kind):
-    """S8: a panic in Rust is no Exception. It ended the thread of the handshake, and its loads waited for ever."""
+    """S8: a panic in Rust is not an Exception. It ended the thread of the handshake, and its loads waited for ever."""
     remote = world.prefill(*world.workers())
 
     def panics(self, hellos):
@@ -515,7 +515,8 @@ def test_one_who_waits_and_fails_takes_nothing_from_the_others(world):
 
 
 def test_more_engines_than_there_is_room_for():
-    """An engine beyond `max_peers` was connected all the same while the others were busy, and the log said nothing."""
+    """Formerly an engine beyond `max_peers` was connected anyway while the others were busy, without a line of the
+    log."""
     world = World(max_peers=2)
     try:
         busy = [world.prefill(*world.workers(name), instance=at) for at, name in enumerate("PQ")]
@@ -563,7 +564,7 @@ def test_engines_of_the_operator_are_not_forgotten_for_strangers():
 
 
 def test_hellos_of_all_handshakes_together_are_bounded():
-    """256 MiB were allowed for each engine that a request names, and 64 of them at a time."""
+    """Formerly 256 MiB were allowed for each engine that a request names, and 64 of them at a time."""
     budget = HelloBudget(1000, 10)
     for handshake in range(9):
         budget.note(handshake, 50)  # a share
@@ -581,7 +582,7 @@ def test_hellos_of_all_handshakes_together_are_bounded():
 
 
 def large_engine(world, name, instance):
-    """Start an engine whose worker has a hello of more than 100,000 bytes."""
+    """Start an engine whose worker identity has more than 100,000 bytes."""
     private, public = new_agent_key()
     agent = world.make_agent(f"{name}-{key_hash(public)}", public)
     fake = world.net.agents[agent.name]
@@ -591,9 +592,9 @@ def large_engine(world, name, instance):
 
 
 def test_hellos_of_all_known_engines_together_are_bounded(world):
-    """A hello was free of the bound once its handshake had ended, though it is kept with its peer: 128 MiB for each of
-    64 engines of a stranger's."""
-    world.engines._kept = HelloBudget(300_000, 64)  # room for one that is large
+    """Formerly an identity no longer counted once its handshake had ended, though its peer keeps it: 128 MiB for each
+    of 64 engines of an attacker."""
+    world.engines._kept = HelloBudget(300_000, 64)  # room for a large one
     small = world.acquire(world.prefill(*world.workers("S"), instance=1))
     first = world.acquire(large_engine(world, "L", 2))
     second = large_engine(world, "M", 3)
@@ -624,7 +625,7 @@ def test_a_hello_that_is_too_much_is_not_stored(world, monkeypatch):
 
 
 def told(**changes):
-    """What an engine with another identity puts into its hellos."""
+    """What an engine with another identity writes into its handshake."""
     return encode_extra(msgspec.structs.replace(IDENTITY, **changes), vllm="0.31.0")
 
 
@@ -642,7 +643,8 @@ def told(**changes):
     ],
 )
 def test_caches_of_another_model_are_refused(world, caplog, changes, text):
-    """Two fine-tunes of one shape mixed without a word: each engine said which model it runs, and nobody compared."""
+    """Formerly two fine-tunes of one shape mixed without an error: each engine named its model, and D did not
+    compare."""
     hellos = [world.worker(f"P{rank}", rank, told(**changes)) for rank in range(2)]
     with pytest.raises(UnsupportedPairError, match=text) as raised:
         world.acquire(world.prefill(*hellos))
@@ -690,7 +692,7 @@ BAD = [
     b"{}",
     b"\xff\xfe",
     b"[" * 60_000,
-    json.dumps({"model": "org/tiny", "vllm": "0.32.0", "kvhma": "0.1.0"}).encode(),  # what version 1 said
+    json.dumps({"model": "org/tiny", "vllm": "0.32.0", "kvhma": "0.1.0"}).encode(),  # as version 1 wrote it
     EXTRA.replace(b'"org/tiny"', b"7"),
     EXTRA.replace(b"org/tiny", b"x" * 5000),
     EXTRA.replace(b'"revision"', b'"revise"'),
@@ -702,7 +704,7 @@ def test_an_engine_that_does_not_say_which_model_it_runs(world, extra):
     with pytest.raises(HandshakeError, match="the hello does not say which model") as raised:
         world.acquire(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
     assert str(raised.value).isprintable()
-    assert world.acquire(world.prefill(*world.workers("Q"))), "it goes on"
+    assert world.acquire(world.prefill(*world.workers("Q"))), "the worker continues"
 
 
 # --- engine_ttl -------------------------------------------------------------------------------------------------------
@@ -740,7 +742,7 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
         for engine in (again, other, other):
             world.engines.release(engine)
         until(lambda: not remotes(world))
-        assert world.engines._kept._free == HelloBudget(256 << 20, 64)._free, "their hellos do not count any more"
+        assert world.engines._kept._free == HelloBudget(256 << 20, 64)._free, "their identities do not count any more"
     finally:
         watch.close(5)
 
@@ -770,7 +772,7 @@ def test_workers_of_an_engine_that_is_known_by_another_address_stay_connected(wo
 
 
 def test_without_the_setting_only_an_engine_that_does_not_answer_is_let_go(monkeypatch):
-    """Each new connection to an agent that lives would be one more: NIXL 1.5.1 does not close the one before."""
+    """Each new connection to an agent that lives would add one: NIXL 1.5.1 does not close the previous one."""
     monkeypatch.setattr(idle_engines, "_GONE_SECONDS", 0.2)
     world = World(handshake_timeout=30)
     living = world.acquire(world.prefill(*world.workers()))
@@ -802,7 +804,7 @@ def test_engines_are_kept_if_the_setting_says_so(world, setting):
 
 
 def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
-    """The scheduler renews them over connections of its own."""
+    """The scheduler renews them over separate connections."""
     remote = world.prefill(*world.workers())
     engine = world.acquire(remote)
     world.engines.release(engine)

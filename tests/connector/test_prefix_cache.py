@@ -87,7 +87,7 @@ FULL = FullAttentionSpec(**ATTENTION)
         (FULL, True, True),
         (SlidingWindowSpec(**ATTENTION, sliding_window=24), True, False),
         (SlidingWindowSpec(**ATTENTION, sliding_window=24), False, True),
-        # Of a cache that is left out nobody knows how long a hit is; the engine stopped when it started.
+        # Without that cache the length of a hit is unknown; formerly the engine stopped at its start.
         (EncoderOnlyAttentionSpec(**ATTENTION), True, False),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt is: everything that vLLM's own block hash tells apart, asked of vLLM's own requests and hashes."""
+"""What a prompt is: everything that vLLM's own block hash distinguishes, with vLLM's own requests and hashes."""
 
 import hashlib
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of long prompts: a thread makes them, and nothing is asked of P, or told to it, before they are compared."""
+"""Digests of long prompts: a thread makes them, and D sends nothing to P before they are compared."""
 
 import json
 import threading
@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.errors import RequestError
@@ -39,7 +39,7 @@ def d():
 
 @pytest.fixture
 def go_on(monkeypatch):
-    """Prompts of 40 tokens are long ones, whose digests are made once this is set."""
+    """With this setting prompts of 40 tokens are long, so a thread makes their digests."""
     event = threading.Event()
 
     def digest(*given, **more):
@@ -89,7 +89,7 @@ def test_a_request_waits_for_its_digest_and_no_step_does(params, d, go_on):
 
 
 def test_a_step_without_work_waits_a_little(params, d, go_on):
-    """Else an engine that only schedules would keep Python's lock from the thread."""
+    """Otherwise an engine that only schedules would hold Python's lock, which the thread needs."""
     asked = request(params=params)
     d.add(asked)
     threading.Timer(1e-3, go_on.set).start()
@@ -101,7 +101,7 @@ def test_a_step_without_work_waits_a_little(params, d, go_on):
 
 
 def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p, d, go_on):
-    """It may wait for blocks for longer than P keeps what was never claimed."""
+    """It may wait for blocks for longer than P holds blocks that were never claimed."""
     d.add(request(params=params))
     d.step(BUSY)
     assert d.decode.renewer._sessions == {}
@@ -141,7 +141,7 @@ def test_one_that_ends_before_it_is_compared_lets_p_go(params, p, d, go_on, told
 
 
 def test_another_one_may_still_turn_out_to_read_the_same(params, p, d, go_on, told, monkeypatch):
-    """The first would have let the blocks go before the second was compared."""
+    """The first would have released the blocks before the second was compared."""
     monkeypatch.setattr(prompt_digests, "_LONG_TOKENS", 1 << 20)
     first, second = request("a", params=params), request("b", params=params)
     d.add(first)
@@ -176,7 +176,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
     elif end == "late":
         threading.Timer(0.1, go_on.set).start()
     elif end == "other":
-        asked.num_computed_tokens = 50  # what is handed over is something else than was expected
+        asked.num_computed_tokens = 50  # the hand-off differs from what was expected
     else:
         asked.status.name = "FINISHED_ABORTED"
     params = p.finish(asked, tables(p))
@@ -189,7 +189,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
 
 
 def test_what_was_not_begun_does_not_wait_for_others(go_on):
-    """An abort held the scheduler until all prompts before it were summed."""
+    """Formerly an abort blocked the scheduler until all earlier prompts were summed."""
     prompts = PromptDigests(adapter_paths=True)
     first, second = request("a", 64), request("b", 64)
     assert prompts.begin(first, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of which the proxy says that D computes them itself, and vLLM's own parameters for them."""
+"""Bodies whose prompt D computes itself according to the proxy, and vLLM's own parameters for them."""
 
 import pytest
 
@@ -32,6 +32,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
     ids=str,
 )
 def test_whose_prompt_log_probabilities_vllm_computes(kind, more):
-    """Of an echoed chat it computes them in any case, and P had computed the prompt too."""
+    """vLLM always computes those of an echoed chat, and formerly P had computed the prompt too."""
     made = (CompletionRequest if kind is PROMPT else ChatCompletionRequest)(**kind, **more)
     assert is_computed_by_decode(kind | more) == made.to_sampling_params(4, {}).skip_reading_prefix_cache

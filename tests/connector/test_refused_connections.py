@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that the side channel refuses are counted by their reason; those that end well are not."""
+"""The side channel counts refused connections by their reason, and does not count those that end normally."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_who_is_served_and_goes_or_has_no_more_questions_was_not_refused(quick):
             answers(found.at)
         with Client(found.at, 5, Secrets()) as client:
             client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-            until(client.poll)  # it is closed, since it has asked nothing for long
+            until(client.poll)  # it is closed after a long idle time
         with connect(found.at):
             pass
         assert refused(found) == {}

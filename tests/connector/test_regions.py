@@ -3,7 +3,7 @@
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -25,7 +25,7 @@ def described(caches):
 
 
 def test_storages_that_overlap_are_one_region():
-    """Two layers of one piece of memory, each seen through a storage of its own; the second is all of it."""
+    """Two layers in one piece of memory, each seen through a separate storage; the second is all of it."""
     raw = bytearray(2 * BLOCKS * PAGE)
     whole = torch.frombuffer(raw, dtype=torch.bfloat16)
     half = torch.frombuffer(raw, dtype=torch.bfloat16, count=BLOCKS * PAGE // 2)

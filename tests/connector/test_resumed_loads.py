@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that lose their connection to P: what was read stays, what was lost is read again, and only once P is back."""
+"""Loads that lose their connection to P: D keeps what it read, and reads the rest again only once P is back."""
 
 import itertools
 
@@ -23,7 +23,7 @@ from support.engines.engine import free_port
 from support.waiting import until
 
 BLOCKS = [9, 3, 30, 12, 21, 6]
-"""Of P, and of D in this order: no two of them are neighbours, so that each is a row."""
+"""Blocks of P, and of D in this order: no two of them are neighbours, so that each is a row."""
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ class LostRead:
 
 
 class Reads:
-    """Every read that D posts after its warm-up; those that are named by their number are lost."""
+    """Every read that D posts after its warm-up; the reads in `lost`, by number, are lost."""
 
     def __init__(self, monkeypatch, d: Decode) -> None:
         self.rows: list[tuple[int, int]] = []
@@ -123,7 +123,7 @@ def test_a_connection_that_is_lost_each_time_ends_the_load(p, d, reads):
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_p_that_does_not_come_back_or_is_another_one(p, d, reads, is_back):
-    """Its blocks are gone: nothing of the new one is read, and the error says what began it."""
+    """Its blocks are gone: D reads nothing of the new P, and the error names the first cause."""
     d.start(before=(p.remote("before", [1]), [1]))
     assert d.ended("before") == {}
     reads.lost = {len(reads.rows) + 1: PeerLostError("cut off")}
@@ -143,7 +143,7 @@ def test_a_p_that_does_not_come_back_or_is_another_one(p, d, reads, is_back):
 
 
 def test_caches_that_lie_elsewhere_after_the_new_handshake(p, d, reads, monkeypatch):
-    """What was read came from elsewhere than the rest would."""
+    """The first half came from other addresses than the rest would."""
     reads.lost = {1: PeerLostError("cut off")}
     answers = iter((parts_of, lambda *of: parts_of(*of)[::-1]))
     monkeypatch.setattr(loading, "parts_of", lambda *of: next(answers)(*of))
@@ -153,7 +153,7 @@ def test_caches_that_lie_elsewhere_after_the_new_handshake(p, d, reads, monkeypa
 
 
 def test_a_piece_is_not_read_again(p, d, reads):
-    """What it held is read with the last piece."""
+    """The last piece reads its blocks again."""
     reads.lost = {1: PeerLostError("cut off")}
     piece = load("a", p.remote("a", BLOCKS), BLOCKS)._replace(piece=1)
     d.worker.start_loads(StepMetadata([piece]))

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SECRETS = Secrets([b"a secret of the two of them"])
 PROMPT = PrefillParams(
     address=Address("prefill-0", 5600),
-    engine_id="engine <&> é",  # what JSON libraries escape, each in its own way
+    engine_id="engine <&> é",  # JSON libraries escape these differently
     incarnation_id=0xFEDCBA9876543210,  # no float has so many digits
     lease_key=LeaseKey("cmpl-1", 0xFFFFFFFFFFFFFFFF),
     lease=30.0,
@@ -80,6 +80,7 @@ func main() {
 	if err := json.NewDecoder(os.Stdin).Decode(&response); err != nil {
 		panic(err)
 	}
+
 	request := map[string]any{"kv_transfer_params": response["kv_transfer_params"]}
 	if err := json.NewEncoder(os.Stdout).Encode(request); err != nil {
 		panic(err)
@@ -104,7 +105,7 @@ def go(folder: Path) -> Iterator[Trip]:
 
 @contextlib.contextmanager
 def protobuf(_: Path) -> Iterator[Trip]:
-    """As gRPC between a router and its workers carries JSON, Dynamo's and others': numbers are doubles there."""
+    """As gRPC between a router and its workers carries JSON, in Dynamo and others: numbers are doubles there."""
     struct = pytest.importorskip("google.protobuf.struct_pb2", reason="pip install protobuf")
     json_format = pytest.importorskip("google.protobuf.json_format", reason="pip install protobuf")
 
@@ -119,7 +120,7 @@ def protobuf(_: Path) -> Iterator[Trip]:
 
 
 class Engine(BaseHTTPRequestHandler):
-    """An engine's HTTP server. P's hands out what the test says, D's keeps what it is given."""
+    """An engine's HTTP server. P's returns what the test sets, D's stores what it receives."""
 
     protocol_version = "HTTP/1.1"
     server: Any
@@ -212,7 +213,7 @@ def router(request, tmp_path_factory) -> Iterator[tuple[str, Trip]]:
 
 
 def changes(before: Any, after: Any) -> set[str]:
-    """What is another JSON text than it was, of values that are equal as numbers."""
+    """Values whose JSON text changes although they are equal as numbers."""
     assert before == after
     if isinstance(before, dict):
         found = set() if list(before) == list(after) else {"order of keys"}
@@ -257,7 +258,7 @@ def test_the_page_says_what_each_changes():
 
 
 def test_dynamo_knows_the_drop_in():
-    """Its worker looks connectors up by name; the package of its own needs a runtime, this file of it nothing."""
+    """Its worker looks up connectors by name; its own package needs a runtime, this file of it needs nothing."""
     try:
         files = importlib.metadata.files("ai-dynamo") or ()
     except importlib.metadata.PackageNotFoundError:

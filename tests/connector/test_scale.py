@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many engines at once, and what happens at the edge of each limit and just beyond: refused or queued, and said so.
+"""Many engines at once, and the edge of each limit and just beyond: refused or queued, with a line of the log.
 
-Elsewhere are the limits of a worker (`max_peers`, handshakes, hellos: test_prefill_engines.py), of a request's readers
-and of the blocks that are kept (test_lease_table.py), and the bytes of the side channel (tests/attacks).
+Other tests cover the limits of a worker (`max_peers`, handshakes: test_prefill_engines.py), of a request's readers and
+of held blocks (test_lease_table.py), and the bytes of the side channel (tests/attacks).
 """
 
 import logging
@@ -46,7 +46,8 @@ def test_8_prefill_engines_and_64_decode_ranks():
 
 
 def test_more_engines_in_turns_than_a_worker_keeps():
-    """The edge of `max_peers`: as many are kept. Of one more, in turns, each was shaken hands with each time."""
+    """The edge of `max_peers`: the worker keeps this many. With one more, in turns, each needs a handshake each
+    time."""
     p = PrefillHost(17, 1)
     d = DecodeHost(1, 1, max_peers=16)
 
@@ -67,7 +68,7 @@ def test_more_engines_in_turns_than_a_worker_keeps():
 
 
 def test_more_engines_at_a_time_than_a_worker_keeps():
-    """One beyond `max_peers` is refused with the number and the setting, and served once another one is idle."""
+    """An engine beyond `max_peers` is refused with the number and the setting, and served once another is idle."""
     p = PrefillHost(3, 1)
     d = DecodeHost(1, 1, max_peers=2)
     rank = d.engines[0].ranks[0]
@@ -111,7 +112,7 @@ def test_a_message_with_more_claims_is_refused():
 
 
 def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_line(monkeypatch, caplog):
-    """They went without a word: P kept the blocks until their leases ended, and nothing said why."""
+    """Formerly they were dropped without a line of the log: P held the blocks until their leases ended."""
     monkeypatch.setattr(lease_renewer, "_MAX_SESSIONS", 8)
     monkeypatch.setattr(LeaseRenewer, "_wake", lambda self: None)
     counted = Counted()
@@ -134,7 +135,8 @@ def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_li
 
 
 def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(monkeypatch, caplog):
-    """Engines beyond the limit take each other's connections in turn, with a line, and each question is answered."""
+    """Engines beyond the limit replace each other's connections, with a line of the log, and each question is
+    answered."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
     with listening() as listener, caplog.at_level(logging.WARNING, "vllm.kvhma"):
         pools = [ClientPool(listener.at, 5, OPEN) for _ in range(9)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler by itself: what it says to vLLM, its workers and other engines, in any order of events."""
+"""The connector's scheduler alone: its messages to vLLM, its workers and other engines, in any order of events."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.allow_list import AllowedEngines
@@ -51,7 +51,7 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
     asked = request(params=finished_at(p))
     d.add(asked)
     assert d.matched_tokens(asked, 0) == (40, True)
-    assert d.matched_tokens(asked, 16) == (24, True)  # asked again: nothing has changed
+    assert d.matched_tokens(asked, 16) == (24, True)  # the second call changes nothing
     d.allocated(asked, blocks(d), 40)
     (load,) = d.step(STEP).loads
     assert (load.num_tokens, load.cached) == (40, 0)
@@ -69,13 +69,13 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
     ("held", "step", "engines", "waits"), [(1, STEP, 1, 4), (0, STEP, 1, 4), (1, BUSY, 1, 0), (1, STEP, 2, 0)]
 )
 def test_an_engine_that_only_keeps_blocks_waits_for_their_readers(monkeypatch, held, step, engines, waits):
-    """It scheduled again and again, and its listener and the readers had to share the cores with that."""
+    """Formerly it scheduled again and again, and its listener and the readers had to share the cores with that."""
     one = scheduler(may_wait=engines == 1)
     asked = []
     monkeypatch.setattr(one.context.leases, "wait_for_end", asked.append)
     for _ in range(held):
         finished_at(one)
-    for _ in range(6):  # two of them may be followed by results of steps before
+    for _ in range(6):  # results of earlier steps may follow two of them
         one.step(step)
     assert len(asked) == waits
     assert all(0 < seconds < 1e-3 for seconds in asked), "a new request may come meanwhile"
@@ -111,7 +111,7 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
 
 
 def test_p_is_told_of_what_its_board_has_shown(p, monkeypatch):
-    """A worker that has not asked P has not told it either."""
+    """A worker that has not asked P has not notified P either."""
     d = scheduler(ranks=1)
     told = []
     monkeypatch.setattr(d.decode.renewer, "release", lambda _, claim, outcome: told.append((claim, outcome)))
@@ -128,7 +128,7 @@ def test_p_is_told_of_what_its_board_has_shown(p, monkeypatch):
 
 
 def test_workers_know_the_trace_of_a_request(p, d):
-    """And how long the scheduler had it before; a second try has not waited. Without a header there is nothing."""
+    """They also learn how long the scheduler had it; a second try has not waited. Without a header they get nothing."""
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
     plain, traced = (request(name, params=finished_at(p)) for name in ("plain", "traced"))
     traced.trace_headers = {"traceparent": parent, "tracestate": "x" * 10_000}
@@ -144,7 +144,7 @@ def test_workers_know_the_trace_of_a_request(p, d):
 
 
 def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
-    """It goes another way to P than the question, and made a reader of one that had read, for a whole lease."""
+    """It may overtake the question. Formerly it made a reader of one that had finished, for a whole lease."""
     d = scheduler(ranks=1)
     try:
         asked = request("0_r", params=finished_at(p))
@@ -160,7 +160,7 @@ def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
 
 
 def test_what_waits_or_lasts_is_claimed(p, d, monkeypatch):
-    """P frees what nobody claims when its lease ends, or when newer requests need the room."""
+    """P frees unclaimed blocks when their lease ends, or when newer requests need the room."""
     claimed = []
     monkeypatch.setattr(d.decode.renewer, "track", lambda _, claim, **__: claimed.append(claim.key.request_id))
     waiting, lasting = (request(name, params=finished_at(p)) for name in ("waits", "lasts"))
@@ -176,13 +176,13 @@ def test_what_waits_or_lasts_is_claimed(p, d, monkeypatch):
     assert len(claimed) == 2
 
 
-@pytest.mark.parametrize("after", ["nothing to load", "given up before", "given up while it loads"])
+@pytest.mark.parametrize("after", ["nothing to load", "cancelled before", "cancelled while it loads"])
 def test_p_is_told_whatever_happens(p, d, after):
     asked = request(params=finished_at(p), status="FINISHED_ABORTED")
     d.add(asked)
     if after == "nothing to load":
         d.allocated(asked, blocks(d), 0)
-    elif after == "given up before":
+    elif after == "cancelled before":
         d.finish(asked, tables(d))
     else:
         d.allocated(asked, blocks(d), 40)
@@ -244,7 +244,7 @@ def changed(what, asked):
 
 @pytest.mark.parametrize("what", ["tokens", "fewer tokens", "adapter", "salt"])
 def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, what):
-    """It was a failed load (of adapter and salt, a good one), and its end gave the right one's blocks back."""
+    """Formerly it was a failed load (with another adapter or salt, a good one), and its end freed the right blocks."""
     params = finished_at(p)
     other = changed(what, request("other", params=params))
     d.add(other)
@@ -282,7 +282,7 @@ def fails(d, asked, cause):
 
 @pytest.mark.parametrize("what", ["tokens", "fewer tokens", "adapter", "salt"])
 def test_another_prompt_fails_where_policy_says_so(p, what):
-    """It was computed at D, whatever `kv_load_failure_policy` said."""
+    """Formerly D computed it, with any `kv_load_failure_policy`."""
     d = scheduler(recompute=False)
     try:
         params = finished_at(p)
@@ -348,7 +348,7 @@ def test_a_prompt_that_is_too_short_to_be_handed_over_is_nobodys_fault(recompute
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
-    """VLLM computes all of a prompt whose log-probabilities are asked for; D said nothing of it, and P kept it."""
+    """VLLM computes all of a prompt whose log-probabilities are asked for. Formerly D sent nothing, and P held it."""
     d = scheduler(recompute=recompute)
     try:
         asked = request(params=finished_at(p))
@@ -363,7 +363,7 @@ def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
 
 @pytest.mark.parametrize("change", [{"kvhma": None}, {}])
 def test_what_is_computed_instead_of_failing_is_counted(p, change):
-    """So vLLM does with a prompt that must not read the cache, whatever it hears: nothing was logged or counted."""
+    """VLLM computes a prompt that must not read the cache. Formerly nothing was logged or counted."""
     d = scheduler(recompute=False)
     try:
         asked = request(params=finished_at(p) | change, tokens=40 if change else 39)
@@ -381,7 +381,7 @@ def test_what_is_computed_instead_of_failing_is_counted(p, change):
 def test_what_vllm_rejected_lets_p_go(secrets):
     """For each request that its front end rejects vLLM sends one of one token with the same parameters, and aborts it.
 
-    D compared the prompts, and P kept the blocks for all of its lease.
+    Formerly D compared the prompts, and P held the blocks for all of its lease.
     """
     p, d = scheduler(secrets=secrets), scheduler(secrets=secrets, recompute=False)
     try:
@@ -419,7 +419,7 @@ def test_what_vllm_rejected_for_its_parameters_reaches_nobody(p, d, change):
 
 
 def load(d, asked, tokens=40):
-    """Have a request loaded; return the order."""
+    """Have a request loaded; return its load."""
     matched = until(lambda: answer if (answer := d.matched_tokens(asked, 0))[0] is not None else None)
     assert matched == (tokens, True)
     d.allocated(asked, blocks(d), tokens)
@@ -441,7 +441,7 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
 
 
 def test_samples_of_one_prompt(p, d):
-    """Of n = 3 the first reader had the blocks alone, and with policy `fail` two samples were lost."""
+    """Formerly, with n = 3, the first reader had the blocks alone, and with policy `fail` two samples were lost."""
     params = finished_at(p)
     samples = [request(f"{index}_parent", params=params) for index in range(3)]
     for asked in samples:
@@ -492,16 +492,16 @@ def test_a_sample_does_not_wait_forever_for_an_answer(p, d):
     asked = request("0_parent", params=params)
     d.add(asked)
     assert d.matched_tokens(asked, 0) == (None, False)
-    # Its load finds that nobody is there, and the policy decides.
+    # Its load finds that P is gone, and the policy decides.
     until(lambda: d.matched_tokens(asked, 0) == (40, True))
 
 
 def test_parameters_that_come_twice(p, d):
-    """The second request with the same parameters failed, whatever became of the first."""
+    """Formerly the second request with the same parameters failed."""
     params = finished_at(p)
     first, second = request("a", params=params), request("b", params=params)
     d.add(first)
-    assert d.matched_tokens(first, 0) == (40, True), "an ordinary request asks nobody first"
+    assert d.matched_tokens(first, 0) == (40, True), "an ordinary request asks no peer first"
     d.add(second)
     load(d, second)
     d.allocated(first, blocks(d), 40)
@@ -512,7 +512,7 @@ def test_parameters_that_come_twice(p, d):
 
 @pytest.mark.parametrize("what", ["fail", "recompute", "aborted"])
 def test_after_a_failed_load_another_engine_may_read(p, what):
-    """P let go of the blocks when the first engine had failed."""
+    """Formerly P freed the blocks when the first engine had failed."""
     params = finished_at(p)
     first, second = scheduler(recompute=what == "recompute"), scheduler()
     try:
@@ -526,7 +526,7 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
             asked.status = SimpleNamespace(name="FINISHED_ERROR")
             first.finish(asked, tables(first))
         first.results(output(["r"], ["r"], {"r": Failure("unsupported", "no", passing=False)}))
-        if what != "fail":  # answered, or not wanted any more
+        if what != "fail":  # answered, or cancelled
             until(lambda: frees(p, tables(p)))
             return
         until(lambda: not any(held.readers for held in p.context.leases._held.values()))
@@ -543,7 +543,7 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_p_that_went_one_token_too_far(has_state):
-    """With `prompt_logprobs` P computes all of the prompt: D refused what it named."""
+    """With `prompt_logprobs` P computes all of the prompt: formerly D refused the blocks that it named."""
     p, d = scheduler(backoff=1, has_state=has_state), scheduler(backoff=1, has_state=has_state)
     try:
         asked = request("at p", params={"do_remote_decode": True})
@@ -567,7 +567,7 @@ def test_p_that_went_one_token_too_far(has_state):
 
 
 def test_a_window_that_p_has_passed_is_not_handed_on(p):
-    """D needs a window that begins one token earlier than that of a P which computed all of the prompt."""
+    """D needs a window that begins one token earlier than the window of a P which computed all of the prompt."""
     asked = request("at p", tokens=80, params={"do_remote_decode": True})
     p.add(asked)
     full, sliding, state = tables(p)
@@ -577,7 +577,7 @@ def test_a_window_that_p_has_passed_is_not_handed_on(p):
 
 
 def test_fewer_tokens_than_p_has():
-    """A draft module of D reads tokens that P's engine need not leave to it."""
+    """A draft module of D needs tokens that P's engine need not leave to it."""
     p, d = scheduler(), scheduler(backoff=3)
     try:
         asked = request(params=finished_at(p))
@@ -589,7 +589,7 @@ def test_fewer_tokens_than_p_has():
 
 
 def test_windows_that_are_ahead_are_computed_here(p):
-    """P may have let go of the block in which a window of that earlier token begins."""
+    """P may have freed the block in which a window of that earlier token begins."""
     d = scheduler(backoff=3, has_windows=True)
     try:
         asked = request(params=finished_at(p))
@@ -625,7 +625,7 @@ def test_the_last_token_is_left_to_d():
     try:
         asked = request(params={"do_remote_decode": True})
         p.add(asked)
-        p.add(asked)  # a request that is preempted is not cut twice
+        p.add(asked)  # a preempted request is not cut twice
         assert (asked.num_prompt_tokens, len(asked.prompt_token_ids), asked.max_tokens) == (39, 39, 1)
         alone = request("one", tokens=1, params={"do_remote_decode": True})
         p.add(alone)
@@ -635,7 +635,7 @@ def test_the_last_token_is_left_to_d():
 
 
 def test_samples_that_share_a_dictionary_at_p_all_stop_early():
-    """As where engine and front end are one process: the first one's mark kept the others from it."""
+    """Engine and front end may be one process: formerly the first sample's mark affected the others."""
     p = scheduler(backoff=1)
     try:
         params = {"do_remote_decode": True}
@@ -667,12 +667,12 @@ def test_a_lease_that_ends_is_reported_once(caplog):
 
 
 def test_the_reason_of_a_lease_that_ends_is_logged(d, caplog):
-    """A run on an overloaded machine had 153 loads that ended as `expired`, and nothing told why."""
+    """A run on an overloaded machine had 153 loads that ended as `expired`, and no log named the cause."""
     p = scheduler(lease=1.0)
     try:
         asked = request(params=finished_at(p))
         d.add(asked)
-        d.step(STEP)  # it was not scheduled, so it is claimed
+        d.step(STEP)  # it was not scheduled, so D claims it
         until(lambda: any(held.readers for held in p.context.leases._held.values()))
         d.close()  # it is killed
         until(lambda: frees(p, tables(p)))
@@ -683,7 +683,7 @@ def test_the_reason_of_a_lease_that_ends_is_logged(d, caplog):
 
 
 def test_names_of_clients_do_not_fill_the_log(p, caplog):
-    """A line named all of the requests, as their clients had named them."""
+    """Formerly a line named all of the requests, as their clients had named them."""
     for at in range(100):
         asked = request(f"at p {at}\n\x1b[2J", params={"do_remote_decode": True})
         p.add(asked)
@@ -700,7 +700,7 @@ def test_names_of_clients_do_not_fill_the_log(p, caplog):
 
 
 def bind(p, num_gpu_blocks):
-    """Bind a manager of so many blocks; in the tests there is room for all requests."""
+    """Bind a manager of this many blocks; in the tests there is room for all requests."""
     single = SimpleNamespace(num_cached_block={}, block_size=16)
     coordinator = SimpleNamespace(single_type_managers=[single], enable_partial_hash_hits=False)
     p.bind(manager(num_gpu_blocks, coordinator=coordinator))
@@ -709,7 +709,7 @@ def bind(p, num_gpu_blocks):
 
 @pytest.mark.parametrize(("share", "count"), [(0.5, 5), (0.25, 2), (1.0, 10)])
 def test_unread_requests_keep_a_share_of_the_blocks_only(caplog, share, count):
-    """20 requests that nobody reads pinned 95 % of P's blocks until their leases ended."""
+    """20 requests that no peer reads held 95 % of P's blocks until their leases ended."""
     p = scheduler(max_held_share=share)
     groups = len(p.context.geometry.groups)
     try:
@@ -758,7 +758,7 @@ def test_requests_that_are_claimed_stay_however_many_there_are(d):
 
 
 def forged(own, victim):
-    """Parameters of one's own with another request's blocks, and a digest that is right for them."""
+    """Parameters of an attacker's request with another request's blocks, and a digest that is right for them."""
     spans = [[first, text] for first, text in victim["kvhma"]["spans"]]
     mixed = own | {"kvhma": own["kvhma"] | {"spans": spans}}
     remote = PrefillParams.from_params(
@@ -768,7 +768,7 @@ def forged(own, victim):
 
 
 def digest_of(params):
-    """The digest of parameters as they are: it has no key, so anybody can make it."""
+    """The digest of parameters as they are: it has no key, so any client can compute it."""
     own = params["kvhma"]
     fields = [own["version"], params["remote_engine_id"], int(own["instance"], 16), params["remote_request_id"]]
     fields += [int(own["generation"], 16), own["lease"], own["tokens"], own["prompt"], own["spans"]]
@@ -776,8 +776,12 @@ def digest_of(params):
 
 
 def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(p, d, caplog):
-    """Who had a prompt of his own prefilled put another held request's blocks into its parameters, and recomputed the
-    digest, which has no secret. P held his request, so D loaded the other tenant's cache and continued its prompt."""
+    """An attacker with a prefilled prompt put another held request's blocks into its parameters, and recomputed the
+    digest.
+
+    Formerly the digest had no secret. P held the attacker's request, so D loaded the other tenant's cache and continued
+    its prompt.
+    """
     victim = request("victim", params={"do_remote_decode": True})
     p.add(victim)
     theirs = p.finish(victim, tables(p, start=300))
@@ -836,7 +840,7 @@ def test_connections_that_are_refused_are_counted(p):
 
 @pytest.mark.parametrize(("lease", "every"), [(0.1, 0.5), (1.0, 0.5), (30.0, 5.0), (1e9, 600.0)])
 def test_a_lease_of_a_strangers_choosing_has_a_floor_and_a_ceiling(d, monkeypatch, lease, every):
-    """With `kvhma.lease: 0.1` in its parameters a request was renewed 200 times as often as others (S10)."""
+    """Formerly `kvhma.lease: 0.1` in its parameters renewed a request 200 times as often as others (S10)."""
     tracked = []
     monkeypatch.setattr(d.decode.renewer, "track", lambda address, claim, *, every: tracked.append(every))
     p = scheduler(lease=lease)
@@ -852,7 +856,7 @@ def test_a_lease_of_a_strangers_choosing_has_a_floor_and_a_ceiling(d, monkeypatc
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_parameters_from_where_they_may_not_come(p, allowed):
-    """Whatever engine a request's parameters named was read from; its bytes went into the prefix cache for all (S2)."""
+    """Formerly D read from any engine that parameters named; its bytes went into the prefix cache for all (S2)."""
     at = p.context.engine.address
     entry = AllowedEngines.read(f"{at.host}:{at.port if allowed else 1}")
     d = scheduler(allowed_prefill_engines=(entry,))
@@ -867,7 +871,7 @@ def test_parameters_from_where_they_may_not_come(p, allowed):
             return
         assert metadata.loads == []
         assert "allowed_prefill_engines" in metadata.refusals["r"].text
-        assert d.decode.renewer._sessions == {}, "nobody was asked anything"
+        assert d.decode.renewer._sessions == {}, "no peer was asked"
         assert d.take_stats().data["refused_sources"] == {"not_allowed": 1}
     finally:
         d.close()

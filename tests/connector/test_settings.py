@@ -108,7 +108,7 @@ UPSTREAM = {
 
 
 def test_settings_of_upstream_stop_nothing_and_are_named():
-    """A configuration that was written for upstream's connector starts; who reads the log knows what it lacks."""
+    """A configuration that was written for upstream's connector starts; the log names what kvhma lacks."""
     assert Settings.read(UPSTREAM | {"kv_lease_duration": 20}).kv_lease_duration == 20
     assert [text.partition(" (")[0] for text in Settings.read(UPSTREAM).ignored] == list(UPSTREAM)
     for name, value in UPSTREAM.items():
@@ -154,7 +154,7 @@ def test_any_engine_is_allowed_unless_the_operator_says_which():
         ("P.example.", ["p.EXAMPLE"], ["example", "q.p.example"]),
         ("10.0.0.1", ["10.0.0.1", "::ffff:10.0.0.1", "::ffff:a00:1"], ["10.0.0.2", "::10.0.0.1", "10.1", "0xa000001"]),
         ("10.0.0.0/8", ["10.255.0.1", "::ffff:10.3.0.1"], ["11.0.0.1", "010.0.0.1", "167772161", "10.0.0.1.example"]),
-        # A network would let these through, and then they were looked up as names.
+        # A network would accept these, and they were then looked up as names.
         ("10.0.0.0/8", ["10.0.0.1"], ["10.0.0.1/32", "10.0.0.1/8", "10.0.0.1%../x"]),
         ("10.9.8.7/8", ["10.0.0.1"], ["9.9.8.7"]),
         ("2001:db8::/32", ["2001:db8::1", "2001:DB8:0::1"], ["2001:db9::1", "10.0.0.1"]),

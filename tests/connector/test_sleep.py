@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep mode: vLLM unmaps the caches of an engine and maps others in their place, and nobody may read those as before.
+"""Sleep mode: vLLM unmaps the caches of an engine and maps others in their place. Peers must not read the old ones.
 
 Both halves of the connector as vLLM makes them, real agents and a real listener; vLLM's calls are made by hand.
 """
@@ -71,7 +71,7 @@ class Engine:
         self.publish()
 
     def hold(self, name: str, blocks: list[int]) -> PrefillParams:
-        """Parameters of a request whose blocks are held."""
+        """Parameters of a request whose blocks P holds."""
         key = LeaseKey(name, random_id())
         pool = self.scheduler._scheduler.context.manager.block_pool
         self.leases.add(key, DIGEST, keep_blocks(pool, [blocks], 0))
@@ -125,7 +125,7 @@ def pair():
 
 
 def assert_read(p: Engine, d: Engine, name: str) -> None:
-    """A new request of P is read right."""
+    """D reads a new request of P right."""
     assert d.load(name, p.hold(name, [3, 5, 4]), [1, 2, 3]) is None
     assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])
 
@@ -147,7 +147,7 @@ def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):
 
 
 def test_who_connected_before_reads_the_new_caches(pair):
-    """D has not been told, and asks with the parameters of a later request."""
+    """D has not been notified, and asks with the parameters of a later request."""
     p, d = pair
     assert_read(p, d, "before")
     for number in range(2):
@@ -157,7 +157,7 @@ def test_who_connected_before_reads_the_new_caches(pair):
 
 
 def test_an_engine_that_is_woken_up_awake_keeps_what_it_holds(pair):
-    """vLLM publishes the hellos again whether or not it slept."""
+    """vLLM publishes the worker identities again whether or not it slept."""
     p, d = pair
     held = p.hold("held", [3, 5, 4])
     p.wake(other_bytes=False)
@@ -174,7 +174,7 @@ def test_d_reads_on_after_it_slept(pair):
 
 
 def test_a_sleeping_engine_has_another_hello(pair):
-    """The agent of before could be taken for the one of now."""
+    """The old agent could be mistaken for the new one."""
     p, _ = pair
     before = p.worker.get_handshake_metadata()
     p.worker.unregister_kv_caches()
@@ -189,7 +189,7 @@ def test_a_sleeping_engine_has_another_hello(pair):
 
 
 def test_what_vllm_has_not_been_told_keeps_the_engine_awake(pair):
-    """It drains before it asks; if it did not, it would wait for these requests for ever."""
+    """It drains before it asks; otherwise it would wait for these requests for ever."""
     p, d = pair
     d.order("r", p.hold("r", [3]), [1])
     with pytest.raises(TransferError, match="1 loads have not been reported"):
@@ -216,7 +216,7 @@ def sleeping_config(**extra: object) -> VllmConfig:
 
 @pytest.mark.skipif(not ASKS, reason="vLLM asks from 0.33 on")
 def test_vllm_asks():
-    """Its own check; another backend than UCX may keep what it knew of the memory."""
+    """vLLM's own check; a backend other than UCX may still know the old memory."""
     sleeping_config()._verify_kv_transfer_compat()
     with pytest.raises(ValueError, match="KvhmaConnector does not support sleep mode"):
         sleeping_config(backends=["UCX", "GDS"])._verify_kv_transfer_compat()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of loads: under the request's trace, one after the other, and made by none of the threads that load."""
+"""Spans of loads: under the request's trace, one after the other, and made by no thread that loads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 def times(now: float, **more: Any) -> LoadTimes:
-    """A load that was taken 10 s ago and ordered 5 s ago; each part took a second, posting half of one."""
+    """A load that was queued 10 s ago and started 5 s ago; each part took a second, posting half of one."""
     parts = {"planned_at": now - 4, "post_began": now - 3.5, "posted_at": now - 3, "read_at": now - 2, "ended_at": now}
     return LoadTimes(Trace(PARENT, 5.0), now - 5, **{**parts, **more})
 
@@ -101,7 +101,7 @@ def test_a_load_that_fails_ends_where_it_failed(
 
 
 def test_who_loads_makes_no_span(exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow exporter keeps nobody waiting, and what waits for it is bounded."""
+    """A slow exporter makes no load wait, and the queue for it is bounded."""
     threads, go_on = [], threading.Event()
 
     def slow(*arguments: Any, **more: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -64,7 +64,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "HiSparseHotSpec": {"block_size": 16, "page_size": 1024, "blocks_per_request": 2},
     "HiSparseResidentSpec": {"block_size": 16, "page_size": 1024},
 }
-"""One of each that a layer can have; blocks of one size in bytes, as vLLM wants them in a model of several kinds."""
+"""One spec of each kind that a layer can have; blocks of one size in bytes, as vLLM requires for several kinds."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def here(names: Any) -> list[str]:
 
 
 def writer(name: str) -> Writer:
-    """What usually writes layers of a spec."""
+    """The usual writer of layers with a spec."""
     backend = {"MLAAttentionSpec": "TRITON_MLA", "SlidingWindowMLASpec": "TRITON_MLA"}.get(name, "FLASH_ATTN")
     return Writer(
         {"HiddenStateCacheSpec": "CACHE_ONLY_ATTN"}.get(name, backend), "cuda", "9.0", version=vllm.__version__
@@ -170,7 +170,7 @@ def test_what_is_described(name, beside):
     _, geometry = worker_of(caches, rank_info=RankInfo(state_groups=1))
     mine = [layer for layer in geometry.layers if name in layer.name]
     assert len(mine) == 2
-    # Layers that keep everything may share a block table.
+    # Layers that keep every token may share a block table.
     kinds = {geometry.groups[layer.group].kind for layer in mine}
     assert kinds in ({row.group}, {"full"} if beside and row.group == "mla" else {row.group})
     assert all(PAGES[row.page](layer.page.parts) for layer in mine)
@@ -188,7 +188,7 @@ def facts_of(config: VllmConfig, caches: KVCacheConfig) -> Any:
 
 @pytest.mark.parametrize("name", here(NOT_TRANSFERRED))
 def test_what_is_left_out(name):
-    """vLLM's runner adds encoder-only groups itself, HiSparse its own; both behind what the grouping made."""
+    """vLLM's runner adds encoder-only groups and HiSparse groups itself; both follow the groups of the grouping."""
     config, caches = config_of(layers_of("FullAttentionSpec", beside=False))
     transferred = name == "EncoderOnlyAttentionSpec"
     group = KVCacheGroupSpec(["model.layers.9.more"], spec_of(name), enable_kv_transfer=transferred)
@@ -234,7 +234,7 @@ def memory_of(views: Any) -> np.ndarray:
 @pytest.mark.parametrize("name", here(["CircularBufferSpec", "KpoolTailSpec"]))
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_ring_is_moved_between_equal_engines(name, tp):
-    """Its one block, whatever the prompt's length, and whatever of the prompt D has already."""
+    """Its one block moves, for every length of the prompt and for every part that D has already."""
     random = np.random.default_rng(3)
     config = config_of(layers_of(name, beside=True))[1]
     prefill, decode = ([worker_of(config, rank_info=RankInfo(rank, tp)) for rank in range(tp)] for _ in range(2))
@@ -270,7 +270,7 @@ def test_rings_of_other_sizes_are_refused():
 
 
 def test_modes_with_one_number_have_two_names():
-    """In vLLM 0.33 the mode of plug-ins is the number of another one."""
+    """In vLLM 0.33 the mode of plug-ins has the number of another mode."""
     aliased = [
         member for member in KVQuantMode if sum(other is member for other in KVQuantMode.__members__.values()) > 1
     ]
@@ -287,7 +287,7 @@ def test_modes_with_one_number_have_two_names():
 
 @pytest.mark.skipif(SERIES != "0.33", reason="no two modes have one number")
 def test_engines_whose_formats_have_one_number_are_no_pair():
-    """Both pages are as long, and the bytes in them mean something else."""
+    """Both pages are as long, and their bytes have different meanings."""
     layers = layers_of("FullAttentionSpec", beside=False, dtype=torch.uint8, kv_quant_mode=KVQuantMode.OCTAVE_K3V4)
     _, caches = config_of(layers)
     octave, plug_in = (worker_of(caches, cache_dtype=kind)[1] for kind in ("octave_k3v4", "a_plug_in_s"))
@@ -297,14 +297,14 @@ def test_engines_whose_formats_have_one_number_are_no_pair():
 
 
 ASKED_ALONE = {"CircularBufferSpec", "KpoolTailSpec"}
-"""Rings, which vLLM's NIXL connector moves only beside compressed caches: `kvhma plan` counts none of it."""
+"""Rings, which vLLM's NIXL connector moves only beside compressed caches: `kvhma plan` does not count them."""
 
 
 @pytest.mark.skipif(SERIES != "0.32", reason="the comparison is with vLLM 0.32")
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside full attention"])
 @pytest.mark.parametrize("name", here(set(KINDS) - ASKED_ALONE))
 def test_the_comparison_has_the_list_of_vllm_s_nixl_connector(name, beside):
-    """Address by address and length by length, or both refuse."""
+    """Both return the same addresses and lengths, or both refuse."""
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     from support.nixl_connector import RefusedByVllm, prepared

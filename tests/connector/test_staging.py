@@ -97,7 +97,7 @@ SPECS = {
 @pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
 @pytest.mark.parametrize("specs", SPECS)
 def test_what_came_through_pools_is_what_a_direct_read_brings(monkeypatch, layout, specs):
-    """Whatever lies between the bytes of a page in some layouts, of other layers and blocks, stays as it was."""
+    """In some layouts bytes of other layers and blocks are between the bytes of a page: they stay unchanged."""
     made = []
     geometry_of = test_geometry.geometry_of
     monkeypatch.setattr(
@@ -137,7 +137,7 @@ def in_memory(region):
 
 
 def move(local, remote, tokens, ours, theirs):
-    """Do what a transfer says."""
+    """Execute a transfer."""
     transfer = kvhma.plan(local, (remote,), descriptor_bytes=0).transfer(tokens, list(ours), list(theirs))
     for address, nbytes, _ in transfer.zero.tolist():
         ctypes.memset(address, 0, nbytes)
@@ -231,7 +231,7 @@ def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
         p.connector.bind_connector_metadata(StepMetadata(copy_to_host=[((Span(0, test_on_device.THEIRS),), slots)]))
         p.connector.wait_for_save()
         for cache in p.caches:
-            cache.zero_()  # the blocks may be anybody's now
+            cache.zero_()  # the blocks may belong to any request now
         d.step(p.load("r", theirs=[2, 3, 1]))
         assert d.until_received("r") == set()
         assert test_on_device.equal(d.caches, expected)

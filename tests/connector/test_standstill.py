@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine or a process that stood still is noticed."""
+"""The connector notices a stalled machine or process."""
 
 import time
 
@@ -47,7 +47,7 @@ def test_the_clocks_of_this_machine():
 
 
 def test_one_line_and_one_count_for_each(monkeypatch, caplog):
-    """Nothing said that a machine had stood still: what came of it was a riddle (S6)."""
+    """Formerly nothing reported that a machine had stalled, so its effects could not be explained (S6)."""
     jump = [0.0]
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.01)
     real = module.read_clocks

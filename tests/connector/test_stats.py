@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: how numbers of threads, ranks and intervals come together, and that each is documented."""
+"""Metrics: how numbers of threads, ranks and intervals are combined, and that each metric is documented."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def sample(name, engine=0, **labels):
 
 
 def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
-    """It is all there is to say then, and stats of zeros counted as empty: vLLM was not told."""
+    """Formerly stats of zeros counted as empty, so vLLM did not receive the zero."""
     gauges = {"held_leases": 0, "pinned_blocks": 0}
     collector = StatsCollector(lambda: gauges, busy=lambda: any(gauges.values()))
     assert collector.take() is None, "nothing has been kept yet"
@@ -79,7 +79,7 @@ def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
 
 
 def test_a_gauge_is_not_told_in_every_step(clock):
-    """A step may take less than a millisecond, and vLLM sends what it is told to its front end."""
+    """A step may take less than a millisecond, and vLLM sends all statistics to its front end."""
     gauges = {"held_leases": 1}
     collector = StatsCollector(lambda: gauges, busy=lambda: True)
     told = []
@@ -116,7 +116,7 @@ def test_the_slowest_rank_counts(prom):
     prom.observe(sent(joined))
     assert [sample(name) for name in ("loads_in_flight", "oldest_load_seconds", "held_leases")] == [1, 7, 3]
     prom.observe(sent(ranks[0]))
-    assert (sample("oldest_load_seconds"), sample("held_leases")) == (2, 3), "what is not told stays as it was"
+    assert (sample("oldest_load_seconds"), sample("held_leases")) == (2, 3), "an unreported gauge stays unchanged"
 
 
 def test_the_log_line_shows_what_is_kept():
@@ -140,7 +140,7 @@ def test_the_log_line_shows_what_is_kept():
 
 
 def test_threads_count_together():
-    """The listener's thread and the scheduler's added to the same numbers: a sum may lose what another thread adds."""
+    """Formerly the listener's thread and the scheduler's added to the same numbers: an addition could be lost."""
     collector = StatsCollector()
 
     def count():
@@ -210,7 +210,7 @@ def test_no_metric_is_documented_that_there_is_not():
 
 @pytest.mark.parametrize("connector", [KvhmaConnector, drop_in.NixlConnector])
 def test_a_child_of_multi_connector_is_found_by_its_name(connector):
-    """The front end ended with the first statistics: `Connector 'KvhmaConnector' is not registered.`"""
+    """Formerly the front end ended with the first statistics: `Connector 'KvhmaConnector' is not registered.`"""
     # What MultiConnector calls a child's statistics, as they come from the engine's process.
     name = connector.__name__
     found = MultiConnector.build_kv_connector_stats({name: TransferStats().data})

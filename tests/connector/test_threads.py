@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that go on whatever is raised in them."""
+"""Threads that continue after any exception."""
 
 import sys
 import threading
@@ -13,12 +13,12 @@ from support.counted import Counted
 
 
 class Panic(BaseException):
-    """As PyO3 raises one: no Exception."""
+    """As PyO3 raises one: not an Exception."""
 
 
 @pytest.mark.parametrize("kind", [ValueError, Panic, SystemExit])
 def test_work_begins_again_whatever_is_raised(kind, caplog):
-    """`except Exception` let a panic of Rust through: the thread ended, and with it every load (S8)."""
+    """Formerly `except Exception` missed a panic of Rust: the thread ended, and with it every load (S8)."""
     left, counted, recovered = [kind("a"), kind("b")], Counted(), []
 
     def work():
@@ -86,7 +86,7 @@ def test_turns_are_short_while_any_thread_is_in_them():
                     with short_turns:
                         assert sys.getswitchinterval() == pytest.approx(
                             min(known, 1e-4)
-                        )  # one that is shorter already is left alone
+                        )  # a shorter interval is not changed
                     assert sys.getswitchinterval() == pytest.approx(min(known, 1e-4))
                 assert sys.getswitchinterval() == known
     finally:

@@ -40,7 +40,7 @@ from support.vllm_grouping import get_kv_cache_config_from_groups
 from support.vllm_models import Allocated, allocate
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore"),  # from vLLM's imports
     pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="models are read as vLLM 0.32 reads them"),
 ]
 SOURCE = backends_of(Path(vllm.__file__).parent)
@@ -55,8 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    # Its language model has heads and no latent. One of the same shape stands in: the published file says so with a
-    # null that newer configuration classes refuse.
+    # Its language model has heads and no latent, which its published file marks with a null. Newer configuration
+    # classes refuse that null, so a model of the same shape replaces it.
     "deepseek-ai/deepseek-vl2-tiny": {
         **COMMON,
         "architectures": ["LlamaForCausalLM"],
@@ -111,8 +111,8 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[Any]:
-    """vLLM's platform for NVIDIA, which imports its compiled files and needs nothing of them to say its order."""
-    # Not for good, and nothing else that is imported meanwhile goes with them: it would be there twice.
+    """vLLM's platform for NVIDIA, which imports its compiled files and does not use them to return its order."""
+    # Temporary, and without removing other modules that are imported meanwhile: they would be loaded twice.
     with pytest.MonkeyPatch.context() as patch:
         for name in ("vllm._C", "vllm._C_stable_libtorch"):
             patch.setitem(sys.modules, name, types.ModuleType(name))
@@ -134,7 +134,7 @@ def rank_of(model: str, tp: int, rank: int, order: str) -> Allocated:
 def geometry(found: Allocated, order: str, writer: Writer) -> Geometry:
     """Let vLLM place and view the caches, with kernel blocks of 64 tokens as FlashInfer has, and describe them.
 
-    Where the blocks of all layers lie together, vLLM does not split them.
+    Where the blocks of all layers are next to each other, vLLM does not split them.
     """
     caches = get_kv_cache_config_from_groups(found.config, found.groups, 1 << 29)
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
@@ -147,7 +147,7 @@ def geometry(found: Allocated, order: str, writer: Writer) -> Geometry:
 
 
 def writers(cuda: Any, device: str, config: Any) -> list[str]:
-    """Return who writes with each backend of vLLM's order for a model on a device, the default first."""
+    """Return the writer of each backend in vLLM's order for a model on a device, the default first."""
     order = cuda._get_backend_priorities(
         use_mla=config.model_config.use_mla,
         device_capability=DEVICES[device],
@@ -178,7 +178,8 @@ def test_what_upstream_runs_is_planned(cuda, model, p, d, order, device):
 
 
 def test_what_vllm_prefers_for_pictures_is_a_composite(cuda):
-    """As published, gemma-3 looks at the tokens of a picture in both directions: a backend of its own on an H100."""
+    """As published, gemma-3 looks at the tokens of a picture in both directions: it has a separate backend on an
+    H100."""
     found = rank_of("google/gemma-3-4b-it", 1, 0, "LBHNC")
     assert found.config.model_config.is_mm_prefix_lm
     for device, name in (("H100", "TRITON_FLASH_ATTN"), ("B200", "TRITON_FLASHINFER")):
@@ -192,7 +193,7 @@ def test_what_vllm_prefers_for_pictures_is_a_composite(cuda):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pictures", [False, True])
 def test_every_backend_of_vllm_s_order_pairs_with_every_other(cuda, device, pictures):
-    """One engine on an H100, another on a B200, or with another backend set: the same bytes, whoever writes them."""
+    """One engine on an H100, another on a B200, or with another backend: the same bytes from every writer."""
     found = rank_of("google/gemma-3-4b-it" if pictures else "Qwen/Qwen3-0.6B", 1, 0, "LBHNC")
     cut = [name for name in writers(cuda, device, found.config) if name != "TURBOQUANT"]
     assert len(cut) >= 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever upstream's connector may be told, ours takes or names in the log, and a page says which."""
+"""Our connector reads every setting of upstream's or names it in the log, and a page lists which."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_every_metric_of_upstream_is_on_the_page():
 
 
 def test_tests_run_with_a_nixl_that_upstream_takes():
-    """Else an engine that is moved from upstream's connector to ours, or back, needs another package."""
+    """Otherwise moving an engine from upstream's connector to ours, or back, needs another package."""
     asked = read(LEAST_NIXL)
     if not asked:
         pytest.skip(f"vLLM {vllm.__version__} asks for no version of NIXL")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines of the same protocol version say to each other, byte for byte, as it was recorded.
+"""The messages between engines of the same protocol version, byte for byte, as recorded.
 
-An engine that was not restarted yet must understand one that was: a name in the code may change, these bytes may not.
+During a rolling upgrade old and new engines talk to each other: names in the code may change, these bytes may not.
 """
 
 import json
@@ -120,7 +120,7 @@ def test_a_frame():
 
 
 def test_a_signed_hello():
-    # By OpenSSL: `openssl pkeyutl -sign -rawin` of "kvhma-hello-3", the nonce, the engine's key and BLAKE2b of the
+    # By OpenSSL: `openssl pkeyutl -sign -rawin` of `kvhma-hello-3`, the nonce, the engine's key and BLAKE2b of the
     # data, with the key of RFC 8032's first test.
     private = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
     public = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
@@ -151,7 +151,7 @@ def test_a_proved_answer():
     assert not is_proved(shared, DIGEST, [write_claim(other)], answer)
     assert not is_proved(shared, *said, Leases([LeaseState.ENDED], proof))
     assert not is_proved(shared, *said, Leases([LeaseState.HELD]))
-    # What the blocks hold is proved with it.
+    # It also proves the content of the blocks.
     assert not is_proved(shared, *said, Leases([LeaseState.HELD], proof, [b"sums"]))
     summed = prove(shared, *said, Leases([LeaseState.HELD], None, [b"sums"]))
     assert is_proved(shared, *said, Leases([LeaseState.HELD], summed, [b"sums"]))

@@ -51,7 +51,7 @@ DIGEST = b"d" * 16
 
 
 class Prefill:
-    """What P is to D: memory, an agent, a table of leases, a listener and, if it is to have one, a lease board."""
+    """P as D sees it: memory, an agent, a table of leases, a listener and, optionally, a lease board."""
 
     numbers = itertools.count()
 
@@ -110,13 +110,13 @@ def params(
 
 @pytest.fixture
 def silent():
-    """Parameters of an engine that takes connections and says nothing."""
+    """Parameters of an engine that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield params(Address("127.0.0.1", listening.getsockname()[1]), LeaseKey("s", 1), [1])
 
 
 class Decode:
-    """A worker over memory of its own."""
+    """A worker over separate memory."""
 
     def __init__(self, *, may_wait: bool = True, **settings: object) -> None:
         self.memory = np.zeros(PAGES * PAGE, dtype=np.uint8)
@@ -129,13 +129,13 @@ class Decode:
         self.worker.be_ready()
 
     def start(self, *, at_once: bool = False, idle: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
-        """Order loads; short ones are read by the calling thread, `at_once`, or by the loader's."""
+        """Start loads; with `at_once` the calling thread reads short ones, else the loader's thread does."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
             self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
 
     def ended(self, *names: str) -> dict[str, str]:
-        """Wait until loads have ended, each once; return the causes of those that failed."""
+        """Wait until loads have ended, each once; return the causes of the failures."""
         received: list[str] = []
         causes: dict[str, str] = {}
 
@@ -153,7 +153,7 @@ class Decode:
 
 
 def counted(d: Decode, name: str, loads: int) -> TransferStats:
-    """What the worker counted; a load is measured after it was reported."""
+    """The worker's counts; a load is measured after it was reported."""
     total = TransferStats()
     until(lambda: len(total.aggregate(d.worker.take_stats() or TransferStats()).data.get(name, ())) >= loads)
     return total
@@ -201,7 +201,7 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
 
 
 def test_the_loader_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
-    """Beside a step that computes it waited up to 5 ms for Python's lock, ten times for each load."""
+    """Formerly it waited beside a computing step up to 5 ms for Python's lock, ten times for each load."""
     intervals = []
     post = loading.Loader._post
     monkeypatch.setattr(loading.Loader, "_post", lambda *a: (intervals.append(sys.getswitchinterval()), post(*a))[1])
@@ -222,13 +222,13 @@ def test_one_load_of_a_step_fails_alone(p, d):
     assert d.ended("held", "unknown", "outside", "last") == {"unknown": "expired", "outside": "request"}
     assert np.array_equal(d.pages([1, 2, 5]), p.memory.reshape(PAGES, PAGE)[[1, 2, 5]])
     assert not d.pages([4]).any()
-    # What failed keeps no connection busy, and the engine can be read from again.
+    # A failure keeps no connection busy, and D can read from the engine again.
     d.start(again=(p.remote("again", [6]), [6]))
     assert d.ended("again") == {}
 
 
 def test_a_load_that_failed_is_kept_as_a_case(p, tmp_path):
-    """A load of a block that P does not have: the case says why, without an engine."""
+    """A load of a block that P does not have: the case shows why, without an engine."""
     d = Decode(case_folder=str(tmp_path))
     try:
         d.start(good=(p.remote("good", [1]), [1]))
@@ -246,7 +246,7 @@ def test_a_load_that_failed_is_kept_as_a_case(p, tmp_path):
 
 
 def test_a_load_whose_request_is_traced_has_spans(p, d, monkeypatch):
-    """With its times in their order; one that is not traced has none, and starts no thread for it."""
+    """With its times in their order; a load that is not traced has no spans, and starts no thread for them."""
     taken = []
     monkeypatch.setattr(Spans, "add", lambda self, times: taken.append(times))
     d.start(plain=(p.remote("plain", [1]), [1]))
@@ -313,7 +313,7 @@ def test_an_idle_step_waits_for_all_loads(d, silent, waits):
 
 
 def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, waits, monkeypatch):
-    """Each that ordered loads kept the engine 2 ms for those of the loader's thread, which take longer (P1)."""
+    """Formerly each step with loads held up the engine for 2 ms, for loads of the loader's thread (P1)."""
     monkeypatch.setattr(loading, "_SHORT_BLOCKS", 1)
     d.start(met=(p.remote("met", [1]), [1]))
     assert d.ended("met") == {}
@@ -393,7 +393,7 @@ def wait_for_handshake(d: Decode) -> None:
 
 
 class HeldRead:
-    """A read that its test lets end."""
+    """A read that ends when its test ends it."""
 
     def __init__(self, handle, go_on: threading.Event) -> None:
         self._handle = handle
@@ -422,7 +422,7 @@ def held_reads(monkeypatch):
 
 
 def stop_clock(monkeypatch) -> None:
-    """Have the clock of D's worker stand still, as that of a virtual machine does while it is suspended."""
+    """Stop the clock of D's worker, as a virtual machine's clock stops while it is suspended."""
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
     for module in (lease, polling, loading):
@@ -430,10 +430,10 @@ def stop_clock(monkeypatch) -> None:
 
 
 def test_a_read_during_which_d_stood_still_is_not_believed(p, d, held_reads, monkeypatch):
-    """D compared P's clock with its own, which stands still in a suspended machine (S6).
+    """Formerly D compared P's clock with its own, which stops in a suspended machine (S6).
 
     P's lease was 3 s and its answer came before the read; the read took 8 s, 0.2 s of them by D's clock. So D added
-    0.2 s to P's clock, found that before the end of the lease, and counted bytes that P had freed long before.
+    0.2 s to P's clock, found that before the end of the lease, and accepted bytes that P had freed long before.
     """
     p.leases = LeaseTable(0.3)
     p.listener.close()
@@ -447,7 +447,7 @@ def test_a_read_during_which_d_stood_still_is_not_believed(p, d, held_reads, mon
 
 
 def test_a_read_that_p_kept_the_blocks_for_is_right_however_long_it_took(p, d, held_reads):
-    """A read that ended after the time that P had named for its lease was asked for again, if a clock said so."""
+    """Formerly D repeated a read that ended after the named end of P's lease, if its clock reported so."""
     p.leases = LeaseTable(0.3)
     p.listener.close()
     p.listen()
@@ -480,7 +480,7 @@ def test_other_parameters_than_p_handed_out(p, d):
 
 
 def test_a_silent_p_costs_a_bounded_number_of_questions(p):
-    """Each load that had been read opened a connection of its own while P was silent."""
+    """Formerly each load that had been read opened a separate connection while P was silent."""
     d = Decode(handshake_timeout=2)
     try:
         d.start(first=(p.remote("first", [1]), [1]))
@@ -498,22 +498,22 @@ def test_a_silent_p_costs_a_bounded_number_of_questions(p):
         d.worker.close()
 
 
-# --- whatever is raised --------------------------------------------------------------------------------------
+# --- exceptions --------------------------------------------------------------------------------------------------
 
 
 class Panic(BaseException):
-    """As PyO3 raises one for a panic of Rust: no Exception."""
+    """As PyO3 raises one for a panic of Rust: not an Exception."""
 
 
 class PanicText(Panic):
-    """Its text cannot be had either."""
+    """Formatting it raises, too."""
 
     def __str__(self) -> str:
         raise Panic
 
 
 def raises_once(monkeypatch, owner, name: str, error: BaseException, *, after: bool = False) -> list[object]:
-    """Have a function raise in its next call, before it does anything or after; return the calls that did."""
+    """Make a function raise in its next call, before or after its work; return the calls that did."""
     function = getattr(owner, name)
     calls: list[object] = []
 
@@ -541,9 +541,9 @@ IN_A_LOAD = {
     "check the answer": lambda worker: (lease.LeaseQuestion, "check"),
     "copy": lambda worker: (worker._poller._memory, "copy_in"),
     "leave room": lambda worker: (worker._poller._memory, "release"),
-    "let go of the engine": lambda worker: (worker._engines, "release"),
+    "release the engine": lambda worker: (worker._engines, "release"),
 }
-"""What is called for a load."""
+"""The calls of a load."""
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["loader", "engine"])
@@ -552,9 +552,9 @@ IN_A_LOAD = {
     [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
 )
 def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind, at_once):
-    """`except Exception` let a panic through: the thread ended, and no load ended any more (S8).
+    """Formerly `except Exception` missed a panic: the thread ended, and no load ended any more (S8).
 
-    So did any exception of `engines.release` in the loader, which was called where nothing caught it.
+    So did any exception of `engines.release` in the loader, which no caller caught.
     """
     held_reads.set()
     d.start(before=(p.remote("before", [1]), [1]))
@@ -588,10 +588,10 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
     ids=str,
 )
 def test_who_reads_a_load(p, monkeypatch, changes, thread):
-    """A step is kept by short loads only, for a bounded time, and not at all if other engines may wait for it.
+    """A computing step waits for short loads only, for a bounded time, and not at all if other engines may wait for it.
 
-    One that computes nothing is kept by longer ones too. While other reads go on it is not: NIXL copies for all
-    that are in flight, whichever is polled.
+    An idle step waits for longer loads too, but not while other reads are in flight: NIXL copies for all reads in
+    flight when any of them is polled.
     """
     monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
     monkeypatch.setattr(loading, "_IDLE_BYTES", changes.get("idle", PAGE))
@@ -631,7 +631,7 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
 
 
 def test_what_a_load_took_is_counted_beside_the_engine(p, d, monkeypatch):
-    """Its thread, which reads short loads, was kept by it from saying that they had ended."""
+    """Formerly the engine's thread, which reads short loads, measured them before it reported that they had ended."""
     names, measure = [], d.worker._poller._measure
     monkeypatch.setattr(
         d.worker._poller, "_measure", lambda *of: (names.append(threading.current_thread().name), measure(*of))
@@ -645,7 +645,7 @@ def test_what_a_load_took_is_counted_beside_the_engine(p, d, monkeypatch):
 
 
 def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
-    """The long one between them is read by the loader's thread."""
+    """The loader's thread reads the long one between them."""
     monkeypatch.setattr(loading, "_SHORT_BLOCKS", 2)
     d.start(met=(p.remote("met", [1]), [1]))
     assert d.ended("met") == {}
@@ -665,7 +665,7 @@ def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
 
 
 def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
-    """The engine's thread went on with a load that the handshake had given to the loader: it never ended."""
+    """Formerly the engine's thread continued a load that the handshake had given to the loader: it never ended."""
     acquire, post = d.worker._engines.acquire, d.worker._loader._post
     planned = threading.Event()
 
@@ -693,7 +693,7 @@ def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
 
 
 def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypatch):
-    """A handshake, a read that is in flight, an answer that does not come."""
+    """A handshake, a read that is in flight, a missing answer."""
     d.start(first=(p.remote("first", [1]), [1]), at_once=True)
     held_reads.set()
     assert d.ended("first") == {}
@@ -703,7 +703,7 @@ def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypat
     held_reads.set()
     assert d.ended("read") == {}
     late = p.remote("late", [2])
-    with p.leases._lock:  # P cannot answer
+    with p.leases._lock:  # so P cannot answer
         d.start(late=(late, [2]), at_once=True)
         assert d.worker._results.unreported() == 1
         assert d.worker.collect(idle=False)[0] == set()
@@ -715,7 +715,7 @@ def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypat
     "what", ["_take_batch", "_start_batch", "_next", "advance", "add", "succeed", "note_read", "_measure"]
 )
 def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, monkeypatch, what, after):
-    """A thread that had ended was not replaced, and nobody was told."""
+    """Formerly a thread that had ended was not replaced, and no load or log learned of it."""
     owners = {
         "_take_batch": d.worker._loader,
         "_start_batch": d.worker._loader,
@@ -745,7 +745,7 @@ def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, 
 
 
 def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_reads, monkeypatch):
-    """vLLM gives the blocks to another request as soon as a load has failed: the read would write into that."""
+    """vLLM gives the blocks to another request as soon as a load has failed: the read would write into them."""
     held_reads.set()
     d.start(before=(p.remote("before", [1]), [1]))
     assert d.ended("before") == {}
@@ -771,7 +771,7 @@ def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_r
 
 
 def test_a_load_that_lasts_longer_than_its_lease_is_said_once(p, d, held_reads, caplog, monkeypatch):
-    """While a network was cut for 45 s requests hung 72 s: nothing was logged, and nothing counted (S9)."""
+    """While a network was cut for 45 s requests hung for 72 s, without a line of the log or a count (S9)."""
     monkeypatch.setattr(stats, "_GAUGE_SECONDS", 0.1)
     d.start(slow=(p.remote("at p", [1, 2, 3], lease=0.2), [4, 5, 6]), quick=(p.remote("b", [7]), [7]))
     assert d.worker.take_stats() is None
@@ -816,7 +816,7 @@ PIECE = SimpleNamespace(request_id="followed", piece=True)
 
 
 def test_an_idle_step_waits_for_a_piece_and_for_nothing_after_it(long_waits):
-    """While a piece was read an engine without work only stepped, which takes two cores."""
+    """Formerly, while a piece was read, an engine without work only stepped, which uses two cores."""
     results = LoadResults()
     results.expect([PIECE])
     began = time.monotonic()
@@ -825,7 +825,7 @@ def test_an_idle_step_waits_for_a_piece_and_for_nothing_after_it(long_waits):
     began = time.monotonic()
     results.wait(for_pieces=True)
     assert time.monotonic() - began >= 0.09
-    results.wait(for_pieces=True)  # it is to be reported first
+    results.wait(for_pieces=True)  # it has to be reported first
     assert results.take()[1].pieces == {"followed": 1}
     results.wait(for_pieces=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats that were not read pair between releases of vLLM whose writers have one source, and between no others."""
+"""Unknown formats pair between releases of vLLM whose writers have the same source, and between no others."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
+# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch")
 
@@ -106,7 +106,7 @@ def test_the_kernels_of_deepseek_v4_belong_to_its_writer():
 
 
 def test_another_process_finds_the_same():
-    """Whatever it has imported before."""
+    """Another process finds the same, with any earlier imports."""
     ask = (
         "from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache as layer\n"
         "from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend as backend\n"
@@ -118,7 +118,7 @@ def test_another_process_finds_the_same():
 
 
 def engine(version: str, classes: tuple[type, ...] = V4, backend: str = "DEEPSEEK_V4_INDEXER") -> Geometry:
-    """Return the geometry of a cache that is whole, as an engine of a version of vLLM has it."""
+    """Return the geometry of a cache that moves whole, as an engine with a version of vLLM has it."""
     spec = MLAAttentionSpec(
         block_size=256, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8, tokens_per_state=4
     )
@@ -170,7 +170,7 @@ def test_where_nobody_knows_who_writes_the_version_is_compared():
 
 
 def test_an_engine_of_an_older_kvhma_is_refused():
-    """It says its version, never a fingerprint: as with a writer whose source is not found."""
+    """Such an engine sends its version, never a fingerprint: like a writer whose source is not found."""
     new = engine("0.33.0")
     (part,) = new.layers[0].page.parts
     assert "/0.33-" in part.dtype

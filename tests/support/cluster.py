@@ -40,7 +40,7 @@ MODEL = "gemma-3-4b"
 BLOCKS = 4096
 TOKENS = 1000
 METADATA = bytes(8000)
-"""The part of NIXL's description of an agent with UCX that the listener reads."""
+"""As many bytes as NIXL's metadata of an agent with UCX."""
 
 LEASE = 600.0
 TIMEOUT = 60.0

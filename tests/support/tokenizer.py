@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer of bytes for tiny models, written without a library: token n is byte n, and two more tokens stand for the
-end of a text and for a picture."""
+"""A tokenizer of bytes for tiny models, written without a library. Token n is byte n, and two more tokens stand for
+the end of a text and for a picture."""
 
 from __future__ import annotations
 

@@ -429,9 +429,9 @@ class Engine:
             tokens: its prompt.
             max_tokens: how many tokens it generates.
             params: ``kv_transfer_params``.
-            more: `greedy`, whether the request generates the same tokens as other requests do after the same prompt;
-                `unread`, whether it must not begin with blocks of the prefix cache;
-                `stop`, a token that ends its answer;
+            more: `greedy`, whether the request generates the same tokens as other requests do after the same prompt.
+                `unread`, whether it must not begin with blocks of the prefix cache.
+                `stop`, a token that ends its answer.
                 `priority`, lower first where the policy uses it.
         """
         sampling = SamplingParams(

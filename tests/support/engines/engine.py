@@ -368,7 +368,7 @@ def engines(
         for engine in made:
             engine.ready(timeout)
         yield tuple(made)
-        # Only after a test that passed: then a process that hangs is a defect.
+        # Only after a test that passed: a failed test may leave work that delays the end of an engine.
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.stop, made))
 

@@ -157,7 +157,7 @@ def _request(
     priority: int,
     rank: int | None,
 ) -> dict[str, Any]:
-    """vLLM's names for these formats."""
+    """Return vLLM's form of these arguments."""
     from vllm.lora.request import LoRARequest
 
     lora = None

@@ -213,7 +213,7 @@ def store_prefill_checkpoint(
     `x` is (channels, tokens), `conv_state` (slots, channels, rows), `ssm_state` (slots, heads, width, columns).
     """
     for row, offset in enumerate(checkpoint.checkpoint_offsets.tolist()):
-        if offset > 0:  # else the prefill has no earlier token
+        if offset > 0:  # else this row has no checkpoint
             slot, end = int(checkpoint.state_indices[row]), int(query_start_loc[row]) + offset
             conv_state[slot, :, :state_len] = x[:, end - state_len : end]
             ssm_state[slot] = chunk_states[int(chunk_idx[row])]
