@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer's geometry can cost: time, memory, and other threads' turns. Refused with the numbers, or cheap.
+"""The cost of a peer's geometry: time, memory, and other threads' turns. Refused with the numbers, or cheap.
 
-Before there were bounds, a peer that said its pages of gemma-3-4b were transposed cost D 1.1 million descriptors for 16
-tokens, 36 million and a minute for 512, and an abort for 5,000.
+Before there were bounds, a peer could claim that its pages of gemma-3-4b were transposed. This cost D 1.1 million
+descriptors for 16 tokens, 36 million and a minute for 512, and an abort for 5,000.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.limits import cost_of
 
 SECONDS, MEGABYTES = 1, 512
-"""Of the processor, some hundred times what they take."""
+"""Seconds of the processor, some hundred times what they need."""
 BLOCKS = 1100
 
 
@@ -37,7 +37,7 @@ def gemma(base: int, tp_rank: int = 0, tp_size: int = 1, order: str = "LBHNC") -
 
 
 def transposed(geometry: Geometry) -> Geometry:
-    """Turn the content of each page outside of its tokens: as many bytes, every item apart."""
+    """Transpose the content of each page outside of its tokens: as many bytes, every item separate."""
     form = json.loads(geometry.to_json())
     for page in form["pages"]:
         for part in page["parts"]:
@@ -49,7 +49,7 @@ def transposed(geometry: Geometry) -> Geometry:
 
 
 def moved(local: Geometry, remote: Geometry, tokens: int, how: str) -> str:
-    """Return what a request of so many tokens comes to."""
+    """Return the cost of a request with this many tokens."""
 
     def spans(geometry: Geometry) -> list[Span]:
         found = []
@@ -107,7 +107,7 @@ def small(order: tuple[str, ...], blocks: int, how: str) -> str:
 @pytest.mark.parametrize("how", ["transfer", "ids"])
 def test_a_request_with_more_descriptors_than_layouts_explain_is_refused_before_they_are_made(how):
     cost = cost_of(small, ("content", "heads", "tokens"), 4096, how)
-    # 1,024 items in each of 4,096 blocks, where 16 pieces of a block are the most that orders of engines make.
+    # 1,024 items in each of 4,096 blocks; engines' orders make at most 16 pieces of a block.
     assert "RequestError: the request takes 4194304 descriptors, at most 1048576: " in cost.result
     assert cost.seconds < SECONDS
     assert cost.megabytes < MEGABYTES
@@ -125,11 +125,11 @@ def test_an_order_of_an_engine_is_never_refused(how):
 
 
 MOST = 1 << 22
-"""`max_descriptors`, where nobody sets it."""
+"""The default of `max_descriptors`."""
 
 
 def dear(tokens: int, order: str, options: dict[str, int]) -> int:
-    """Return the descriptors of `NHD` against `HND`: one for each token and head, of blocks that never go on."""
+    """Return the descriptors of `NHD` against `HND`: one for each token and head, of blocks that are never adjacent."""
     blocks = -(-tokens // 4)
     local = small_pages(1 << 40, ("heads", "tokens", "content"), blocks + 1)
     remote = small_pages(1 << 42, ("tokens", "heads", "content"), blocks + 1)
@@ -143,7 +143,7 @@ def dear(tokens: int, order: str, options: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
 def test_the_dearest_request_that_is_allowed_takes_little_memory(order):
-    # Before there was `max_descriptors`, whoever said that it lies like that was served 32 times as many: 6 GiB.
+    # Before there was `max_descriptors`, a peer that claimed this layout got 32 times as many: 6 GiB.
     cost = cost_of(dear, MOST // 4, order, {})
     assert cost.result == MOST
     assert cost.megabytes < MEGABYTES
@@ -186,9 +186,9 @@ def asked(
 
 
 def longest_hold(work: Callable[[], object]) -> float:
-    """Do something in another thread; return the longest share of it in which this one got no turn.
+    """Run a function in another thread; return the longest share of it in which this thread got no turn.
 
-    A share of the processor time of that thread: a machine that is busy with other things adds nothing to it.
+    A share of the processor time of that thread: other load of the machine adds nothing to it.
     """
     done, ends = threading.Event(), threading.Event()
 
@@ -197,7 +197,7 @@ def longest_hold(work: Callable[[], object]) -> float:
             work()
         finally:
             done.set()
-            ends.wait()  # its clock ends with it
+            ends.wait()  # the clock of a thread ends with the thread
 
     thread = threading.Thread(target=run)
     interval = sys.getswitchinterval()
@@ -216,7 +216,7 @@ def longest_hold(work: Callable[[], object]) -> float:
 
 
 def large() -> Geometry:
-    """Many layers, each with a page of its own and many parts: about 10 MiB of JSON."""
+    """Many layers, each with its own page and many parts: about 10 MiB of JSON."""
 
     def axes(index: int) -> tuple[kvhma.Axis, ...]:
         return (kvhma.Axis("tokens", 4, 8), kvhma.Axis("content", 8, 1))
@@ -241,7 +241,7 @@ def holds_of_large() -> dict[str, float]:
 
 
 def test_other_threads_have_their_turns():
-    # What keeps the interpreter to itself holds it all the time.
+    # Code that holds the interpreter's lock holds it all the time.
     holds = cost_of(holds_of_large).result
     assert max(holds.values()) < 0.5, holds
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is wrong with the input is one printable line and exit code 2."""
+"""For any wrong input a command prints one printable line and exits with code 2."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_other_commands(arguments: tuple[str, ...], text: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_mutated_configurations(name: str, tmp_path: Path) -> None:
-    """Each field in turn is missing or something else: it is planned, or refused in one line; never a traceback."""
+    """Each field in turn is missing or wrong: the command plans, or refuses in one line; never a traceback."""
     rng = random.Random(name)
     junk: list[Any] = [None, 0, -1, 2.5, 10**12, "x", [], {}, True, [1, 2], ["full_attention"], "auto", 7]
     path = tmp_path / "config.json"

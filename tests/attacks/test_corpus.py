@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fuzzing found, and inputs that reach far: each is refused with a KvhmaError or works, soon and in little memory.
+"""Inputs that fuzzing found, and extreme inputs: each is refused with a KvhmaError or works, fast and in little memory.
 
 ``*.bytes`` is what Geometry.from_json reads. ``*.json`` is a request: two sides, spans ``[first, ids]`` and, where it
 once failed, how (``was``) and sometimes what is right (``bytes``). The fuzz targets print requests in this form.
-Each runs in a process of its own: in this one, memory that an earlier case has used would hide what a case takes.
+Each runs in a separate process: in this one, memory that an earlier case has used would hide what a case needs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from kvhma import Geometry, KvhmaError, Span
 from support.limits import cost_of
 
 CORPUS = Path(__file__).parent / "corpus"
-SECONDS = 3  # of the processor, for the few things each case does; each of them may take 1
+SECONDS = 3  # of the processor, for the few steps of a case; each may take 1
 MEGABYTES = 512
 
 
@@ -48,7 +48,7 @@ def geometry(path):
     except KvhmaError as error:
         refused = str(error)
     if refused:
-        # It goes into logs, and the input may be a peer's.
+        # It is written to logs, and the input may be a peer's.
         assert len(refused) < 2000
         assert not re.search(r"[\x00-\x1f\x7f]", refused)
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometries from a peer that lies, or whose writer made a mistake."""
+"""Geometries from a malicious peer, or from a writer with a mistake."""
 
 import contextlib
 import dataclasses

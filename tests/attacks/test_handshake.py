@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A payload comes from the network: whatever it is, decoding raises HandshakeError only, and stays small."""
+"""A payload comes from the network: for any bytes, decoding raises only HandshakeError, and stays small."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def payload(geometry):
 
 
 def forge(name=b"P-0", metadata=b"md", geometry=b"{}", extra=b"", *, version=2, sizes=None, public_key=b""):
-    """Pack a message whose digest is right, whatever is in it."""
+    """Pack a message with any content and a right digest."""
     body = name + metadata + geometry + extra
     head = HEAD.pack(MAGIC, version, *(sizes or map(len, (name, metadata, geometry, extra))), 7, public_key)
     return head + hashlib.blake2b(head + body, digest_size=16).digest() + body
@@ -160,7 +160,7 @@ def test_the_name_of_an_agent_with_a_key_ends_in_its_hash(geometry):
 
 @pytest.mark.parametrize("name", ["P-0", KEY_HASH + "-", KEY_HASH[:-1] + "0", KEY_HASH.upper()])
 def test_a_name_that_belongs_to_another_key(geometry, name):
-    """Whoever repeated a hello with something changed was taken for its agent: a name was only a name."""
+    """Formerly a peer that repeated an identity with a change was taken for its agent: a name was only a name."""
     with pytest.raises(HandshakeError, match="is not the name of an agent with its key, which ends in " + KEY_HASH):
         decode_handshake(forge(name.encode(), geometry=geometry.to_json(), public_key=KEY))
     with pytest.raises(HandshakeError, match="is not the name"):

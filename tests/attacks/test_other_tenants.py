@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one client of two engines can do to another one: vLLM's schedulers and block pools, labels for bytes.
+"""What one client of two engines can do to another client: vLLM's schedulers and block pools, labels for bytes.
 
-Whatever a request attends to has to hold the labels of its own tokens; else the engine raises a violation.
+Every block that a request attends to must hold the labels of the request's tokens; else the engine raises a violation.
 """
 
 import copy
@@ -42,7 +42,7 @@ def prefill(p, name, tokens):
 
 
 def forge(own, victim):
-    """Parameters of one's own with another request's blocks, and a digest that is right for them."""
+    """Parameters of an attacker's request with another request's blocks, and a digest that is right for them."""
     forged = copy.deepcopy(own)
     mine = forged["kvhma"]
     mine["spans"] = victim["kvhma"]["spans"]
@@ -53,7 +53,8 @@ def forge(own, victim):
 
 
 def test_another_requests_blocks(caplog):
-    """D attended to the victim's tokens: P's table held the attacker's request, and knew nothing of blocks."""
+    """Formerly D attended to the victim's tokens: P's table held the attacker's request, and did not know its
+    blocks."""
     p, d = engine("p"), engine("d")
     d.read_from(p)
     victims, mine = [1] * 21, [2] * 21
@@ -72,7 +73,7 @@ def test_another_requests_blocks(caplog):
 
 
 def test_the_labels_show_the_attack():
-    """The same with a P that does not compare digests, as it was."""
+    """The same with a P that does not compare digests, as formerly."""
     p, d = engine("p"), engine("d")
     d.read_from(p)
     p.kvhma.context.leases._is_of = lambda held, claim: True
@@ -83,7 +84,7 @@ def test_the_labels_show_the_attack():
 
 
 def test_requests_that_nobody_reads(monkeypatch, caplog):
-    """20 unread requests had 95 % of P's blocks until their leases ended, and nobody else was served."""
+    """Formerly 20 unread requests had 95 % of P's blocks until their leases ended, and P served no other client."""
     p, d = engine("p", blocks=121), engine("d")
     d.read_from(p)
     told = [prefill(p, f"unread {at}", [at] * 21) for at in range(20)]

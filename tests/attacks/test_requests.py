@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that no planner should believe: each gets a typed error with the numbers, and nothing is computed."""
+"""Requests that no planner should trust: each gets a typed error with the numbers, and nothing is computed."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has not the secret learns nothing and is believed nothing; who has it goes on while it changes."""
+"""A peer without the secret learns nothing and is not believed; peers with the secret keep working while it changes."""
 
 import contextlib
 import datetime as dt
@@ -74,7 +74,7 @@ def load(file):
 
 
 def own_context(*, certificate=None, version=None):
-    """How a stranger connects who believes anybody."""
+    """The TLS context of an untrusted client that accepts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -86,7 +86,7 @@ def own_context(*, certificate=None, version=None):
 
 
 def learned(address, context):
-    """What a stranger is told who asks for a hello over TLS."""
+    """The answer to an untrusted client that asks for a worker identity over TLS."""
     try:
         with connect(address) as raw, context.wrap_socket(raw) as wrapped:
             wrapped.sendall(frame(AskHello(0, 0, NONCE)))
@@ -95,11 +95,11 @@ def learned(address, context):
         return error
 
 
-# --- strangers -------------------------------------------------------------------------------------------------
+# --- untrusted clients -----------------------------------------------------------------------------------------
 
 
 def test_a_stranger_without_encryption_learns_nothing(address):
-    # Before, whoever reached the side channel was given NIXL's metadata, and with it P's memory.
+    # Formerly any client of the side channel received NIXL's metadata, and with it access to P's memory.
     with connect(address) as raw:
         raw.sendall(frame(AskHello(0, 0, NONCE)))
         assert "this engine has a secret" in problem(said(raw))
@@ -215,11 +215,11 @@ def test_what_is_changed_on_the_way_is_no_answer(address):
         client.ask(AskHello(0, 0, NONCE), RankHello)
 
 
-# --- two sides that do not agree say why -----------------------------------------------------------------------
+# --- two sides that do not agree name the reason ----------------------------------------------------------------
 
 
 def asks(address, secrets):
-    # A side that waits for the other instead of being told hangs.
+    # A side that waits for the other instead of getting an error hangs.
     with Client(address, 10 * HANG_SECONDS, secrets) as client:
         client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
 
@@ -247,7 +247,7 @@ def test_secrets_that_differ(address, caplog):
 
 
 def test_only_the_listener_does_not_accept_the_others_secret():
-    # Half of a rotation: who asks knows the new secret already, and uses the old one that was taken back.
+    # Half of a rotation: the client knows the new secret already, and uses the old one that was revoked.
     asking = Secrets([b"b" * 32, b"a" * 32])
     with listening(secrets=A) as found:
         for _ in range(20):
@@ -256,7 +256,7 @@ def test_only_the_listener_does_not_accept_the_others_secret():
 
 
 def test_a_listener_of_another_secret_is_told_nothing():
-    # The question says who reads which blocks: it is sent to who has the secret only.
+    # The question names which blocks are read by which client: it is sent only to peers with the secret.
     heard = bytearray()
 
     def serve(raw):
@@ -299,7 +299,7 @@ def test_a_handshake_byte_by_byte_has_an_end():
         Client(address, 0.4, A)
 
 
-# --- what strangers cost a listener with a secret ----------------------------------------------------------------
+# --- the cost of untrusted clients for a listener with a secret ---------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"], ids=str)
@@ -358,7 +358,7 @@ def test_a_peer_that_breaks_a_handshake_off_is_forgotten(address):
 def test_large_questions_and_answers(address):
     claims = [
         ("\U0001f600" * 512, bytes(8), bytes(8), bytes(16))
-    ] * MAX_CLAIMS  # four bytes each: no longer one is read
+    ] * MAX_CLAIMS  # four bytes each: longer ones are not read
     with Client(address, 10, A) as client:
         for _ in range(3):
             assert len(client.ask(Renew(claims), Leases).states) == MAX_CLAIMS
@@ -375,7 +375,7 @@ def test_an_encrypted_question_before_the_last_one_was_answered(address):
 
 
 def write(file, *secrets):
-    """Replace a file as a whole, as who manages secrets does."""
+    """Replace a file as a whole, as a secrets manager does."""
     new = file.with_suffix(".new")
     new.write_bytes(b"\n".join(secrets) + b"\n")
     new.replace(file)
@@ -413,7 +413,7 @@ def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
         threads = [threading.Thread(target=ask, args=(pool,)) for pool in pools]
         for thread in threads:
             thread.start()
-        # Both accept the new one, then both use it, then nobody accepts the old one; each step at one side first.
+        # Both accept the new one, then both use it, then both revoke the old one; each step at one side first.
         for lines in ((old, new), (new, old), (new,)):
             for file, secrets in zip(files, (of_p, of_d), strict=True):
                 before, answered = secrets.client_context(), len(asked)
@@ -553,7 +553,7 @@ def test_a_digest_is_made_and_known_with_a_secret_only():
 
 
 def test_every_engine_derives_the_same():
-    # A secret is all that two engines have in common: neither time nor chance may go into what comes from it.
+    # A secret is all that two engines have in common: what is derived from it depends on neither time nor chance.
     wire_secrets._credential.cache_clear()
     again = Secrets([b"a" * 32])
     assert again._current.accepted == A._current.accepted

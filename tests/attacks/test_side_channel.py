@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever arrives at the listener, or at who asks it, costs little, and the next good question is answered.
+"""Any bytes to the listener, or to a client that asks it, cost little, and the next good question is answered.
 
-"Before" in these tests is the side channel of protocol 2, which was made of ZeroMQ's sockets.
+"Before" in these tests is the side channel of protocol 2, which used ZeroMQ's sockets.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def log_of_each_test(monkeypatch):
-    """No test leaves out lines because of another one."""
+    """Reset the limit of log lines, so that no test suppresses another test's lines."""
     for sparing in peer_log.logger.filters:
         monkeypatch.setattr(sparing, "_kinds", {})
 
@@ -111,11 +111,11 @@ def test_another_protocol(address):
 
 
 def test_strangers_do_not_take_all_of_the_time(monkeypatch):
-    """Before, who opened connections without end kept a core and Python's lock busy: 0.4 ms for each handshake."""
+    """Before, a client that opened connections without end kept a core and Python's lock busy: 0.4 ms a handshake."""
     clock = SimpleNamespace(now=100.0, used=0.0)
 
     def thread_time():
-        clock.used += 0.004  # so that everything that is done for a stranger takes 4 ms
+        clock.used += 0.004  # so that all work for an untrusted client takes 4 ms
         return clock.used
 
     monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.01)
@@ -140,7 +140,7 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
             stranger.sendall(question[:2])
         while served._accepting:
             served.serve()
-        # It rests for as long as it worked: half of the calls of the clock end what others began.
+        # It sleeps for as long as it worked: half of the clock's calls end a measurement.
         assert served._accept_at == pytest.approx(clock.now + clock.used / 2)
         late = stack.enter_context(connect(at))
         assert is_served(engine)
@@ -261,7 +261,7 @@ def test_any_bytes_end_their_own_connection_at_most(data):
 
 
 class _Fuzzed:
-    """One listener for all examples of a test: the first one starts it, each one checks it."""
+    """One listener for all examples of a test: the first example starts it, each example checks it."""
 
     found = None
 
@@ -331,7 +331,7 @@ def test_many_at_once(address):
 
 
 def test_a_message_of_3000_mib_is_refused_at_its_length(address):
-    # Before, a message of many parts that were each in bounds was put together in memory: 3,000 MiB in 8 s.
+    # Before, a message of many parts that were each in bounds was assembled in memory: 3,000 MiB in 8 s.
     before = resident()
     with connect(address) as raw:
         raw.sendall(struct.pack("<I", 3000 << 20))
@@ -375,7 +375,7 @@ def test_who_asks_finds_a_question_too_long_first(address):
 
 
 def test_unfinished_questions_of_all_connections_are_bounded(monkeypatch):
-    # Before, each connection had a bound of its own, and there were as many as anybody liked.
+    # Before, each connection had a separate bound, and the number of connections had no bound.
     monkeypatch.setattr(connections, "MAX_QUESTIONS_BYTES", 8 << 20)
     unfinished = framed(bytes(MAX_QUESTION_BYTES))[:-1]
     before = resident()
@@ -393,7 +393,7 @@ def test_unfinished_questions_of_all_connections_are_bounded(monkeypatch):
 
 
 def test_a_question_byte_by_byte_has_an_end(address, quick):
-    # Before, nothing but the size of a question had a bound.
+    # Before, only the size of a question had a bound.
     with connect(address) as raw:
         began, question = time.monotonic(), framed(bytes(5000))
         assert sent_until_it_ends(raw, (bytes([byte]) for byte in question), pause=0.02) < len(question)
@@ -438,7 +438,7 @@ def test_answers_that_nobody_takes_are_bounded_and_end(monkeypatch, quick):
                 raws[-1].sendall(frame(AskHello(0, 0, NONCE)))
                 answers(found.at)
             assert resident() - before < 100 << 20
-            with Client(found.at, 5, NO_SECRETS) as client:  # who takes its answer gets it
+            with Client(found.at, 5, NO_SECRETS) as client:  # a client that reads its answer gets it
                 assert client.ask(AskHello(0, 0, NONCE), RankHello).data == hello
             before = descriptors()
             until(lambda: descriptors() <= before - 3)
@@ -553,7 +553,7 @@ def test_nobody_there():
 
 
 def test_a_network_that_drops_everything():
-    # Of a range that is for documentation: nothing answers, not even with a refusal.
+    # An address from a range for documentation: no host answers, not even with a refusal.
     with pytest.raises(HandshakeTimeoutError):
         Client(Address("192.0.2.1", 5600), 0.3, NO_SECRETS)
 
@@ -596,7 +596,7 @@ def test_a_pool_keeps_what_is_connected_and_nothing_else(address):
     pool.release(client)
     assert pool.take_idle() is client
     client.send(Renew([CLAIM]))
-    pool.release(client)  # it waits for an answer still
+    pool.release(client)  # it still waits for an answer
     assert pool.take_idle() is None
     pool.close()
 
@@ -639,7 +639,7 @@ def test_polling_never_waits_and_ends_in_time():
 
 @pytest.fixture
 def turns(monkeypatch):
-    """When listeners of the test have looked for what comes."""
+    """The times at which the test's listeners polled."""
     found = []
     serve = connections.Connections.serve
     monkeypatch.setattr(connections.Connections, "serve", lambda self: found.append(time.monotonic()) or serve(self))
@@ -647,7 +647,7 @@ def turns(monkeypatch):
 
 
 def rests(turns):
-    """Check that a listener looks a few times a second whether something comes, not some thousand times."""
+    """Check that a listener polls a few times a second, not some thousand times."""
     turns.clear()
     began = time.monotonic()
     time.sleep(2)
@@ -655,7 +655,7 @@ def rests(turns):
 
 
 def test_2000_idle_connections(turns, listener):
-    # Before, nothing ended a connection that said nothing.
+    # Before, idle connections were never closed.
     raws = [connect(listener.at) for _ in range(2000)]
     try:
         answers(listener.at)
@@ -668,7 +668,7 @@ def test_2000_idle_connections(turns, listener):
 
 
 def test_10000_connections_of_a_host_cost_a_bounded_number_and_no_other_host_its_own():
-    # Before, there were as many as the process had descriptors, and none was left for the engine.
+    # Before, the process' descriptors were the only bound, and the engine had no descriptor left.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     raws = []
@@ -681,7 +681,7 @@ def test_10000_connections_of_a_host_cost_a_bounded_number_and_no_other_host_its
             for _ in range(many):
                 raws.append(connect(found.at, "127.0.0.2"))
             is_answered(honest)
-            assert descriptors() - before - len(raws) <= bound + 1  # one is accepted, then another one ended
+            assert descriptors() - before - len(raws) <= bound + 1  # it accepts one, then closes another
             assert resident() - memory < 64 << 20
             answers(found.at)
     finally:
@@ -717,7 +717,7 @@ def test_who_asks_stays_and_who_only_connects_goes(monkeypatch):
 
 
 def test_strangers_of_many_hosts_take_no_engines_connections(monkeypatch):
-    """The host with the most connections lost one: an engine with four, where a stranger had one from each host."""
+    """The host with the most connections loses one: formerly an engine with four, if an attacker used many hosts."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     raws = []
     with listening() as found, contextlib.ExitStack() as stack:
@@ -771,7 +771,7 @@ def test_the_system_asks_whether_a_peer_is_still_there():
 
 
 def test_out_of_descriptors_the_listener_waits(turns, listener):
-    # Before, it tried again at once, and used a processor up.
+    # Before, it retried at once, and used a whole core.
     address = listener.at
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Client(address, 5, NO_SECRETS) as client, socket.socket() as raw, socket.socket() as unused:
@@ -829,7 +829,7 @@ def test_a_port_that_is_taken(address):
         Listener(address, LocalEngine("q", 1, {}), leases=AnyLease(), secrets=NO_SECRETS, counters=Counted())
 
 
-# --- S8: whatever is raised ------------------------------------------------------------------------------------
+# --- S8: exceptions --------------------------------------------------------------------------------------------
 
 
 class Panic(BaseException):
@@ -838,7 +838,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("raised", [Panic, SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError, RecursionError])
 def test_whatever_is_raised_ends_one_question(raised, caplog):
-    # Before, what is no Exception ended the thread, and nobody was answered any more.
+    # Before, an error that is not an Exception ended the thread, and no question was answered any more.
     leases = AnyLease()
     with listening(leases=leases) as found, Client(found.at, 5, NO_SECRETS) as client:
         leases.error = raised("on purpose")
@@ -882,7 +882,7 @@ def test_a_loop_that_dies_starts_again(listener, raised, caplog):
             until(lambda before=before: errors(listener) > before)
         answers(listener.at)
     assert "kvhma-listener met an error" in caplog.text
-    # One raised between an accept and the line after it leaves the socket to the collector, who warns: here, not later.
+    # An exception between an accept and the next line leaves the socket to the collector, which warns: collect here.
     gc.collect()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets between engines that lie, flood, stall and go: what it costs the other side has a bound, and others go on."""
+"""Tickets between engines that send false answers, flood, stall and vanish: their cost is bounded, others continue."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = 1000
 
 class Counted(Counters):
     def count(self, name: str, number: float = 1, *, label: str = "") -> None:
-        """Nothing of it is looked at here."""
+        """An object whose content these tests do not check."""
 
 
 class NoLeases:
@@ -45,7 +45,7 @@ class NoLeases:
 
 
 class P:
-    """A P with a table of tickets of its own, or whatever else answers questions about them."""
+    """A P with its own table of tickets, or another service that answers questions about them."""
 
     def __init__(self, tickets: Any = None) -> None:
         self.tickets = TicketTable(30.0) if tickets is None else tickets
@@ -70,7 +70,7 @@ class P:
 
 
 class Liar:
-    """Says what it likes: each answer is the next one of a list, the last one for ever."""
+    """Sends false answers: each is the next of a list, the last one for ever."""
 
     def __init__(self, *answers: Progress) -> None:
         self.answers = answers
@@ -81,7 +81,7 @@ class Liar:
         return self.answers[min(self.asked, len(self.answers)) - 1]
 
     def drop(self, ticket: bytes) -> None:
-        """It does not care."""
+        """It ignores the notice."""
 
 
 def told(version: int, **more: Any) -> Progress:
@@ -97,7 +97,7 @@ def d() -> Iterator[Conversations]:
 
 @pytest.fixture
 def honest(d: Conversations) -> Iterator[Callable[[], None]]:
-    """A follower of an honest P beside all that; called at the end, it must have gone on."""
+    """A follower of an honest P beside the attack; called at the end, it must have continued."""
     with closing(P()) as p:
         ticket = bytes(16)
         p.open(ticket)
@@ -119,14 +119,14 @@ LIES = {
     "another engine": [told(1), told(2, engine_id="q")],
     "another prompt": [told(1), told(2, prompt="b" * 32)],
     "another length": [told(1), told(2, total=7)],
-    "a name that is none": [told(1, engine_id="p\nINFO all is well")],
+    "an invalid name": [told(1, engine_id="p\nINFO all is well")],
     "a gap": [told(1, tokens=64, blocks=[Settled(0, 3, "1")])],
     "more blocks than the prompt has tokens": [told(1, tokens=64, blocks=[Settled(0, 0, "0-99999")])],
     "more blocks in many groups": [told(1, tokens=64, blocks=[Settled(one, 0, "0-999") for one in range(256)])],
     "more blocks with time": [told(n + 1, tokens=64, blocks=[Settled(n, 0, "0-999")]) for n in range(200)],
-    "ids that are none": [told(1, tokens=64, blocks=[Settled(0, 0, "7-")])],
+    "invalid ids": [told(1, tokens=64, blocks=[Settled(0, 0, "7-")])],
     "ids of more than 31 bits": [told(1, tokens=64, blocks=[Settled(0, 0, "4294967296")])],
-    "parameters that are none": [told(1, params=b"[" * 100_000)],
+    "invalid parameters": [told(1, params=b"[" * 100_000)],
     "parameters of another kind": [told(1, params=b"7")],
     "it has forgotten the ticket": [told(3), Progress(0)],
     "an answer that is too long": [told(1, params=b" " * (4 << 20))],
@@ -176,7 +176,7 @@ def test_p_with_news_without_end_takes_half_of_a_core_at_most(
 
 
 def _server(say: bytes) -> tuple[Address, socket.socket]:
-    """Listen, and say the same to whoever asks; the connection stays open."""
+    """Listen, and send the same bytes to every client; the connection stays open."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
     kept = []
 
@@ -243,7 +243,7 @@ def test_connections_that_close_at_once_are_tried_less_and_less(
 
 
 def test_addresses_where_nobody_is_take_a_few_threads(d: Conversations, honest: Callable[[], None]) -> None:
-    """Requests that are followed at an address that takes no connection, and their ends."""
+    """Requests that are followed at an address that accepts no connection, and their ends."""
     with closing(socket.socket()) as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace files of a stranger: each is judged or refused, soon, and in little memory."""
+"""Untrusted trace files: each is judged or refused, fast, and in little memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvhma.oracle.traces import MAX_ROWS, Trace
 from support.cli_run import cli
 
 SECONDS = 40
-"""Of the processor, and far more than any of them takes."""
+"""Seconds of the processor, far more than any of them needs."""
 
 
 def side(layers: int = 1, *, base: int = 4096, blocks: int = 8, parts: int = 1, block_size: int = 0) -> Any:
-    """Layers of one-byte tokens that all lie on the same memory; of an opaque group where `block_size` is given."""
+    """Layers of one-byte tokens that all share the same memory; of an opaque group where `block_size` is given."""
     axes = [{"name": "content" if block_size else "tokens", "extent": 4, "stride": 1}]
     forms = [
         {"name": f"p{at}", "dtype": "uint8", "item_bytes": 1, "offset": 4 * at, "axes": axes} for at in range(parts)
@@ -73,7 +73,7 @@ REFUSED: dict[str, Callable[[], list[str]]] = {
     "steps of 32 MiB without an end": lambda: [head(), request(), *[rows((1 << 30, 1 << 41, 1 << 25))] * 5],
     "rows that add up to nothing": lambda: [head(), request(), rows(*[(1 << 30, 4096, 1 << 63)] * 2)],
     "a row more than there may be": lambda: [head(), request(), ZEROS + "[0,0]," * MAX_ROWS + "[0,0]]}"],
-    "rows that are none": lambda: [head(), request(), ZEROS + "0," * (1 << 22) + "0]}"],
+    "invalid rows": lambda: [head(), request(), ZEROS + "0," * (1 << 22) + "0]}"],
     "a number of many digits": lambda: [head(), request(), rows().replace("[]", "[[" + "9" * 100_000 + ", 1, 1]]")],
     "a number above 64 bits": lambda: [head(), request(), rows((1 << 64, 4096, 1))],
     "a number below 0": lambda: [head(), request(), rows((1 << 30, 4096, -1))],
@@ -85,7 +85,7 @@ REFUSED: dict[str, Callable[[], list[str]]] = {
     "lists in a geometry": lambda: [head().replace("4096", "[" * 900 + "]" * 900), request()],
     "objects in a request": lambda: [head(), '{"request": ' + '{"a": ' * 2000 + "1" + "}" * 2000 + "}"],
     "rows as an object": lambda: [head(), request(), '{"zero": "r", "rank": 0, "rows": {"0": [1, 1]}}'],
-    "a name that is none": lambda: [head(), request(request=None)],
+    "an invalid name": lambda: [head(), request(request=None)],
     "65 ranks": lambda: [json.dumps({"kvhma_trace": 1, "local": [side()] * 65, "remote": [side()]})],
     "257 requests": lambda: [head(), *(request(request=str(at)) for at in range(257))],
 }  # fmt: skip
@@ -124,7 +124,7 @@ def test_what_is_judged(name: str) -> None:
 
 
 def test_layers_on_one_memory_are_judged() -> None:
-    """Each byte is of 4096 layers, and the last one that is looked at says what it holds."""
+    """Each byte belongs to 4096 layers, and the last layer decides what it holds."""
     ((_, found),) = audit(Trace.from_lines([head(layers=4096, blocks=64), request(), rows(RIGHT, (1 << 30, 4096, 1))]))
     assert found.outcome == "wrong"
     assert len(found.causes) <= 12
@@ -144,7 +144,7 @@ def test_names_of_a_stranger_are_printed_in_one_line(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """The largest that is simulated, and what is refused, in 4 GiB."""
+    """The largest trace that is simulated, and refused traces, in 4 GiB."""
     path = tmp_path / "trace.jsonl"
     for lines in (
         REFUSED["layers by the thousand on one memory"](),

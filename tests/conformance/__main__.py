@@ -11,7 +11,7 @@ from conformance.suite import FILE, FOLDER, entries, packed, text
 
 
 def runner() -> ModuleType:
-    """Load the runner from where others take it."""
+    """Load the runner from the file that other projects use."""
     spec = importlib.util.spec_from_file_location("conformance_runner", FOLDER / "runner.py")
     assert spec is not None
     assert spec.loader is not None

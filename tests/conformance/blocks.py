@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases about blocks and tokens: their sizes, where they begin, what is read of them, which ids they have."""
+"""Cases about blocks and tokens: their sizes, where they begin, which are read, and their ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_ratio() -> Iterator[Draft]:
 
 
 def kernel_ratio() -> Iterator[Draft]:
-    """Several kernel blocks in a logical one, and other ones on the other side."""
+    """Several kernel blocks in a logical block, and other kernel blocks on the other side."""
     for d, p in [
         ((4, 3), (4, 3)),
         ((4, 3), (12, 1)),
@@ -80,9 +80,9 @@ def prefix_hit() -> Iterator[Draft]:
     state = engine(model(full(), mamba2()))
     yield Draft("a hit in attention, none in the state", pair(state, state, Ask(13, hit=8)), 2)
     case = pair(plain, plain, Ask(18, hit=8, dropped={"full": 2, "sliding": 1}))
-    yield Draft("P has let go what D has", case, 2)
+    yield Draft("P has freed what D has", case, 2)
     case = pair(plain, plain, Ask(18, hit={"full": 8}, dropped={"full": 1, "sliding": 3}))
-    yield Draft("P has let go what D has, and what is before the window", case, 3)
+    yield Draft("P has freed what D has, and what is before the window", case, 3)
 
 
 def window() -> Iterator[Draft]:
@@ -119,7 +119,7 @@ def window() -> Iterator[Draft]:
     shape = engine(model(sliding(6), full(layers=1)))
     for dropped in (1, 2):
         case = pair(shape, shape, Ask(15, dropped={"sliding": dropped}))
-        yield Draft(f"P has let go {dropped} blocks before the window, D asks for all", case, 2)
+        yield Draft(f"P has freed {dropped} blocks before the window, D asks for all", case, 2)
     for d, p, tokens in [(8, 4, 19), (4, 8, 19), (6, 4, 16), (8, 2, 14)]:
         case = pair(engine(model(sliding(7)), (d, 1)), engine(model(sliding(7)), (p, 1)), Ask(tokens, clip=True))
         yield Draft(f"window 7, {tokens} tokens, blocks of {d} and {p}, both clipped", case, 3)
@@ -128,7 +128,7 @@ def window() -> Iterator[Draft]:
 
 
 def lengths() -> Iterator[Draft]:
-    """Where the last token falls, and blocks behind it."""
+    """Where the last token falls, and blocks after it."""
     shape = engine(model(full(layers=1), mamba2(layers=1)))
     for tokens in (1, 3, 4, 5, 7, 8, 9, 15, 16, 17):
         yield Draft(f"{tokens} tokens in blocks of 4", pair(shape, shape, tokens))
@@ -144,7 +144,7 @@ def lengths() -> Iterator[Draft]:
 
 
 def block_ids() -> Iterator[Draft]:
-    """Which ids blocks have: what makes neighbours, and the null block."""
+    """Ids of blocks: which blocks are neighbours, and the null block."""
     shape = engine(model(full(), sliding(6)), shared=True)
     for ids in [("up", "up"), ("up", "down"), ("down", "down"), ("mixed", "up"), ("up", "mixed"), ("mixed", "mixed")]:
         yield Draft(f"ids {ids[0]} on D, {ids[1]} on P", pair(shape, shape, Ask(18, ids=ids)))

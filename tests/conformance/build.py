@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines and a request between them, written down in a line or two."""
+"""Two engines and a request between them, described in a line or two."""
 
 from __future__ import annotations
 
@@ -194,13 +194,13 @@ class Ask:
         hit: tokens that D has already, of all groups or by family.
         clip: whether windows and chunks begin where they are read, as in vLLM's tables.
         dropped: blocks at the front of P's table that are gone, by family.
-        more: blocks behind the last token: of D, of P.
+        more: blocks after the last token: of D, of P.
         slots: state slots, speculative ones included: of D, of P.
         ids: ``up``, ``down`` or ``mixed``: of D, of P.
         null: the null block: of D, of P.
         regions: one region for all layers, or ``each``: of D, of P.
         place: fields of `Placement`, for both.
-        own: whether each source has spans of its own.
+        own: whether each source has separate spans.
     """
 
     tokens: int

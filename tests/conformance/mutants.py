@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planners that are wrong by one rule: what the kit has to catch.
+"""Planners with one wrong rule, which the kit has to catch.
 
-Most answer a question that is wrong by that rule with a planner that is right, so that what comes out is a whole
-transfer and not a broken one. The others spoil a right answer. A mutant whose question is the right one, or whose
-planner refuses it, says nothing about a case.
+Most change the question by that rule and let a right planner answer it, so the result is a whole transfer and not a
+broken one. The others corrupt a right answer. A mutant whose question is the right one, or whose planner refuses it,
+proves nothing about a case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def answer(case: Case, *, descriptor_bytes: int = 0) -> Rows:
     return rows
 
 
-# --- Changing what is asked -----------------------------------------------------------------------------
+# --- Changing the question ------------------------------------------------------------------------------
 
 
 def groups(change: Callable[[Group], Group], *, local: bool = True, remote: bool = False) -> Question:
@@ -99,7 +99,7 @@ def axis_of(part: Part, name: str) -> Axis | None:
 
 
 def _swapped(first: str, second: str) -> Callable[[Part], Part]:
-    """Take two axes for lying the other way round; both are dense."""
+    """Exchange the order of two axes; both are dense."""
 
     def change(part: Part) -> Part:
         one, other = axis_of(part, first), axis_of(part, second)
@@ -116,13 +116,13 @@ def _swapped(first: str, second: str) -> Callable[[Part], Part]:
 
 
 def _first_heads(part: Part) -> Part:
-    """Take every rank for the first one."""
+    """Treat every rank as the first."""
     axes = [replace(axis, start=0) if axis.name in ("heads", "channels") else axis for axis in part.axes]
     return replace(part, axes=tuple(axes))
 
 
 def _one_chunk(geometry: Geometry, layer: Layer) -> Layer:
-    """Take all convolutions for one, of which every rank has the next part."""
+    """Treat all convolutions as one, of which every rank has the next part."""
     conv = [part for part in layer.page.parts if axis_of(part, "rows")]
     if len(conv) < 2 or any(axis.spare for part in conv for axis in part.axes):
         return layer
@@ -138,7 +138,7 @@ def _one_chunk(geometry: Geometry, layer: Layer) -> Layer:
 
 
 def _parts_turned(geometry: Geometry, layer: Layer) -> Layer:
-    """Take the first two parts of equal size for each other."""
+    """Exchange the first two parts of equal size."""
     found = list(layer.page.parts)
     for i, part in enumerate(found[1:], 1):
         if part.nbytes == found[0].nbytes and part.item_bytes == found[0].item_bytes and part.name != "ssm":
@@ -148,7 +148,7 @@ def _parts_turned(geometry: Geometry, layer: Layer) -> Layer:
 
 
 def _dense(geometry: Geometry, layer: Layer) -> Layer:
-    """Take blocks for lying without padding."""
+    """Place blocks without padding."""
     ratio = geometry.groups[layer.group].ratio
     ends = [
         part.offset + part.item_bytes + sum(((axis.length or 1) - 1) * axis.stride for axis in part.axes)
@@ -162,7 +162,7 @@ def _dense(geometry: Geometry, layer: Layer) -> Layer:
 
 
 def _by_order(case: Case) -> Case:
-    """Let layers meet by place, not by name."""
+    """Match layers by position, not by name."""
     names = [layer.name for layer in case.local.layers]
     remotes = []
     for remote in case.remotes:
@@ -172,7 +172,7 @@ def _by_order(case: Case) -> Case:
 
 
 def _tails_meet(case: Case, source: int, index: int, span: Span) -> Span:
-    """Let the ends of lists meet, whatever is behind the last token."""
+    """Align the ends of lists, with any blocks after the last token."""
     group = case.remotes[source].groups[index]
     ends = [
         (mine.first + len(mine.ids)) * other.block_size // group.block_size
@@ -183,7 +183,7 @@ def _tails_meet(case: Case, source: int, index: int, span: Span) -> Span:
 
 
 def _heads_meet(case: Case, source: int, index: int, span: Span) -> Span:
-    """Let the fronts of lists meet, whatever D has already."""
+    """Align the fronts of lists, with any blocks that D has already."""
     group = case.remotes[source].groups[index]
     starts = [
         mine.first * other.block_size // group.block_size
@@ -263,7 +263,7 @@ def _size(case: Case) -> int:
     return max((group.block_size for group in case.local.groups if group.kind not in ("ssm", "opaque")), default=1)
 
 
-# --- Spoiling what is answered --------------------------------------------------------------------------
+# --- Corrupting the answer ------------------------------------------------------------------------------
 
 
 def _copies(rows: Rows) -> list[int]:
@@ -307,7 +307,7 @@ SPOILS: dict[str, Spoil] = {
 
 
 def mutant(name: str, case: Case) -> Rows | None:
-    """Return what a mutant answers to a case; None if it is what a right planner answers, or it cannot ask at all."""
+    """Return a mutant's answer to a case; None if a right planner gives the same, or the mutant cannot ask at all."""
     right = answer(case)
     if name in SPOILS:
         spoiled = SPOILS[name](right)

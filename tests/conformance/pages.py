@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases about what a page holds: kinds of layers, orders of axes, sizes of items, recurrent state."""
+"""Cases about the content of a page: kinds of layers, orders of axes, sizes of items, recurrent state."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def items() -> Iterator[Draft]:
 
 
 def state() -> Iterator[Draft]:
-    """Recurrent layers: which slot has the state, who holds what of it, which way round the convolution lies."""
+    """Recurrent layers: which slot has the state, which rank holds which part, and the order of the convolution."""
     kinds = {"Mamba2": mamba2, "GDN": gdn, "Mamba1": mamba1}
     for name, make in kinds.items():
         for d, p, rank in [(2, 1, 1), (1, 2, 0), (4, 2, 1), (2, 4, 0)]:
@@ -150,7 +150,7 @@ def state() -> Iterator[Draft]:
 
 
 def _with_spare(case: Case, spare: tuple[int, int]) -> Case:
-    """Give the rows of convolutions so many more, for draft tokens; each convolution gets a place of its own."""
+    """Give the rows of convolutions this many more, for draft tokens; each convolution gets a separate place."""
     remotes = tuple(_longer(remote, spare[1]) for remote in case.remotes)
     return replace(case, local=_longer(case.local, spare[0]), remotes=remotes)
 

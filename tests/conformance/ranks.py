@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases about who holds what: tensor, context and pipeline parallelism, repeated heads, layers of one side only."""
+"""Cases about the division into ranks: tensor, context and pipeline parallelism, repeated heads, missing layers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def heads_by_layer() -> Iterator[Draft]:
 
 
 def layers() -> Iterator[Draft]:
-    """Which layers, in which groups, on which stage: layers meet by name."""
+    """Which layers, in which groups, on which stage: layers are matched by name."""
     families = model(full(layers=3), sliding(6, layers=4))
     plain = engine(families)
 
@@ -90,28 +90,28 @@ def layers() -> Iterator[Draft]:
 
     yield Draft("D has a layer that P has not", pair(plain, without(plain, 2), 10))
     yield Draft("P has a layer that D has not", pair(without(plain, 0), plain, 10))
-    yield Draft("each has one of its own", pair(without(plain, 1), without(plain, 4), 10), 2)
+    yield Draft("each has a layer that the other lacks", pair(without(plain, 1), without(plain, 4), 10), 2)
     state = engine(model(full(), mamba2()))
     yield Draft("D has a state that P has not", pair(state, without(state, 3), 10), 2)
     yield Draft("P groups layers by two", pair(plain, engine(families, split=2), 10), 2)
-    yield Draft("D has each layer in a group of its own", pair(engine(families, split=1), plain, 10), 2)
+    yield Draft("D has each layer in a separate group", pair(engine(families, split=1), plain, 10), 2)
     backwards = replace(plain, groups=tuple(replace(g, layers=g.layers[::-1]) for g in plain.groups[::-1]))
     yield Draft("P has its layers and groups in another order", pair(plain, backwards, 10))
     yield Draft("that, in shared memory", pair(replace(plain, shared=True), replace(backwards, shared=True), 10), 2)
     yield Draft(
         "P keeps all of what D sees through a window", pair(plain, engine(families, kinds={"sliding": "full"}), 14), 2
     )
-    yield Draft("D keeps all of what P could let go", pair(engine(families, kinds={"sliding": "full"}), plain, 14), 2)
+    yield Draft("D keeps all blocks that P could free", pair(engine(families, kinds={"sliding": "full"}), plain, 14), 2)
     for d, p, stage in [(1, 2, 0), (2, 1, 1), (2, 2, 0), (2, 3, 1), (3, 2, 1)]:
         local, remote = (engine(families, pp=size, split=2) for size in (d, p))
         yield Draft(f"D {d} stages, P {p}, stage {stage} of D", pair(local, remote, 10, stage=stage), 2)
     local, remote = engine(families, tp=2), engine(families, tp=4, pp=2)
-    yield Draft("P has stages of ranks, with spans of their own", pair(local, remote, Ask(10, own=True), rank=1), 3)
+    yield Draft("P has stages of ranks, with separate spans", pair(local, remote, Ask(10, own=True), rank=1), 3)
     yield Draft("opaque content beside attention", pair(*[engine(model(full(), opaque()))] * 2, Ask(9, more=(0, 1))), 2)
 
 
 def context_parallel() -> Iterator[Draft]:
-    """Ranks that take turns by whole blocks."""
+    """Ranks that alternate by whole blocks."""
     latent, heads = model(mla()), model(full(heads=2), packed(heads=2))
     for d, p, rank in [(1, 2, 0), (2, 1, 0), (2, 1, 1), (2, 2, 1), (2, 4, 1), (4, 2, 3), (1, 3, 0), (3, 1, 2)]:
         for tokens in (17, 24):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that nobody can serve with right bytes: the two engines contradict each other, or the request does.
+"""Cases without a right answer: the two engines contradict each other, or the request does.
 
-The reasons are written down here from what the engines are; no planner is asked.
+The reasons are derived from the engines by hand; no planner is asked.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def requests() -> Iterator[Draft]:
     yield Draft("D has no block", local(), refuse=missing)
     window = pair(both, both, 15)
     late = (window.remote_spans[0], Span(3, list(window.remote_spans[1].ids[3:])))  # type: ignore[union-attr]
-    yield Draft("P has let go a block that the window still reads", replace(window, remote_spans=late), 2, missing)
+    yield Draft("P has freed a block that the window still reads", replace(window, remote_spans=late), 2, missing)
     hit = pair(shape, shape, Ask(14, hit=4, dropped={"full": 2}))
-    yield Draft("P has let go more than D has", hit, 2, missing)
+    yield Draft("P has freed more than D has", hit, 2, missing)
     chunks = engine(model(chunked(8)))
     case = pair(chunks, chunks, Ask(15, dropped={"chunked": 3}))
-    yield Draft("P has let go the first block of the chunk", case, 2, missing)
+    yield Draft("P has freed the first block of the chunk", case, 2, missing)
     small = pair(engine(model(full()), (8, 1)), engine(model(full()), (2, 1)), Ask(13, dropped={"full": 1}))
     yield Draft("P lacks the first two tokens of a block of eight", small, 2, missing)
     turns = pair(engine(model(mla())), engine(model(mla()), cp=2), 14)
@@ -86,15 +86,15 @@ def requests() -> Iterator[Draft]:
 
 
 def numbers() -> Iterator[Draft]:
-    """Numbers in requests that cannot be."""
+    """Invalid numbers in requests."""
     shape, both = engine(model(full())), engine(model(full(), sliding(6)))
     good, window = pair(shape, shape, 14), pair(both, both, 15)
 
     local, remote = partial(_with, good, "local_spans"), partial(_with, good, "remote_spans")
     here, there = good.local_spans[0].ids, good.remote_spans[0].ids  # type: ignore[union-attr]
     blocks = good.local.layers[0].num_blocks
-    yield Draft("D's block is none of its blocks", local(*here[:3], blocks), refuse=("block-range",))
-    yield Draft("P's block is none of its blocks", remote(*there[:3], 1 << 40), refuse=("block-range",))
+    yield Draft("D's block does not exist", local(*here[:3], blocks), refuse=("block-range",))
+    yield Draft("P's block does not exist", remote(*there[:3], 1 << 40), refuse=("block-range",))
     yield Draft("a negative block", local(*here[:3], -1), refuse=("block-range",))
     yield Draft("D's block is the null block", local(0, *here[1:]), refuse=("null-block",))
     yield Draft("P's block is the null block", remote(*there[:3], 0), refuse=("null-block",))
@@ -128,7 +128,7 @@ def _parts(case: Case, change: Callable[[Part], Part]) -> Case:
 
 
 def _same_names(case: Case) -> Case:
-    """Name P's layers as D's are."""
+    """Give P's layers the names of D's."""
     names = [layer.name for layer in case.local.layers]
 
     def of(geometry: Geometry) -> Geometry:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All cases, numbered, with what is expected of them: from the bytes (`kvhma.oracle.moves`), from no planner."""
+"""All cases, numbered, with their expected results: from the bytes (`kvhma.oracle.moves`), from no planner."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def entries() -> Iterator[dict[str, Any]]:
 
 
 def form(case: Case) -> dict[str, Any]:
-    """Return the JSON form of a case, without what only kvhma uses."""
+    """Return the JSON form of a case, without fields that only kvhma uses."""
     found: dict[str, Any] = json.loads(case.to_json())
     del found["descriptor_bytes"]
     return found
 
 
 def expect(case: Case) -> dict[str, Any]:
-    """Return what a case has to come to; the digests are the runner's to add."""
+    """Return the expected result of a case; the runner adds the digests."""
     moves = byte_moves(case.local, case.remotes, case.num_tokens, case.local_spans, case.remote_spans)
     return {
         "runs": [list(copy) for copy in moves.copies],

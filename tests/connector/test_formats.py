@@ -445,7 +445,7 @@ def test_blocks_of_other_sizes(name, mine, theirs):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_blocks(name):
-    """The order "data then scales" is that of a kernel's block, not a manager's; blocks of tiles may then differ as well."""
+    """Data precedes scales in a kernel's block, not in a manager's; blocks of tiles may then differ as well."""
     form = FORMATS[name]
     if "alignment" in repr(form.spec(8, 1)) and form.spec(8, 1).page_size_padded is not None:
         pytest.skip("vLLM does not split padded pages")

@@ -30,7 +30,7 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """What all engines of the session are forked from."""
+    """The process from which all engines of the session are forked."""
     with Zygote(tmp_path_factory.mktemp("zygote") / "log", {"KVHMA_E2E_SPIN_SECONDS": "0.01"}) as process:
         yield process
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deployments switch on for requests, all of it at once in both engines: asynchronous scheduling, priorities,
-adapters, structured output, and clients that go away. D answers as a plain engine does, which schedules step by step.
+"""Features that deployments enable for requests, all at once in both engines: asynchronous scheduling, priorities,
+adapters, structured output, and clients that disconnect. D answers as a plain engine does, which schedules step by
+step.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from support.weights import adapter
 Models = Callable[[str], Path]
 NAME = "llama"
 LEASE = 20
-"""Seconds for which P keeps what nobody asks for: a client may go away before D has heard of it."""
+"""Seconds for which P holds unclaimed blocks: a client may disconnect before D is notified of its request."""
 
 
 @pytest.fixture(scope="module")
 def trio(zygote: Zygote, model: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, ...]]:
-    """P, D and an engine without connector, which does nothing ahead."""
+    """P, D and an engine without connector, which schedules nothing ahead."""
     folder = tmp_path_factory.mktemp("deployments")
     each = {"skip_tokenizer_init": False, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    # What may stand between two words of JSON has no end.
+    # JSON allows any number of spaces between two words.
     each |= {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     ahead = each | {"async_scheduling": True, "scheduling_policy": "priority"}
     lease = {"kv_lease_duration": LEASE}
@@ -100,7 +101,7 @@ def test_structured_output(shape: str, trio: tuple[Engine, ...]) -> None:
     expected = [plain.generate(prompt, max_tokens=60, **asked).result() for prompt in many]
     for prompt, right in zip(many, expected, strict=True):
         assert right.error is None
-        # A proxy sends P the client's body, and P begins an answer in this shape.
+        # A proxy sends P the client's body, and P begins an answer in this format.
         got = decode(d, prompt, prefill(p, prompt, **asked), max_tokens=60, **asked).result()
         same(NAME, got, right, shape)
         assert got.token_ids[-1] == END, got
@@ -118,7 +119,7 @@ def test_structured_output(shape: str, trio: tuple[Engine, ...]) -> None:
 
 
 def test_adapters_that_have_other_numbers(trio: tuple[Engine, ...], tmp_path: Path) -> None:
-    """Each engine counts its adapters as they come, so the number that is P's of one is D's of another."""
+    """Each engine numbers its adapters as they come, so one number may be another adapter at the other engine."""
     p, d, plain = trio
     tuned = [(name, adapter(tmp_path / name, layers=3, hidden=128, seed=at)) for at, name in enumerate("ab")]
     before, other = loads(d), computed(d, "other_prompt")
@@ -136,7 +137,7 @@ def test_adapters_that_have_other_numbers(trio: tuple[Engine, ...], tmp_path: Pa
         params = prefill(p, many[at], adapter=tuned[which])
         same(NAME, decode(d, many[at], params, adapter=tuned[which]).result(), right, f"adapter {which}")
     assert (loads(d) - before, computed(d, "other_prompt") - other) == (4, 0)
-    for which in (0, 1):  # the other one's: D computes it itself, and P keeps the blocks for whoever asks rightly
+    for which in (0, 1):  # the other's: D computes it itself, and P holds the blocks for a right request
         params = prefill(p, many[0], adapter=tuned[1 - which])
         same(NAME, decode(d, many[0], params, adapter=tuned[which]).result(), expected[0, which], "the other one's")
         decode(d, many[0], params, adapter=tuned[1 - which]).result()
@@ -146,7 +147,7 @@ def test_adapters_that_have_other_numbers(trio: tuple[Engine, ...], tmp_path: Pa
 
 
 def test_clients_that_go_away(trio: tuple[Engine, ...]) -> None:
-    """Before P has answered, before D's first token, in the middle of D's answer: all blocks of both come back."""
+    """Before P has answered, before D's first token, in the middle of D's answer: both engines free all blocks."""
     p, d, plain = trio
     before = loads(d)
     long, short, other = prompts("clients", [2001, 301, 40])
@@ -170,10 +171,10 @@ def test_clients_that_go_away(trio: tuple[Engine, ...]) -> None:
 
 
 def test_few_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """What D has no room for: longer than it takes, one at a time, and by priority.
+    """Requests that D has no room for: too long for it, one at a time, and by priority.
 
-    vLLM refuses what is longer than `max_model_len` before a connector hears of it; P keeps that for its lease. A pool
-    that has no room for `max_model_len` tokens stops an engine when it starts.
+    vLLM refuses prompts longer than `max_model_len` before it calls a connector; P holds their blocks for its lease. A
+    pool that has no room for `max_model_len` tokens stops an engine at its start.
     """
     lease = 5.0
     limit = 320
@@ -191,7 +192,7 @@ def test_few_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         all_free(d)
         all_free(p)
 
-        # Each needs nearly all of D's blocks: the second waits for the first to end, and keeps its lease.
+        # Each needs nearly all of D's blocks: the second waits for the first to end, and P renews its lease.
         fit = {16: one, 15: two, 1: last}
         right = {length: plain.generate(prompt, max_tokens=length).result() for length, prompt in fit.items()}
         answers = {length: decode(d, prompt, prefill(p, prompt), max_tokens=length) for length, prompt in fit.items()}
@@ -199,13 +200,13 @@ def test_few_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
             same(NAME, answer.result(60), right[length], f"of {len(fit[length])} tokens")
         assert loads(d) == len(fit)
 
-        # Two that outgrow D's blocks together: the one that came first is less urgent, and has to make room.
+        # Two that outgrow D's blocks together: the first is less urgent, and has to make room.
         expected = [plain.generate(prompt, max_tokens=100).result() for prompt in (low, high)]
         first = decode(d, low, prefill(p, low), max_tokens=100, priority=5)
         second = decode(d, high, prefill(p, high), max_tokens=100, priority=1)
         got = [first.result(60), second.result(60)]
         for answer, wanted in zip(got, expected, strict=True):
-            # One that was preempted computes its answer so far in another chunk than before.
+            # A preempted request computes its answer so far in other chunks.
             found = difference(answer, wanted, 2 * noise(NAME))
             assert found is None, found
         assert d.sample("vllm:num_preemptions_total") > 0

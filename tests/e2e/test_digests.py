@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what blocks hold, between real engines: hand-offs agree, and one spoilt block of each kind does not."""
+"""Digests of the content of blocks, between real engines: hand-offs agree, and one corrupted block of each kind
+fails."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def compared(d: Engine, result: str) -> int:
 
 
 def summed(p: Engine) -> int:
-    """Requests that P's workers have summed, each rank's once."""
+    """Requests that P's workers have summed, once for each rank."""
     return int(p.sample("vllm:kvhma_digest_seconds_count"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness: what engines leave behind, however they end."""
+"""The harness: what engines leave behind, for every way in which they end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ends(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> N
         assert long.result().finish_reason == "abort"
         late = engine.generate(PROMPT, max_tokens=2000, timeout=0.2).result()
         assert "TimeoutError" in str(late.error)
-        engine.idle(free=engine.state()["all_blocks"] - 1)  # block 0 is never given out
+        engine.idle(free=engine.state()["all_blocks"] - 1)  # block 0 is never allocated
         refused = engine.generate([10**9], max_tokens=1).result()
         assert refused.error, refused
     assert engine.pids() == []

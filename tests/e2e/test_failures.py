@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that die, leases that end, requests that are given up: never a wrong token, never a block that stays."""
+"""Engines that die, leases that end, requests that are cancelled: never a wrong token, never a leaked block."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_p_killed_before_during_and_after_and_restarted(
         with replacement(p, tmp_path / "p-again.log") as second:
             for engine in (d, strict):
                 same(name, hand_over(second, engine, again), expected[tuple(again)], "after a restart")
-            # What the first life of P promised is not there, whatever the second one has in these blocks.
+            # The second P does not hold what the first P promised, with any content in these blocks.
             same(name, decode(d, stale, told[tuple(stale)]).result(), expected[tuple(stale)], "stale")
             refused = decode(strict, stale, told[tuple(stale)]).result()
             assert refused.finish_reason == "error"
@@ -102,7 +102,7 @@ def test_p_killed_before_during_and_after_and_restarted(
 def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     lease = 3.0
     settings = {
-        # Two requests that nobody reads are more than the half of so few blocks.
+        # Two unread requests are more than half of so few blocks.
         "p": kvhma(
             name,
             extra={"kv_lease_duration": lease, "max_held_share": 1.0},
@@ -120,14 +120,14 @@ def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> Non
         time.sleep(lease + 0.5)
         all_free(p)
         until(lambda: p.sample("vllm:kvhma_expired_total", reason="unclaimed") == 2)
-        for prompt in others:  # they get the blocks that the late one had
+        for prompt in others:  # they get the blocks of the late request
             p.generate(prompt, max_tokens=1).result()
-        # What they read is of others by now, and P says so when it is asked.
+        # D has read other requests' content, and P answers that it no longer holds the blocks.
         same(name, decode(d, late, told[0]).result(), expected, "after its lease")
         assert decode(strict, late, told[1]).result().finish_reason == "error"
         assert (failures(d, "expired"), failures(strict, "expired")) == (1, 1)
 
-        # Whoever waits in D keeps its lease, and takes its cache when there is room.
+        # A request that waits in D renews its lease, and loads its cache when there is room.
         blockers = [d.generate(late, max_tokens=2000, request_id=f"blocker {at}") for at in range(4)]
         waiting = decode(d, late, prefill(p, late), timeout=None)
         time.sleep(2 * lease)
@@ -149,7 +149,7 @@ def test_a_scheduler_of_p_that_does_not_answer_after_the_read(zygote: Zygote, mo
         expected = d.generate(prompt, max_tokens=16).result()
         same(name, hand_over(p, d, prompt), expected)
         assert (loads(d), failures(d, "expired")) == (1, 0)
-        # P's worker still answers reads, but the scheduler that could say so does not.
+        # P's worker still serves reads, but its scheduler, which could confirm the lease, is stopped.
         told = prefill(p, prompt)
         same(name, hand_over(p, r, other), r.generate(other, max_tokens=16).result())
         listener = {**told, "remote_port": free_port()}
@@ -186,7 +186,7 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
             assert after["files"] <= before["files"] + 2
         same(name, hand_over(p, d, good), right, "after all that")
 
-        # P stands still in the handshake: D's request is given up, and its blocks come back when the handshake fails.
+        # P stalls in the handshake: D's request is cancelled, and its blocks are freed when the handshake fails.
         told = prefill(p, good)
         with frozen(p):
             answer = decode(d, good, told | {"remote_host": "127.0.0.1"}, request_id="frozen")
@@ -198,7 +198,7 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
 
 
 def frozen(engine: Engine) -> Any:
-    """All processes of an engine stand still while this is open."""
+    """All processes of an engine are stopped while this is open."""
 
     class Frozen:
         def __enter__(self) -> None:
@@ -241,7 +241,7 @@ def test_engines_that_are_connected_before_the_first_request(zygote: Zygote, mod
     }
 
     def connected(d: Engine, *before: int) -> int:
-        """Wait until D knows another incarnation of P than those before."""
+        """Wait until D knows another incarnation of P than before."""
         end = time.monotonic() + 30
         while True:
             known = d.rpc("e2e_connector", "_worker._engines._engines")[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of models that cache something in a way of their own, handed over and back, and the requests after that.
+"""Families of models with special caches: hand-offs in both directions, and the requests after them.
 
-`make families` runs one after the other, and goes on where it was stopped.
+`make families` runs one after the other, and continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_TH
 
 @dataclass(frozen=True)
 class Row:
-    """A family, and how its two engines differ.
+    """A family, and the differences between its two engines.
 
     Attributes:
         p, d: arguments of the engines.
         kernels: methods of the workers that replace kernels which fail in vLLM's build for CPUs.
         picture: whether a picture is in each prompt.
-        hit: whether D's prefix cache has all whole blocks that were handed over; P's has, when they change places.
-        lacks: what an engine says that vLLM's build for CPUs cannot run, a pattern.
+        hit: whether D's prefix cache has all whole blocks of a hand-off; P's has, when they change places.
+        lacks: the error of an engine that vLLM's build for CPUs cannot run, a pattern.
     """
 
     p: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ ROWS = {
     "granitemoehybrid": Row(p=TWO_RANKS, kernels=("e2e_mamba_2",)),
     "qwen2_5_vl": Row(picture=True),
     "step3p5": Row(),
-    # The window begins within a block of D's, of which P has no longer what is before it: such a block is never cached.
+    # The window begins within a block of D's, and P no longer has its first tokens: such a block is never cached.
     "exaone4": Row(p={"block_size": 32}, d={"block_size": 96}, hit=False),
 }
 ADDED = 3
@@ -94,7 +94,7 @@ def test_family(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> Non
 
 
 def skip_what_vllm_cannot(lacks: str, zygote: Zygote, folder: Path, logs: Path, settings: dict[str, Any]) -> None:
-    """Skip the test if an engine without connector fails, with what it says; any other failure is one of the test."""
+    """Skip the test if an engine without connector fails, with its error; any other failure fails the test."""
     with contextlib.suppress(EngineFailed), engines(zygote, folder, logs, alone=settings) as (alone,):
         if alone.generate([1, 2, 3], max_tokens=1).result().error is None:
             return
@@ -104,9 +104,9 @@ def skip_what_vllm_cannot(lacks: str, zygote: Zygote, folder: Path, logs: Path, 
 
 
 def hand_over_and_go_on(asked: _Asked, *, hit: bool) -> int:
-    """Hand prompts over, and ask D alone for those that share blocks with them. Returns how many were handed over.
+    """Hand off prompts, and send prompts that share blocks with them to D alone. Returns the number of hand-offs.
 
-    What D's prefix cache has of a prompt that was handed over are all its whole blocks, or with `hit` false none.
+    D's prefix cache has all whole blocks of a hand-off, or with `hit` false no blocks.
     """
     added = 0 if asked.picture is None else ADDED
     block = max(group["block_size"] for engine in (asked.p, asked.d) for group in attention(engine))
@@ -125,7 +125,7 @@ def hand_over_and_go_on(asked: _Asked, *, hit: bool) -> int:
     asked.at_d(first, "the same again")
     asked.at_d(first[: blocks * block - added] + ends[0], "all of its whole blocks")
     asked.at_d(first[: block + 5 - added] + ends[1], "a block and a bit")
-    asked.handed_over(first[: most - added] + ends[2], "handed over again, partly cached")
+    asked.handed_over(first[: most - added] + ends[2], "a second hand-off, partly cached")
     asked.handed_over(whole, "all but one token in whole blocks")
     assert asked.at_d(whole[:-1] + ends[3], "its whole blocks") == (most if hit else 0)
     if asked.picture is not None:
@@ -140,7 +140,7 @@ def attention(engine: Engine) -> list[dict[str, Any]]:
 
 @dataclass
 class _Asked:
-    """Asks a plain engine, and P and D, and compares; the picture is that of all prompts."""
+    """Sends prompts to a plain engine, and to P and D, and compares; all prompts have the same picture."""
 
     name: str
     p: Engine

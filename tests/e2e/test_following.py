@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D follows what P computes, in real engines: all kinds of models, ranks and blocks, and every way that it may end."""
+"""D follows P's computation in real engines: all kinds of models, ranks and blocks, and every way to end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from support.handoff import all_free, arguments, computed, failures, hand_over, 
 
 Models = Callable[[str], Path]
 STEP = {"max_num_batched_tokens": 100}
-"""P's: prompts of 401 tokens and more take several."""
+"""P's tokens per step: prompts of 401 tokens and more take several steps."""
 
 SLOW = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
-"""P's where something has to happen while it computes."""
+"""P's tokens per step where a test has to act while it computes."""
 
 SMALL = {"piece_tokens": 16}
 ALL = {"content_digests": "all"}
@@ -172,10 +172,10 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
 
 
 def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """What it had told of is overwritten by others; D reads it again.
+    """Other requests overwrite the blocks that P had announced; D reads them again.
 
-    Eight answers grow beside a prompt of 32 of P's 59 blocks, from three blocks each to six. It has room when it comes,
-    and not when its last blocks are computed: the one that came last has to give way.
+    Eight answers grow beside a prompt of 32 of P's 59 blocks, from three blocks each to six. The prompt has room when
+    it comes, but not when its last blocks are computed: vLLM preempts the request that came last.
     """
     name = "llama"
     settings = {
@@ -217,7 +217,7 @@ def test_d_that_comes_late_or_early(zygote: Zygote, model: Models, tmp_path: Pat
 
 
 def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Either side may lose its client in any phase: nobody waits for it, and nothing is kept."""
+    """Either side may lose its client in any phase: no engine waits for it, and no block is held."""
     name = "gemma3"
     with engines(zygote, model(name), tmp_path, p=kvhma(name, **STEP), d=kvhma(name, extra=SMALL)) as (p, d):
         pair = Pair(p, d)
@@ -239,7 +239,7 @@ def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> 
 
 
 def test_engines_that_die(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """With the policy `recompute` D answers all the same; P's blocks come back when its reader is gone."""
+    """With the policy `recompute` D answers all the same; P frees the blocks when its reader is gone."""
     name = "gemma3"
     extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
     settings = {
@@ -267,7 +267,7 @@ def test_engines_that_die(zygote: Zygote, model: Models, tmp_path: Path) -> None
 
 
 def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """While D waits for it, before and after its first piece, and when it has finished: D computes what is lost."""
+    """While D waits for it, before and after its first piece, and when it has finished: D computes the lost part."""
     name = "gemma3"
     extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
     settings = {f"p{phase}": kvhma(name, extra=extra, **SLOW) for phase in range(3)}
@@ -293,7 +293,7 @@ def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path:
 
 
 def test_p_that_begins_anew_at_the_same_address(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """It knows nothing of its tickets: D hears that, and does not wait for ever."""
+    """It knows nothing of its tickets: D learns that, and does not wait for ever."""
     name = "gemma3"
     port = free_port()
     extra = {"side_channel_port": port}
@@ -331,7 +331,7 @@ def test_a_ticket_that_p_never_hears_of(zygote: Zygote, model: Models, tmp_path:
         (prompt, other) = prompts(name, [301, 301])
         expected = [plain.generate(one, max_tokens=16).result() for one in (prompt, other)]
         answer = pair.follow(prompt, new_ticket())
-        same(name, hand_over(p, d, other), expected[1], "others go on")
+        same(name, hand_over(p, d, other), expected[1], "others continue")
         same(name, answer.result(), expected[0], "computed here in the end")
         assert computed(d, "other_prompt") == 0
         assert loads(d) >= 1
@@ -343,7 +343,7 @@ def compared(d: Engine, result: str) -> int:
 
 
 def read_pieces(d: Engine) -> int:
-    """Tokens of all pieces that D has read of requests that it follows now, but for the last one of each."""
+    """Tokens of all pieces that D has read of requests that it follows now, except the last piece of each."""
     followed = d.core("e2e_connector", "_kvhma_scheduler.decode._following.with_blocks")
     return sum(int(tokens) for one in followed.values() for tokens in re.findall(r"\bbefore=(\d+),", one))
 
@@ -353,7 +353,7 @@ def read_pieces(d: Engine) -> int:
 def test_digests_of_what_was_read_in_pieces(
     name: str, ranks: int, zygote: Zygote, model: Models, tmp_path: Path
 ) -> None:
-    """They agree; and a block that was read right, but spoilt at P before it summed, is found."""
+    """They agree; and a block that D read right, but that was corrupted at P before P summed it, is found."""
     extra = SMALL | ALL | {"load_retries": 0}
     settings = {
         "p": kvhma(name, extra=ALL, **SLOW),

@@ -30,7 +30,7 @@ def test_equal_ranks(name: str, zygote: Zygote, model: Models, tmp_path: Path) -
         block = next(group["block_size"] for group in groups if "Mamba" not in group["kind"])
         compare(name, p, d, plain, lengths(block))
         backoff = int(any("Mamba" in group["kind"] or "Sliding" in group["kind"] for group in groups))
-        # Of a prompt of one token nothing is saved: the last one is always computed.
+        # For a prompt of one token P saves nothing: the last token is always computed.
         assert d.loaded_tokens() == sum(length - backoff for length in lengths(block)[1:])
         assert loads(d) == len(lengths(block)) - backoff
         for engine, blocks in zip((p, d), free, strict=True):
@@ -63,8 +63,8 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
 
 @pytest.mark.parametrize(("name", "mine", "theirs"), [("llama", 32, 64), ("gemma3", 96, 32)])
 def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    # vLLM's MLA on CPUs has blocks of 16 tokens and no others; the byte oracle cuts latents.
-    # Blocks of the shorter size are read as they lie, and permuted where they arrive.
+    # vLLM's MLA on CPUs has only blocks of 16 tokens; the byte oracle cuts latents.
+    # Blocks of the shorter size are read in P's order, and permuted on arrival.
     permuting = {"permute_bytes": 1 << 30}
     settings = {
         "a": kvhma(name, block_size=mine, extra=permuting),
@@ -83,10 +83,10 @@ def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, mo
 
 def test_blocks_that_must_not_be_cut_are_refused(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "llama"
-    # In bfloat16 the CPU's kernel may pack tiles over tokens; then other block sizes cannot be read.
+    # In bfloat16 the CPU's kernel may pack tiles over tokens; then D cannot read other block sizes.
     half = {"dtype": "bfloat16"}
     settings = {
-        # What `fails` could not read stays for another engine until its lease ends; it was given back at once.
+        # P holds what `fails` could not read until its lease ends, for another engine; formerly it was freed at once.
         "p": kvhma(name, block_size=64, extra={"kv_lease_duration": 10}) | half,
         "recomputes": kvhma(name, policy="recompute", block_size=32) | half,
         "fails": kvhma(name, block_size=32) | half,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and messages that nobody should send: the engine goes on, and the next good request is right."""
+"""Malicious parameters and messages: the engine continues, and the next good request is right."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPANS = [
 
 
 def broken(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key missing and with values it cannot have, one at a time."""
+    """Every key missing and with values that it cannot have, one at a time."""
     for key in good:
         yield f"no {key}", {name: value for name, value in good.items() if name != key}
         for value in VALUES:
@@ -75,7 +75,7 @@ def broken(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    # One lasting failure for each request: what is refused is not tried twice.
+    # One permanent failure for each request: D does not retry a refused request.
     extra = {"handshake_timeout": 0.5, "kv_lease_duration": 600}
     both = kvhma(NAME, extra=extra)
     with engines(zygote, model(NAME), tmp_path, p=both, d=both, plain=arguments(NAME)) as (p, d, plain):
@@ -84,8 +84,8 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         refused = served = 0
         good = prefill(p, prompt)
         for number in itertools.count():
-            # What was read is held no longer: each case starts from parameters that are good but for one. What is
-            # refused leaves P's blocks alone, so that most cases share a prefill; it gave them back once.
+            # Blocks that were read are no longer held: each case starts from parameters with one error. A refusal
+            # leaves P's blocks alone, so that most cases share a prefill; formerly it freed them.
             if not p.state()["requests"]:
                 good = prefill(p, prompt)
             what, params = next(itertools.islice(broken(good), number, None), ("", None))
@@ -95,7 +95,7 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
             if got.finish_reason == "error" or got.error is not None:  # of the engine, or of vLLM's front end
                 refused += 1
             else:
-                # Parameters that say nothing of a hand-off, or keys that nobody needs: the tokens are right.
+                # Parameters without a hand-off, or with unused keys: the tokens are right.
                 same(NAME, got, expected, what)
                 served += 1
             assert d.alive, what
@@ -114,7 +114,7 @@ def test_broken_requests_to_p(zygote: Zygote, model: Models, tmp_path: Path) -> 
         for value in VALUES:
             for key in ("do_remote_decode", "do_remote_prefill"):
                 p.generate(prompt, max_tokens=1, kv_transfer_params={key: value}).result()
-            # A first step of several tokens, of none, and one that is cut short by a stop.
+            # A first step of several tokens, of none, and one that a stop cuts short.
             p.generate(prompt, max_tokens=3, kv_transfer_params={"do_remote_decode": True, "x": value}).result()
         same(NAME, hand_over(p, d, other), plain.generate(other, max_tokens=16).result(), "after all that")
 
@@ -129,7 +129,7 @@ def talk(address: tuple[str, int]) -> None:
         with socket.create_connection(address) as raw:
             raw.sendall(struct.pack("<I", len(data)) + data)
             assert b"problem" in raw.recv(1000)
-    # One message of 3,000 MiB: nobody takes it.
+    # One message of 3,000 MiB: no listener accepts it.
     with socket.create_connection(address) as raw, contextlib.suppress(ConnectionError):
         raw.sendall(struct.pack("<I", 3000 << 20))
         sent, part = 0, bytes(1 << 20)

@@ -118,7 +118,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         several_of_one_body(completions, many, expected)
         assert [samples(urls[role], FAILED) for role in ("decode-1", "decode-2")] == [[], []]
         clients_that_hang_up(ports["proxy"], [urls[role] for role in pids], many[1])
-        # P and D are both told that a client has hung up. D may hear first of P that it has aborted the request.
+        # P and D are both notified that a client has disconnected. P's abort may reach D first.
         for role in ("decode-1", "decode-2"):
             assert samples(urls[role], FAILED) == samples(urls[role], f'{FAILED}cause="refused"')
 
@@ -138,7 +138,8 @@ FAILED = "vllm:kvhma_failed_loads_total{"
 
 
 def rejected_by_d(prefill: str, decode: str, prompt: list[int]) -> None:
-    """VLLM tells its connector of each request that its front end rejects: P kept the blocks for the whole lease."""
+    """VLLM notifies its connector of each request that its front end rejects: formerly P held the blocks for the
+    lease."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
     remote = {"do_remote_decode": True, "do_remote_prefill": False}
     status, text = ask(prefill + "/v1/completions", body | {"kv_transfer_params": remote})
@@ -157,7 +158,7 @@ def rejected_by_d(prefill: str, decode: str, prompt: list[int]) -> None:
 
 
 def several_of_one_body(completions: str, many: list[list[int]], expected: list[Answer]) -> None:
-    """Samples of one prompt, and several prompts: two samples were HTTP 500, and so was a second prompt."""
+    """Samples of one prompt, and several prompts: formerly two samples were HTTP 500, and so was a second prompt."""
     body = {"model": "tiny", "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
     right = [answer.token_ids for answer in expected]
     for n in (2, 3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live engines are looked at: doctor and export ask them, a real Prometheus scrapes them for the dashboard."""
+"""Inspecting live engines: doctor and export ask them, a real Prometheus scrapes them for the dashboard."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMETHEUS = shutil.which("prometheus")
 
 @dataclass(frozen=True)
 class Pair:
-    """What ``kvhma serve-pair`` has started: the model, and the ports of each process; `side` of P and D."""
+    """The processes of ``kvhma serve-pair``: the model, and the ports of each process; `side` of P and D."""
 
     model: str
     proxy: int
@@ -66,13 +66,13 @@ class Pair:
         return answer
 
     def stream(self, prompt: list[int]) -> None:
-        """Take a stream of the proxy."""
+        """Read a stream of the proxy."""
         assert b"[DONE]" in self.ask(prompt, stream=True)
 
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """The address of a collector of traces, and what it got."""
+    """The address of a collector of traces, and the traces that it received."""
     got: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -132,7 +132,7 @@ def ports(pid: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_doctor_reaches_a_live_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, and null blocks are read, while requests go on; nothing of them is different."""
+    """It is named, and null blocks are read, while requests continue; their answers do not change."""
     (prompt, again) = prompts("look", [101, 101])
     first = pair.complete(prompt)
     done = cli("doctor", "--peer", f"localhost:{pair.side['P']}", "--read", "--json")
@@ -146,7 +146,7 @@ def test_doctor_reaches_a_live_engine(pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_exported_is_what_runs(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """plan, explain, map and diff take the geometries of both engines; each has what vLLM says of its blocks."""
+    """plan, explain, map and diff read the geometries of both engines; each has vLLM's sizes of its blocks."""
     monkeypatch.chdir(tmp_path)
     for name in ("P", "D"):
         assert cli("export", f"127.0.0.1:{pair.side[name]}", "-o", f"{name}.json").code == 0
@@ -168,7 +168,7 @@ def metrics(port: int, start: str = "") -> str:
 
 
 def test_a_load_is_in_the_clients_trace(pair: Pair) -> None:
-    """All six spans come with the trace's id; a request without a header has none of them."""
+    """All six spans come with the trace's id; a request without a header has no spans."""
     (plain, prompt) = prompts("traced", [120, 130])
     names = [b"kvhma.load", *(b"kvhma." + name for name in (b"claim", b"plan", b"post", b"read", b"check"))]
     pair.ask(plain)
@@ -183,7 +183,7 @@ def test_a_load_is_in_the_clients_trace(pair: Pair) -> None:
 
 
 def test_every_metric_that_is_named_is_there(pair: Pair) -> None:
-    """Of those with a label no sample may be there yet, but their type is."""
+    """Metrics with a label may have no sample yet, but have their type."""
     lines = "\n".join(metrics(port, "# TYPE") for port in (pair.http["D"], pair.proxy))
     known: set[str] = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", lines, re.MULTILINE):

@@ -54,7 +54,7 @@ def test_two_hosts(hosts: dict[str, str], zygote: Zygote, model: Callable[[str],
         env = {
             "KVHMA_E2E_NETNS": namespace,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": address,
-            # On one machine UCX would find other ways than the cable.
+            # On one machine UCX would find other paths than the cable.
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": f"v{namespace}"[:15],
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny models as oracles: the noise of two plain engines, and what one wrong block does.
+"""The tiny models as oracles: the noise of two plain engines, and the effect of one wrong block.
 
-What the other tests conclude from equal answers rests on this: with one block of one layer spoilt on P between the two
-halves of a hand-off, D's answer must move far beyond the noise. The hand-off is vLLM's own.
+The other tests draw conclusions from equal answers, which this test justifies. With one block of one layer corrupted on
+P in the middle of a hand-off, D's answer must move far beyond the noise. The hand-off is vLLM's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.engines.compare import distance
 from support.engines.tiny import MODELS
 from support.handoff import arguments, at_once
 
-# One prompt's blocks are held until the end: blocks that were given out again would hold what they are put in place of.
+# One prompt's blocks are held until the end: reused blocks would hold the content that they replace.
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
@@ -26,10 +26,10 @@ NIXL = {
 }
 LENGTH = 301
 TOKENS = 12
-DS = {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}  # what vLLM sets for its connector; SD has another kernel
+DS = {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}}  # vLLM sets it for its connector; SD has another kernel
 FACTOR = 1000
-# GDN's kernel computes a chunk otherwise than token by token. P leaves the last token to D, so the plain engine must
-# come to that token alone as well: three chunks of 100 tokens, and one more.
+# GDN's kernel computes a chunk differently from single tokens. P leaves the last token to D, so the plain engine must
+# compute that token alone as well: three chunks of 100 tokens, and one more.
 CHUNKED = "qwen3_next"
 
 

@@ -43,7 +43,7 @@ def test_prefix_hits_and_chunks(name: str, zygote: Zygote, model: Models, tmp_pa
             moved[what] = d.loaded_tokens() - before
         print(f"{name}: tokens loaded {moved}")
         assert moved["nothing cached"] >= len(base) - 1
-        # Of a window D has the end only, and for a state no earlier one: then an earlier hit is none.
+        # For a window D has only the end, and for a state no earlier one: then an earlier hit does not count.
         if name == "llama":
             assert moved["block-aligned"] <= len(cases["block-aligned"]) - 2 * block
         assert moved["to the last block"] < 2 * block
@@ -61,7 +61,7 @@ def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) 
         told = [prefill(p, prompt) for prompt in many]
         got = [decode(d, prompt, params) for prompt, params in zip(many, told, strict=True)]
         for prompt, answer, right in zip(many, got, expected, strict=True):
-            # How many are computed together decides how they are rounded.
+            # The number of requests in a step decides how sums are rounded.
             found = difference(answer.result(), right, 2 * noise(name))
             assert found is None, f"of {len(prompt)} tokens: {found}"
         for engine in (p, d):
@@ -85,7 +85,7 @@ def test_preemption(name: str, blocks: int, longest: int, zygote: Zygote, model:
         told = [prefill(p, prompt) for prompt in many]
         got = [decode(d, prompt, params, max_tokens=2 * block) for prompt, params in zip(many, told, strict=True)]
         for answer, right in zip(got, expected, strict=True):
-            # A request that was preempted computes its answer so far in other chunks than before.
+            # A preempted request computes its answer so far in other chunks than before.
             found = difference(answer.result(), right, 2 * noise(name))
             assert found is None, found
         preempted = d.sample("vllm:num_preemptions_total")
@@ -105,10 +105,14 @@ def test_what_a_load_leaves_in_the_prefix_cache(
 ) -> None:
     """The requests after a hand-off, which hit the blocks that it filled.
 
-    D's first block of a window holds older tokens too, which P has let go of where its blocks are shorter. They were
-    zeros in a block that D's prefix cache served: with blocks of 32 and 128 tokens and prompts of 445 and 429 tokens, a
-    second prompt that shares 384 of them and runs at D alone was 0.25 and 0.67 nats off with other tokens, a third one,
-    handed over, 1.7 and 1.2. With 404 tokens it happened to be right.
+    D's first block of a window holds older tokens too, which P has freed if its blocks are shorter. Formerly they were
+    zeros in a block that D's prefix cache served. Measured with blocks of 32 and 128 tokens, prompts of 445 and 429
+    tokens, and a second prompt that shares 384 of them:
+
+    * at D alone 0.25 and 0.67 nats off, with other tokens,
+    * a third prompt, from a hand-off, 1.7 and 1.2 nats off.
+
+    With 404 tokens it happened to be right.
     """
     settings = {
         "p": kvhma(name, block_size=ours),

@@ -28,14 +28,14 @@ from support.waiting import until
 from support.weights import adapter, fine_tune
 
 Models = Callable[[str], Path]
-MANY = {"temperature": 1.0, "top_k": 1}  # vLLM takes no several samples at temperature 0; these are as greedy
+MANY = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several samples at temperature 0; these are as greedy
 GRACE = 2.5
 
 
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
 def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """With n = 3 and policy `fail`, two of three samples were lost."""
-    reads = kvhma(name, policy="recompute")  # a late one is computed
+    """Formerly, with n = 3 and policy `fail`, two of three samples were lost."""
+    reads = kvhma(name, policy="recompute")  # a late reader computes
     settings = {"p": kvhma(name), "d": reads, "e": reads, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, e, plain):
         one, spread, many, late = prompts(name, [301, 150, 65, 33])
@@ -48,7 +48,7 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
         assert (loads(d), computed(d, "late_reader")) == (3, 0)
         all_free(p)
 
-        # As a data-parallel front end spreads them over its engines.
+        # Spread as a data-parallel front end spreads them over its engines.
         params = prefill(p, spread)
         answers = [
             decode((d, e)[index % 2], spread, params, request_id=f"{index}_parent", **MANY) for index in range(4)
@@ -61,7 +61,7 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
 
         answer = decode(d, many, prefill(p, many), n=16, **MANY).result()
         for sample in (answer, *answer.others):
-            # How many are computed together decides how they are rounded.
+            # The number of requests in a step decides how sums are rounded.
             assert sample.token_ids == expected[65].token_ids
         all_free(p)
 
@@ -80,7 +80,8 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
 @pytest.mark.smoke
 @pytest.mark.parametrize(("name", "policy"), [("gemma3", "recompute"), ("nemotron_h", "fail")])
 def test_another_prompts_parameters(name: str, policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Its end gave back the blocks of the right prompt, whose load failed then; `fail` computed it all the same."""
+    """Formerly its end freed the blocks of the right prompt, whose load failed then; `fail` computed it all the
+    same."""
     settings = {"p": kvhma(name), "d": kvhma(name, policy=policy), "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         right, longer, shorter = prompts(name, [301, 400, 150])
@@ -100,10 +101,10 @@ def test_another_prompts_parameters(name: str, policy: str, zygote: Zygote, mode
 
 
 def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """P let go of the blocks as soon as the first engine had failed."""
+    """Formerly P freed the blocks as soon as the first engine had failed."""
     name = "gemma3"
     lease = 4.0
-    narrow = {"dtype": "bfloat16"}  # the others are float32: its caches cannot be paired
+    narrow = {"dtype": "bfloat16"}  # the others use float32, so they cannot read its caches
     settings = {
         "p": kvhma(name, extra={"kv_lease_duration": lease}),
         "unlike": kvhma(name, **narrow),
@@ -122,7 +123,7 @@ def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote,
 
         params = prefill(p, second)
         dies.generate(first, max_tokens=2000)
-        answer = decode(dies, second, params)  # it waits for the other one, and claims the blocks meanwhile
+        answer = decode(dies, second, params)  # it waits for the other request, and claims the blocks meanwhile
         until(lambda: "readers={}" not in str(p.core("e2e_connector", "_scheduler.context.leases._held")))
         dies.kill()
         assert answer.exception(10) is not None
@@ -132,7 +133,8 @@ def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote,
 
 
 def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """P computed with an adapter, D took it over without: 0.21 nats off, and later requests of D hit these blocks."""
+    """Formerly D loaded, without an adapter, what P computed with one: 0.21 nats off, and later requests hit the
+    blocks."""
     name = "llama"
     tuned = ("fine", adapter(tmp_path / "adapter", layers=3, hidden=128))
     able = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": True}
@@ -162,7 +164,7 @@ def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -
 
 
 def test_two_models_of_one_shape(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """They mixed without a word."""
+    """Formerly they mixed without an error."""
     name = "gemma3"
     tuned = fine_tune(model(name), tmp_path / "fine-tune")
     named = {"extra": {"model_id": "the same, says the operator"}}
@@ -194,7 +196,7 @@ def test_two_models_of_one_shape(zygote: Zygote, model: Models, tmp_path: Path) 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
 def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """P cannot stop one token early for them; D refused a window or a state that was one token ahead."""
+    """P cannot stop one token early for them; formerly D refused a window or a state that was one token ahead."""
     recomputes = kvhma(name, policy="recompute")  # with `fail` a state that is ahead fails
     settings = {"p": kvhma(name, max_num_batched_tokens=128), "d": recomputes, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -204,7 +206,7 @@ def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: 
             expected = plain.generate(prompt, max_tokens=16).result()
             got = decode(d, prompt, prefill(p, prompt, prompt_logprobs=1)).result()
             same(name, got, expected, f"of {length} tokens")
-            # Where D is asked for them too, vLLM computes all of the prompt there: P is let go at once.
+            # Where D is asked for them too, vLLM computes all of the prompt there: P frees its blocks at once.
             asked = {"prompt_logprobs": 1}
             same(name, decode(d, prompt, prefill(p, prompt, **asked), **asked).result(), expected, "asked of both")
             all_free(p)

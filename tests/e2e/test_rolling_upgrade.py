@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of two versions of vLLM hand over to each other, as they do while a deployment is upgraded (`make rolling`).
+"""Engines of two versions of vLLM hand off to each other, as in a rolling upgrade (`make rolling`).
 
-Each version has an environment of its own, which `make .venv-e2e-0.31.0/.ready VLLM=0.31.0` sets up.
+Each version has a separate environment, which `make .venv-e2e-0.31.0/.ready VLLM=0.31.0` sets up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def start(stack: ExitStack, zygotes: dict[str, Zygote], name: str, model: Path, 
         try:
             (engine,) = stack.enter_context(engines(zygote, model, logs, **{version: kvhma(name)}))
         except EngineFailed:
-            # vLLM 0.31 packs the weights of convolutions where there is AMX, and has no kernel to do it in float32.
+            # With AMX, vLLM 0.31 packs the weights of convolutions, and has no kernel to do it in float32.
             if "not implemented for 'Float'" not in (logs / f"{version}.log").read_text():
                 raise
             print(f"{version} does not run {name} on this processor")

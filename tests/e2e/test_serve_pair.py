@@ -23,7 +23,7 @@ Models = Callable[[str], Path]
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20))
 
 
-# As a user has them: nothing is said of threads and cores.
+# As a user's: without settings for threads and cores.
 SEEN = {name: value for name, value in ENVIRONMENT.items() if "THREADS" not in name}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that sleep and wake up hand over and take over as before, by vLLM's own calls.
+"""Engines that sleep and wake up hand off and load as before, by vLLM's own calls.
 
-Its CPU worker ignores both calls; in its place the extension does what the GPU worker does, and spoils the caches.
+Its CPU worker ignores both calls. In its place the extension does what the GPU worker does, and overwrites the caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def nap(engine: Engine) -> None:
 
 
 def test_both_engines_sleep(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
-    lease = {"kv_lease_duration": 20}  # what is held keeps P awake
+    lease = {"kv_lease_duration": 20}  # held blocks keep P awake
     settings = {"prefill": kvhma(NAME, extra=lease), "decode": kvhma(NAME), "plain": arguments(NAME)}
     with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
         if not all(engine.rpc("e2e_sleep_as_gpus_do")[0] for engine in (p, d)):
@@ -35,7 +35,7 @@ def test_both_engines_sleep(zygote: Zygote, model: Callable[[str], Path], tmp_pa
         old = prefill(p, prompt)
         nap(p)
         assert decode(d, prompt, old).result().finish_reason == "error"
-        # D may find that the agent it knew is gone, or that another incarnation answers.
+        # D may find that the old agent is gone, or that another incarnation answers.
         assert failures(d, "peer_lost") + failures(d, "handshake") == 1
         compare(NAME, p, d, plain, [302, 33])
         nap(d)

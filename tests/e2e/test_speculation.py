@@ -30,13 +30,13 @@ def test_ngram_on_one_side(order: str, zygote: Zygote, model: Models, tmp_path: 
         "plain": arguments(name),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (without, with_, plain):
-        # vLLM's kernels for CPUs answer wrongly with drafts, whoever computed the prompt.
+        # vLLM's kernels for CPUs answer wrongly with drafts, for prompts from any engine.
         with_.rpc("e2e_right_drafts")
         for p, d in ((with_, without), (without, with_)):
             for prompt in PROMPTS:
                 expected = plain.generate(prompt, max_tokens=32).result()
                 same(name, hand_over(p, d, prompt, max_tokens=32), expected, f"of {len(prompt)} tokens")
-                # What is left in the blocks and slots of this request is no part of the next one.
+                # The next request does not use what is left in the blocks and slots of this one.
                 same(name, d.generate(prompt, max_tokens=32).result(), expected, f"again, of {len(prompt)} tokens")
         assert with_.sample("vllm:spec_decode_num_accepted_tokens_total") > 0
         assert without.sample("vllm:kvhma_load_seconds_count") == with_.sample("vllm:kvhma_load_seconds_count")
@@ -45,7 +45,7 @@ def test_ngram_on_one_side(order: str, zygote: Zygote, model: Models, tmp_path: 
 
 
 def draft(method: str, llama: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A model, and the configuration of what drafts for it."""
+    """A model, and the configuration of its drafts."""
     if method == "mtp":
         return mimo(llama, folder), {"method": "mtp", "num_speculative_tokens": 1}
     drafter = llama if method == "draft_model" else eagle(llama, folder)
@@ -54,7 +54,7 @@ def draft(method: str, llama: Path, folder: Path) -> tuple[Path, dict[str, Any]]
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
 def test_drafts_of_a_model(method: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """P and D draft with a model, whose layers are handed over too; or D alone does, and begins without them."""
+    """P and D draft with a model, whose layers are transferred too; or D alone does, and begins without them."""
     name = "llama"
     target, speculation = draft(method, model(name), tmp_path / "draft")
     settings = {

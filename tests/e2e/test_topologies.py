@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How deployments set their engines up: ranks, data parallel, a second connector, caches of fp8, pictures."""
+"""Common topologies of deployments: ranks, data parallel, a second connector, caches of fp8, pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_two_ranks_to_two(name: str, zygote: Zygote, model: Models, tmp_path: Pa
     settings = {"p": kvhma(name, **TWO_RANKS), "d": kvhma(name, **TWO_RANKS), "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         compare(name, p, d, plain, [33, 301, 601], ranks_differ=True)
-        # One load of the engine is one of each of its ranks.
+        # A load of the engine is one load of each of its ranks.
         for rank in ("0", "1"):
             assert d.sample("vllm:kvhma_rank_bytes_total", rank=rank) > 0
         assert d.sample("vllm:kvhma_failed_loads_total") == 0
@@ -48,13 +48,13 @@ def test_two_ranks_to_two(name: str, zygote: Zygote, model: Models, tmp_path: Pa
 
 
 def test_data_parallel(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Two engines of one rank at P, two of two ranks at D; every one of P hands over to every one of D.
+    """Two engines of one rank at P, two of two ranks at D; every engine of P hands off to every engine of D.
 
     vLLM runs no mixture of experts with data parallel on CPUs (its communicator has no `all_gatherv`), so no rank waits
-    for another one's step here.
+    for another rank's step here.
     """
     name = "llama"
-    # vLLM 0.33 wants a memory node for each engine, but not where this is set, to whatever.
+    # vLLM 0.33 requires a memory node for each engine, unless this has any value.
     nodes = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
     # Each engine adds its number to the port.
     ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2)]
@@ -95,8 +95,8 @@ def empty(state: dict[str, Any]) -> bool:
 
 
 def beside_an_offloading_connector(name: str) -> dict[str, Any]:
-    """Arguments of an engine that hands over, and keeps blocks in host memory: vLLM's connector for that, whose copies
-    on a GPU's streams are replaced."""
+    """Arguments of an engine that hands off, and stores blocks in host memory: with vLLM's connector for that, whose
+    copies on a GPU's streams are replaced."""
     settings = kvhma(name, enable_prefix_caching=True)
     ours = settings["kv_transfer_config"]
     spec = {"spec_name": "HostSpec", "spec_module_path": "support.engines.offloading", "cpu_bytes_to_use": 64 << 20}
@@ -113,21 +113,21 @@ def beside_an_offloading_connector(name: str) -> dict[str, Any]:
 def forget_prefixes(*of: Engine) -> None:
     """Empty the prefix caches of engines, but not what they keep in host memory."""
     for engine in of:
-        all_free(engine)  # P rests, and frees what was read half a second later
+        all_free(engine)  # P sleeps, and frees the blocks half a second after the read
         assert engine.core("reset_prefix_cache")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """vLLM itself keeps its two connectors that offload to host memory from CPUs."""
+    """vLLM itself excludes its two connectors that offload to host memory from CPUs."""
     both = beside_an_offloading_connector(name)
     settings = {"p": both, "d": both, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         first, end = prompts("offloading", [301, 40])
-        same(name, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(), "handed over")
+        same(name, hand_over(p, d, first), plain.generate(first, max_tokens=16).result(), "hand-off")
         assert (loads(d), d.loaded_tokens()) == (1, 300 if name == "gemma3" else 301)
         forget_prefixes(p, d)
-        # From host memory: what D was handed, and what P computed.
+        # From host memory: the blocks that D loaded, and those that P computed.
         longer = first[:288] + end
         expected = plain.generate(longer, max_tokens=16).result()
         before = d.loaded_tokens()
@@ -138,7 +138,7 @@ def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models
         before = p.loaded_tokens()
         params = prefill(p, longer)
         assert p.loaded_tokens() - before >= 256
-        same(name, decode(d, longer, params).result(), expected, "what P had in host memory, handed over")
+        same(name, decode(d, longer, params).result(), expected, "hand-off from P's host memory")
         for engine in (p, d):
             all_free(engine)
 
@@ -164,7 +164,7 @@ def test_caches_of_fp8(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         right = plain.generate(prompt, max_tokens=16).result()
         exact = whole.generate(prompt, max_tokens=16).result()
         assert abs(right.logprobs[0] - exact.logprobs[0]) > 10 * noise(name), "caches of fp8 that round nothing"
-        # Between the two kinds nothing is read: 5 seconds are P's lease.
+        # The two kinds read nothing from each other: 5 seconds are P's lease.
         assert hand_over(other, d, prompt).finish_reason == "error"
         assert failures(d, "unsupported") == 1
         assert "cache_dtype of the model is" in (tmp_path / "d.log").read_text()
@@ -174,7 +174,7 @@ def test_caches_of_fp8(zygote: Zygote, model: Models, tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """A prompt is its tokens and what its pictures are: those of another picture are of another prompt."""
+    """A prompt is its tokens and the content of its pictures: with another picture it is another prompt."""
     name = "llava"
     words = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
     settings = {
@@ -205,9 +205,9 @@ def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_pictures_that_only_p_has_seen(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Routers give D embeddings that say nothing, or P's expanded tokens alone: D answered from these.
+    """Routers give D empty embeddings, or only P's expanded tokens: formerly D answered from these.
 
-    What D has loaded is known by the picture, so that D finds it for whoever sends the picture itself.
+    D caches its load under the picture's hash, so a later request with the picture itself hits it.
     """
     name = "llava"
     words = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
@@ -240,7 +240,7 @@ def test_pictures_that_only_p_has_seen(zygote: Zygote, model: Models, tmp_path: 
             same(name, got, right[seed], f"picture {seed}, given {pictures}")
             assert loads(d) == number
             all_free(p)
-            # Whoever sends D the picture itself finds its blocks.
+            # A client that sends D the picture itself hits its blocks.
             before = d.sample("vllm:prefix_cache_hits_total")
             again = d.generate(prompt, max_tokens=16, pictures=(seed,)).result()
             same(name, again, right[seed], f"picture {seed} at D alone")
@@ -251,6 +251,6 @@ def test_pictures_that_only_p_has_seen(zygote: Zygote, model: Models, tmp_path: 
         params = prefill(p, prompt, pictures=(1,))
         assert decode(strict, prompt, params, pictures=(-7,)).result().finish_reason == "error"
         assert failures(strict, "other_prompt") == 1
-        same(name, decode(d, prompt, params, pictures=(-7,)).result(), right[1], "whoever asks rightly")
+        same(name, decode(d, prompt, params, pictures=(-7,)).result(), right[1], "a right request")
         for engine in (p, d, strict):
             all_free(engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P is killed and started again while clients go on asking, as in a rollout or after a crash."""
+"""P is killed and restarted under load, as in a rollout or after a crash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = {"handshake_timeout": 1, "kv_lease_duration": 10}
 
 
 class Traffic:
-    """Clients that ask P, then D, one request after the other, and note what became of each."""
+    """Clients that ask P, then D, one request after the other, and record how each ended."""
 
     def __init__(self, name: str, p: Engine, d: Engine, expected: list[tuple[list[int], Any]]) -> None:
         self.p = p
@@ -78,7 +78,7 @@ class Traffic:
 
 @pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=pytest.mark.smoke)])
 def test_p_restarts_in_the_middle_of_traffic(policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Requests are answered rightly or fail as documented; those after the restart are answered, by a load."""
+    """Requests are answered rightly or fail as documented; requests after the restart are answered, by a load."""
     name = "gemma3"
     settings = {
         "p": kvhma(name, extra=QUICK, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks of a client on other clients, with live engines: what is not theirs they do not get, nor keep from others."""
+"""Attacks of a client on other clients, with live engines: it neither gets nor blocks what belongs to others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Models = Callable[[str], Path]
 
 
 def forge(own: dict[str, Any], victim: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of one's own with another request's blocks, and a digest that is right for them without a secret."""
+    """Parameters of an attacker's request with another request's blocks, and a digest that is right without a
+    secret."""
     forged = copy.deepcopy(own)
     mine = forged["kvhma"]
     mine["spans"] = victim["kvhma"]["spans"]
@@ -40,8 +41,8 @@ def two_held(p: Engine, name: str, seed: str) -> tuple[list[list[int]], list[dic
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """D continued the victim's prompt: P's table knew that the attacker's own request was held, not what it had handed
-    out for it, and a digest without a secret anybody can make."""
+    """Formerly D continued the victim's prompt. P's table knew that it held the attacker's request, but not which
+    parameters it had handed out, and any client can compute a digest without a secret."""
     settings = {
         "p": kvhma(name),
         "d": kvhma(name, policy="recompute"),
@@ -50,7 +51,7 @@ def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, strict):
         for engine in (d, strict):
             (theirs, mine), (victim, own) = two_held(p, name, engine.log.name)
-            # An engine without parameters is a plain one; the other one's cache stays as it was.
+            # An engine without parameters is a plain one; the other request's cache is unchanged.
             plain = strict if engine is d else d
             expected = {
                 what: plain.generate(prompt, max_tokens=16).result()
@@ -63,12 +64,12 @@ def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp
             else:
                 same(name, got, expected["attacker's"], "computed here")
             assert difference(got, expected["victim's"], noise(name)) is not None
-            until(lambda: p.sample("vllm:kvhma_digest_refused_total") > 0)  # P rests, and tells with its next step
+            until(lambda: p.sample("vllm:kvhma_digest_refused_total") > 0)  # P sleeps, and reports with its next step
             assert failures(engine, "request") + failures(engine, "expired") >= 1
-            # Nobody else has lost anything: neither the victim, nor who asks for the attacker's prompt later.
+            # No other client has lost anything: neither the victim, nor a later client with the attacker's prompt.
             same(name, decode(engine, theirs, victim).result(), expected["victim's"], "the victim")
             same(name, engine.generate(mine, max_tokens=16).result(), expected["attacker's"], "later")
-            same(name, hand_over(p, engine, mine), expected["attacker's"], "handed over later")
+            same(name, hand_over(p, engine, mine), expected["attacker's"], "a later hand-off")
         assert "P has not handed out their parameters as they are" in (tmp_path / "p.log").read_text()
         assert p.alive
         all_free(d)
@@ -77,7 +78,8 @@ def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp
 
 @pytest.mark.smoke
 def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Whoever reached P's side channel had its hello, and whoever had parameters could write others."""
+    """Formerly any client of P's side channel got its worker identity, and any client with parameters could forge
+    others."""
     name = "llama"
     secret = tmp_path / "secret"
     secret.write_text("the secret of these two engines\n")
@@ -101,7 +103,7 @@ def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) ->
         same(name, decode(d, theirs, victim).result(), expected, "with the secret")
         secret.write_text("another secret of these two engines\nthe secret of these two engines\n")
         time.sleep(1.5)
-        # Signed with the old one, over a connection with both.
+        # Signed with the old secret, over a connection with both.
         same(name, decode(d, mine, own).result(), without.generate(mine, max_tokens=16).result(), "while it changes")
         (more,) = prompts((name, "more"), [301])
         same(name, hand_over(p, d, more), without.generate(more, max_tokens=16).result(), "afterwards")
@@ -110,7 +112,7 @@ def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) ->
 
 
 def test_requests_that_nobody_reads(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """20 unread requests pinned 95 % of P's blocks for as long as their lease: nobody else was served."""
+    """20 unread requests held 95 % of P's blocks for as long as their lease: P served no other client."""
     name = "llama"
     settings = {
         "p": kvhma(name, block_size=32, num_gpu_blocks_override=64, max_model_len=512),
@@ -124,14 +126,14 @@ def test_requests_that_nobody_reads(zygote: Zygote, model: Models, tmp_path: Pat
         assert total - p.state()["free_blocks"] <= total / 2 + 4
         dropped = p.sample("vllm:kvhma_held_dropped_total")
         assert dropped == 20 - total // 2 // 4
-        until(lambda: p.sample("vllm:kvhma_held_leases") == 20 - dropped)  # P rests, but for a step now and then
+        until(lambda: p.sample("vllm:kvhma_held_leases") == 20 - dropped)  # P sleeps, except for an occasional step
         assert p.sample("vllm:kvhma_pinned_blocks") == 4 * (20 - dropped)
         assert p.sample("vllm:kvhma_oldest_unread_seconds") > 0
-        # Others go on: a long prompt of P's own, and hand-offs of the newest and of one more.
+        # Other requests continue: a long prompt of P's own, and hand-offs of the newest and of one more.
         (long,) = prompts((name, "long"), [480])
         assert p.generate(long, max_tokens=2, timeout=30).result().error is None
         same(name, decode(d, asked[-1], told[-1]).result(), plain.generate(asked[-1], max_tokens=16).result(), "newest")
-        assert decode(d, asked[0], told[0]).result().finish_reason == "error", "its blocks were given up"
+        assert decode(d, asked[0], told[0]).result().finish_reason == "error", "its blocks were evicted"
         (more,) = prompts((name, "more"), [97])
         same(name, hand_over(p, d, more), plain.generate(more, max_tokens=16).result(), "one more")
         assert "max_held_share" in (tmp_path / "p.log").read_text()

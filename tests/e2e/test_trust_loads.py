@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of live engines in which something is raised, and those that last."""
+"""Loads of live engines that raise an exception, and loads that take long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NAME = "gemma3"
 
 
 def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """S8: a panic of Rust is no `Exception`: the thread that loads ended, and no request was loaded any more."""
+    """S8: a panic of Rust is no `Exception`: formerly the thread that loads ended, and no request was loaded any
+    more."""
     with engines(zygote, model(NAME), tmp_path, p=kvhma(NAME), d=kvhma(NAME), plain=arguments(NAME)) as (p, d, plain):
         many = prompts(NAME, [301] * 6)
         expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
@@ -39,7 +40,7 @@ def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> Non
 
 
 def test_a_load_that_needs_nobody_at_p(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Its processes stand still, or compute: that P holds the blocks stands in its memory, as the blocks do."""
+    """P's processes are stopped or busy: P's lease board, like its blocks, is read from its memory."""
     extra = {"handshake_timeout": 60}
     settings = {"p": kvhma(NAME, extra=extra), "d": kvhma(NAME, extra=extra), "plain": arguments(NAME)}
     with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
@@ -49,7 +50,7 @@ def test_a_load_that_needs_nobody_at_p(zygote: Zygote, model: Models, tmp_path: 
         params = prefill(p, second)
         p.pause()
         try:
-            same(NAME, decode(d, second, params).result(), expected[1], "while P stands still")
+            same(NAME, decode(d, second, params).result(), expected[1], "while P is stopped")
         finally:
             p.go_on()
         assert d.sample("vllm:kvhma_lease_checks_total", by="board") == 2
@@ -58,8 +59,8 @@ def test_a_load_that_needs_nobody_at_p(zygote: Zygote, model: Models, tmp_path: 
 
 
 def test_a_load_while_p_stands_still(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """S9: in a partition requests hung for over a minute, and kept blocks; nothing was logged or counted."""
-    # Its board would say that it held the blocks; for digests it is asked.
+    """S9: formerly requests hung for over a minute in a partition, and held blocks; nothing was logged or counted."""
+    # Its board would show that it holds the blocks; for digests D asks P.
     extra = {"kv_lease_duration": 2, "handshake_timeout": 60, "content_digests": 1.0}
     settings = {"p": kvhma(NAME, extra=extra), "d": kvhma(NAME, extra=extra), "plain": arguments(NAME)}
     with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strangers that listen as if they were engines, and that talk to workers, with live engines."""
+"""Untrusted peers that listen as if they were engines, and that talk to workers, with live engines."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ NAME = "gemma3"
 
 
 class Liar:
-    """Says that it holds whatever it is asked for."""
+    """Answers that it holds every request."""
 
     def renew(self, claims: list[LeaseClaim]) -> list[LeaseState]:
         return [LeaseState.HELD] * len(claims)
 
     def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
-        """Take note of nothing."""
+        """Record nothing."""
 
 
 def hello_of(params: dict[str, Any]) -> tuple[EngineInfo, bytes]:
-    """Ask an engine which one it is, and for the hello of its worker, as anybody can who reaches its side channel."""
+    """Ask an engine for its name and for the identity of its worker, as any client of its side channel can."""
     address = resolve(Address(params["remote_host"], params["remote_port"]), 5)
     with Client(address, 5, Secrets()) as client:
         info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
@@ -51,7 +51,7 @@ def hello_of(params: dict[str, Any]) -> tuple[EngineInfo, bytes]:
 
 
 def changed(hello: bytes) -> bytes:
-    """A hello with a space more."""
+    """A worker identity with one more space."""
     said = decode_handshake(hello)
     return encode_handshake(
         said.metadata,
@@ -65,7 +65,7 @@ def changed(hello: bytes) -> bytes:
 
 @contextlib.contextmanager
 def listening(info: EngineInfo, hello: bytes) -> Iterator[Address]:
-    """Listen as if one were that engine, with a key of one's own."""
+    """Listen as if this were that engine, with the attacker's key."""
     address = Address("127.0.0.1", free_port())
     listener = Listener(
         address,
@@ -89,8 +89,8 @@ def at(params: dict[str, Any], address: Address) -> dict[str, Any]:
 
 
 def test_a_fake_engine_locks_nobody_out(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """S7: a fake engine repeated P's hello with changed `extra` before D had met P. D read from it, and could not read
-    from the real P any more: "... says that it has the agent ..., which is at ..."."""
+    """S7: a fake engine repeated P's identity with changed `extra` before D had connected to P. D read from it, and
+    could not read from the real P any more: "... says that it has the agent ..., which is at ..."."""
     extra = {"handshake_timeout": 2}
     with engines(zygote, model(NAME), tmp_path, p=kvhma(NAME), d=kvhma(NAME, extra=extra)) as (p, d):
         first, second = prompts(NAME, [301, 150])
@@ -112,8 +112,8 @@ def test_a_fake_engine_locks_nobody_out(zygote: Zygote, model: Models, tmp_path:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_engines_that_the_operator_does_not_allow(policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """S2: one request that named a peer of the attacker's poisoned D's prefix cache for everybody: `prefill_engines`
-    says what to connect to, not what is allowed."""
+    """S2: one request that named an attacker's peer poisoned D's prefix cache for all clients: `prefill_engines` lists
+    engines to connect to, not engines that are allowed."""
     port = free_port()
     settings = {
         "p": kvhma(NAME, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}),
@@ -149,10 +149,10 @@ def test_engines_that_the_operator_does_not_allow(policy: str, zygote: Zygote, m
                     same(NAME, got, expected, "computed here")
             done.set()
             thread.join()
-        assert not met, "nobody was asked anything"
+        assert not met, "no peer was asked"
         assert d.sample("vllm:kvhma_refused_sources_total") == 3
         assert "allowed_prefill_engines" in (tmp_path / "d.log").read_text()
-        same(NAME, d.generate(prompt, max_tokens=16).result(), expected, "later, by whoever has the same prompt")
+        same(NAME, d.generate(prompt, max_tokens=16).result(), expected, "later, by a client with the same prompt")
         same(NAME, decode_at(d, prompt, params).result(), expected, "from the one that is allowed")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats of several turns: P reads from D what D has of the last one, and computes what is new."""
+"""Chats of several turns: P reads D's answer of the last turn, and computes what is new."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FIRST, NEW, ANSWER = 301, (40, 65), 24
 
 @dataclass
 class Turn:
-    """What P did for one turn of a chat.
+    """P's work for one turn of a chat.
 
     Attributes:
         prompt: its tokens.
         computed: tokens of it that P computed.
         read: tokens that it read from D.
-        megabytes: that it read.
+        megabytes: bytes read, in MB.
     """
 
     prompt: list[int]
@@ -50,7 +50,7 @@ class Chat:
         return int(own), self.p.loaded_tokens(), self.p.sample("vllm:kvhma_bytes_sum")
 
     def turn(self, prompt: Sequence[int]) -> Turn:
-        """Say something, and compare the answer with the plain engine's."""
+        """Send a message, and compare the answer with the plain engine's."""
         expected = self.plain.generate(prompt, max_tokens=ANSWER).result()
         before = self._counted()
         asked = self.params or REMOTE_DECODE
@@ -99,7 +99,7 @@ def test_three_turns(name: str, zygote: Zygote, model: Models, tmp_path: Path) -
             )
         assert loads(p) == len(new)
         until(lambda: d.sample("vllm:kvhma_answers_total", end="read") == len(new))
-        # What is left is the last answer, which D gives up for whoever needs its blocks.
+        # Only the last answer is left, which D evicts when a request needs its blocks.
         assert list(d.state()["requests"].values()) == ["kept"]
         all_free(p)
 
@@ -130,7 +130,7 @@ def test_of_a_state_only_the_whole_answer_is_read(zygote: Zygote, model: Models,
 
 
 def test_d_restarted_between_two_turns(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Its answers are gone with it; a prefill does not fail for that, whatever the policy is."""
+    """Its answers are gone with it; a prefill does not fail for that, with any policy."""
     settings = settings_of("llama")
     settings["d"]["env"] = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     with engines(zygote, model("llama"), tmp_path, **settings) as (p, d, plain):
@@ -139,7 +139,7 @@ def test_d_restarted_between_two_turns(zygote: Zygote, model: Models, tmp_path: 
         chat.turn(first)
         assert chat.turn([*chat.said, *new[0]]).read > 0
         d.kill()
-        # Nobody is there.
+        # No engine listens there.
         told = p.generate([*chat.said, *new[1]], max_tokens=1, kv_transfer_params=chat.params).result()
         assert (told.error, told.finish_reason) == (None, "length")
         assert computed(p, "late_reader") == 1
@@ -155,7 +155,7 @@ def test_d_restarted_between_two_turns(zygote: Zygote, model: Models, tmp_path: 
             turn = chat.turn([*chat.said, *new[1]])
             assert (turn.computed, turn.read) == (len(turn.prompt), 0)
             assert computed(p, "late_reader") == 2
-            # And from then on it is as before.
+            # From then on everything is as before.
             assert chat.turn([*chat.said, *new[2]]).read > len(turn.prompt)
 
 

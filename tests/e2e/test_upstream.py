@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness against something known to work: a hand-off by vLLM's own NixlConnector."""
+"""The harness with a working connector: a hand-off by vLLM's own NixlConnector."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_one_request(name: str, index: int) -> None:
 
 @pytest.mark.parametrize(("name", "exact", "static"), [("gemma-3-4b", 11920, 11950), ("gpt-oss-20b", 24096, 24108)])
 def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int) -> None:
-    """The clip keeps ceil(W/B)+1 blocks; at 32000 tokens, a multiple of 16, one is behind the window.
+    """The clip keeps ceil(W/B)+1 blocks; at 32000 tokens, a multiple of 16, one of them is before the window.
 
     The table has the exact figure because its block lists are those of a manager that has freed that block.
     """

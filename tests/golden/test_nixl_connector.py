@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32's own NIXL connector moved, recorded: the comparison has the same numbers, or says nothing.
+"""What vLLM 0.32's own NIXL connector moved, recorded: the comparison has the same numbers, or none.
 
 `tests/connector/test_nixl_comparison.py` asks vLLM again.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block meets which: the numeric cases of vLLM's own connector tests, through a plan, down to kernel blocks.
+"""Which block is copied to which: the numeric cases of vLLM's own connector tests, planned, down to kernel blocks.
 
-Upstream counts blocks from 0; here block 0 is the null block, so every id below is one logical block higher in the
-plan and shifted back before it is compared. Where upstream's own answer is wrong, the right one stands here.
+Upstream counts blocks from 0. Here block 0 is the null block, so every id below is one logical block higher in the
+plan, and shifted back before it is compared. Where upstream's own answer is wrong, the test has the right one.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def test_ratios_that_only_round_the_allocation(ratios, local, remote, kernels, z
 @pytest.mark.parametrize(
     ("ratios", "tokens", "local", "remote", "expected", "zero"),
     [
-        # Upstream keeps both as known to fail: it drops from the front and would pair kernel block 6 with 0. It is
-        # only safe because the handshake refuses such engines.
+        # Upstream marks both as expected failures: it drops from the front and would pair kernel block 6 with 0. That
+        # is safe only because the handshake refuses such engines.
         ((6, 10), 640, Span(1, [1]), Span(0, [0]), [6, 7, 8, 9], [10, 11]),
         ((10, 6), 960, Span(1, [1]), Span(0, [0, 1, 2]), [10, 11, 12, 13, 14], [15, 16, 17, 18, 19]),
     ],
@@ -81,7 +81,7 @@ def test_the_ratios_of_a_real_model():
         plan = kvhma.plan(local, prefill)
         spans = ([Span(0, [3]), Span(1, [4])], [Span(0, [2]), Span(0, [3])])
         report = Oracle(local, prefill).check(640, *spans, plan.transfer(640, *spans))
-        # Of the full layer the four kernel blocks behind the hit: one head, K and V of 256 items.
+        # Of the full layer the four kernel blocks after the hit: one head, K and V of 256 items.
         assert report.moved == 4 * 64 * 2 * 256 * 2 + local.layer_by_name["model.layers.0.mixer"].page.nbytes
         assert report.zeroed == 2 * 64 * 2 * 256 * 2
 
@@ -134,7 +134,7 @@ def parallel(base: int, cp_rank: int, cp_size: int) -> Geometry:
         # D has blocks 0, 1, 2 of the sequence; P's rank 1 has 1 and 3, its rank 0 has 0 and 2.
         ([100, 101, 102], [200, 201], 1, (0, 1), 2, 0, 3, ([101], [200]), {0: ([100, 102], [200, 201])}),
         # D's rank 1 of 2 has block 3 of the sequence left; P has only block 0. Upstream moves nothing either, but
-        # leaves what was in D's block; here it is zeroed.
+        # leaves D's block as it was; here it is zeroed.
         ([100], [200], 0, (1, 2), 1, 1, 1, ([], []), {}),
         # D's entry 3 on rank 0 of 2 is block 6; P's entry 1 on rank 2 of 4 is block 6.
         ([100], [200, 201], 2, (0, 2), 4, 3, 7, ([100], [201]), {0: ([], []), 1: ([], []), 3: ([], [])}),
@@ -143,8 +143,8 @@ def parallel(base: int, cp_rank: int, cp_size: int) -> Geometry:
     ],
 )
 def test_context_parallel_blocks(local, remote, source, cp, remote_size, cached, blocks, expected, others):
-    # Upstream's convention is ours: entry i of a rank's table is block i * cp_size + cp_rank of the sequence, and a
-    # request has the same ids on all ranks of an engine.
+    # Upstream's convention is ours. Entry i of a rank's table is block i * cp_size + cp_rank of the sequence. A request
+    # has the same ids on all ranks of an engine.
     prefill = [parallel(THERE + (r << 20), r, remote_size) for r in range(remote_size)]
     moved = Moved(parallel(HERE, *cp), prefill, 16 * blocks, [Span(cached, up(local))], [Span(0, up(remote))])
     assert moved.of("mla", source) == expected
@@ -177,7 +177,7 @@ def test_sources_of_a_context_parallel_latent(tp_rank, tp_size, remote_tp, cp, r
 
 def test_ranks_that_take_turns_by_token():
     # Of seven tokens of a byte each, rank 0 has 0, 2, 4 and 6 one after the other in its block 2, rank 1 has 1, 3 and
-    # 5. Token 7 of D's block 1 is nobody's yet.
+    # 5. Token 7 of D's block 1 does not exist yet.
     prefill = [
         rank(at, [Group("mla", 4, cp_rank=r, cp_size=2, cp_interleave=1)], [("kv", 0, latent(4, 1))])
         for r, at in enumerate((THERE, THERE + (1 << 20)))
@@ -218,7 +218,7 @@ def test_a_rank_that_owes_nothing_may_have_no_blocks(kind, limit):
     assert moved.pairs == {2: {"kv": ([1], [1])}}
 
 
-# --- Token-exact, whatever was allocated -----------------------------------------------------------------
+# --- Token-exact, for any number of allocated blocks -----------------------------------------------------
 
 
 @pytest.mark.parametrize("ratios", [(1, 2), (2, 1), (2, 2)])
@@ -245,7 +245,7 @@ def test_region_pull_ignores_allocation_padding(ratios, tokens, cached, spare):
         [*range(10 * other + cached * ours, 10 * other + valid)],
     )
     assert moved.of("second") == ([*range(40 * ours, 40 * ours + valid)], [*range(10 * other, 10 * other + valid)])
-    # Every allocated kernel block behind the last one that holds a token; inside of it the cut is exact.
+    # Every allocated kernel block after the last one that holds a token; inside of it the cut is exact.
     assert moved.zero("first") == [*range(30 * ours + valid, (30 + allocated) * ours)]
     assert moved.zero("second") == [*range(40 * ours + valid, (40 + allocated) * ours)]
     assert moved.report.moved == 2 * (2 * tokens - cached * ours * KERNEL)
@@ -469,14 +469,14 @@ def test_sparse_attention_with_scratch_and_two_kinds_of_state():
         layers = tuple(Layer(n, g, r, 0, 5, 16, page) for (n, g, r), page in zip(place, pages, strict=True))
         return Geometry(regions, groups, layers)
 
-    # Upstream has block 1 in three groups at once and block 0 in the scratch group: here every group has its own.
+    # Upstream has block 1 in three groups at once and block 0 in the scratch group: here every group has other blocks.
     spans = [Span(0, [1]), Span(0, [2]), Span(0, [3]), Span(0, [4])]
     moved = Moved(side(HERE), side(THERE), 4, spans, spans)
     assert moved.pairs == {0: {name: ([group + 1], [group + 1]) for name, group, _ in place}}
     states = [Span(0, []), Span(0, []), Span(0, [3]), Span(0, [4])]
     with pytest.raises(kvhma.RequestError, match="local group 0: blocks hold no token 0"):
         Moved(side(HERE), side(THERE), 4, states, states)
-    # A full hit of the paged groups says so by where its empty span starts.
+    # The start of an empty span shows a full hit of the paged groups.
     only = [Span(1, []), Span(0, []), Span(0, [3]), Span(0, [4])]
     assert set(Moved(side(HERE), side(THERE), 4, only, spans).pairs[0]) == {"mamba.sharded", "mamba.ple"}
 
@@ -495,7 +495,7 @@ def test_pages_of_two_sizes_in_one_block_are_moved_whole():
 
 
 def test_places_without_a_layer_are_not_moved():
-    # Nemotron-H with two attention layers in one group and three state layers in two groups of two places: upstream
+    # Nemotron-H with two attention layers in one group and three state layers in two groups of two places. Upstream
     # reads 20 descriptors and 302,592 bytes, of which one state of 34,688 bytes belongs to no layer.
     page, size = 40_960, 34_688
     full = Page((Part("kv", "uint8", 1, 0, (Axis("tokens", 16, page // 16), Axis("content", page // 16, 1))),))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three published errors of other engines, each as bytes: ours is right, theirs is caught by the oracle.
+"""Three published errors of other engines, each as bytes: our transfer is right, and the oracle catches theirs.
 
 A transfer of the other engine is ours with the rows of one part replaced by that engine's rule, a few lines each
-below. The same replacement with the right rule passes, so it is the rule that is rejected.
+below. The same replacement with the right rule passes, so the oracle rejects the rule.
 
 * vllm#55208: Mamba2 groups that every rank holds whole are divided by the ranks.
-* sglang#23746: decode ranks beyond the KV heads take the wrong head, and the convolution is cut in equal slices
-  although ``q``, ``k`` and ``v`` are sharded apart (vllm#53078 mends the same in another connector).
+* sglang#23746: decode ranks beyond the KV heads read the wrong head. The convolution is cut in equal slices although
+  ``q``, ``k`` and ``v`` are sharded separately (vllm#53078 fixes the same in another connector).
 * sglang#22060: the convolution of each prefill rank is copied as one chunk.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the steps, each in a process of its own with a time limit, and say what they found: ``python -m gpu``."""
+"""Run the steps, each in a separate process with a time limit, and report what they found: ``python -m gpu``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_SECONDS = 60
 
 
 def run(number: int, device: str, limit: float = LIMIT_SECONDS) -> Result:
-    """Run a step; whatever it does, it ends, and so do the processes that it started."""
+    """Run a step; in every case it ends, and so do the processes that it started."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "outcome.json"
         process = subprocess.Popen(
@@ -41,7 +41,7 @@ def run(number: int, device: str, limit: float = LIMIT_SECONDS) -> Result:
             except subprocess.TimeoutExpired:
                 said = f"not done after {limit:g} s"
             finally:
-                with contextlib.suppress(ProcessLookupError):  # what it has started, too
+                with contextlib.suppress(ProcessLookupError):  # with its child processes
                     os.killpg(process.pid, signal.SIGKILL)
         if process.returncode == 0 and file.exists():
             return Result(number, Outcome(**json.loads(file.read_text())))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that are about streams, graphs and memory: what the connector does beside an engine's work."""
+"""The steps about streams, graphs and memory: what the connector does beside an engine's work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEP_SECONDS = 0.01
 
 
 def wait(launched: torch.Event | None) -> None:
-    """Wait as a loading thread does, only more impatiently."""
+    """Wait as a loading thread does, but with shorter pauses."""
     while launched is not None and not launched.query():
         time.sleep(1e-5)
 
@@ -89,7 +89,7 @@ def _zero_then_read_then_kernel(place: Place, outcome: Outcome) -> None:
         rounds, early = place.size(50, 5), 0
         for _ in range(rounds):
             step()
-            d.content.fill_(7)  # by a step before
+            d.content.fill_(7)  # by an earlier step
             mark = memory.device.mark()
             step()
             later = memory.device.mark()
@@ -107,7 +107,7 @@ def _zero_then_read_then_kernel(place: Place, outcome: Outcome) -> None:
 
 @contextlib.contextmanager
 def working(work: Callable[[], object]) -> Iterator[list[BaseException]]:
-    """Do it again and again in a thread; yield what is raised there."""
+    """Call it again and again in a thread; yield its exceptions."""
     ended, errors = threading.Event(), []
 
     def run() -> None:
@@ -127,7 +127,7 @@ def working(work: Callable[[], object]) -> Iterator[list[BaseException]]:
 
 
 def capturing(place: Place, outcome: Outcome) -> None:
-    """Capture graphs while a thread reads, zeroes or shakes hands: what ends a capture has to wait for it."""
+    """Capture graphs while a thread reads, zeroes or does a handshake: calls that would end a capture must wait."""
     with connected(place, 256) as (p, d, peer):
         memory = DeviceMemory(d.geometry, {"layer": d.content})
         rows = rows_of(place.region(d.content), range(0, 200, 2))
@@ -148,7 +148,7 @@ def capturing(place: Place, outcome: Outcome) -> None:
                 captured = [_capture(place) for _ in range(5)]
             failed = [text for text in captured if text] + [f"in the thread: {error}" for error in errors]
             outcome.add(f"capture beside {what}", "good" if not failed else failed[0][:200])
-            # Before graphs are captured nothing but this happens in the connector's threads.
+            # Before graphs are captured the connector's threads do nothing else.
             assert not failed or what != "notifications"
 
 
@@ -164,7 +164,7 @@ def _capture(place: Place) -> str | None:
 
 
 def staging(place: Place, outcome: Outcome) -> None:
-    """Bring blocks to the host and back."""
+    """Copy blocks to the host and back."""
     blocks, heads = place.size(2_048, 64), 8
     shape = (blocks, heads, 16, 128)
     cache = torch.randn(shape, dtype=torch.float32, device=place.device).to(torch.bfloat16)

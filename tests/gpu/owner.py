@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P that another process reads from: ``python -m gpu.owner DEVICE PAGES``. It prints its payload and ends with its
-standard input."""
+"""A P that another process reads from: ``python -m gpu.owner DEVICE PAGES``. It prints its payload and exits when its
+standard input closes."""
 
 from __future__ import annotations
 

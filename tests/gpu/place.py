@@ -33,11 +33,11 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Outcome:
-    """What a step found.
+    """The findings of a step.
 
     Attributes:
-        facts: what, and how much of it, as words.
-        seconds: times to be drawn, by what they are of.
+        facts: name and value, as words.
+        seconds: durations to be drawn, by their name.
     """
 
     facts: list[tuple[str, str]] = field(default_factory=list)
@@ -54,13 +54,13 @@ class Outcome:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a process that finds this folder's package and kvhma."""
+    """Return the environment of a process that can import this folder's package and kvhma."""
     folders = (Path(__file__).parents[1], Path(kvhma.__file__).parents[1], os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **more}
 
 
 class Place:
-    """A device, or host memory with less to do."""
+    """A device, or host memory with less work."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -91,7 +91,7 @@ class Place:
         return Geometry((self.region(tensor),), (Group("opaque", 1),), (layer,))
 
     def settle(self) -> None:
-        """Wait for the device, as only a step may: what is measured has to have ended."""
+        """Wait for the device, as only a step may: measured work must have ended."""
         if not self.is_host:
             torch.accelerator.synchronize(self.device)
 
@@ -143,7 +143,7 @@ def connected(place: Place, pages: int) -> Iterator[tuple[Worker, Worker, Peer]]
 
 
 class Owner:
-    """A P in a process of its own, with the random bytes of `Place.labelled`."""
+    """A P in a separate process, with the random bytes of `Place.labelled`."""
 
     def __init__(self, place: Place, pages: int) -> None:
         self._process = subprocess.Popen(
@@ -170,7 +170,7 @@ class Owner:
 
 
 def in_fresh_thread(work: Callable[[], Any]) -> Any:
-    """Do it in a thread that has done nothing before, as a handshake is."""
+    """Call it in a new thread, as a handshake is."""
     found: list[Any] = []
     errors: list[BaseException] = []
 

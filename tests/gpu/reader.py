@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A D whose handshake is made in a fresh thread: ``python -m gpu.reader DEVICE PAGES CHOOSE SCRATCH < payload``.
 
-It prints, as JSON, how long the handshake took, the first read, and one of all pages. UCX says on the standard error
-which protocols it takes, if UCX_PROTO_INFO is set.
+It prints, as JSON, how long the handshake took, the first read, and one of all pages. If UCX_PROTO_INFO is set, UCX
+prints the protocols that it uses on the standard error.
 """
 
 from __future__ import annotations

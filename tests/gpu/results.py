@@ -16,7 +16,7 @@ _WIDTH, _LEFT, _RIGHT, _LINE = 900, 420, 90, 18
 
 @dataclass(frozen=True)
 class Result:
-    """What a step found, and what went wrong in it; nothing if that is empty."""
+    """The findings of a step, and its error; empty if it succeeded."""
 
     number: int
     outcome: Outcome

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ten steps, what each of them settles of what the documentation says, and one of them as a process."""
+"""The ten steps, the claims of the documentation that each settles, and one step as a process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gpu.place import Outcome, Place
 
 
 class Claim(NamedTuple):
-    """What a page says.
+    """A claim of a page.
 
     Attributes:
-        page: which one.
-        text: what it says.
-        is_asserted: whether the step fails where it does not hold; else the step finds facts or times to judge it by.
+        page: the page.
+        text: the claim.
+        is_asserted: whether the step fails if the claim is false; else the step finds facts or times to judge it by.
     """
 
     page: str
@@ -34,8 +34,8 @@ class Step:
 
     Attributes:
         name: as the table has it.
-        run: what it does; an exception says what is wrong.
-        settles: what the pages say of it.
+        run: its function; an exception names the error.
+        settles: the claims of pages about it.
     """
 
     name: str

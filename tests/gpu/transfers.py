@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that are about NIXL and UCX: what they know of the device, and what reads cost."""
+"""The steps about NIXL and UCX: what they know of the device, and what reads cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TRANSPORTS = r"\b(cuda_ipc|cuda_copy|gdr_copy|rocm_ipc|rocm_copy|rc_mlx5|rc_ver
 
 
 def facts(place: Place, outcome: Outcome) -> None:
-    """Say what is there, which transports UCX has, and whether processes can map each other's device memory."""
+    """Report the devices, the transports of UCX, and whether processes can map each other's device memory."""
     outcome.add("machine", f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     outcome.add("torch", torch.__version__)
     if not place.is_host:
@@ -67,12 +67,12 @@ def _sum_of(pipe: Connection) -> None:
     try:
         rebuild, arguments = pipe.recv()
         pipe.send(int(rebuild(*arguments).sum()))
-    except Exception as error:  # whatever is raised is the answer
+    except Exception as error:  # any exception is an answer
         pipe.send(f"{type(error).__name__}: {error}")
 
 
 def read_in_another_process(place: Place, pages: int, *, choose: bool, scratch: bool) -> tuple[dict[str, float], str]:
-    """Let a process read from this one's child; return its times, and what it said on its standard error."""
+    """Let a process read from this one's child; return its times, and its standard error."""
     words = ["yes" if word else "no" for word in (choose, scratch)]
     with Owner(place, pages) as owner:
         child = subprocess.run(
@@ -90,7 +90,7 @@ def read_in_another_process(place: Place, pages: int, *, choose: bool, scratch: 
 
 
 def rows_in_one_process(place: Place, outcome: Outcome) -> None:
-    """Read 1 to 10,000 rows that cannot be merged; every byte and NIXL's telemetry have to be what was asked."""
+    """Read 1 to 10,000 rows that cannot be merged; every byte and NIXL's telemetry must equal the request."""
     most = place.size(10_000, 1_000)
     with connected(place, 2 * most) as (p, d, peer):
         count = 1
@@ -129,7 +129,7 @@ def two_processes(place: Place, outcome: Outcome) -> None:
 
 
 def byte_oracle(place: Place, outcome: Outcome) -> None:
-    """Read what plans of generated engines say, and look at every byte of D."""
+    """Read by the plans of generated engines, and check every byte of D."""
     right = 0
     for seed in range(place.size(24, 4)):
         case = generate(seed, draw(seed))
@@ -140,7 +140,7 @@ def byte_oracle(place: Place, outcome: Outcome) -> None:
 
 
 def _plan_is_right(place: Place, case: Case, seed: int) -> bool:
-    """Fill both sides on the host, move what the plan says on the device, and check it on the host."""
+    """Fill both sides on the host, move what the plan lists on the device, and check it on the host."""
     (remote,) = case.remotes
     request = (case.num_tokens, case.local_spans, case.remote_spans)
     sides = []
@@ -233,7 +233,7 @@ def killed_peer(place: Place, outcome: Outcome) -> None:
                 ended.append(type(error).__name__)
         outcome.add("four reads of a P that was killed", ", ".join(ended))
         outcome.time("from its end to theirs", time.perf_counter() - started)
-        assert all(handle.finished for handle in handles), "the transport does not give up"
+        assert all(handle.finished for handle in handles), "the transport never reports the loss"
         other = worker.agent.connect(second.payload)
         done(worker.read(other, [0], [0], pages * PAGE))
         place.settle()

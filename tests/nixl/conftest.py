@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in processes of their own, which never outlive their test."""
+"""Workers in separate processes, which never outlive their test."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Worker:
         return line.decode()
 
     def notifications(self, count: int, seconds: float = HANG_SECONDS) -> list[list[str]]:
-        """Return what it was notified of, once there are `count`, or after `seconds`."""
+        """Return the worker's notifications, once there are `count`, or after `seconds`."""
         assert self.process.stdin is not None
         command = {"do": "notifications", "count": count, "seconds": seconds}
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -53,7 +53,7 @@ class Worker:
         return json.loads(self._line())
 
     def pause(self) -> None:
-        """Stop it where it is: over TCP nobody serves its memory then, so transfers from it hang."""
+        """Stop the worker's process: over TCP its memory is not served then, so transfers from it hang."""
         self.process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + HANG_SECONDS
         tasks = Path(f"/proc/{self.process.pid}/task")
@@ -67,7 +67,7 @@ class Worker:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Let it die without a word; return when it is gone."""
+        """Kill the worker; return when it is gone."""
         self.process.kill()
         self.process.wait(HANG_SECONDS)
 
@@ -83,7 +83,7 @@ class Worker:
 
 @pytest.fixture
 def start_worker() -> Iterator[Callable[..., Worker]]:
-    """Start workers, and see to their end."""
+    """Start workers, and stop them at the end."""
     workers: list[Worker] = []
 
     def start(name: str = "P", pages: int = 64, seed: int = 1, **environment: str) -> Worker:
@@ -108,6 +108,6 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def tcp(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Environment of the transport that is served by the peer's process and is thus surely asynchronous."""
+    """Environment of a transport that the peer's process serves, which is therefore asynchronous."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     return {"UCX_TLS": "tcp"}

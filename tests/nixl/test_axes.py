@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way in which two engines can differ, between processes over NIXL: bytes, counts and who reads from whom."""
+"""Every way in which two engines can differ, between processes over NIXL: bytes, counts and which ranks are read."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Case:
         sources: for each rank of D, from how many ranks of P it reads.
         tokens: tokens that P computed.
         hit: for each group of D, leading entries of its block table that D holds already.
-        own_tables: whether each rank of P has block tables of its own.
-        has_views: whether the plan can be prepared; if not, it has to say so.
+        own_tables: whether each rank of P has separate block tables.
+        has_views: whether the plan can be prepared; if not, it has to report that.
     """
 
     p: Sequence[Geometry]
@@ -78,7 +78,7 @@ def in_stages(ranks: Sequence[Geometry], count: int) -> list[Geometry]:
 
 
 def in_context_ranks(one: Geometry, count: int) -> list[Geometry]:
-    """Make a rank several that share out the sequence block by block."""
+    """Split a rank into several that share the sequence block by block."""
     return [
         replace(one, groups=tuple(replace(group, cp_rank=rank, cp_size=count) for group in one.groups))
         for rank in range(count)
@@ -92,7 +92,7 @@ def by_heads(shards: Sequence[tuple[int, int]], heads: int = 4, tokens: int = 16
         row = 32
         axes = (Axis("heads", heads, tokens * row, start, length), Axis("tokens", tokens, row), Axis("content", 16, 2))
         page = Page((Part("kv", "bfloat16", 2, 0, axes),))
-        stride = length * tokens * row + 64  # bytes that nobody may touch
+        stride = length * tokens * row + 64  # bytes that no transfer may touch
         layer = Layer("layers.0", 0, 0, 0, BLOCKS, stride, page)
         region = Region(1 << 20, BLOCKS * stride)
         ranks.append(Geometry((region,), (Group("full", tokens),), (layer,), rank, len(shards)))
@@ -191,9 +191,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 def hand_off(ranks: Ranks, case: Case, seed: str, **options: Any) -> list[dict[str, Moved]]:
-    """Let every rank of D fetch a request; return what it moved by the encodings there are.
+    """Let every rank of D load a request; return what it moved, by encoding.
 
-    That every byte is right was checked there; that NIXL moved what was planned is checked here.
+    Each rank has checked that every byte is right; this checks that NIXL moved what was planned.
     """
     rng = random.Random(seed)
     theirs = [draw_tables(rank, case.tokens, rng) for rank in case.p]
@@ -209,7 +209,7 @@ def hand_off(ranks: Ranks, case: Case, seed: str, **options: Any) -> list[dict[s
         assert list(there_are) == list(ENCODINGS if case.has_views else ENCODINGS[:1]), fetched
         for encoding, moved in there_are.items():
             assert moved.measured == moved.planned, encoding
-            # Each byte is read once, however many ranks hold it.
+            # Each byte is read once, even if several ranks hold it.
             assert moved.bytes == moved.report.moved
         found.append(there_are)
     return found
@@ -233,7 +233,7 @@ def test_replicas_share_the_load(ranks: Ranks, one: Model) -> None:
 
 
 def test_a_last_block_exact_or_whole(ranks: Ranks) -> None:
-    """Heads before tokens: every head of a block that is cut is a descriptor of its own."""
+    """Heads before tokens: every head of a cut block needs a separate descriptor."""
     case = Case(engine(WINDOWED), engine(WINDOWED), [1])
     (exact,) = hand_off(ranks, case, "tail", descriptor_bytes=0)
     (whole,) = hand_off(ranks, case, "tail", descriptor_bytes=1 << 40)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma.nixl.load``: one call after which a request's cache is here, or an error after which nothing writes."""
+"""``kvhma.nixl.load``: one call loads a request's cache, or raises an error after which nothing writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCKS, TOKENS = 16, 20
 
 
 class Rank:
-    """A rank's memory, with bytes that no other one has, and its agent."""
+    """A rank's memory, with bytes that no other rank has, and its agent."""
 
     def __init__(self, name: str, rank: int, size: int, seed: int) -> None:
         options = LayoutOptions(num_blocks=BLOCKS, tp_rank=rank, tp_size=size, region_align=1, base=1 << 20)
@@ -65,7 +65,7 @@ def moved(p0: Rank, p1: Rank, d: Rank) -> tuple[list[Peer | None], Any]:
 
 
 def test_what_is_read_is_there_and_the_rest_is_zero(ranks: tuple[Rank, Rank, Rank]) -> None:
-    """Each byte of D is P's where a row says so, zero where no token is, and else what it was."""
+    """Each byte of D is P's where a row names it, zero where there is no token, and unchanged elsewhere."""
     p0, p1, d = ranks
     peers, transfer = moved(*ranks)
     expected = d.memory.copy()
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(ranks: tuple[Rank, Ran
     for wrong in ([peers[0], None], [peers[0]], []):
         with pytest.raises(RequestError, match=r"source \d is read from, but peers has no peer"):
             load(d.agent, wrong, transfer)
-    with Agent("stranger") as stranger, pytest.raises(RequestError, match="is not registered with agent 'stranger'"):
+    with Agent("other") as stranger, pytest.raises(RequestError, match="is not registered with agent 'other'"):
         load(stranger, peers, transfer)
     with pytest.raises(RequestError, match="is not registered"):
         load(d.agent, peers, transfer, memory="VRAM")
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(ranks: tuple[Rank, Ran
 
 
 def test_who_owns_a_device_clears_it(ranks: tuple[Rank, Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the rows of the transfer, before any read; without somebody who can, nothing is read."""
+    """With the rows of the transfer, before any read; without a function that can clear, nothing is read."""
     peers, transfer = moved(*ranks)
     agent, order = ranks[2].agent, []
     monkeypatch.setattr(agent, "covers", lambda region: True)
@@ -120,7 +120,7 @@ def test_a_peer_that_is_gone(ranks: tuple[Rank, Rank, Rank]) -> None:
 
 
 class Handle:
-    """A read that ends after some polls, well or not."""
+    """A read that ends after some polls, with success or failure."""
 
     def __init__(self, polls: int, error: KvhmaError | None = None) -> None:
         self.left, self.error, self.aborted = polls, error, False
@@ -149,7 +149,7 @@ def test_all_reads_end_before_the_first_error_is_raised() -> None:
 
 
 def test_a_read_that_does_not_end_is_handed_over(ranks: tuple[Rank, Rank, Rank]) -> None:
-    """It is said that it still writes, and the agent goes on polling it."""
+    """The error reports that it still writes, and the agent continues to poll it."""
     handles = [Handle(1), Handle(1 << 40), Handle(1 << 40)]
     began = time.monotonic()
     with pytest.raises(TransferError, match=r"2 reads still write after 0\.05 s; keep their blocks"):

@@ -19,13 +19,13 @@ from support.tables import count_blocks, draw_tables
 pytestmark = pytest.mark.nixl
 
 CACHE_BYTES = 32 << 20
-"""Of one process, if possible. Where a model needs more, one rank of several takes the place of the only one."""
+"""Bytes of one process, if possible. If a model needs more, one rank of several replaces the only rank."""
 
 MANY_TENSORS = 16
-"""With more they are one region, as engines have them too: the oracle makes other stale bytes for each region."""
+"""With more blocks they are one region, as in real engines: the oracle makes other stale bytes for each region."""
 
 SPARE = 1
-"""Blocks of somebody else, apart from the null block."""
+"""Blocks of other requests, apart from the null block."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def prompt(one: Model, geometry: kvhma.Geometry) -> int:
 def scaled(one: Model) -> tuple[kvhma.Geometry, int]:
     """Return the last rank of as few as keep the cache small, with just enough blocks, and the tokens.
 
-    Of a model that vLLM does not share out over so many, of as many as it does.
+    If vLLM does not divide a model over that many ranks, of as many as it does.
     """
     found = None
     for tp_size in (1, 2, 4, 8, 16):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvhma.nixl` guards against is really so in NIXL; when one of these fails, a guard can go."""
+"""The behaviour of NIXL that `kvhma.nixl` guards against; when one of these fails, a guard can be removed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Spent(NamedTuple):
 
 
 def threads() -> dict[str, Spent]:
-    """What each thread of this process has spent."""
+    """What each thread of this process has used."""
     tasks = {}
     for task in Path("/proc/self/task").iterdir():
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of generated engines through real NIXL: every byte of D, and telemetry equal to what the plan said."""
+"""Plans of generated engines through real NIXL: every byte of D, and telemetry equal to the plan."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def placed(world: World, case: Case, seed: int) -> tuple[Case, list[NDArray[np.u
 
 
 def run(world: World, case: Case, memory: list[NDArray[np.uint8]], seed: int, moved, start) -> None:
-    """Zero and read what a plan says, then look at every byte and at the telemetry."""
+    """Zero and read what a plan lists, then check every byte and the telemetry."""
     fill_stale(memory, seed=seed)
     for address, nbytes, _ in moved.zero.tolist():
         at = address - world.d.arena.ctypes.data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P in a process of its own, that is slow, is stopped, or dies."""
+"""P in a separate process that is slow, is stopped, or dies."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def dies(call):
 
 
 def hang(reader, peer, worker, count):
-    """Stop the worker and return transfers from it that are in flight until it goes on or dies."""
+    """Stop the worker and return transfers from it that are in flight until it continues or dies."""
     assert reader.read(peer, [0], b"first").wait(HANG_SECONDS)
     assert worker.notifications(1) == [["D", "first"]]
     worker.pause()
     hanging = []
-    # A transport that copies inline may finish some: not even the notification of those needs the other process.
+    # A transport that copies inline may finish some: even their notification does not need the other process.
     for _ in range(100):
         transfer = reader.read(peer, ALL, b"hanging")
         if not transfer.wait(0.05):
@@ -125,7 +125,7 @@ def test_the_notification_leaves_only_by_a_poll(tcp, start_worker, reader):
     (transfer,) = hang(reader, reader.agent.connect(worker.payload), worker, 1)
     worker.go_on()
     assert worker.notifications(1, 0.5) == []
-    assert reader.has(worker, ALL)  # all has come, but nobody has looked
+    assert reader.has(worker, ALL)  # everything has arrived, but was not polled
     assert transfer.wait(HANG_SECONDS)
     assert worker.notifications(1) == [["D", "hanging"]]
 
@@ -235,7 +235,7 @@ def knows(reader, peer) -> bool:
 
 
 def test_nothing_is_left_of_a_peer_that_ended(tcp, start_worker, reader):
-    """What `engine_ttl` relies on: of a dead P no connection and no memory stay, once it is disconnected."""
+    """`engine_ttl` relies on it: once a dead P is disconnected, no connection and no memory of it stay."""
     worker = start_worker()
     before = sockets()
     peer = reader.agent.connect(worker.payload)
@@ -249,7 +249,7 @@ def test_nothing_is_left_of_a_peer_that_ended(tcp, start_worker, reader):
 
 
 def test_a_peer_that_lives_is_unmapped_and_its_connection_stays_until_it_ends(tcp, start_worker, reader):
-    """Why an engine that answers is not let go unless it is asked for: each new connection is one more (NIXL 1.5.1)."""
+    """Why D disconnects an answering engine only if it is asked to: each new connection is one more (NIXL 1.5.1)."""
     worker = start_worker()
     before = sockets()
     counts = []

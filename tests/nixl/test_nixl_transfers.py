@@ -64,7 +64,7 @@ DENSE_HALVES = [(0, PAGE // 2, PAGE // 2, 2 * PAGES)]
 
 
 def test_a_prepared_read_reads_what_is_there_by_then(pair):
-    """As often as it is posted, after NIXL has told that the last one has ended."""
+    """Each post reads the current bytes, once NIXL has reported the end of the previous read."""
     peer = pair.peers[pair.d]
     read = pair.d.prepare_read(peer, rows_of(pair.target, [7]), rows_of(pair.source, [9]))
     page = pair.source.reshape(PAGES, PAGE)[9]
@@ -95,7 +95,7 @@ def some_ids(seed: int, entries: int) -> tuple[NDArray[np.int32], NDArray[np.int
 
 
 def expected_bytes(pair, local, local_ids, remote, remote_ids):
-    """What the target has to be, entry by entry."""
+    """The right content of the target, entry by entry."""
     target = np.zeros_like(pair.target)
     local_rows, remote_rows = expand_views(local), expand_views(remote)
     for i, j in zip(local_ids.tolist(), remote_ids.tolist(), strict=True):
@@ -132,7 +132,7 @@ def test_ids_with_strided_and_written_out_views(pair, local_cuts, remote_cuts, s
         found.append((transfer.telemetry.descriptors, transfer.telemetry.nbytes))
         local_list.release()
         remote_list.release()
-    # Rows that follow each other in memory are one run only when they are written out.
+    # Contiguous rows are one run only when they are written out.
     strided = merge(runs_of_views(local), local_ids, runs_of_views(remote), remote_ids)
     written = merge(runs_of_rows(expand_views(local)), local_ids, runs_of_rows(expand_views(remote)), remote_ids)
     nbytes = int(local[0, 1]) * len(local_ids)
@@ -268,7 +268,7 @@ def test_a_geometry_beyond_what_is_registered(pair):
 
 
 def test_many_threads(pair):
-    """Readers, a poller, notifications and handshakes with somebody else, all at once."""
+    """Readers, a poller, notifications and handshakes with another peer, all at once."""
     d, peer = pair.d, pair.peers[pair.d]
     local = d.prepare(None, pair.views(pair.target, DENSE))
     remote = d.prepare(peer, pair.views(pair.source, DENSE))

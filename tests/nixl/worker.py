@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker in a process of its own: owns memory, prints its handshake payload, then answers one JSON command per line.
+"""A worker in a separate process: owns memory, prints its handshake payload, then answers one JSON command per line.
 
 Started as ``python worker.py NAME PAGES SEED``; the first line it prints is the payload in hexadecimal. With PREWARM
 in its environment it has prewarmed its transport before.
@@ -31,7 +31,7 @@ def notifications(agent: Agent, count: int, seconds: float) -> list[tuple[str, s
 
 
 def main() -> None:
-    # NIXL logs to the standard output: keep that for the answers alone.
+    # NIXL logs to the standard output: reserve it for the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     name, pages, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over what P's ranks hold and over what D's ranks have read, over generated engines and the oracle's bytes."""
+"""Sums over the content of P's ranks and over the reads of D's ranks, for generated engines and the oracle's bytes."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_every_mutation_of_a_transfer_shows_where_bytes_that_count_differ(chunk:
 
 
 def differs(case: Case, rank: Loaded, memory: Memory) -> set[Difference]:
-    """Which tokens of which layers are others than after the right load, by the oracle's own way through memory."""
+    """Which tokens of which layers differ from the right load, by the oracle's own way through memory."""
     found = set()
     step = range_tokens(case.num_tokens)
     for layer, part in parts_of(rank.geometry):
@@ -184,7 +184,7 @@ def counts(case: Case, rank: Loaded, index: int, group: Group, part: Any, token:
         return set()
     kind = "full" if group.kind == "mla" else group.kind
     low = max(first, max(token, first) // step * step)
-    # What D has from its own prefix cache is not compared, nor is the range in which it ends.
+    # D's own prefix hit is not compared, nor is the range in which it ends.
     hits = max(
         (rank.transfer.first_tokens[at] for at, other in enumerate(rank.geometry.groups) if same(other, group)),
         default=0,
@@ -208,7 +208,7 @@ def kvhma_first(group: Group, num_tokens: int) -> int:
 
 
 def test_a_stale_block_swapped_heads_and_a_flipped_bit_show() -> None:
-    """What happens to caches, each in the memory of one rank of D, at every place of it that counts."""
+    """Changes of caches, each in the memory of one rank of D, at every place that matters."""
     case = next(
         case
         for case in (generate(seed, draw(seed)) for seed in range(1000))

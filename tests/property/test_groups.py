@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers by group, against the group of every byte that is written."""
+"""Counts by group, compared with the group of every byte that is written."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shared(base: int, *, layers: int, heads_first: bool) -> Geometry:
 def test_of_groups_in_one_region(
     local: list[int], remote: list[int], num_tokens: int, layers: int, heads_first: bool
 ) -> None:
-    # Sorted ids make descriptors that go on from group to group, and from layer to layer.
+    # Sorted ids make descriptors that continue from group to group, and from layer to layer.
     blocks = -(-num_tokens // 4)
     for order in (list, sorted):
         spans = [

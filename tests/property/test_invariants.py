@@ -6,10 +6,10 @@
 3. Every matched token that a source holds is covered.
 4. No stale byte survives in a block of the request that is still needed: it is read or zeroed.
 
-And no byte is read twice, since in which order two reads write is nobody's to say, nor one behind the last token
-without being counted.
+No byte is read twice, since the order of two reads is undefined. Every byte after the last token that is read is
+counted.
 
-The byte oracle implies all of them. They stand here on their own, by other means, because they are the contract
+The byte oracle implies all of them. They are tested separately here, by other means, because they are the contract
 that other engines test against.
 """
 
@@ -37,7 +37,7 @@ MAX_TOKENS = 40
 
 
 class Invariants:
-    """What a request's blocks hold on both sides, and which invariants a transfer of it breaks."""
+    """The content of a request's blocks on both sides, and which invariants a transfer of it breaks."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Invariants:
                 read[to] = self.remote_places[entry.source].get(start)
         written = zeroed | read.keys()
         for address in sorted(written - own.keys()):
-            lines.setdefault("own blocks", f"{address:#x} is {self.blocks.get(address, 'padding or of nobody')}")
+            lines.setdefault("own blocks", f"{address:#x} is {self.blocks.get(address, 'padding or unused')}")
         for address, place in read.items():
             mine = own.get(address)
             if mine is not None and (place is None or place.content != mine.content):
@@ -83,12 +83,12 @@ class Invariants:
             lines.setdefault("no stale byte", f"{address:#x} of {own[address]} is neither read nor zeroed")
         behind = sum(_behind(own[address], self.groups, self.tokens) for address in read.keys() & own.keys())
         if behind != transfer.excess_bytes:
-            lines["counted"] = f"{behind} bytes behind the last token, {transfer.excess_bytes} are told"
+            lines["counted"] = f"{behind} bytes after the last token, {transfer.excess_bytes} are counted"
         return [f"{name}: {text}" for name, text in lines.items()]
 
 
 def _gone(place: Place, groups: dict[str, Group], tokens: int) -> bool:
-    """Return whether a byte's logical block lies wholly before what is needed: then it is left alone."""
+    """Return whether a byte's logical block ends before the needed range: then it is left alone."""
     group = groups[place.content.layer]
     if group.kind in ("ssm", "opaque"):
         return False
@@ -194,7 +194,7 @@ def keep(case: tuple[object, ...], by_byte: bool = True) -> None:
         report = oracle.check(*request, transfer)
         assert report.mergeable == 0
         assert invariants is None or not invariants.broken(transfer)
-        # A latent is read once, whoever holds it; a state from every rank.
+        # A latent is read once, from any rank that holds it; a state from every rank.
         assert [read.source for read in transfer.reads] == list(range(len(remotes)))
 
 

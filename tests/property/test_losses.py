@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back: failed copies to layers and tokens, against the definition byte by byte."""
+"""From failed copies back to layers and tokens, against the definition byte by byte."""
 
 import random
 from collections import defaultdict

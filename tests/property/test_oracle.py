@@ -58,7 +58,7 @@ def test_every_byte_of_equal_ranks(chunk: int, counted: Counter[str]) -> None:
             counted["bytes moved"] += report.moved
             counted["bytes zeroed"] += report.zeroed
             counted["bytes untouched"] += report.untouched
-            counted["bytes behind the last token"] += report.excess
+            counted["bytes after the last token"] += report.excess
             counted["descriptors"] += transfer.descriptors
         counted["geometries"] += 1
         counted.update(case.features)
@@ -94,7 +94,7 @@ def tiny(base: int) -> kvhma.Geometry:
 
 
 def test_a_transfer_by_hand() -> None:
-    # Three tokens: P has them in blocks 4 and 1, D wants them in blocks 2 and 3. P's last block holds one more.
+    # Three tokens: P has them in blocks 4 and 1, D needs them in blocks 2 and 3. P's last block holds one more.
     oracle = Oracle(tiny(1000), [tiny(2000)])
     request = (3, [kvhma.Span(0, [2, 3])], [kvhma.Span(0, [4, 1])])
     zero = rows((1017, 2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever blocks a request names: what it writes is written once, or it is refused."""
+"""For any blocks that a request names, every byte is written once, or the request is refused."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ from support.tries import TRIES
 
 
 def tampered(case, rng):
-    """Local spans in which some blocks also stand in another group."""
+    """Local spans in which some blocks are also in another group."""
     spans = [list(span.ids) for span in case.local_spans]
     known = [block for ids in spans for block in ids]
     for ids in spans:

@@ -68,7 +68,7 @@ def test_every_combination_of_two_axes_is_hit(request: pytest.FixtureRequest) ->
 
 
 def _table(hits: Counter[tuple[str, str]]) -> str:
-    """Lay out how often two choices met: a row for each choice, a column for each choice of the axes before it."""
+    """Arrange how often two choices met: a row for each choice, a column for each choice of the axes before it."""
     choices = [f"{axis}={choice}" for axis, of in AXES.items() for choice in of]
     lines = [f"{'':>22}" + "".join(f"{number:>6}" for number in range(len(choices)))]
     for number, choice in enumerate(choices):

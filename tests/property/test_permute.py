@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are read as they lie and permuted afterwards: every byte ends where the plan's own rows put it."""
+"""Blocks that are read in P's order and permuted afterwards: every byte ends where the plan's own rows put it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_within(rows: NDArray[np.uint64], geometry: kvhma.Geometry) -> bool:
 
 
 def compare(plan, transfer, local, remotes, permute_bytes: int) -> tuple[int, int]:
-    """Check the reads of a transfer; return how many rows were saved, and ranges permuted."""
+    """Check the reads of a transfer; return how many rows permuting saved, and ranges permuted."""
     saved = ranges = 0
     reads = permuted_reads(transfer, local, remotes, permute_bytes)
     for planned, read in zip(transfer.reads, reads, strict=True):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in pieces, over generated pairs of engines: together they are the one transfer, byte for byte, from a P that
-overwrites every byte that no rule keeps: what is not settled, windows and chunks, states."""
+"""Requests in pieces, over generated pairs of engines: together the pieces equal the one transfer, byte for byte.
+
+P overwrites every byte that no rule protects: blocks that are not settled, windows and chunks, states.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from support.tries import PAIRS
 
 CHUNKS = 24
 BYTES_EVERY = 6
-"""Of so many pairs one is checked by its bytes too, which takes longer."""
+"""One pair of this many is also checked by its bytes, which takes longer."""
 
 Memory = list[NDArray[np.uint8]]
 Spans = list[list[Span]]
@@ -47,7 +49,8 @@ def schedule(case: Case, rng: random.Random) -> list[int]:
 
 
 def settled_spans(case: Case, tokens: int) -> Spans:
-    """Return what P tells of so many tokens, for each source: whole blocks of groups that settle, none of others."""
+    """Return what P announces after this many tokens, for each source: whole blocks of groups that settle, no
+    others."""
     found = []
     for source, remote in enumerate(case.remotes):
         settling = settling_groups(remote)
@@ -63,7 +66,7 @@ def settled_spans(case: Case, tokens: int) -> Spans:
 
 
 def pieces(case: Case, rng: random.Random, counted: Counter[str]) -> Iterator[tuple[kvhma.Transfer, Spans | None]]:
-    """Return the transfers of a request in pieces, with what P holds for sure while each is read; None for all."""
+    """Return the transfers of a request in pieces, with what P surely holds while each is read; None for all."""
     plan = kvhma.plan(case.local, case.remotes)
     done = 0
     for tokens in schedule(case, rng):
@@ -81,7 +84,8 @@ Moved = dict[tuple[int, ...], list[list[int]]]
 
 
 def moved(transfers: list[kvhma.Transfer]) -> tuple[Moved, list[list[int]]]:
-    """Return what is read, joined where it goes on on both sides, and what is zeroed; no byte may be written twice."""
+    """Return what is read, joined where it is contiguous on both sides, and what is zeroed; no byte is written
+    twice."""
     reads, zeroed = defaultdict(list), []
     for transfer in transfers:
         for read in transfer.reads:
@@ -104,7 +108,7 @@ def joined(ranges: list[list[int]]) -> list[list[int]]:
 
 
 def apply(case: Case, transfer: kvhma.Transfer, local: Memory, held: Spans | None, seed: int) -> None:
-    """Apply a transfer to D's bytes, from a P that holds junk wherever it need not hold anything else."""
+    """Apply a transfer to D's bytes, from a P that holds junk wherever it may."""
     for row in transfer.zero.tolist():
         part(case.local, local, row)[:] = 0
     for read in transfer.reads:
@@ -146,7 +150,7 @@ def test_pieces_are_the_one_transfer(chunk: int, counted: Counter[str]) -> None:
 
 
 def test_a_piece_that_is_read_too_early_is_found() -> None:
-    """The check sees what it is for: anything that is read before it is settled."""
+    """Checks the check: it detects any read of a byte before it is settled."""
     missed = found = 0
     for seed in range(400):
         case = generate(seed, draw(seed))

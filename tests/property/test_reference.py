@@ -57,7 +57,7 @@ def test_equal_ranks_give_the_same_rows(seed: int, recipe: Recipe) -> None:
 @given(SEEDS, recipes(AXES))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_unequal_engines_give_the_same_bytes(seed: int, recipe: Recipe) -> None:
-    # Which of several ranks that hold a byte gives it is free, so only D's side is compared.
+    # If several ranks hold a byte, any of them may give it, so only D's side is compared.
     case = generate(seed, recipe, max_tokens=MAX_TOKENS)
     fast, slow = both(case)
     assert covered(fast.zero) == covered(slow.zero)
@@ -126,7 +126,7 @@ def test_kernel_blocks(ids: list[int], ratio: int) -> None:
 def test_live_spans_are_the_exact_clip(seed: int, recipe: Recipe) -> None:
     case = generate(seed, recipe)
     geometry, tokens = case.local, case.num_tokens
-    # A block table as the engine's manager keeps it: null blocks stand where the span does not begin yet.
+    # A block table as the engine's manager has it: null blocks fill the entries before the span.
     if geometry.null_block is None:
         return
     tables = [
@@ -138,7 +138,7 @@ def test_live_spans_are_the_exact_clip(seed: int, recipe: Recipe) -> None:
         if group.kind == "ssm":
             assert list(found.ids) == _reference.clip_state(list(span.ids), group.speculative)
         elif group.kind != "opaque":
-            # The manager's blocks behind the last token stay: they are D's to zero.
+            # The manager's blocks after the last token stay: D zeroes them.
             exact = _reference.clip_tokens(span, group, tokens)
             assert list(found.ids)[: len(exact.ids)] == list(exact.ids)
             assert not exact.ids or found.first == exact.first

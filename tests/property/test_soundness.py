@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever holds what it needs is accepted and right; what is refused lacked something. Never anything else."""
+"""A case that holds what it needs is accepted and right; a refused case lacked something. There is no third outcome."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PER_CHUNK = 1500 * TRIES
 
 
 def outcome(case: Case) -> str:
-    """Return how a case comes out, and fail if that is not how it has to."""
+    """Return the outcome of a case, and fail if it is not the right one."""
     try:
         verdict = cases.check(case)
     except KvhmaError as error:
         pytest.fail(f"{error}: {case.to_json()!r}")
-    except BaseException as error:  # a panic of the core is no Exception
+    except BaseException as error:  # a panic of the core is not an Exception
         pytest.fail(f"{type(error).__name__}: {error}: {case.to_json()!r}")
     assert verdict.outcome != "wrong", f"{verdict.text}: {case.to_json()!r}"
     assert not (verdict.outcome == "refused" and is_sound(case)), f"{verdict.text}: {case.to_json()!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m soak`: one run, its report, and an exit code that says whether anything was wrong, hung or leaked."""
+"""`python -m soak`: one run, its report, and an exit code: 0 if nothing was wrong, hung or leaked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORTS = Path(__file__).parents[2] / ".reports" / "soak"
 
 def options() -> Options:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long events and clients go on (600)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long events and clients run (600)")
     parser.add_argument("--seed", type=int, help="of events, clients and prompts; drawn and printed if not given")
     parser.add_argument("--model", default="gemma3", help="a tiny model of tests/support/engines/tiny.py (gemma3)")
     parser.add_argument("--clients", type=int, default=16)
@@ -51,7 +51,7 @@ def options() -> Options:
 
 def main() -> int:
     chosen = options()
-    # So that engines and namespaces go with the run.
+    # So that engines and namespaces end with the run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"seed {chosen.seed}, {chosen.seconds:g} s, {chosen.model}: {chosen.folder}", flush=True)
     began = time.monotonic()

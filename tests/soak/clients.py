@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: what a proxy and its users do, the odd things among it, each compared with the plain engine's answer."""
+"""Clients that act as a proxy and its users do, odd requests included; each answer is compared with a plain
+engine's."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from soak.journal import Journal
 from soak.judge import Outcome, Tally, Verdict, judge
 from support.engines import REMOTE_DECODE, Answer, EngineFailed
 
-SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM takes no several samples at temperature 0; these are as greedy
+SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several samples at temperature 0; these are as greedy
 MAX_TOKENS = 16
 KINDS = {
     "ordinary": 10,
@@ -31,10 +32,10 @@ KINDS = {
     "left": 2,
     "unheard": 1,
 }
-"""What a client does and how often that is relative to the rest.
+"""A client's actions and how often each occurs relative to the rest.
 
-`changed` has parameters that P did not say. P and D are asked at once with a ticket in `followed`; in `left` D's client
-hangs up, and in `unheard` P never gets the ticket.
+`changed` has parameters that P did not write. In `followed` P and D are asked at once with a ticket; in `left` D's
+client disconnects, and in `unheard` P never gets the ticket.
 """
 EXPECTED = ("aborted", "changed", "left", "slow", "twice", "unheard", "unread")
 """Kinds that may be refused although nothing is done to an engine."""
@@ -44,7 +45,7 @@ ODD_VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 10_000, [[1]] * 100, 10*
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and what the plain engine says to it."""
+    """A prompt and the plain engine's answer."""
 
     tokens: Sequence[int]
     plain: Answer
@@ -62,11 +63,11 @@ class World:
     lease: float
     limit: float
     addresses: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Where the schedulers of prefill engines listen, as far as one has said so."""
+    """Where the schedulers of prefill engines listen, as far as their answers have named it."""
 
 
 class Client(threading.Thread):
-    """Asks one thing after the other until the run is over. What it asks follows from the seed and its number."""
+    """Sends one request after the other until the run is over. Its requests follow from the seed and its number."""
 
     def __init__(self, world: World, seed: int, number: int, kinds: Sequence[str]) -> None:
         super().__init__(name=f"client {number}", daemon=True)
@@ -91,7 +92,7 @@ class Client(threading.Thread):
         world, rng = self._world, self._rng
         prompt = rng.choice(world.prompts)
         p, d, other = (world.fleet.pick(role, rng) for role in "pdd")
-        # Drawn always, so that the next request does not depend on what becomes of this one.
+        # Drawn always, so that the next request does not depend on the result of this one.
         choice, more = rng.random(), random.Random(rng.random())
         if p is None or d is None or other is None:
             return
@@ -115,7 +116,7 @@ class Client(threading.Thread):
             self._ask(kind, prompt, params, d)
 
     def _follow(self, kind: str, prompt: Prompt, p: Slot, d: Slot, rng: random.Random) -> None:
-        """Ask P and D at once, or one a little later; what P says to its client is not needed."""
+        """Ask P and D at once, or one a little later; P's answer to its client is not needed."""
         ticket = {"kvhma_ticket": f"{rng.getrandbits(128):032x}"}
         params = {"do_remote_prefill": True, **ticket, **self._world.addresses[p.name]}
         asked: list[Asked] = []
@@ -140,7 +141,7 @@ class Client(threading.Thread):
         )
 
     def _prefill(self, kind: str, prompt: Prompt, p: Slot) -> dict[str, Any] | None:
-        """What P says to D; None if it says nothing, which is counted."""
+        """P's parameters for D; None if it returns none, which is counted."""
         since = self._world.journal.now()
         future = self._ask_p(prompt, p, {})
         cause = "no parameters"
@@ -210,7 +211,7 @@ class Client(threading.Thread):
     def _note(self, kind: str, verdict: Verdict, since: float, p: Slot, d: Slot, **facts: Any) -> None:
         world = self._world
         disturbed = any(slot.explains(since, world.journal.now()) for slot in (p, d))
-        # Aborted, unread or changed on purpose, or too slow for the lease: refused then is as it should be.
+        # Aborted, unread or changed on purpose, or too slow for the lease: a refusal is right then.
         explained = disturbed or kind in EXPECTED
         world.tally.add(kind, verdict, explained=explained)
         world.journal.note(
@@ -237,7 +238,7 @@ class Asked:
 
 
 def changed(params: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Parameters with one thing that P did not say."""
+    """Parameters with one value that P did not write."""
     got = copy.deepcopy(params)
     own = got.get("kvhma")
     where = own if isinstance(own, dict) and rng.random() < 0.7 else got

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two prefill and two decode engines, what is done to them, and those that take their place."""
+"""Two prefill and two decode engines, the events that hit them, and their replacements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from soak.schedule import Event
 from support.engines import Engine, EngineFailed
 
 AFTERMATH = 30.0
-"""Seconds for which what was done to an engine explains a refusal: transports notice a dead peer that late."""
+"""Seconds for which an event at an engine explains a refusal: transports notice a dead peer that late."""
 
 READY_SECONDS = 180.0
 COUNTED = ("load_seconds", "failed_loads", "computed_prompts", "expired", "handshakes", "tokens_loaded", "slow_loads")
@@ -40,11 +40,11 @@ class Slot:
     life: int = field(default=0, init=False)
     up: threading.Event = field(default_factory=threading.Event, init=False)
     disturbed: list[tuple[float, float]] = field(default_factory=list, init=False)
-    """From when to when something was done to it, in seconds of the journal."""
+    """Start and end of each event that hit it, in seconds of the journal."""
     counters: Counter[str] = field(default_factory=Counter, init=False)
     """Counters of kvhma of all lives that have ended."""
     latest: Counter[str] = field(default_factory=Counter, init=False)
-    """Those of this life, as last asked for."""
+    """Those of this life, as last read."""
     heaps: list[tuple[float, int, dict[str, int]]] = field(default_factory=list, init=False)
     """What malloc and Python have in the worker (`worker.Extension.e2e_memory`), by time and life."""
     meant_to_end: bool = field(default=True, init=False)
@@ -77,15 +77,15 @@ class Slot:
         return self
 
     def crashed(self) -> bool:
-        """Whether it has ended although nobody meant it to."""
+        """Whether it has ended without an event that ends it."""
         return self.up.is_set() and not self.meant_to_end and not self.engine.alive
 
     def explains(self, since: float, until: float) -> bool:
-        """Whether something that was done to it reaches into this time."""
+        """Whether an event that hit it reaches into this time."""
         return any(begun <= until and since <= ended + AFTERMATH for begun, ended in self.disturbed)
 
     def do(self, event: Event, stop: threading.Event) -> None:
-        """Do what an event says, and make it undone. One event at a time."""
+        """Do an event, and undo it. One event at a time."""
         begun = self.journal.now()
         self.journal.note("event", kind=event.kind, engine=self.name, life=self.life, seconds=event.seconds)
         # Open to its end: a request that fails meanwhile is explained.
@@ -102,7 +102,7 @@ class Slot:
             if event.kind == "kill worker":
                 for pid in self.named("Worker"):
                     os.kill(pid, signal.SIGKILL)
-                time.sleep(event.choice)  # what vLLM itself makes of it
+                time.sleep(event.choice)  # gives vLLM time to react
             self.up.clear()
             self.engine.kill()
             self.counters += self.latest
@@ -125,7 +125,7 @@ class Slot:
         return [pid for pid in self.engine.pids() if part in process_name(pid)]
 
     def count(self) -> None:
-        """Ask for its counters; what it does not say now is asked for the next time."""
+        """Read its counters; if it does not answer now, the next call reads them."""
         with contextlib.suppress(EngineFailed, TimeoutError, OSError):
             life = self.life
             found = read_counters(self.engine.metrics())
@@ -171,7 +171,7 @@ def last_words(slot: Slot) -> str:
 
 
 class Fleet:
-    """All slots, and the thread that does what the schedule says."""
+    """All slots, and the thread that executes the schedule."""
 
     def __init__(self, slots: list[Slot], journal: Journal) -> None:
         self.slots = {slot.name: slot for slot in slots}
@@ -189,8 +189,8 @@ class Fleet:
             slot.ready()
 
     def pick(self, role: str, rng: random.Random) -> Slot | None:
-        """An engine of a role that runs, or the one that will next; None if the run is over."""
-        # One number whatever runs: what a client does next must not depend on the time.
+        """A running engine of a role, or the next one that starts; None if the run is over."""
+        # One draw in every case: a client's next action must not depend on the time.
         order = [slot for slot in self.slots.values() if slot.role == role]
         if rng.random() < 0.5:
             order.reverse()
@@ -202,7 +202,7 @@ class Fleet:
         return None
 
     def run(self, events: list[Event], until: float) -> None:
-        """Do what the schedule says until the end of the run, one event at a time for each engine."""
+        """Execute the schedule until the end of the run, one event at a time for each engine."""
         for event in events:
             if self.stop.wait(max(0.0, event.at - self._journal.now())):
                 return
@@ -231,7 +231,7 @@ class Fleet:
             slot.busy.release()
 
     def look_for_crashes(self) -> None:
-        """Note engines that ended by themselves, and start them again."""
+        """Record engines that ended by themselves, and start them again."""
         for slot in self.slots.values():
             if slot.crashed() and slot.busy.acquire(blocking=False):
                 self.failures.append(
@@ -253,7 +253,7 @@ class Fleet:
 
 
 def config(name: str, *, policy: str, lease: float, settings: dict[str, Any]) -> dict[str, Any]:
-    """The transfer configuration of the engine of this name; it is the same engine in all its lives."""
+    """The transfer configuration of the engine of this name; it is the same in all its lives."""
     return {
         "kv_connector": "KvhmaConnector",
         "kv_connector_module_path": "kvhma.vllm",

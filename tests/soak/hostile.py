@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strangers at the side channels: junk, connections that say nothing, questions whose answers nobody reads."""
+"""Untrusted clients at the side channels: junk, silent connections, questions whose answers they never read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Address = tuple[str, int]
 
 
 class Stranger(threading.Thread):
-    """Comes back again and again, each time to one of the side channels with one kind of mischief."""
+    """Connects again and again, each time to one of the side channels with one kind of attack."""
 
     def __init__(self, addresses: list[Address], seed: int, number: int, stop: threading.Event, journal: Journal):
-        super().__init__(name=f"stranger {number}", daemon=True)
+        super().__init__(name=f"hostile {number}", daemon=True)
         self._addresses = addresses
-        self._rng = random.Random(f"{seed} stranger {number}")
+        self._rng = random.Random(f"{seed} hostile {number}")
         self._over = stop
         self._journal = journal
         self.done: Counter[str] = Counter()
@@ -45,14 +45,14 @@ class Stranger(threading.Thread):
         )
 
     def _length(self, address: Address, stack: contextlib.ExitStack) -> None:
-        # Says that much comes, sends some of it.
+        # Announces this many bytes, sends some of them.
         raw = self._connect(address, stack)
         raw.sendall(struct.pack("<I", self._rng.choice([0, 1, 1 << 20, (1 << 32) - 1])))
         for _ in range(self._rng.randrange(20)):
             raw.sendall(bytes(1 << 14))
 
     def _unread(self, address: Address, stack: contextlib.ExitStack) -> None:
-        # Whole messages, each of which is answered, by somebody who never reads.
+        # Whole messages, each of which is answered, from a client that never reads.
         raw = self._connect(address, stack)
         raw.settimeout(1)
         body = self._rng.choice([b"\x92\xa1x\x01", b"\x81\xa1x\xc0", self._rng.randbytes(100)])

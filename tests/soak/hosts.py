@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class NoNamespaces(Exception):
-    """This machine gives us none; the text says why."""
+    """This machine allows no namespaces; the text has the reason."""
 
 
 def _ip(*command: str) -> None:
@@ -52,7 +52,7 @@ class Hosts:
         return f"{self._subnet}.{1 + list(self._tags).index(name)}"
 
     def env(self, name: str) -> dict[str, str]:
-        """Environment of an engine that lives there; on one machine UCX would find other ways than the cable."""
+        """Environment of an engine in that namespace; on one machine UCX would find other paths than the cable."""
         return {
             "KVHMA_E2E_NETNS": self._tags[name],
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self.address(name),
@@ -61,7 +61,7 @@ class Hosts:
         }
 
     def unplug(self, name: str) -> None:
-        """From now on nothing gets in or out, and nobody is told."""
+        """From now on no packet gets in or out, and no peer is notified."""
         _ip("link", "set", f"h{self._tags[name]}", "down")
 
     def plug(self, name: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened when: one line of JSON for each request and each event, so that an incident can be followed."""
+"""What happened when: one line of JSON for each request and each event, so that an incident can be traced."""
 
 from __future__ import annotations
 

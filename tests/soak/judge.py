@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as right, wrong, refused, aborted, hung or leaked. Knows no engine, only what came from one."""
+"""Decides what counts as right, wrong, refused, aborted, hung or leaked. Knows only results, no engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.engines.engine import Answer
 
 
 class Outcome(Enum):
-    """What became of a request. WRONG and HUNG, and CRASHED of an engine, must not happen whatever else does."""
+    """How a request ended. WRONG and HUNG, and CRASHED of an engine, must never happen."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -31,21 +31,21 @@ FATAL = (Outcome.WRONG, Outcome.HUNG)
 
 @dataclass(frozen=True)
 class Verdict:
-    """An outcome and why, in words that many requests share."""
+    """An outcome and its reason, in words that many requests share."""
 
     outcome: Outcome
     cause: str = ""
 
 
 def judge(future: Future[Answer], plain: Answer, noise: float, *, limit: float, aborted: bool = False) -> Verdict:
-    """Wait for an answer, `limit` seconds at most, and say what it is.
+    """Wait for an answer, `limit` seconds at most, and return its verdict.
 
     Args:
         future: of the answer.
         plain: answer of an engine without connector to the same prompt.
         noise: by how much log-probabilities of two right answers may differ, in nats.
         limit: seconds after which a request that has not ended is hung.
-        aborted: whether it was asked to be aborted, so that it may have fewer tokens.
+        aborted: whether its client aborted it, so that it may have fewer tokens.
     """
     try:
         got = future.result(limit)
@@ -68,7 +68,7 @@ def judge_sample(got: Answer, plain: Answer, noise: float, *, aborted: bool) -> 
         found = difference(got, begun, noise)
         if found is not None:
             return Verdict(Outcome.WRONG, found)
-        return Verdict(Outcome.ABORTED) if aborted else Verdict(Outcome.REFUSED, "aborted by nobody")
+        return Verdict(Outcome.ABORTED) if aborted else Verdict(Outcome.REFUSED, "aborted without a client's abort")
     found = difference(got, plain, noise)
     return Verdict(Outcome.RIGHT) if found is None else Verdict(Outcome.WRONG, found)
 
@@ -82,7 +82,7 @@ def shorten(error: str) -> str:
 
 @dataclass(frozen=True)
 class Census:
-    """What one process holds."""
+    """Resources that one process holds."""
 
     files: int
     threads: int
@@ -97,7 +97,7 @@ class Allowance:
 
 
 def leaks_of_process(name: str, ready: Census, end: Census, allowed: Allowance) -> list[str]:
-    """What one process holds at the end, after all requests, beyond what it held when it was ready and a little."""
+    """Resources that one process holds at the end beyond what it held when it was ready, and a margin."""
     return [
         f"{name}: {after} {what} at the end, {before} when it was ready"
         for what, before, after, more in (
@@ -122,10 +122,10 @@ def leaks_of_pool(name: str, state: Mapping[str, object]) -> list[str]:
 
 @dataclass
 class Tally:
-    """Verdicts so far, and what else must not happen. Safe to use from several threads."""
+    """Verdicts so far, and other errors. Safe to use from several threads."""
 
     counts: Counter[tuple[Outcome, str, str, bool]] = field(default_factory=Counter)
-    """Requests by outcome, kind, cause, and whether what was done to an engine or to the request explains it."""
+    """Requests by outcome, kind, cause, and whether an event or a change of the request explains it."""
     crashes: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -153,7 +153,7 @@ class Tally:
             )
 
     def lines(self) -> list[str]:
-        """The result as text: totals, then all that was not right by cause."""
+        """The result as text: totals, then all errors by cause."""
         totals = [f"{outcome.value} {self.total(outcome)}" for outcome in Outcome]
         text = [", ".join([*totals, f"refused without a reason {self.unexplained}"])]
         with self._lock:

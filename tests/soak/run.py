@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: answers beforehand, engines, clients, events; then a rest, after which everything must be as it was."""
+"""One run: answers beforehand, engines, clients, events; then a quiet phase, after which nothing may be left over."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from support.handoff import arguments, decode, noise, prefill
 
 NAMES = ("p1", "p2", "d1", "d2")
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-"""oneDNN keeps 1,024 matrix products, and vLLM has four new ones for each number of tokens in a step: a worker with a
-tiny model grows by 290 MiB before it stops, in which no leak of a connector would be seen."""
+"""oneDNN caches 1,024 matrix products, and vLLM has four new ones for each number of tokens in a step.
+
+A worker with a tiny model grows by 290 MiB before that stops, which would hide a leak of the connector."""
 LEASE = 10.0
 PROMPTS = 96
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `python -m soak` was asked for."""
+    """The options of `python -m soak`."""
 
     seconds: float
     seed: int
@@ -52,7 +53,7 @@ class Options:
 
 @dataclass
 class Result:
-    """What a run has found; `lines` is the report."""
+    """The findings of a run; `lines` is the report."""
 
     options: Options
     tally: Tally
@@ -117,7 +118,7 @@ def make_hosts(options: Options, result: Result) -> Hosts | None:
 
 
 def answer_beforehand(zygote: Zygote, model_dir: Path, options: Options) -> list[Prompt]:
-    """Prompts of all lengths, a third of them with a beginning that others have too, and the plain engine's answers."""
+    """Prompts of all lengths, a third of them with a shared beginning, and the plain engine's answers."""
     rng = random.Random(f"{options.seed} prompts")
 
     def tokens(count: int) -> list[int]:
@@ -138,7 +139,7 @@ def make_slots(zygote: Zygote, model_dir: Path, options: Options, hosts: Hosts |
     prefill_engines = [f"{where[name]}:{ports[name]}" for name in ("p1", "p2")]
     # Mamba2 with prefix caching ends vLLM's CPU build.
     caching = {"enable_prefix_caching": "nemotron" not in options.model}
-    # Room for some of the requests only: they wait, are preempted, and their blocks are used again at once.
+    # Room for some of the requests only: they wait, are preempted, and vLLM reuses their blocks at once.
     few = {"num_gpu_blocks_override": 400 if options.model == "gemma3" else 60, "max_num_batched_tokens": 256}
     kinds: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "p1": ("recompute", {}, caching),
@@ -189,7 +190,7 @@ def soak(world: World, options: Options, result: Result) -> None:
     sampler.stop()
     conclude(world, options, result, sampler, events)
     visits = sum((stranger.done for stranger in strangers), Counter[str]())
-    result.facts.append(f"events: {dict(fleet.done)}, {fleet.skipped} left out; strangers: {dict(visits)}")
+    result.facts.append(f"events: {dict(fleet.done)}, {fleet.skipped} left out; hostile clients: {dict(visits)}")
 
 
 def shifted(event: Event, seconds: float) -> Event:
@@ -209,7 +210,7 @@ def count_often(fleet: Fleet) -> None:
 
 
 def rest(world: World, result: Result) -> None:
-    """After the last event: every pair hands over again, all is given back."""
+    """After the last event: every pair hands off again, all blocks and requests are released."""
     slots = world.fleet.slots
     for p in (slots["p1"], slots["p2"]):
         for d in (slots["d1"], slots["d2"]):
@@ -232,7 +233,7 @@ def attempt(result: Result, what: str, action: Callable[[], None]) -> None:
 
 
 def right(world: World, p: Slot, d: Slot, prompt: Prompt) -> None:
-    """Fail unless a hand-over is right. A first one may find the connection lost that an event has cut."""
+    """Fail unless a hand-off is right. The first may find a connection that an event has cut."""
     for last in (False, True):
         answer = decode(d.engine, prompt.tokens, prefill(p.engine, prompt.tokens))
         verdict = judge(answer, prompt.plain, world.noise, limit=world.limit)
@@ -243,7 +244,7 @@ def right(world: World, p: Slot, d: Slot, prompt: Prompt) -> None:
 
 
 def all_given_back(slot: Slot, end: float, result: Result) -> None:
-    """Wait until nothing is held, and say what is; the prefix cache can be emptied only if no block is in use."""
+    """Wait until nothing is held, and report what is; vLLM empties the prefix cache only if no block is in use."""
     while True:
         state = slot.engine.state()
         leaks = leaks_of_pool(slot.name, state)
@@ -257,7 +258,7 @@ def all_given_back(slot: Slot, end: float, result: Result) -> None:
 
 
 def conclude(world: World, options: Options, result: Result, sampler: Sampler, events: list[Event]) -> None:
-    """Look at what processes hold, and write it down."""
+    """Read what processes hold, and write it to the report."""
     processes = sampler.processes()
     (options.folder / "memory.svg").write_text(plot(processes.values(), events, world.journal.now()))
     lives = {slot.name: slot.life for slot in world.fleet.slots.values()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of the engines holds over time, read from /proc, so that a stopped one is seen too."""
+"""Resources of every process of the engines over time, read from /proc, so that a stopped process counts too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sample:
         life: which of the engines of that name.
         process: front, core or worker.
         rss: all resident memory.
-        anon: of it what malloc and Python keep, whether or not it is shared with the process it was forked from.
+        anon: of it the memory of malloc and Python, whether or not it is shared with the parent process.
         file: of it what is mapped from files; grows as code is first used.
         shmem: of it shared memory, as transports use it.
     """
@@ -109,7 +109,7 @@ class Sampler(threading.Thread):
 
 
 def growth(samples: list[Sample]) -> str:
-    """One line for a process: what it held at first, half way and at last."""
+    """One line for a process: what it held first, half way and last."""
     first, half, last = samples[0], samples[len(samples) // 2], samples[-1]
     minutes = (last.seconds - first.seconds) / 60
     memory = " -> ".join(f"{one.rss / 1024:.0f}" for one in (first, half, last))
@@ -123,7 +123,7 @@ def growth(samples: list[Sample]) -> str:
 
 
 def heap_growth(name: str, heaps: list[dict[str, int]]) -> str:
-    """One line for a worker: how what malloc and Python have in use moved, at first, half way and at last."""
+    """One line for a worker: the memory that malloc and Python use, first, half way and last."""
     points = heaps[0], heaps[len(heaps) // 2], heaps[-1]
     parts = (
         " -> ".join(f"{one[key] / scale:.0f}" for one in points) + f" {unit}"

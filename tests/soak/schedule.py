@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What will be done to which engine at what time, drawn from a seed before anything starts."""
+"""Which event hits which engine at what time, drawn from a seed before the run starts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ partition: its cable is unplugged for a while.
 
 @dataclass(frozen=True)
 class Event:
-    """One thing to do.
+    """One event.
 
     Attributes:
         at: seconds after the start.
         kind: a key of `KINDS`.
         target: name of an engine.
-        seconds: how long it stays so; for a kill, until the next engine starts there.
-        choice: 0 to 1, which of several processes is meant.
+        seconds: how long it lasts; for a kill, until the next engine starts there.
+        choice: 0 to 1, which of several processes it hits.
     """
 
     at: float

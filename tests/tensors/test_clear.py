@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma.tensors.clear``: bytes by address are zero afterwards, and no others."""
+"""``kvhma.tensors.clear`` zeroes bytes by address, and no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhma.tensors import clear
 
 
 def test_ranges_are_zero_and_others_are_not() -> None:
-    """In several tensors, whatever their types and views; an empty list does nothing."""
+    """In several tensors, of any types and views; an empty list does nothing."""
     made = [torch.ones(1000, dtype=torch.int8), torch.ones(500, dtype=torch.bfloat16)]
     views = [made[0][100:300], made[1].view(50, 10).transpose(0, 1)]
     expected = [one.clone().view(torch.int8) for one in made]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of docs/torch.md runs and prints what the page says; importing kvhma does not import torch."""
+"""The code of docs/torch.md runs and prints what the page shows; importing kvhma does not import torch."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def test_code_prints_what_it_says():
 
 
 def test_two_processes_hand_over():
-    """The program of docs/other-engines.md; what the page shows of it is in it."""
+    """The program of docs/other-engines.md; it contains the code that the page shows."""
     pytest.importorskip("nixl", reason="needs NIXL")
     program = ROOT / "examples/two_processes.py"
     environment = {**os.environ, "NIXL_LOG_LEVEL": "WARN"}

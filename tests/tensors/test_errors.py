@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be allocated: the error names the layers and both values, and no memory is kept."""
+"""Failed allocations: the error names the layers and both values, and no memory is kept."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_kernel_blocks_of_a_block_that_is_not_dense(layout):
         "layer 'a': page padded from 2048 to 2112 bytes: the block is not dense, so its 2 kernel blocks of 8 tokens "
         "are not evenly spaced; kernel_block 16 would be, or page_bytes 2048"
     )
-    # What it says helps.
+    # The suggestion in the error works.
     for helped in (replace(padded, kernel_block=16), replace(padded, page_bytes=2048)):
         assert allocate([{"a": helped}], 4, layout=layout).views["a"].shape[0] in (4, 8)
 
@@ -114,10 +114,10 @@ def test_a_layout_that_is_impossible_for_a_page_mix():
     assert "each page contiguous" in text
     text = refused([{"attention": replace(FULL, kv="apart")}, {"state": state}])
     assert "K and V apart" in text
-    # Without equal pages they do not share, and each has buffers of its own.
+    # Without equal pages they do not share, and each has separate buffers.
     cache = allocate([{"attention": FULL}, {"state": STATE}], 4, layout="LHBNC")
     assert len(cache.buffers) == 2
-    # Heads before layers and a state in one buffer: what is inside of a block is its group's.
+    # Heads before layers and a state in one buffer: the content of a block belongs to its group.
     cache = allocate([{"attention": FULL}, {"state": state}], 4, layout="BHLNC")
     assert len(cache.buffers) == 1
 
@@ -220,7 +220,7 @@ def test_more_than_there_is():
 
 
 def test_out_of_memory_in_the_middle(monkeypatch):
-    """The device says no to the third of four buffers: the others are not kept."""
+    """The device refuses the third of four buffers: the others are freed."""
     made = []
     zeros = torch.zeros
 

@@ -109,7 +109,7 @@ def test_a_short_convolution_has_no_state_proper():
 
 
 def comparable():
-    """Return all models in all orders that `hybrid.layout` lays out likewise."""
+    """Return all models in all orders that `hybrid.layout` lays out the same way."""
     for name, one in models().items():
         for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"):
             # It wants contiguous pages beside a state, and has gaps where heads come before layers in a short group.
@@ -120,7 +120,7 @@ def comparable():
 
 @pytest.mark.parametrize(("name", "order"), list(comparable()))
 def test_the_hybrid_allocator_has_the_same_geometry(name, order):
-    """Two statements of where bytes are: equal but for the addresses of regions."""
+    """Two descriptions of where bytes are: equal but for the addresses of regions."""
     one = model(name)
     # Kernel blocks where a page is contiguous: elsewhere they are placed otherwise here.
     if one.state is None:
@@ -135,7 +135,7 @@ def test_the_hybrid_allocator_has_the_same_geometry(name, order):
     for layer in expected.layers:
         found = layers[layer.name]
         assert sorted_axes(found.page) == sorted_axes(layer.page)
-        if expected.groups[layer.group].ratio == 1:  # a stride that nothing uses
+        if expected.groups[layer.group].ratio == 1:  # an unused stride
             layer = replace(layer, kernel_stride=None)
         assert replace(found, page=layer.page, region=0) == replace(layer, region=0)
     pairs = {(layers[layer.name].region, layer.region) for layer in expected.layers}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of ``make gpu`` on host memory: that they work, so that a machine with a device is not needed for that."""
+"""The steps of ``make gpu`` on host memory: they work, so that a machine with a device is not needed for that."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_step(number):
 
 
 def test_a_step_finds_wrong_bytes(monkeypatch):
-    """What a step says is worth something only if it can fail."""
+    """A step proves something only if it can fail."""
     read = transfers.Worker.read
     monkeypatch.setattr(transfers.Worker, "read", lambda self, peer, ours, theirs: read(self, peer, ours, ours))
     with pytest.raises(AssertionError):

@@ -62,7 +62,7 @@ def test_every_label_is_where_the_geometry_says_and_nowhere_else(mix, rng):
     owner = np.array([rng.randrange(len(mix.groups)) for _ in range(mix.num_blocks)])
     labels = Labels(cache, mix.specs, owner)
     images = labels.written()
-    # No label is lost and none is there twice: live pages do not overlap, whoever else uses the buffer.
+    # No label is lost or duplicated: live pages do not overlap, for all users of the buffer.
     seen = np.concatenate(images)
     assert np.array_equal(np.sort(seen[seen > 0]), np.arange(1, labels.count + 1))
     for name in mix.specs:
@@ -109,7 +109,7 @@ def test_references_hold_the_bytes_of_the_geometry(mix):
             by_geometry = np.concatenate([grid.reshape(-1) for grid in addresses(cache.geometry, data.layer, spec)])
             assert by_segments == Counter(by_geometry.tolist())
             assert sum(segment.nbytes for segment in data.segments) * data.num_blocks == spec.nbytes * mix.num_blocks
-            # Of a part whose heads can be read one by one, a head is one run of bytes.
+            # In a part whose heads can be read one by one, a head is one run of bytes.
             heads = [segment for segment in data.segments if segment.heads > 1]
             assert all(segment.nbytes % segment.heads == 0 and segment.head_stride for segment in heads)
 

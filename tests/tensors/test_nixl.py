@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch caches of different layouts over real NIXL, each in a process of its own."""
+"""Torch caches of different layouts over real NIXL, each in a separate process."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def views_of(raw: bytearray, *bounds: tuple[int, int]) -> dict[str, torch.Tensor
         ([(0, 64), (32, 96)], [(0, 96)], [(0, 0), (0, 32)]),
         ([(32, 96), (0, 64)], [(0, 96)], [(0, 32), (0, 0)]),
         ([(0, 96), (8, 16), (64, 80)], [(0, 96)], [(0, 0), (0, 8), (0, 64)]),
-        # Those that only touch are two registrations.
+        # Adjacent tensors are two registrations.
         ([(48, 96), (0, 48)], [(48, 48), (0, 48)], [(0, 0), (1, 0)]),
         # The order is that of the first use of each.
         ([(80, 96), (0, 32), (16, 48), (80, 96)], [(80, 16), (0, 48)], [(0, 0), (1, 0), (1, 16)]),
@@ -46,7 +46,7 @@ def test_storages_that_overlap_are_one_region(bounds, regions, places):
 
 
 def test_a_view_is_found_by_all_of_its_bytes():
-    """A registered range that has the first item and not the last is none."""
+    """A registered range that has the first item but not the last does not count."""
     tensor = torch.zeros(4, 16, dtype=torch.bfloat16)
     start = tensor.data_ptr()
     short, enough = (Region(start, tensor.nbytes - less) for less in (2, 0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's real pools on a CPU: each value lies where the geometry says, and a hand-off between two pools is right.
+"""SGLang's real pools on a CPU: each value is where the geometry puts it, and a hand-off between two pools is right.
 
-Needs the `sglang` package and what importing its pools takes, beside torch:
+Needs the `sglang` package and the dependencies of its pools, beside torch:
 pip install --no-deps sglang orjson ipython traitlets torchvision gguf
 """
 
@@ -135,7 +135,7 @@ def test_a_hand_off_between_two_pools(seed: int) -> None:
 
 
 class Derived(pools.MHATokenToKVPool):
-    """May keep anything."""
+    """It may hold anything."""
 
 
 def test_what_is_not_known_is_refused() -> None:

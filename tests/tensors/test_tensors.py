@@ -138,7 +138,7 @@ def test_meta_tensors_have_made_up_addresses():
 
 
 def test_packed_content_and_a_whole_axis():
-    """Content that only its kernel understands: no tokens, a dtype of its own."""
+    """Content that only its kernel understands: no tokens, and a special dtype."""
     tensor = torch.zeros(4, 2, 16 * 8, dtype=torch.bfloat16)
     part = TensorPart("kv", tensor, ("blocks", "heads", "packed"), dtype="bfloat16/isa-32")
     found = one(part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Such caches hand requests to each other: the byte oracle on every byte, and real bytes through the views."""
+"""Such caches hand off requests to each other: the byte oracle on every byte, and real bytes through the views."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def copy_and_check(source, target, tokens, local, remote, moved):
 
 @pytest.mark.parametrize("pair", list(product(ALL, ALL)), ids="-".join)
 def test_views_show_the_same_values(pair):
-    """What P writes through its views is what D reads through its own, whatever lies between."""
+    """D reads through its views what P wrote through its own, with any bytes between them."""
     tokens = 24
     orders = ["BHNC", "NBHC"]
     source, target = (cache_of(ATTENTION, at, 24, dim_order=dims) for at, dims in zip(pair, orders, strict=True))
@@ -123,7 +123,7 @@ def test_between_numbers_of_ranks(layout, p_size, d_size):
 
 
 def runs_of(local, remote):
-    """Count stretches of blocks that follow each other at both ends, over all groups."""
+    """Count stretches of blocks that are neighbours at both ends, over all groups."""
     pairs = []
     for local_span, remote_span in zip(local, remote, strict=True):
         pairs += zip(local_span.ids, list(remote_span.ids)[len(remote_span.ids) - len(local_span.ids) :], strict=True)
@@ -134,7 +134,7 @@ def runs_of(local, remote):
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b", "gemma-3-12b", "Llama-4-Scout-17B-16E", "DeepSeek-V3"])
 def test_a_run_of_blocks_is_one_descriptor(name, layout):
-    """Whatever the number of layers."""
+    """For any number of layers."""
     one, tokens = model(name), 16 * 300
     probe = allocate(model_specs(one), 1, layout=layout, device="meta").geometry
     specs = model_specs(one)
@@ -151,7 +151,7 @@ def test_a_run_of_blocks_is_one_descriptor(name, layout):
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
 def test_a_group_with_fewer_layers_costs_one_descriptor_a_block(layout):
-    """gemma-3-27b: the last slots of the sliding groups' blocks are nobody's, so blocks do not touch."""
+    """gemma-3-27b: the last slots of the sliding groups' blocks are unused, so blocks do not touch."""
     specs = model_specs(model("gemma-3-27b"))
     assert {len(group) for group in specs} == {8, 9, 10}
     decode = allocate(specs, 600, layout=layout, device="meta").geometry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/architecture.md names is there: every file, and every function or class in the file it is said to be in."""
+"""docs/architecture.md names only what exists: every file, and every function or class in the file that it names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BARE = re.compile(r"`([a-z_]\w*)`")
 
 
 def places() -> list[tuple[str, str]]:
-    """Files with what is said to be in them; a name alone belongs to the file named last before it."""
+    """Files with the names that the page puts into them; a name alone belongs to the file named last before it."""
     found = []
     file = ""
     for match in re.finditer(r"`[^`\n]+`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)):

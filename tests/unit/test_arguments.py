@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes in by a public function: any array of integers is block ids, and what is none is refused with its name."""
+"""Arguments of public functions: any array of integers is block ids; other values are refused with their name."""
 
 from __future__ import annotations
 

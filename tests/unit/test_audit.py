@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auditor: right traces pass, wrong ones of every sort are found, and what no trace file may do."""
+"""The auditor: right traces pass, wrong traces of every sort are found, and no trace file can do harm."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ ANSWERED = [entry for entry in CASES if "runs" in entry["expect"]]
 
 
 def answered_steps(rows: list[dict[str, int]]) -> list[Step]:
-    """The answer of a planner of the kit as steps."""
+    """The answer of one of the kit's planners as steps."""
     zeros = [(row["zero"], row["bytes"]) for row in rows if "zero" in row]
     steps = [Step("zero", 0, rows_of(*zeros))] if zeros else []
     copies = [row for row in rows if "source" in row]
     return steps + [Step("transfer", row["source"], rows_of((row["from"], row["to"], row["bytes"]))) for row in copies]
 
 
-# --- Right ones -----------------------------------------------------------------------------------------
+# --- Right traces ---------------------------------------------------------------------------------------
 
 
 def test_what_the_bytes_say_is_right() -> None:
@@ -89,7 +89,7 @@ def test_nobody_reads_what_is_not_zeroed() -> None:
     assert stale > 20
 
 
-# --- Wrong ones -----------------------------------------------------------------------------------------
+# --- Wrong traces ---------------------------------------------------------------------------------------
 
 NOT_READ = {
     "nothing zeroed",
@@ -102,19 +102,19 @@ NOT_READ = {
     "chunk ignored",
     "chunk as a window",
 }
-"""Rules that only move more, or zero less: D reads none of it."""
+"""Rules that only move more, or zero less: D reads none of these bytes."""
 
 
 @cache
 def posed(name: str) -> tuple[Case, Any]:
-    """A case of the kit, and what the kit expects of an answer."""
+    """A case of the kit, and the answer that the kit expects."""
     entry = next(entry for entry in ANSWERED if entry["id"] == name)
     return Case.from_json(json.dumps(entry["case"])), kit.expected(entry)
 
 
 @pytest.mark.parametrize("name", [*QUESTIONS, *SPOILS])
 def test_it_agrees_with_the_kit_on_planners_that_are_wrong(name: str) -> None:
-    """The kit's runner judges with labels of its own."""
+    """The kit's runner judges with its own labels."""
     outcomes: Counter[str] = Counter()
     for entry in ANSWERED:
         if sum(outcomes.values()) == 20 * TRIES:
@@ -127,7 +127,7 @@ def test_it_agrees_with_the_kit_on_planners_that_are_wrong(name: str) -> None:
         found = judge(traced(case, answered_steps(rows)), with_plan=False)
         outcomes[found.outcome] += 1
         if found.outcome == "right" and verdict.outcome != "right":
-            # Padding, the null block and blocks of the request before its window: the kit wants them as they were.
+            # The kit requires padding, the null block and blocks before the request's window to be unchanged.
             assert " bytes extra, the first" in verdict.text
         else:
             assert found.outcome == verdict.outcome, (entry["id"], verdict, found.causes)
@@ -208,7 +208,7 @@ def test_every_sort_of_mistake_is_named(name: str) -> None:
     found = judge(traced(small(), steps))
     assert (found.outcome, found.signature) == ("wrong", (what,))
     assert text in str(found.causes[0])
-    # The smallest request that shows it shows the same, for the same reason.
+    # The smallest request that shows the error shows the same error, for the same reason.
     small_one = smallest(traced(small(), steps))
     assert judge(small_one).signature == found.signature
     assert judge(small_one).causes[0].found == found.causes[0].found
@@ -228,7 +228,7 @@ def test_a_state_after_other_tokens() -> None:
     assert [str(cause) for cause in found.causes] == [
         "wrong: 4 bytes of ssm/ssm: they hold other tokens, or a state after other tokens"
     ]
-    # Of a P that has computed fewer tokens, the last ones are nobody's as well.
+    # If P has computed fewer tokens, the last ones have no source either.
     fewer = judge(traced(small(), steps, remote_tokens=5))
     assert fewer.wrong == 5
     assert fewer.unheld == 5
@@ -252,7 +252,7 @@ def test_blocks_that_were_filled_before() -> None:
 
 
 def test_blocks_of_one_pool() -> None:
-    """Block 2 is the state's. No full layer uses it then, if blocks are one request's in all groups."""
+    """Block 2 is the state's. No full layer uses it then, if all groups' blocks belong to one request."""
     steps = [Step("transfer", 0, rows_of(*RUNS, (THERE + 8, HERE + 8, 4)))]
     assert judge(traced(small(), steps)).signature == ("extra",)
     found = judge(traced(small(), steps, one_pool=True))

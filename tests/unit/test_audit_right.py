@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that is right in an unusual way is judged right."""
+"""The auditor accepts a connector that is right in an unusual way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGED = 1 << 40
 
 
 def shuffled(steps: list[Step]) -> list[Step]:
-    """Transfers are in no order; zeros come first."""
+    """Transfers come in no order; zeros come first."""
     rest = [step for step in steps if step.doing == "transfer"]
     random.Random(len(rest)).shuffle(rest)
     return [step for step in steps if step.doing == "zero"] + rest
@@ -64,7 +64,7 @@ def one_step(steps: list[Step]) -> list[Step]:
 
 
 def there_and_back(steps: list[Step]) -> list[Step]:
-    """Nothing that is read stays away."""
+    """Finally move every byte to where it already is."""
     rows = np.concatenate([step.rows for step in steps if step.doing == "transfer"] or [rows_of((0, 0, 0))[:0]])
     same = np.column_stack((rows[:, 1], rows[:, 1], rows[:, 2]))
     return [*steps, Step("rearrange", 0, same)]
@@ -102,7 +102,7 @@ def test_a_row_goes_on_in_the_next_region() -> None:
     one = Step("transfer", 0, rows_of((ends[1] - 4, ends[0] - 4, 8)))
     found = judge(traced(request, [one]))
     assert (found.outcome, found.descriptors, found.causes) == ("right", 1, ())
-    # What is behind the last region is in none.
+    # The bytes after the last region are in no region.
     more = judge(traced(request, [one, Step("transfer", 0, rows_of((THERE, ends[0] + 30, 8)))]))
     assert (more.signature, more.extra) == (("extra",), 8 - 2 + 2)
 
@@ -111,7 +111,7 @@ def test_what_is_put_right_after_the_transfers_have_ended() -> None:
     whole = Step("transfer", 0, rows_of((THERE + 4, HERE + 12, 4), (THERE + 4, HERE + 20, 4), RUNS[2]))
     put_right = Step("transfer", 0, rows_of((THERE + 8, HERE + 20, 2)))
     assert judge(traced(small(), [whole, put_right])).signature == ("wrong",)
-    # A step that does nothing says that one has ended before the other began.
+    # A step without work shows that one request ended before the other began.
     ended = Step("zero", 0, rows_of((0, 0))[:0])
     assert judge(traced(small(), [whole, ended, put_right])).outcome == "right"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benches/connectors.py makes of what it measured: processor times, ratios, tables, the picture."""
+"""What benches/connectors.py makes of its measurements: processor times, ratios, tables, the picture."""
 
 import os
 import re

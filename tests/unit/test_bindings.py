@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled half seen from Python: documented, copied, pickled, shown, and clear about wrong arguments."""
+"""The compiled half from Python: documented, copied, pickled, printed, and clear errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 
 def definitions() -> Iterator[tuple[str, Definition]]:
-    """What the stub defines: classes, functions, and what classes have, without what only Python calls."""
+    """Names in the stub: classes, functions, and members of classes, without those that only Python calls."""
     for node in STUB.body:
         if isinstance(node, Definition):
             yield node.name, node
@@ -57,7 +57,7 @@ def test_the_stub_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("name", STATED)
 def test_the_docstring_is_the_stubs(name: str) -> None:
-    """All of it, so that `help` says as much as the API pages."""
+    """Every name has a docstring, so that `help` prints as much as the API pages."""
     stated = ast.get_docstring(STATED[name])
     assert stated
     assert inspect.getdoc(found(name)) == stated
@@ -84,7 +84,7 @@ LOST = PLAN.losses(40, SPANS, SPANS, MOVED.reads[0].local[:1])
 
 
 def attributes(value: Any) -> Any:
-    """What a value says, in a form that compares."""
+    """A value's contents, in a form that compares."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.tolist())
     if isinstance(value, (list, tuple)):

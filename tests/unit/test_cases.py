@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Case files: read, checked, made smaller; and what no case file may do."""
+"""Case files: read, checked, shrunk; and no case file can do harm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS = range(120)
 
 
 def small(tokens: int = 6, **changes: object) -> Case:
-    """Two layers of blocks of four one-byte tokens, and a state; what moves can be counted."""
+    """Two layers of blocks of four one-byte tokens, and a state: small enough to count what moves."""
     groups = (Group("full", 4), Group("ssm", 4))
 
     def side(base: int) -> kvhma.Geometry:
@@ -245,7 +245,7 @@ def test_a_pair_that_does_not_fail_is_saved_as_it_is(tmp_path: Path, monkeypatch
     assert cases.load(tmp_path / "case.json") == as_case(pair, 64)
 
 
-# --- Files that no reader should believe ----------------------------------------------------------------
+# --- Files that no reader should trust ------------------------------------------------------------------
 
 
 def changed(path: list[object], value: object) -> bytes:
@@ -373,7 +373,7 @@ def test_what_is_too_large_is_not_simulated() -> None:
     for text, case in hostile.items():
         with pytest.raises(RequestError, match=text):
             cases.check(case)
-    # An axis whose whole is beyond 64 bits, held by nobody in full.
+    # An axis whose whole is beyond 64 bits; no rank holds all of it.
     part = small().local.layers[0].page.parts[0]
     axes = (part.axes[0], kvhma.Axis("content", 1 << 63, 1, 0, 1), kvhma.Axis("more", 1 << 63, 1, 0, 1))
     page = kvhma.Page((replace(part, axes=axes),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma map``: one file that needs nothing else, and whose shapes are the plan's numbers."""
+"""``kvhma map`` writes one self-contained file, whose shapes are the plan's numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_runs_lie_where_their_addresses_say(tmp_path: Path) -> None:
         assert match
         address, length = int(match[1], 16), int(match[2].replace(",", ""))
         if not low <= address < high:
-            continue  # of another tensor
+            continue  # it belongs to another tensor
         above, below, band = shape[1:]
         left, right = (float(point.split(",")[0]) for point in band.attrib["points"].split()[:2])
         assert left == pytest.approx(LEFT + (address - low) / (high - low) * SPAN, abs=0.02)
@@ -94,7 +94,7 @@ def test_pages_parts_padding_and_layers(tmp_path: Path) -> None:
     # One place of 30 has no layer: 23 states and 6 attentions in 5 groups of 6.
     assert [text for text in boxes if text.startswith("no layer of group")] == ["no layer of group 3 in tensor 5"]
     assert sum("\ntensor " in text for text in boxes) == 29
-    # Half of P's state is what a rank of D reads, all of D's is filled.
+    # A rank of D reads half of P's state, which fills all of D's.
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert any(str(text).startswith("D rank 0 of 4 reads from P rank 0 of 2") for text in texts)
 
@@ -107,7 +107,7 @@ def test_bars_mark_what_is_read_of_a_block(tmp_path: Path) -> None:
         for text in hovers(ET.parse(tmp_path / "m.svg").getroot(), "rect")
         if (match := re.fullmatch(r"read of block 1: .*, ([\d,]+) bytes", text))
     ]
-    # x, B and C touch nothing of each other on P; the last channels of C and ssm do not either. On D all is one.
+    # On P, x, B and C are not contiguous, and neither are the last channels of C and ssm. On D all of them are.
     ours, theirs = 2134016 // 4, [3 * 2 * n for n in (1024, 256, 256)] + [16 * 64 * 128 * 4]
     assert sorted(bars) == sorted([ours, *theirs])
 
@@ -119,7 +119,7 @@ def test_blocks_of_the_request(tmp_path: Path) -> None:
     one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=2))
     dead = sum(sum(block == 0 for block in table) for table in sequence_blocks(one, 1700))
     assert dead > 0
-    # Every block is in a box that says how many there are: a picture leaves none out.
+    # Every block is in a box with a count: a picture leaves out no block.
     found = [re.match(r"entr(?:y|ies) (\d+)(?: to (\d+))?: (?:([\d,]+) blocks, )?(.*)", text) for text in boxes]
     counts: dict[str, int] = {}
     for match in filter(None, found):
@@ -129,7 +129,7 @@ def test_blocks_of_the_request(tmp_path: Path) -> None:
         counts[state] = counts.get(state, 0) + number
     entries = 2 * sum(len(table) for table in sequence_blocks(one, 1700))
     assert counts == {"dropped": 2 * dead, "not read": 10, "read": entries - 2 * dead - 10}
-    # What D had: ten blocks of the full group.
+    # D's prefix hit: ten blocks of the full group.
     (kept,) = [text for text in boxes if "not read" in text]
     assert kept.startswith("entries 0 to 9: 10 blocks, not read\ntokens 0 to 159\nblocks ")
     assert "10 not read" in [text.text for text in root.iter(f"{SVG}text")]
@@ -178,7 +178,7 @@ def test_small_whatever_is_drawn(name: str, tmp_path: Path) -> None:
 
 
 def test_sides_that_differ_much_have_scales_of_their_own(tmp_path: Path) -> None:
-    """Of a full block table on P, D reads the last block: P's stretch is longer by far."""
+    """D reads only the last block of a full block table on P: P's stretch is far longer."""
     one = tiny_hybrid(400)
     (tmp_path / "g.json").write_bytes(one.to_json())
     cli("map", tmp_path / "g.json", "--tokens", 100, "-o", tmp_path / "m.svg")
@@ -214,7 +214,7 @@ def test_nothing_from_elsewhere(name: str, tmp_path: Path) -> None:
 
 
 def test_hostile_names(tmp_path: Path) -> None:
-    """A layer's name is text, whatever it looks like."""
+    """A layer's name is shown as text, even if it looks like markup."""
     one = tiny_hybrid(40)
     text = one.to_json().decode().replace("layers.0", "</title><script>alert(1)</script>\\u001b[31m&amp;")
     (tmp_path / "g.json").write_text(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma plan MODEL`` and ``kvhma explain``: what they say is what the library computes."""
+"""``kvhma plan MODEL`` and ``kvhma explain`` print what the library computes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_same_by_name_file_and_directory(config: Path) -> None:
 
 
 def test_vllm_beside_it() -> None:
-    """At equal engines the figures are those of vLLM's selection for one rank."""
+    """For equal engines the figures are those of vLLM's selection for one rank."""
     form = cli("plan", NANO, "--tokens", 5000, "--json").form
     one = layout(model(NANO), LayoutOptions(num_blocks=64, kernel_block="flashinfer"))
     tables = sequence_blocks(one, 5000)
@@ -132,14 +132,14 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_bytes(name: str, tmp_path: Path) -> None:
-    """From the config.json, with last blocks moved whole, as the published figures count them."""
+    """From the config.json, with last blocks moved whole, as in the published figures."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS[name]))
     for at, tokens in enumerate((128, 1000, 5000, 32000)):
         form = cli("plan", path, "--tokens", tokens, "--descriptor-bytes", 2**40, "--json").form
         vllm, needed = (figures[at] for figures in PUBLISHED[name])
         assert form["vllm"]["bytes"] / MIB == pytest.approx(vllm, abs=0.0501)
-        # A latent is cut at the last token at no cost: up to 15 tokens of 61 layers less than whole blocks.
+        # A latent is cut at the last token at no cost: it needs up to 15 tokens of 61 layers less than whole blocks.
         least = needed - (15 * 1152 * 61 / MIB if name == "DeepSeek-V3" else 0) - 0.0501
         assert least <= form["bytes"] / MIB <= needed + 0.0501
 
@@ -160,7 +160,7 @@ def test_every_model_between_every_pair(name: str, pair: str) -> None:
 
 
 def test_prefix_hit() -> None:
-    """1,088 tokens are one block of D: of attention, but never of the state."""
+    """1,088 tokens are one block of D: for attention, but never for the state."""
     some, none = (cli("plan", NANO, *PAIR, "--cached", cached, "--json").form for cached in (1024, 0))
     assert some["groups"] == none["groups"]
     assert "--cached 1,024 is 0 whole blocks of 1,088 tokens in group 4: 0 tokens are not read" in some["notes"]
@@ -259,7 +259,7 @@ def test_models_by_any_of_their_names(name: str, built_in: str) -> None:
 
 
 def test_ids_of_the_hub() -> None:
-    """Each is of one model, and none is another model's name."""
+    """Each name belongs to one model."""
     words = [hub_id.rpartition("/")[2].lower() for hub_id in hub_ids()]
     assert len(set(words)) == len(words)
     assert set(hub_ids().values()) == set(models())
@@ -322,7 +322,7 @@ def test_dtypes_of_both_sides() -> None:
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (3, 2), (2, 2)])
 def test_pipeline_stages(prefill: int, decode: int) -> None:
-    """Layers are where their stage is: the same bytes cross, each layer's between the stages that have it."""
+    """Pipeline stages change no bytes: each layer moves between the stages that have it."""
     whole = cli("plan", NANO, "--prefill", "tp=2", "--decode", "tp=4", "--json").form
     sides = ("--prefill", f"tp=2,pp={prefill}", "--decode", f"tp=4,pp={decode}")
     form = cli("plan", NANO, *sides, "--json").form
@@ -378,7 +378,7 @@ def test_layers_of_two_lengths_beside_vllm(tmp_path: Path) -> None:
 # --- where another connector is faster -------------------------------------------------------------------------------
 
 SHORTER = ("gemma-3-27b", "--prefill", "tp=2,block=16", "--decode", "tp=2,block=64", "--tokens", "64k")
-"""P's blocks are shorter than D's: kvhma copies each head of each of them."""
+"""P's blocks are shorter than D's: kvhma copies each head of each block."""
 
 
 def test_time_stands_beside_bytes() -> None:
@@ -412,7 +412,7 @@ def test_a_block_is_what_was_asked_for_not_what_a_state_makes_of_it() -> None:
 
 
 def test_that_nothing_helps_is_said(tmp_path: Path) -> None:
-    """vLLM sends bytes that are no layer's, in a descriptor less; descriptors are all that costs."""
+    """vLLM sends bytes that belong to no layer, with one descriptor less; only descriptors cost time there."""
     one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=400))
     geometry, link = tmp_path / "one.json", tmp_path / "link.json"
     geometry.write_bytes(one.to_json())
@@ -460,7 +460,7 @@ def test_pairs_that_are_alike_are_one_row() -> None:
 
 
 def test_sweep() -> None:
-    """Each line is what `plan` says of it."""
+    """Each line is what `plan` prints about it."""
     sides = ("--prefill", "tp=2", "--decode", "tp=1/4,block=16/64")
     form = cli("sweep", NANO, *sides, "--tokens", "1k/8k", "--json").form
     assert form["kvhma_sweep"] == 1
@@ -551,7 +551,7 @@ def test_a_refusal_has_field_values_and_fix(name: str) -> None:
 
 @pytest.mark.parametrize("conv", ["SD", "DS"])
 def test_drafts_on_one_side(conv: str) -> None:
-    """Rows and slots that only one side keeps for its drafts are not moved; what both keep costs no descriptor."""
+    """Rows and slots that only one side has for its drafts are not moved; those that both have cost no descriptor."""
 
     def moved(prefill: int, decode: int) -> tuple[int, int]:
         sides = (f"tp=2,conv={conv},spec={prefill}", f"tp=4,conv={conv},spec={decode}")
@@ -562,7 +562,7 @@ def test_drafts_on_one_side(conv: str) -> None:
     assert moved(0, 2)[0] == moved(2, 0)[0] == moved(1, 3)[0] == plain[0]
     # Five rows of a rank's channels each instead of three, or as many items more of every channel.
     assert 3 * moved(2, 2)[1] <= (5 if conv == "SD" else 3) * plain[1]
-    # Rows that lie behind each other leave no gap at all, channels leave one each.
+    # Contiguous rows leave no gap at all, channels leave one each.
     assert (moved(0, 2)[1] < 2 * plain[1]) == (conv == "SD")
 
 
@@ -576,7 +576,7 @@ def test_ranges_of_ranks() -> None:
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
-    """D wants two heads and only a rank with one of them is given: no finding, and yet refused."""
+    """D needs two heads, and only a rank with one of them is given: no finding, and yet refused."""
     one = model("granite-4.0-h-tiny")
     whole, half = (
         layout(one, LayoutOptions(num_blocks=40)),
@@ -636,7 +636,7 @@ def test_a_pipeline_stage_without_layers_of_d_is_no_refusal(tmp_path: Path) -> N
 def test_a_dtype_is_of_a_state_or_of_attention_whatever_its_names(
     page: int, part: int, fix: str, name: str, tmp_path: Path
 ) -> None:
-    """Kimi's states are of layers called self_attn, and other caches have parts called k and v."""
+    """Kimi's states are in layers called self_attn, and other caches have parts called k and v."""
     both = json.loads(tiny_hybrid(40).to_json())
     both["pages"][0]["parts"][0]["name"] = "k"
     for layer in both["layers"]:
@@ -660,7 +660,7 @@ def test_vllm_cuts_repeated_groups_in_equal_pieces(tmp_path: Path) -> None:
 
 
 def test_a_pool_has_room_for_every_connector() -> None:
-    """A model of windows alone keeps few blocks, a connector without groups all of them."""
+    """A model with windows only needs few blocks, a connector without groups needs all of them."""
     form = cli("plan", "gpt-oss-20b", "--tokens", 50_000, "--pool", "used", "--json").form
     assert form["no_hma"]["bytes"] == 24 * 50_000 * 2048
     assert form["no_hma"]["descriptors"] > 24 * 300

@@ -61,7 +61,7 @@ def test_geometries(two: tuple[Path, Path]) -> None:
 
 
 def test_layers_meet_by_name(tmp_path: Path, two: tuple[Path, Path]) -> None:
-    """Another order of layers and pages is no difference; one layer less is one."""
+    """Another order of layers and pages is no difference; one layer less is a difference."""
     one = tiny_hybrid(10)
     (tmp_path / "c.json").write_bytes(replace(one, layers=one.layers[::-1]).to_json())
     assert cli("diff", two[0], tmp_path / "c.json").code == 0
@@ -153,7 +153,7 @@ def test_versions_of_vllm(vllm: str, state: str, more: str, monkeypatch: pytest.
 
 
 def test_a_broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends without a word is a finding, not a crash."""
+    """A process that ends without output is a finding, not a crash."""
     packages(monkeypatch, nixl="1.5.1")
     monkeypatch.setattr(doctor, "_plugins", os.abort)
     done = cli("doctor", "--json")
@@ -166,7 +166,7 @@ def test_a_broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nixl
 @pytest.mark.parametrize("devices", ["lo", None])
 def test_open_ports(monkeypatch: pytest.MonkeyPatch, devices: str | None) -> None:
-    """A port of the transport gives read and write access to memory, and nothing said that it was open."""
+    """A port of the transport gives read and write access to memory; formerly nothing reported that it was open."""
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     if devices:
         monkeypatch.setenv("UCX_NET_DEVICES", devices)
@@ -251,7 +251,7 @@ def test_fit_finds_the_law_it_was_given() -> None:
 
 
 def test_fit_of_noise_stays_positive() -> None:
-    """More descriptors that take less time give no law; the constants are usable all the same."""
+    """If more descriptors take less time there is no fit; the constants are usable all the same."""
     found = fit([Point(4096, 100, 100, 1e-4, 0.0), Point(4096, 100, 1, 9e-4, 0.0)], "")
     assert found.seconds_per_descriptor > 0
     assert found.bytes_per_second > 0
@@ -319,7 +319,7 @@ def test_check_names_only_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program `kvhma`: that which is tested."""
+    """A folder with a program `kvhma`, which runs the code under test."""
     path = tmp_path_factory.mktemp("bin") / "kvhma"
     path.write_text(f"#!{sys.executable}\nfrom kvhma.cli import main\nmain()\n")
     path.chmod(0o755)
@@ -328,13 +328,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def completion(program: Path) -> str:
-    """What a shell evaluates at its start."""
+    """The script that a shell evaluates at its start."""
     environment = os.environ | {"_KVHMA_COMPLETE": "bash_source"}
     return subprocess.run([program / "kvhma"], capture_output=True, text=True, check=True, env=environment).stdout
 
 
 def complete(program: Path, *words: str) -> list[str]:
-    """What the real bash puts into COMPREPLY for these words, which it has cut at every ``=``."""
+    """What the real bash puts into COMPREPLY for these words, which it has split at every ``=``."""
     script = """
     eval "$COMPLETION"
     COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
@@ -395,7 +395,7 @@ DOCUMENTS: dict[str, tuple[object, ...]] = {
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_every_document_says_what_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its first field, with its version; docs/cli.md has a row for it."""
+    """Its first field names its kind and version; docs/cli.md has a row for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_SECONDS", 0.01)
     (tmp_path / "none.json").write_text("{}")
@@ -405,7 +405,7 @@ def test_every_document_says_what_it_is(kind: str, tmp_path: Path, monkeypatch: 
 
 
 def test_config_of_the_documentation(tmp_path: Path) -> None:
-    """Everything a stranger needs is in the two outputs."""
+    """The two outputs have everything that a maintainer needs."""
     (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
     sides = ("--prefill", "tp=2", "--decode", "tp=4")
     said = cli("explain", tmp_path, *sides).out + cli("plan", tmp_path, *sides).out
@@ -427,7 +427,7 @@ def squeezed(text: str) -> list[str]:
 
 
 def test_documented_output(tmp_path: Path) -> None:
-    """What docs/cli.md shows of `plan` and `explain` is what they print."""
+    """docs/cli.md shows exactly what `plan` and `explain` print."""
     folder = tmp_path / "Nemotron-3-Nano"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
@@ -443,7 +443,7 @@ def test_documented_output(tmp_path: Path) -> None:
 
 
 def test_documented_names() -> None:
-    """Keys, architectures and fields of the documents are all there."""
+    """The docs list all keys, architectures and fields."""
     text = DOCS.read_text()
     for key in engine_options.KEYS:
         assert f"\n| `{key}` |" in text

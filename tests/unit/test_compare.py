@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other connectors would select: upstream's own small cases, NIXL's merge rules, and what is refused."""
+"""What other connectors would select: upstream's own small cases, NIXL's merge rules, and refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def ids_of(one: Geometry, *tables: Sequence[int]) -> list[int]:
     ],
 )
 def test_attention_and_state_ids(ratio: int, full: list[int], state: list[int], expected: list[int]) -> None:
-    """Two regions of 100 blocks, one of them with state: four more rows behind the attention rows."""
+    """Two regions of 100 blocks, one of them with state: four more rows after the attention rows."""
     one = geometry([[0, 1], [0]], ["full", "ssm"], blocks=100, ratio=ratio)
     assert ids_of(one, full, state) == expected
 
@@ -90,7 +90,7 @@ def test_attention_and_state_ids(ratio: int, full: list[int], state: list[int], 
 def test_regions_of_single_groups(
     users: list[list[int]], kinds: int, tables: list[list[int]], expected: list[int]
 ) -> None:
-    """A region that one group alone uses gets that group's blocks only; shared ones get all groups'."""
+    """A region of a single group gets that group's blocks only; shared regions get all groups' blocks."""
     assert ids_of(geometry(users, ["full"] * kinds, blocks=10), *tables) == expected
 
 
@@ -141,7 +141,7 @@ def test_window_of_24_needs_three_blocks_of_16_at_most() -> None:
 
 
 def test_sides_meet_at_the_end() -> None:
-    """D holds the first two blocks already and asks for the last three of five."""
+    """D holds the first two blocks already and requests the last three of five."""
     one = layout(FULL, LayoutOptions(num_blocks=40))
     chosen = select_vllm(one, one, [[20, 21, 22]], [[1, 2, 3, 4, 5]])
     assert ids_of(one, *chosen.remote_tables) == [3, 4, 5, 43, 44, 45]
@@ -188,12 +188,12 @@ def test_merging_in_dense_rows(local: Sequence[int], remote: Sequence[int], post
             {"one_storage": True},
             2,
             2,
-        ),  # ids of two regions never follow each other: between them is the null block
+        ),  # ids of two regions are never adjacent: between them is the null block
         ({"order": "LBNHC"}, 2, 2),
         ({"order": "LHBNC"}, 8, 8),
         ({"order": "BLHNC"}, 2, 128),
         ({"order": "BHLNC"}, 1, 1),
-        ({"kv": "split"}, 2, 2),  # a page is one entry, whatever parts it has
+        ({"kv": "split"}, 2, 2),  # a page is one entry, with any parts
         ({"kv": "apart"}, 4, 4),
         ({"block_size": 64, "kernel_block": 16}, 8, 2),
         # Only kernel blocks of one logical block touch.

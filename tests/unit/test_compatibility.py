@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of what was run: made of the record alone, by a mapping whose tests exist."""
+"""The page of test runs: made from the record alone, by a mapping whose tests exist."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ REPORT = """<testsuites><testsuite timestamp="2026-01-02T03:04:05">
 <testcase classname="tests.nixl.test_axes.TestX" name="test_axis[b]"><skipped/></testcase>
 <testcase classname="tests.nixl.test_models" name="test_model[a]"/>
 <testcase classname="tests.nixl.test_models" name="test_model[b]"><failure/></testcase>
+
 <testcase classname="tests.e2e.test_http" name="test_the_proxy[a]"><error/></testcase>
 <testcase classname="tests.e2e.test_http" name="test_the_proxy[b]"><skipped/></testcase>
 <testcase classname="tests.e2e.test_http" name="test_the_proxy[c]"><skipped message="no bridge"/></testcase>

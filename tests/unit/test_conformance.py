@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance kit: its cases are what bytes say, it catches planners that are wrong, and others can run it."""
+"""The conformance kit: its cases follow from the bytes, it catches wrong planners, and other projects can run it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_blocks_that_are_moved_whole_are_right_too(wanted):
 
     assert judged(wanted, rows) == {}
     other = [entry for entry in ANSWERED if rows(entry) != kvhma_rows(entry["case"] | {"descriptor_bytes": 0})]
-    assert len(other) > 10, "freedom that nobody uses is not tested"
+    assert len(other) > 10, "freedom that no planner uses is not tested"
 
 
 def test_what_nobody_reads_may_come_or_be_zero(wanted):
@@ -193,7 +193,7 @@ def test_every_mutant_is_caught_and_every_case_catches_one(wanted):
     idle = []
     for entry in CASES:
         case, want = case_of(entry), wanted.get(entry["id"])
-        # Those that nobody has caught come first; once a case has caught one, others are only tried if nobody has.
+        # Questions that caught nothing come first. Once a case has caught one, others are tried only if never caught.
         questions = sorted(QUESTIONS, key=lambda name: caught[name]) if want else ["nothing refused"]
         done = False
         for name in [*questions, *SPOILS]:
@@ -350,7 +350,7 @@ def test_the_page_says_what_comes_of_its_planner(wanted, capsys, monkeypatch):
 
 
 def test_real_bytes_have_the_same_digest(wanted):
-    """What docs/conformance.md says of a real transfer, done with bytes: fill, copy, zero what is free, hash."""
+    """The real transfer that docs/conformance.md describes, done with bytes: fill, copy, zero what is free, hash."""
     for entry in ANSWERED[::9]:
         want, expect = wanted[entry["id"]], entry["expect"]
         narrow = [bytearray(value % 255 + 1 for value in m.labels) for m in (want.before, *want.sources)]

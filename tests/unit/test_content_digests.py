@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what blocks hold: what is found, what cannot be compared, and how they are sent."""
+"""Digests of the content of blocks: which errors they find, what cannot be compared, and how they are sent."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_same_bytes_agree_and_say_how_many_tokens() -> None:
 
 
 def test_every_bit_of_every_block_counts() -> None:
-    """And only those: a bit in free blocks, behind the last token or before the window changes nothing."""
+    """Only those: a bit in free blocks, after the last token or before the window changes nothing."""
     rng = random.Random(1)
     geometry, memory, spans = ALONE
     tokens = 38
@@ -143,18 +143,18 @@ def test_ranges_of_tokens_say_where() -> None:
     spoiled[0][128 * 40] ^= 1  # token 39 * 64 = 2496
     found, tokens = differences(theirs, digest(plan_of(geometry), spoiled, 3900, spans), SEED)
     assert ([str(one) for one in found], tokens) == (["full layers, tokens 2048..3071"], 3900)
-    # What D has of its own is not P's, and only whole ranges behind it can be told.
+    # D's own tokens are not P's, and the digest covers only whole ranges after them.
     hit = digest(plan_of(geometry), spoiled, 3900, [Span(20, spans[0].ids[20:])], first_tokens=[1280])
     found, tokens = differences(theirs, hit, SEED)
     assert ([one.first for one in found], tokens) == ([2048], 3900 - 2048)
-    # Fewer tokens than P has: the last range is not all there.
+    # If D loads fewer tokens than P has, the last range is incomplete.
     fewer = digest(plan_of(geometry), memory, 3800, spans)
     assert differences(theirs, fewer, SEED) == ([], 3072)
     assert [range_tokens(count) for count in (1, 65536, 65537, 1 << 20)] == [1024, 1024, 2048, 16384]
 
 
 def head_ranks(size: int, total: int, base: int, *, knows: bool = False) -> list[Geometry]:
-    """Ranks that know how many heads they hold, and that vLLM repeats them only where it has to."""
+    """Ranks that know how many heads they hold, and that vLLM repeats heads only where it has to."""
     ranks = []
     for index in range(size):
         each = max(1, total // size)
@@ -269,7 +269,7 @@ def test_the_form_that_is_sent() -> None:
         if size not in _ends(whole):
             with pytest.raises(RequestError, match="digest"):
                 ContentDigest.from_bytes(data[:size])
-    for _ in range(2000):  # nothing but a typed error, whatever comes
+    for _ in range(2000):  # only typed errors, for any bytes
         spoiled = bytearray(repeated.to_bytes())
         for _ in range(rng.randint(1, 4)):
             spoiled[rng.randrange(len(spoiled))] = rng.randrange(256)
@@ -289,7 +289,7 @@ def _ends(whole: ContentDigest) -> set[int]:
 
 
 def test_the_definition_stays_as_it_is() -> None:
-    """Engines of two versions compare these numbers."""
+    """Engines of two versions compare these numbers, so they must not change."""
     geometry, _, spans = ALONE
     memory = [np.arange(region.bytes, dtype=np.uint32).astype(np.uint8) for region in geometry.regions]
     found = {name: one.sums for name, one in digest(geometry, memory, 40, spans).layers.items()}

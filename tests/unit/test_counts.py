@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Never more bytes than vLLM 0.32 moves, and never more descriptors, except for rows whose reason is known."""
+"""Never more bytes than vLLM 0.32 moves, and never more descriptors, except for rows with a known reason."""
 
 from dataclasses import replace
 from functools import cache
@@ -40,7 +40,7 @@ ABSENT = {
     ("P block 16 → D block 64, tokens outside of heads", "gemma-3-4b", 128, "fresh"),
     ("P block 16 → D block 64, kernel blocks of P", "gemma-3-4b", 128, "fresh"),
 }
-"""Rows with more descriptors because vLLM sends bytes of layers that do not exist. They are known one by one."""
+"""Rows with more descriptors because vLLM sends bytes of layers that do not exist. The list is complete."""
 
 
 @cache
@@ -74,7 +74,7 @@ def test_never_more_descriptors_but_for_known_rows(found):
 
 
 def test_ids_have_more_only_where_they_are_known_to(found):
-    """Ids cannot say what `Plan.transfer` can where kernel blocks of the two sides differ."""
+    """Ids cannot express what `Plan.transfer` can where the two sides have different kernel blocks."""
     pairing = found[0].pairing
     more = {key(row): row.reason_of_ids for row in found if row.has_more(row.ids)}
     if pairing.name == HEADS:
@@ -86,13 +86,13 @@ def test_ids_have_more_only_where_they_are_known_to(found):
 
 
 def test_cutting_the_last_block_is_never_the_cause(found):
-    """A row with more descriptors has more with last blocks that are always moved whole, too."""
+    """A row with more descriptors also has more if last blocks always move whole."""
     assert all(row.has_more(row.whole) == row.has_more() for row in found)
 
 
 @pytest.mark.parametrize("tokens", PROMPTS)
 def test_no_layer_absent_no_descriptor_more(tokens):
-    """With a 35th layer no place is empty, and the one descriptor more is gone."""
+    """With a 35th layer no place is empty, and the additional descriptor disappears."""
     full = replace(model("gemma-3-4b"), layers=(*model("gemma-3-4b").layers, "sliding"))
     assert descriptors_more(model("gemma-3-4b"), tokens) == 1
     assert descriptors_more(full, tokens) == 0
@@ -107,7 +107,7 @@ def descriptors_more(one: Model, tokens: int) -> int:
 
 
 def test_published_table_is_what_is_counted(found):
-    """If not, run `make counts`."""
+    """If this fails, run `make counts`."""
     published = (ROOT / "benches/COUNTS.md").read_text(encoding="utf-8")
     section = published.split(f"## {found[0].pairing.name}\n")[1].split("\n## ")[0].splitlines()
     shown = tuple(f"| {name} | {tokens:,} |" for name in NAMES for tokens in PROMPTS)

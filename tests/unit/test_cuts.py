@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair costs what its requests use, in however many ways its kernel blocks cut each other."""
+"""A pair costs only what its requests use, however many ways its kernel blocks cut each other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.limits import cost_of
 
 MEGABYTES = 10
-"""What a plan of a built-in model may take, and a request of one token."""
+"""The limits for a plan of a built-in model, and for a request of one token."""
 
 
 def attention(block: int, base: int, *, layers: int = 64, blocks: int = 5, packed: bool = False) -> Geometry:
-    """Layers with heads outside of tokens, each in a region of its own or all of a block one after the other."""
+    """Layers with heads outside of tokens, each in a separate region or all layers of a block one after the other."""
     page_bytes = 2 * block * 8
     axes = (Axis("heads", 2, block * 8), Axis("tokens", block, 8), Axis("content", 4, 2))
     page = Page((Part("kv", "bfloat16", 2, 0, axes),))
@@ -50,7 +50,7 @@ def one_token(blocks: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize("blocks", [(2048, 2048), (2047, 2048), (2095, 2096), (2096, 2112)])
 def test_one_token_takes_one_cut(blocks: tuple[int, int]) -> None:
-    # Where all cuts were made with the plan, 2047 and 2048 took 2 seconds, 193 MB and 68 ms for each request.
+    # When all cuts were made with the plan, 2047 and 2048 took 2 seconds, 193 MB and 68 ms for each request.
     cost = cost_of(one_token, blocks)
     assert cost.result == 64 * 2
     assert cost.megabytes < MEGABYTES
@@ -63,7 +63,7 @@ def sides() -> Iterator[tuple[str, LayoutOptions]]:
 
 
 def planned(name: str) -> tuple[int, list[str]]:
-    """Plan rank 0 of each way to serve a model from each other way: how many plans, and what is wrong with them."""
+    """Plan rank 0 of each way to serve a model from each other way: how many plans, and the errors in them."""
     one, ranks = models()[name], {}
     for text, options in sides():
         with suppress(LayoutError):
@@ -95,7 +95,7 @@ def test_no_pair_of_a_hybrid_model_is_refused_or_dear(name: str) -> None:
 
 
 def requests(tokens: int, blocks: int) -> Iterator[tuple[int, list[Span], list[Span]]]:
-    """Requests that end in so many tokens one after the other."""
+    """Requests of these lengths, one after the other."""
     for last in range(tokens, tokens + blocks):
         yield last, [Span(0, [3, 1, 2])], [Span(0, [1, 4, 2])]
 
@@ -158,7 +158,7 @@ def test_what_a_block_costs_is_said_by_validate_too(block: int, order: tuple[str
 
 
 def test_a_request_is_refused_for_what_it_takes_itself() -> None:
-    # Nearly every one of 140,000 pairs of blocks is cut in a way of its own.
+    # Nearly every one of 140,000 pairs of blocks is cut differently.
     blocks = 70_000
     local, remote = (
         attention(tokens, base, layers=1, blocks=blocks + 2) for tokens, base in ((69_997, 1 << 40), (70_001, 1 << 50))

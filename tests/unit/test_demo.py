@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma demo`` and ``kvhma plan --request``: what they print and how they end, some as a process of its own."""
+"""``kvhma demo`` and ``kvhma plan --request``: what they print and how they end, some in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
 
 SECONDS = 120.0
-"""Far more than a run takes: two processes that import NIXL are ready within seconds."""
+"""Far more than a run needs: two processes that import NIXL are ready within seconds."""
 
 TOKENS = 40
 SPANS = {
@@ -61,7 +61,7 @@ def test_demo_in_json() -> None:
         assert row["zeroed"] > 0
         assert row["bytes"] < row["vllm"]["bytes"] < row["no_hma"]["bytes"]
         assert row["descriptors"] < row["vllm"]["descriptors"] < row["no_hma"]["descriptors"]
-    # Every byte of D is one of three things, whatever the request.
+    # Every byte of D is one of three things, for every request.
     assert len({row["moved"] + row["zeroed"] + row["untouched"] for row in rows}) == 1
     assert done.stderr == ""
 
@@ -97,7 +97,7 @@ def test_demo_finds_a_spoilt_byte() -> None:
 
 @pytest.mark.nixl
 def test_demo_ends_when_a_worker_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it, nor for the other one."""
+    """The parent waits neither for it nor for the other worker."""
     monkeypatch.setenv("UCX_TLS", "self")
     done = run("demo", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 100)
     assert done.returncode == 2
@@ -129,7 +129,7 @@ def test_numbers_out_of_range(option: str, value: int) -> None:
 
 
 class Files:
-    """What `kvhma plan` is given, on disk."""
+    """The input files of `kvhma plan`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -224,7 +224,7 @@ def test_plan_with_two_sources(files: Files) -> None:
 
 
 def test_plan_says_what_is_worth_knowing(files: Files) -> None:
-    """D has a layer that P does not have: it is zeroed, which the findings say."""
+    """D has a layer that P lacks: it is zeroed, and the findings report it."""
     lacking = kvhma.Geometry(files.remote.regions, files.remote.groups, files.remote.layers[:-1])
     files.write("lacking", lacking.to_json())
     words = files.arguments(remote=files.folder / "lacking")

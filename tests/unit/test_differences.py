@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README says that P and D may differ in is what a sweep over all built-in models found."""
+"""The differences between P and D that README allows are those that a sweep over all built-in models found."""
 
 from collections import Counter
 from itertools import cycle
@@ -18,7 +18,7 @@ RECORD = differences.load()
 NAMES = [one.name for one in differences.DIFFERENCES]
 STATE = [name for name, one in models().items() if one.state is not None]
 SAMPLE = {*zip(NAMES, cycle(STATE[:3]), strict=False), ("layout", "gpt-oss-20b"), ("block size", "gemma-3-4b")}
-"""`make test` asks one model for each difference, and `make test-long` all of them."""
+"""`make test` checks one model for each difference, `make test-long` all of them."""
 
 
 def test_the_record_has_every_model_and_difference() -> None:
@@ -27,7 +27,7 @@ def test_the_record_has_every_model_and_difference() -> None:
 
 
 def test_readme_has_the_table() -> None:
-    """If not, run `make differences`."""
+    """If this fails, run `make differences`."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert differences.filled(page, RECORD) == page
     with pytest.raises(ValueError, match=r"README\.md has no line"):
@@ -43,7 +43,7 @@ def test_readme_has_the_table() -> None:
     ],
 )
 def test_what_is_planned_and_what_is_refused(difference: str, name: str) -> None:
-    """Every pair again; a pair that is planned and reads less than D needs is an AssertionError."""
+    """Every pair again; a planned pair that reads less than D needs raises an AssertionError."""
     (one,) = (one for one in differences.DIFFERENCES if one.name == difference)
     assert Counter(differences.tried(name, one)) == RECORD[name][difference]
 

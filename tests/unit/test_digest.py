@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids as they are hashed: whatever kind of integer, wherever a piece ends. What BLAKE3 is, cargo's tests say."""
+"""Token ids are hashed alike for all integer types and pieces. Cargo's tests check BLAKE3 itself."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ PIECE = 16384  # ids that are hashed at a time
 
 
 class Number(int):
-    """An int that is none exactly, which the quick way of reading leaves to another."""
+    """An int subclass, which the fast reader leaves to the slow one."""
 
 
 @pytest.mark.parametrize("count", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of README and docs is what it says: code runs and prints it, commands end well, JSON is of its kind.
+"""Every block of README and docs is true: code prints what it shows, commands succeed, JSON is of its kind.
 
 Blocks in `sh` start servers or install things, and are the only ones that are not run.
 """
@@ -29,7 +29,7 @@ from support.cli_run import cli
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
-"""What a block that is not run may start its lines with, and files of examples/."""
+"""Starts of lines that a block may have which is not run, and files of examples/."""
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?(examples/[\w./-]+)")
 
 PROXY = "python -m kvhma.proxy "
@@ -42,7 +42,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 @dataclass
 class Block:
-    """A block of code: its language, its text, and whether only white space is between it and the block before."""
+    """A block of code: its language, its text, and whether only white space is between it and the previous block."""
 
     language: str
     text: str
@@ -51,14 +51,14 @@ class Block:
 
 @dataclass
 class Command:
-    """A line that is run, and what is shown below it; None if nothing is."""
+    """A line that is run, and the output that the page shows; None if it shows no output."""
 
     words: list[str]
     output: str | None = None
 
 
 def blocks(page: str) -> list[Block]:
-    """Fenced blocks, and indented ones as `console`, or `sh` if they start with what is not run."""
+    """Fenced blocks, and indented ones as `console`, or as `sh` if they start with a line that is not run."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found: list[tuple[int, int, Block]] = []
     for match in FENCE.finditer(text):
@@ -77,7 +77,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(page: str) -> list[Command]:
-    """The `kvhma` lines of a page. What else is in a block is the output of the last one, also of a block before."""
+    """The `kvhma` lines of a page. The other lines are the output of the last command, maybe of a previous block."""
     found: list[Command] = []
     for block in blocks(page):
         if block.language != "console":
@@ -95,7 +95,7 @@ def commands(page: str) -> list[Command]:
 
 
 def scripts() -> list[str]:
-    # docs/torch.md needs torch: tests/tensors/test_docs.py runs it where that is.
+    # docs/torch.md needs torch: tests/tensors/test_docs.py runs it where torch is installed.
     return [page for page in PAGES if page != "docs/torch.md" and any(b.language == "python" for b in blocks(page))]
 
 
@@ -106,7 +106,7 @@ def form(page: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where a page's commands run: the files that pages speak of."""
+    """The folder where a page's commands run, with the files that pages name."""
     (tmp_path / "Nemotron-3-Nano").mkdir()
     (tmp_path / "Nemotron-3-Nano" / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
     (tmp_path / "case.json").write_text(form("docs/cases.md"))
@@ -138,7 +138,7 @@ def test_every_block_has_a_language_that_is_tested(page):
                     command = app.commands[name]
                     command.make_parser(click.Context(command)).parse_args(arguments)  # it needs a live engine
                 elif line.startswith("python -c "):
-                    compile(shlex.split(line)[2], page, "exec")  # of packages that are not here
+                    compile(shlex.split(line)[2], page, "exec")  # it needs packages that are not installed
                 elif line.startswith(PROXY):
                     pytest.importorskip("aiohttp", reason="make dev installs it")
                     from kvhma.proxy import parser
@@ -149,7 +149,7 @@ def test_every_block_has_a_language_that_is_tested(page):
 
 
 def in_text(page):
-    """Commands in the middle of sentences; where a word stands for something, that is given."""
+    """Commands in the middle of sentences; placeholders get a value."""
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     return [shlex.split(found)[1:] for found in re.findall(r"`(kvhma [a-z][^`]*)`", text)]
 
@@ -211,13 +211,13 @@ def test_every_picture_has_a_command_and_a_place():
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     drawn = {word for page in PAGES for command in commands(page) for word in command.words if "assets/" in word}
     there = {f"assets/{path.name}" for path in (ROOT / "docs/assets").iterdir()}
-    # `make bench-e2e` and `make bench-following` draw them, with what they measured.
+    # `make bench-e2e` and `make bench-following` draw them from their measurements.
     measured = {name for name in there if re.fullmatch(r"assets/(waterfall|following-\w+)\.svg", name)}
     assert drawn | measured == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
 
 
 def test_what_engines_on_cpus_need_is_what_make_installs():
-    """`make e2e` runs with it."""
+    """`make e2e` uses these versions."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     torch = re.search(r"^TORCH := (\S+)$", makefile, re.MULTILINE)[1]
     nixl = [f"{name}=={versions.NIXL}" for name in ("nixl", "nixl-cu12", "nixl-cu13")]
@@ -262,7 +262,7 @@ def test_documented_connectors_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_an_engine_is_told_one_role(page):
-    """vLLM deprecates kv_both for its own connector, and a role says on which side host memory is set aside."""
+    """vLLM deprecates kv_both for its own connector, and a role decides on which side host memory is set aside."""
     roles = {config.get("kv_role") for config in connector_configs(page)}
     assert roles <= {"kv_producer", "kv_consumer", None}
 
@@ -280,7 +280,7 @@ def test_a_page_says_first_who_needs_it(page):
 
 
 def test_links_of_the_readme_lead_to_the_repository():
-    """A package index shows it, where a path leads nowhere."""
+    """A package index shows it, where relative paths lead nowhere."""
     url = re.search(r'^Repository = "https://github.com/(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert url is not None
     start = rf"https://(?:github\.com/{url[1]}/blob|raw\.githubusercontent\.com/{url[1]})/main/"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors are data: what the text says of Rust's errors is in attributes, which survive copies and processes."""
+"""Errors are data: the facts in the text of Rust's errors are in attributes, which survive copies and processes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def one_descriptor_too_many() -> object:
 
 
 def no_room_for_descriptors() -> object:
-    """A process that may have 48 MiB more, where 4 million descriptors take 128 on the way."""
+    """A process that may allocate 48 MiB more, while 4 million descriptors need 128 temporarily."""
     blocks = 1 << 18
     plan = kvhma.plan(many_blocks((64, 256, 1), blocks), many_blocks((256, 64, 1), blocks))
     request = 4 * blocks, [Span(0, range(1, blocks + 1))], [Span(0, range(blocks, 0, -1))]
@@ -132,7 +132,7 @@ def cut_in_thousands_of_ways() -> object:
     return kvhma.plan(side(4096), side(4095)).views(0)
 
 
-# What is done, the class, and what the error carries. Every variant of Rust's Error is here.
+# The call, the class, and the attributes of the error. Every variant of Rust's Error is here.
 REFUSED: list[tuple[Callable[[], object], type[KvhmaError], dict[str, Any]]] = [
     (
         lambda: Geometry.from_json("{"),
@@ -397,7 +397,7 @@ def test_a_wrong_value_is_an_input_error() -> None:
 def test_every_exception_class_is_in_one_module() -> None:
     root = Path(kvhma.__file__).parent
     for path in root.rglob("*.py"):
-        if path.name in ("errors.py", "proxy.py"):  # the proxy is a program of its own
+        if path.name in ("errors.py", "proxy.py"):  # the proxy is a separate program
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []

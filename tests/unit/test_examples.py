@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of examples/ that start P, D and the proxy: linted, and what they start has ports and secrets that meet."""
+"""The files of examples/ that start P, D and the proxy: linted, and their ports and secrets agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.examples import (
 
 
 def verify_unit(text, folder, name):
-    """What systemd says of a unit; what it starts is not installed here, so another program stands for it."""
+    """systemd's verdict on a unit; its program is not installed here, so another program replaces it."""
     (folder / name).write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE))
     ended = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(folder / name)], capture_output=True, text=True, check=False
@@ -41,7 +41,7 @@ KEYS = {
     },
     "Install": {"WantedBy"},
 }
-"""Of systemd.unit(5), systemd.service(5) and systemd.exec(5), what the units use: for where systemd is not."""
+"""The options of systemd.unit(5), systemd.service(5) and systemd.exec(5) that the units use: for other systems."""
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
@@ -113,7 +113,7 @@ def test_engines_are_a_pair(started, how):
     assert p[:2] == d[:2] == ["vllm", "serve"]
     assert p[2] == d[2], "the model"
     assert port(p) != port(d)
-    assert "--enable-prompt-tokens-details" in d, "else the proxy cannot see whether a cache was handed over"
+    assert "--enable-prompt-tokens-details" in d, "else the proxy cannot see whether D loaded a cache"
     secrets = [config["kv_connector_extra_config"].get("secret_file") for config in configs]
     if how == "examples":
         assert secrets == [None, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A geometry is read once: what is in it does not depend on whether it came from JSON or from Python values."""
+"""A geometry is read once: its content does not depend on whether it came from JSON or from Python values."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OPTIONS: list[Geometry] = [
         for name in ("gemma-3-27b", "granite-4.0-h-tiny")
     ),
     layout(model("Qwen3.5-0.8B"), LayoutOptions(num_blocks=20, kernel_block="flashinfer")),
-    # Nothing is as it is by default.
+    # No field has its default.
     Geometry(
         (Region(1 << 40, 1 << 20, "VRAM", 3), Region(4096, 4096)),
         (Group("sliding", 8, 2, window=7, cp_rank=1, cp_size=3), Group("chunked", 4, chunk=4)),
         (
-            Layer("ä\n\x7f", 0, 0, 64, 10, 32, PAGE, 16),  # the default stride, said
+            Layer("ä\n\x7f", 0, 0, 64, 10, 32, PAGE, 16),  # the default stride, explicit
             Layer("b", 0, 0, 1 << 10, 10, 32, dataclasses.replace(PAGE)),
             Layer("c", 1, 0, 1 << 12, 10, 64, Page((Part("w", "raw", 8, 16, (Axis("x", 9, 8, 5, 1, True),)),))),
             Layer("d", 1, 1, 0, 4, 64, Page((Part("w", "raw", 1, 0, (Axis("rows", 3, 1, spare=2),)),))),
@@ -140,7 +140,7 @@ def test_other_threads_run_while_json_is_read() -> None:
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        sys.setswitchinterval(60)  # the other thread runs only where this one lets it
+        sys.setswitchinterval(60)  # the other thread runs only when this one yields
         start.release()
         CheckedGeometry(raw)
         assert ran

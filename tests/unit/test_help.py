@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `help` says of every public name: arguments, what comes back, and what is raised.
+"""`help` documents every public name: arguments, return value, and exceptions.
 
-Public is what the API pages list. Sources are read, not imported, so what needs torch or NIXL is looked at everywhere;
-that the compiled half says at run time what its stub says is in test_bindings.py.
+Public names are those on the API pages. Sources are read, not imported, so modules that need torch or NIXL are checked
+everywhere. test_bindings.py checks that the compiled half has the docstrings of its stub at run time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def public() -> list[tuple[str, str]]:
 
 
 def names(module: str) -> list[str]:
-    """What stands in `__all__`, else every name that is defined there."""
+    """The names in `__all__`, else every name that is defined there."""
     body = parsed(module).body
     for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -52,7 +52,7 @@ def names(module: str) -> list[str]:
 
 
 def definition(module: str, name: str) -> Definition | None:
-    """Where a name is defined, through the modules that import it; None for what is no function and no class."""
+    """The file that defines a name, through the modules that import it; None for anything but functions and classes."""
     for node in parsed(module).body:
         if isinstance(node, Definition) and node.name == name:
             return node
@@ -64,7 +64,7 @@ def definition(module: str, name: str) -> Definition | None:
 
 
 def described() -> Iterator[tuple[str, Definition, ast.ClassDef | None]]:
-    """Every public function, class, method and property, with the class that it is of."""
+    """Every public function, class, method and property, with its class."""
     for module, name in public():
         node = definition(module, name)
         if node is None:
@@ -80,7 +80,7 @@ THINGS = {name: (node, owner) for name, node, owner in described()}
 
 
 def missing(node: Definition, owner: ast.ClassDef | None) -> list[str]:
-    """What a docstring does not say."""
+    """The parts that a docstring lacks."""
     text = ast.get_docstring(node) or ""
     if not text:
         return ["a docstring"]
@@ -99,7 +99,7 @@ def missing(node: Definition, owner: ast.ClassDef | None) -> list[str]:
     if returns and not SAID.search(text):
         found.append("what comes back")
     raised = {str(one) for one in map(error, ast.walk(node)) if one}
-    # A stub has no body: whatever takes arguments there checks them.
+    # A stub has no body, so any function with arguments there may check them.
     if given and all(isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in node.body):
         raised = raised or {"something"}
     if raised and not RAISED.search(text):
@@ -124,7 +124,7 @@ def fields(node: ast.ClassDef) -> list[str]:
 
 
 def error(node: ast.AST) -> str | None:
-    """The class that a statement raises, None if it raises none of its own."""
+    """The class that a statement raises, None if it re-raises."""
     if not isinstance(node, ast.Raise) or node.exc is None:
         return None
     return ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models laid out: every byte in one place only, shards that add up, and refusals that name the field."""
+"""Layouts of models: every byte has one place, shards add up, and refusals name the field."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DRAFT = replace(
     SLIDING, name="draft", layers=(*SLIDING.layers, "draft"), attention=(Attention("full", 2, 8, name="draft"),)
 )
 PADDED = replace(SLIDING, name="padded", attention=(Attention("full", 6, 8),))
-"""Heads that differ by layer: longer blocks, other V, a latent beside its index, one more layer, padding."""
+"""Heads that differ by layer: longer blocks, other V, a latent with an index, one more layer, padding."""
 
 PAGE_ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 ORDERS = (*PAGE_ORDERS, "LHBNC", "BHLNC")
@@ -96,7 +96,7 @@ def touched(one: Geometry, group: int, block: int) -> np.ndarray:
 @pytest.mark.parametrize(("one", "options"), variants())
 @pytest.mark.parametrize("one_storage", [False, True])
 def test_every_byte_has_one_place(one: Model, options: dict[str, Any], one_storage: bool) -> None:
-    """No byte is used twice in a group; blocks are apart whichever groups they serve; nothing is outside."""
+    """No byte is used twice in a group; blocks never overlap, for any groups; nothing is outside."""
     blocks = 4
     geometry = layout(
         one, LayoutOptions(num_blocks=blocks, block_size=8, align=8, one_storage=one_storage, base=0, **options)
@@ -130,7 +130,7 @@ ONE_GROUP = replace(STATES[1], name="mamba2 of one group", state=replace(MAMBA2,
 @pytest.mark.parametrize("one", [*STATES, BOTH, ONE_GROUP], ids=lambda one: one.name)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_ranks_together_hold_everything_once(one: Model, tp_size: int) -> None:
-    """The shards are the whole axis, each item once, but for a single group, which every rank holds."""
+    """The shards are the whole axis, each item once, except for a single group, which every rank holds."""
     assert one.state is not None
     if one.state.kind == "mamba2" and one.state.n_groups == 2 and tp_size == 4:
         with pytest.raises(LayoutError, match=r"tp_size 4: state\.n_groups 2"):
@@ -181,7 +181,7 @@ def test_mla_is_whole_on_every_rank() -> None:
     (4, 4, [0, 1, 2, 3]),
 ])  # fmt: skip
 def test_groups_repeat_when_there_are_more_ranks(n_groups: int, tp_size: int, held: list[int]) -> None:
-    """A rank's heads use group ``head * n_groups // n_heads``: that one it holds whole."""
+    """A rank's heads use group ``head * n_groups // n_heads``, which it holds whole."""
     state = State("mamba2", 32 + 2 * n_groups * 4, 4, 8, 4, 4, n_groups, "bfloat16", "float32")
     for rank, group in enumerate(held):
         x, b, c = conv_split(state, tp_rank=rank, tp_size=tp_size).values()
@@ -193,7 +193,7 @@ def test_groups_repeat_when_there_are_more_ranks(n_groups: int, tp_size: int, he
 
 
 def test_conv_of_one_group_where_tp_size_does_not_divide() -> None:
-    """What P (TP1) and D (TP2) hold of the tiny NemotronH, in bytes; vLLM 0.32 derives others."""
+    """What P (TP1) and D (TP2) hold of the tiny NemotronH, in bytes; vLLM 0.32 derives other numbers."""
     state = State("mamba2", 320, 4, 8, 32, 32, 1, "bfloat16", "float32")
     one = Model("tiny", ("mamba2", "full"), 2, 32, state=state)
     p, d = (layout(one, LayoutOptions(num_blocks=2, block_size=32, tp_size=size)) for size in (1, 2))
@@ -229,7 +229,7 @@ def test_block_grows_only_as_far_as_the_state_needs() -> None:
     assert (tokens - 1) * per_token < state_bytes(MAMBA2) <= tokens * per_token
     assert hybrid_block_size(one, block_size=48) % 48 == 0
     assert hybrid_block_size(SLIDING, block_size=48) == 48
-    assert hybrid_block_size(LATENT_GDN) == 128  # MLA kernels want 128
+    assert hybrid_block_size(LATENT_GDN) == 128  # MLA kernels need 128
     assert hybrid_block_size(ONLY_STATE) == 16
     assert layout(ONLY_STATE, LayoutOptions(num_blocks=2)).layers[0].block_stride == state_bytes(MAMBA2)
 

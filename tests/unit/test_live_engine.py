@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma doctor --peer`` and ``kvhma export``: another engine is asked as a decode engine asks it."""
+"""``kvhma doctor --peer`` and ``kvhma export`` ask another engine as a decode engine does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine(
     advertised: Address | None = None,
     instance: int = 258,
 ) -> Iterator[str]:
-    """The address of a listener of an engine with these caches."""
+    """The address of an engine's listener, for these caches."""
     address, hellos = Address("127.0.0.1", free_port()), {}
     for rank, geometry in enumerate(ranks):
         private, public = new_agent_key()
@@ -82,7 +82,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def peer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine."""
+    """Leave out all findings about this machine."""
     monkeypatch.setattr(doctor, "look", lambda: iter(()))
 
 
@@ -120,7 +120,7 @@ def address_of(text: str) -> Address:
 
 @pytest.mark.usefixtures("peer_only")
 def test_where_a_peer_sends_decode_engines(tmp_path: Path) -> None:
-    """P's name of itself may be another machine's here: nothing said so before every request had failed."""
+    """P's own name may lead to another machine here: formerly the first sign was that every request failed."""
     caches = geometries(1, 1 << 30)
     with engine(caches, instance=1) as other, engine(caches, advertised=address_of(other)) as asked:
         done = cli("doctor", "--peer", asked, "--json")
@@ -134,7 +134,7 @@ def test_where_a_peer_sends_decode_engines(tmp_path: Path) -> None:
         assert "is not among allowed_prefill_engines" in rows(done)["advertised address"][1]
     with engine(caches, advertised=Address("127.0.0.1", free_port())) as asked:
         done = cli("doctor", "--peer", asked, "--json")
-        assert rows(done)["advertised address"][0] == "failed", "nobody is there"
+        assert rows(done)["advertised address"][0] == "failed", "no listener is there"
         assert rows(done)["geometry"][0] == "ok", "the rest is looked at all the same"
 
 
@@ -203,7 +203,7 @@ def test_a_host_that_may_not_be_read_is_not_even_looked_up(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("peer_only")
 def test_settings_of_this_hosts_engine_hold(tmp_path: Path, secret_file: Path) -> None:
-    """The secret and the timeout of D's settings are those that are used; a wrong setting is one line."""
+    """The command uses the secret and the timeout of D's settings; a wrong setting makes one line."""
     (tmp_path / "settings.json").write_text(json.dumps({"secret_file": str(secret_file), "handshake_timeout": 0.2}))
     with engine(geometries(1, 1 << 30), secret=True) as address:
         assert cli("doctor", "--peer", address, "--settings", tmp_path / "settings.json").code == 0
@@ -238,7 +238,7 @@ def test_another_version_names_both() -> None:
 
 @pytest.mark.usefixtures("peer_only")
 def test_an_engine_that_is_not_whole(tmp_path: Path) -> None:
-    """Workers with two models; and somebody who says nothing sensible."""
+    """Workers with two models, and a server with nonsensical answers."""
     other = encode_extra(msgspec.structs.replace(IDENTITY, dtype="float16"), vllm="0.32.0")
     with engine(geometries(2, 1 << 30), extras=[EXTRA, other]) as address:
         done = cli("doctor", "--peer", address, "--json")
@@ -266,7 +266,7 @@ def test_options_of_a_peer_need_one() -> None:
 
 
 def bytes_of(geometry: Geometry, null: bool) -> set[int]:
-    """The addresses of the items of the null block, or of all others, by the definition of docs/geometry.md."""
+    """The addresses of the items of the null block, or of all others, as docs/geometry.md defines them."""
     found = set()
     for layer in geometry.layers:
         base, ratio = geometry.regions[layer.region].base + layer.offset, geometry.groups[layer.group].ratio
@@ -282,7 +282,7 @@ def bytes_of(geometry: Geometry, null: bool) -> set[int]:
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
 def test_nothing_but_null_blocks_is_read(order: str) -> None:
-    """Where heads lie outside of blocks, other requests' blocks are between those of the null block."""
+    """Where heads are outside of blocks, other requests' blocks are between those of the null block."""
     known = models()["gemma-3-4b"]
     tiny = replace(known, layers=known.layers[:6], kv_heads=2, head_dim=8, query_heads=None)
     geometry = layout(tiny, LayoutOptions(num_blocks=3, order=order, base=1 << 30))
@@ -296,7 +296,7 @@ def test_nothing_but_null_blocks_is_read(order: str) -> None:
 @pytest.mark.nixl
 @pytest.mark.usefixtures("peer_only")
 def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real agents on both sides; the owner's memory is as it was."""
+    """With real agents on both sides; the owner's memory is unchanged."""
     from kvhma.nixl import Agent
 
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
@@ -335,7 +335,7 @@ def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nixl
 @pytest.mark.usefixtures("peer_only")
 def test_a_read_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata that is none ends a process, or raises there: one line says so."""
+    """Invalid metadata ends a process, or raises there: the command reports it in one line."""
     with engine([tiny_hybrid(10)]) as address:
         done = cli("doctor", "--peer", address, "--read", "--json")
     assert (done.code, rows(done)["read"][0]) == (1, "failed")
@@ -400,7 +400,7 @@ def test_memlock(
 
 
 def test_what_is_exported_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret_file: Path) -> None:
-    """Two engines of several ranks: every file is the worker's geometry, and plan, explain, diff and map take it."""
+    """Two engines of several ranks: every file is the worker's geometry, and plan, explain, diff and map read it."""
     monkeypatch.chdir(tmp_path)
     for name, ranks, base in (("p", 2, 1 << 30), ("d", 1, 2 << 40)):
         with engine(geometries(ranks, base), secret=True) as address:

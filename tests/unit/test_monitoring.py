@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard and the alerts: what Prometheus' own tool and Grafana's own classes say of them."""
+"""The dashboard and the alerts: checked by Prometheus' own tool and Grafana's own classes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_alert_fires_when_it_should() -> None:
 
 @needs_promtool
 def test_an_alert_that_does_not_fire_is_found(tmp_path: Path) -> None:
-    """The test of the rules looks: with another threshold it fails."""
+    """The test of the rules detects changes: with another threshold it fails."""
     for name in ("kvhma-alerts.yml", "kvhma-alerts.test.yml"):
         text = (EXAMPLES / "prometheus" / name).read_text()
         (tmp_path / name).write_text(text.replace("oldest_load_seconds > 30", "oldest_load_seconds > 30000"))
@@ -67,7 +67,7 @@ def test_every_query_of_the_dashboard_is_promql(tmp_path: Path) -> None:
 
 
 def test_grafana_knows_every_field() -> None:
-    """Its own classes read the dashboard and write the same again: a field that they do not know would be lost."""
+    """Grafana's classes read the dashboard and write the same again: they would lose an unknown field."""
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason="make dev installs it")
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
@@ -78,7 +78,7 @@ def test_grafana_knows_every_field() -> None:
 
 
 def contained(part: Any, whole: Any, place: str = "") -> list[str]:
-    """Return the places of what is in one value and not, or otherwise, in another one."""
+    """Return the places where a value differs from another."""
     if isinstance(part, dict) and isinstance(whole, dict):
         return [
             wrong

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent against the fake library: life cycle, failures, threads. tests/nixl has the same on the real one."""
+"""The agent with the fake library: life cycle, failures, threads. tests/nixl has the same with the real one."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_payload_with_the_metadata_of_another(world):
 
 
 def test_the_name_nixl_finds_in_the_metadata_counts(world, monkeypatch):
-    # With a form of metadata that cannot be looked into beforehand.
+    # With a form of metadata that cannot be inspected beforehand.
     monkeypatch.setattr(world.d, "_knows_metadata", False)
     monkeypatch.setattr(FakeNixl, "get_agent_metadata", lambda self: b"?" + id(self).to_bytes(8, "little"))
     FakeNixl("R", world.net)

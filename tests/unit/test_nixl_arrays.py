@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed to NIXL has the one form it takes, and cannot wrap around its range check."""
+"""Arrays for NIXL have the one form that it accepts, and cannot wrap around its range check."""
 
 from __future__ import annotations
 

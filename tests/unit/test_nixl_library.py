@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How NIXL is opened, and which version it is: against a library of the same form. tests/nixl has the real one."""
+"""How NIXL is opened, and how its version is found: with a library of the same form. tests/nixl has the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sync(Enum):
 
 
 class BindingConfig:
-    """Takes the fields of NIXL's and no others, as a class of pybind11 does."""
+    """Accepts only the fields of NIXL's class, as a class of pybind11 does."""
 
     __slots__ = ("captureTelemetry", "pthrDelay", "syncMode", "useProgThread")
 
@@ -34,7 +34,7 @@ class Binding:
 
 
 class Api:
-    """NIXL's Python API as far as it is opened."""
+    """The part of NIXL's Python API that is used to open it."""
 
     made: ClassVar[list[Api]] = []
 
@@ -59,7 +59,7 @@ Api.__module__ = "nixl_test._api"
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    """Put it in NIXL's place; returns its bindings."""
+    """Install it in NIXL's place; return its bindings."""
     Api.made.clear()
     api, bindings = ModuleType("nixl_test._api"), ModuleType("nixl_test._bindings")
     api.nixl_agent, api.nixl_thread_sync_t = Api, Sync

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of cases: of real engines' sizes small enough to be simulated, and nothing in them that the whole has not."""
+"""Parts of cases: real engines, small enough to be simulated, and a part has nothing that the whole does not have."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_cases_of_real_engines(name: str, said: str) -> None:
 
 
 def test_layers_of_each_group_where_they_fit() -> None:
-    """gemma-3-27b has seven groups; only where that is too much those that are alike have one layer together."""
+    """gemma-3-27b has seven groups; if that is too much, equal groups have one layer together."""
     of = part.part_of(real("gemma-3-27b", 200))
     assert (of.layers, of.tokens, len(of.case.local.groups)) == (7, 200, 7)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_of_generated_cases_are_right(seed: int) -> None:
-    """Whatever the engines: context parallelism, opaque groups, unequal blocks, hits, layouts."""
+    """For all engines: context parallelism, opaque groups, unequal blocks, hits, layouts."""
     case = as_case(generate(seed, draw(seed)), 1 << 17)
     assert part.check_part(case)[0].outcome == "right"
     for by_group in (True, False):
@@ -99,7 +99,7 @@ def test_neighbours_stay_neighbours() -> None:
 
 
 class Broken:
-    """Plans, but reads the first block that it reads from one byte further on."""
+    """Plans, but reads the first block one byte too late."""
 
     def __init__(self, *sides: object, descriptor_bytes: int) -> None:
         self.plan = kvhma.plan(*sides, descriptor_bytes=descriptor_bytes)
@@ -120,7 +120,7 @@ def test_a_wrong_plan_is_seen_in_a_part(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_said_of_the_whole() -> None:
-    """A refusal is of the whole case: a part may lack the block that is refused."""
+    """A refusal applies to the whole case: a part may lack the block that is refused."""
     case = real("gemma-3-27b")
     ids = [*case.local_spans[6].ids]
     spans = (*case.local_spans[:6], Span(0, [ids[1], *ids[1:]]))

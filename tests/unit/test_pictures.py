@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures can be read: in light and dark, in the width of the documentation's column, checked in a real browser."""
+"""Pictures are readable: in light and dark, in the width of the documentation's column, checked in a real browser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def contrast(first: str, second: str) -> float:
 
 @pytest.mark.parametrize("setting", PALETTES)
 def test_colors(setting: str) -> None:
-    """What no browser is needed for: 4.5 to 1 for texts, 3 to 1 for shapes, also where shapes are faded."""
+    """The checks without a browser: 4.5 to 1 for texts, 3 to 1 for shapes, also where shapes are faded."""
     of = PALETTES[setting]
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)
@@ -69,20 +69,26 @@ for (const shape of [...svg.querySelectorAll("rect")]) {
 }
 const channels = text => text.match(/[\\d.]+/g).map(Number);
 const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+
 const luminance = rgb => { const [r, g, b] = rgb.map(linear);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+
 const contrast = (a, b) => { const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
   return (high + 0.05) / (low + 0.05); };
+
 const paper = getComputedStyle(svg).backgroundColor, edge = svg.getBoundingClientRect(), boxes = [];
 for (const text of svg.querySelectorAll("text")) {
   const box = text.getBoundingClientRect(), style = getComputedStyle(text);
+
   labels += 1;
   if (parseFloat(style.fontSize) * edge.width / svg.viewBox.baseVal.width < 11) small.push(text.textContent);
   if (box.left < edge.left || box.right > edge.right || box.bottom > edge.bottom) outside.push(text.textContent);
+
   for (const [other, words] of boxes)
     if (box.left < other.right - 1 && other.left < box.right - 1 &&
         box.top < other.bottom - 3 && other.top < box.bottom - 3)
       crossing.push([text.textContent, words]);
+
   boxes.push([box, text.textContent]);
   for (const x of [box.left + 1, (box.left + box.right) / 2, box.right - 1]) {
     let below = channels(paper).slice(0, 3);
@@ -90,10 +96,13 @@ for (const text of svg.querySelectorAll("text")) {
       if (!svg.contains(shape) || shape === svg) continue;
       const found = getComputedStyle(shape), fill = found.fill.startsWith("url")
         ? getComputedStyle(svg).getPropertyValue("--pad") : found.fill;
+
       if (fill === "none") continue;
       const rgb = fill.startsWith("#") ? [1, 3, 5].map(at => parseInt(fill.slice(at, at + 2), 16)) : channels(fill);
+
       below = below.map((value, at) => value + (rgb[at] - value) * parseFloat(found.opacity));
     }
+
     const ratio = contrast(channels(style.fill).slice(0, 3), below);
     if (!(ratio >= 4.5)) pale.push([text.textContent, ratio]);
   }
@@ -104,7 +113,7 @@ document.getElementById("answer").textContent =
 
 
 def look(picture: str, flags: tuple[str, ...], folder: Path) -> Any:
-    """What a browser without a network sees of a picture in the documentation's column."""
+    """The measurements of a browser without a network, for a picture in the documentation's column."""
     page = folder / "page.html"
     style = f"<style>body{{margin:0;width:{COLUMN}px}}svg{{max-width:100%;height:auto;display:block}}</style>"
     page.write_text(f"<!doctype html><meta charset=utf-8>{style}<body>{picture}{PROBE}</body>")
@@ -146,7 +155,7 @@ def of_link(path: Path) -> None:
 @pytest.mark.parametrize(("flags", "paper"), [(LIGHT, "rgb(255, 255, 255)"), (DARK, "rgb(20, 23, 28)")])
 @pytest.mark.parametrize("name", [*PICTURES, "waterfall", "link", *(path.name for path in ASSETS)])
 def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: Path) -> None:
-    """On paper of the reader's choice: everything shows its text, and labels can be read in the width of the docs."""
+    """On the reader's choice of paper: everything has a tooltip, and labels are readable in the width of the docs."""
     path = next((path for path in ASSETS if path.name == name), tmp_path / "m.svg")
     if name in PICTURES:
         assert cli(*PICTURES[name], "-o", path).code == 0
@@ -165,7 +174,7 @@ def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: P
 
 @needs_browser
 def test_the_browser_finds_what_is_wrong(tmp_path: Path) -> None:
-    """A probe that always says yes would prove nothing."""
+    """Checks the probe: if it always succeeded it would prove nothing."""
     page = Drawing(1376, "", "")
     page.rect(0, 0, 200, 40, "read", "black on black")
     page.text(10, 20, "cannot be read")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of itself: sources, readers, sentences, findings."""
+"""What a plan reports: sources, readers, sentences, findings."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from kvhma.oracle import Oracle
 
 
 def ranks(name, size, **more):
-    # Of any number of ranks, also of those with which vLLM starts no engine.
+    # Of any number of ranks, also of numbers with which vLLM starts no engine.
     one = dataclasses.replace(model(name), query_heads=None)
     return [layout(one, LayoutOptions(num_blocks=6, tp_rank=rank, tp_size=size, **more)) for rank in range(size)]
 
@@ -82,7 +82,7 @@ def test_explain_of_blocks_that_differ():
 
 
 def test_explain_names_every_group_by_its_own_kind():
-    """gpt-oss: the sliding and the full group are paired and cut alike, and yet are two things."""
+    """gpt-oss: the sliding and the full group are paired and cut alike, and yet are two groups."""
     text = plans("gpt-oss-20b", 1, 1)[0].explain()
     assert "  sliding group 0 from sliding group 0: model.layers.0.self_attn.attn … " in text
     assert "  full group 1 from full group 1: model.layers.1.self_attn.attn … " in text
@@ -98,8 +98,8 @@ def test_a_layer_of_one_side_is_a_finding_and_the_rest_works():
         plan = kvhma.plan(local, remote)
         ((source, finding),) = plan.findings
         assert (source, finding.severity, finding.code) == (0, "warning", "one-sided-layer")
-        # With a draft model at D alone engines accepted 7 of 114 drafts, with it on both sides 40 of 48: that was so
-        # when nothing said it, and still is.
+        # With a draft model at D alone engines accepted 7 of 114 drafts, with it on both sides 40 of 48. That was so
+        # before the plan reported it, and still is.
         assert "begins cold: drafts of such a layer are accepted less often" in finding.text
         assert whole.layers[-1].name in finding.text
     assert "zeroed, not read" in kvhma.plan(whole, fewer).explain()
@@ -145,7 +145,7 @@ def test_ids_refuse_what_views_cannot_say():
 
 
 def test_context_parallel_ranks_that_dropped_different_blocks():
-    # Window 4 after 9 tokens: 6, 7 and 8 are needed. Rank 0 of P holds blocks 0, 2, .. and has dropped block 0; rank 1
+    # Window 4 after 9 tokens: 6, 7 and 8 are needed. Rank 0 of P holds blocks 0, 2, .. and has freed block 0; rank 1
     # still has its first block, tokens 4..8.
     page = kvhma.Page((kvhma.Part("kv", "uint8", 1, 0, (kvhma.Axis("tokens", 4, 8), kvhma.Axis("content", 8, 1))),))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy, in front of engines that are played: servers which answer as vLLM's do."""
+"""The proxy, in front of fake engines: servers which answer as vLLM's do."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PARAMS = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 5600, "k
 
 
 class Engine:
-    """What an engine is asked, and how it answers."""
+    """The requests to an engine, and its answers."""
 
     def __init__(self, usage=None):
         self.asked = []
-        # As vLLM's prefill engine adds it; a decode engine that gets it tells it in place of what it has loaded.
+        # As vLLM's prefill engine adds it; a decode engine that gets it returns it instead of its count.
         self.status, self.usage = 200, usage
         self.params = PARAMS | {"remote_prefill_cached_tokens": 0}
         self.breaks = self.hangs = False
@@ -118,7 +118,7 @@ class Fleet:
             return answer.status, await answer.text()
 
     async def chat(self, *messages, key="me", **body):
-        """Say something; messages are of the user and of the assistant in turn."""
+        """Send a chat; messages alternate between user and assistant."""
         said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
         body = {"model": "tiny", "messages": said} | body
         headers = {"Authorization": key}
@@ -130,7 +130,7 @@ class Fleet:
             return answer.status, await answer.text()
 
     async def samples(self, name):
-        """Samples of a metric by role, engine and outcome or result, as far as it has them; without those of 0."""
+        """Samples of a metric by role, engine and outcome or result, where it has these labels; without zeros."""
         from prometheus_client.parser import text_string_to_metric_families
 
         families = text_string_to_metric_families((await self.get("/metrics"))[1])
@@ -207,7 +207,7 @@ def test_a_hand_off_that_did_not_happen_is_told(said, result, stream, caplog):
     ],
 )
 def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
-    """The prefill engine computed it too, and held the blocks for nobody."""
+    """Formerly the prefill engine computed it too, and held blocks that no engine read."""
 
     async def test():
         async with Fleet(usage(0), tickets=tickets) as fleet:
@@ -473,7 +473,7 @@ async def asked(*engines, times=2):
 
 
 async def second(fleet, **body):
-    """Have the proxy learn where P's scheduler listens; begin a second request while P and D do not answer."""
+    """Let the proxy learn where P's scheduler listens; begin a second request while P and D do not answer."""
     assert (await fleet.complete())[0] == 200
     engines = fleet.prefill, fleet.decode[0]
     for engine in engines:
@@ -549,7 +549,7 @@ def test_an_engine_that_fails_ends_the_request_at_the_other_one(which, stream):
 
 
 def test_another_scheduler_of_the_prefill_engine():
-    """With data parallel: the decode engine asks one that has never heard of the ticket."""
+    """With data parallelism the decode engine asks a rank that has never received the ticket."""
 
     async def test():
         async with Fleet(tickets=True) as fleet:
@@ -562,7 +562,7 @@ def test_another_scheduler_of_the_prefill_engine():
             assert (await begun)[0] == 200
             assert params_of(decode) == PARAMS | {"remote_port": 5601}
             await fleet.complete()
-            assert "kvhma_ticket" not in params_of(fleet.prefill), "it has two: nobody knows which"
+            assert "kvhma_ticket" not in params_of(fleet.prefill), "it has two ranks: unknown which"
 
     run(test())
 
@@ -579,7 +579,7 @@ def test_a_decode_engine_that_needs_nothing_does_not_wait():
 
 
 def test_a_prompt_that_the_decode_engine_has_is_not_kept_for_it():
-    """The prefill engine hears that it is not needed, and answers without parameters, maybe first."""
+    """The prefill engine learns that it is not needed, and answers without parameters, maybe first."""
 
     async def test():
         async with Fleet(tickets=True) as fleet:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold one head and do not know with how many others: judged by where vLLM puts the heads."""
+"""Ranks that hold one head of an unknown number of heads: judged by where vLLM puts the heads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BLOCKS, BLOCK, WIDTH, ITEM = 4, 4, 6, 2
 
 
 def held(total: int, rank: int, size: int) -> range:
-    """Heads of one rank: an equal share, or where there are fewer heads than ranks, one that neighbours have too."""
+    """Heads of one rank: an equal share; with fewer heads than ranks, a head that neighbours have too."""
     each = max(1, total // size)
     first = rank * each if total >= size else rank // (size // total)
     return range(first, first + each)
 
 
 def geometry(heads: dict[str, Axis], rank: int, size: int) -> Geometry:
-    """Layers of blocks (heads, tokens, content), one behind the other."""
+    """Layers of blocks (heads, tokens, content), one after the other."""
     layers, at = [], 0
     for name, axis in heads.items():
         axes = (axis, Axis("tokens", BLOCK, WIDTH * ITEM), Axis("content", WIDTH, ITEM))
@@ -40,14 +40,14 @@ def geometry(heads: dict[str, Axis], rank: int, size: int) -> Geometry:
 
 
 def true(totals: dict[str, int], rank: int, size: int) -> Geometry:
-    """A rank as it is."""
+    """A rank with full knowledge."""
     heads = {name: held(total, rank, size) for name, total in totals.items()}
     axes = {name: Axis("heads", totals[name], BLOCK * WIDTH * ITEM, has.start, len(has)) for name, has in heads.items()}
     return geometry(axes, rank, size)
 
 
 def seen(totals: dict[str, int], rank: int, size: int) -> Geometry:
-    """A rank as it knows itself: how many heads it holds, and that vLLM repeats them only where it has to."""
+    """A rank as it knows itself: how many heads it holds, and that vLLM repeats heads only where it has to."""
     axes = {}
     for name, total in totals.items():
         each = len(held(total, rank, size))
@@ -77,7 +77,7 @@ def test_every_pair_of_ranks_reads_the_right_heads(mine: int, theirs: int) -> No
 
 
 def test_sources_of_other_engines_count_for_themselves() -> None:
-    """Ranks of two and of four: whichever is asked gives the head."""
+    """Ranks of two and of four: any source with the head is right."""
     totals = {"layer": 2}
     for rank in range(8):
         local = seen(totals, rank, 8)

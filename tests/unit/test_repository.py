@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that only servers and visitors read: they parse, name what exists, and run what lint, test and .ci/run run."""
+"""Files for servers and visitors only: they parse, name what exists, and run the same as lint, test and .ci/run."""
 
 from __future__ import annotations
 

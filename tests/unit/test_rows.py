@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that was stopped goes on where it was: what has ended is left out, what failed or has changed is run again."""
+"""A stopped run continues where it stopped: it skips tests that passed, and repeats failed or changed ones."""
 
 from __future__ import annotations
 

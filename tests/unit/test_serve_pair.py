@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma serve-pair`` without engines: what is started with what, and that nothing is left."""
+"""``kvhma serve-pair`` without engines: which processes it starts with which arguments, and that it leaves nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TP = {"prefill_tp": 1, "decode_tp": 1}
     ],
 )
 def test_no_two_ranks_share_a_core(monkeypatch, cores, sizes, prefill, decode):
-    """Two engines whose threads spin on the same cores stood still for 55 s, and their loads failed."""
+    """Formerly two engines whose threads spin on the same cores stalled for 55 s, and their loads failed."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     asked = dict(zip(("prefill_tp", "decode_tp"), sizes, strict=True))
     assert serve_pair._cores_of("prefill", asked) == prefill

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation as people see it: the built site in a real browser. Skipped where either cannot be had."""
+"""The documentation as people see it: the built site in a real browser. Skipped where either is missing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ addEventListener("load", () => {
   for (const frame of document.querySelectorAll("iframe")) {
     const article = frame.contentDocument.querySelector("article").getBoundingClientRect();
     columns.push(article.width);
+
     for (const table of frame.contentDocument.querySelectorAll("article table")) {
       tables += 1;
       heights.push(table.getBoundingClientRect().height);
       const right = table.getBoundingClientRect().right;
+
       const beyond = Math.max(right - article.right, table.scrollWidth - table.clientWidth);
       if (beyond > 1) cut.push([frame.src.split("/").pop(), table.innerText.slice(0, 60), beyond]);
     }
@@ -50,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(pages: list[Path], width: int, folder: Path) -> Any:
-    """What a browser sees of pages in windows of this width."""
+    """A browser's measurements of pages in windows of this width."""
     frames = "".join(f'<iframe src="{page.as_uri()}" style="width:{width}px;height:900px"></iframe>' for page in pages)
     (folder / "page.html").write_text(f"<!doctype html><meta charset=utf-8>{frames}{PROBE}")
     return answer(folder / "page.html", *FRAMES)
@@ -71,7 +73,7 @@ def test_no_table_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
 
 @needs_browser
 def test_what_is_supported_is_on_one_screen(site: Path, tmp_path: Path) -> None:
-    """Of 1,080 pixels, with the header of the site above it."""
+    """A window of 1,080 pixels, with the header of the site above it."""
     supported, asked_for = look([site / "compatibility.html"], 1220, tmp_path)["heights"]
     assert asked_for < supported < 1000
 
@@ -86,7 +88,7 @@ def test_every_page_says_version_and_repository(site: Path) -> None:
 
 @needs_browser
 def test_the_browser_finds_a_table_that_is_cut_off(site: Path, tmp_path: Path) -> None:
-    """A probe that always says yes would prove nothing."""
+    """Checks the probe: if it always succeeded it would prove nothing."""
     page = site / "start.html"
     wide = "<table><tr>" + "".join(f"<td>{'x' * 20}{index}</td>" for index in range(12)) + "</tr></table></article>"
     spoiled = site / "spoiled.html"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of `make soak` finds what it is there to find; without engines."""
+"""The judge of `make soak` finds the errors that it exists for; without engines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def like(**changes: object) -> Answer:
         (like(logprobs=[-1.0, -2.0, -3.01]), Outcome.WRONG),
         (like(token_ids=[5, 6], logprobs=[-1.0, -2.0]), Outcome.WRONG),
         (like(finish_reason="stop"), Outcome.WRONG),
-        # One wrong sample among several is a wrong answer, whatever the first one is.
+        # One wrong sample among several is a wrong answer, even if the first is right.
         (like(others=(PLAIN, like(token_ids=[5, 9, 7]))), Outcome.WRONG),
         (like(finish_reason="error", others=(like(token_ids=[1, 1, 1]),)), Outcome.WRONG),
         (like(error="RuntimeError: no"), Outcome.REFUSED),
@@ -61,8 +61,8 @@ def test_answers(answer: Answer | Exception | None, outcome: Outcome) -> None:
 def test_aborted() -> None:
     begun = like(token_ids=[5], logprobs=[-1.0], finish_reason="abort")
     assert verdict_of(begun, aborted=True).outcome is Outcome.ABORTED
-    assert verdict_of(begun).outcome is Outcome.REFUSED, "nobody asked for it"
-    # What was said before the end is compared all the same.
+    assert verdict_of(begun).outcome is Outcome.REFUSED, "it was never requested"
+    # The answer until then is compared all the same.
     assert verdict_of(dataclasses.replace(begun, token_ids=[4]), aborted=True).outcome is Outcome.WRONG
     assert verdict_of(PLAIN, aborted=True).outcome is Outcome.RIGHT, "the abort came too late"
     assert verdict_of(None, aborted=True).outcome is Outcome.HUNG

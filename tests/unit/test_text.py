@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotations of what strangers send: short, printable, and soon made."""
+"""Quotations of untrusted input: short, printable, and quickly made."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions and packages are named once; where a page or a build file has to say them again it says the same."""
+"""Versions and packages are named once; pages and build files that repeat them name the same."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_package_has_one_range():
     ],
 )
 def test_make_takes_them_from_there(options, folder, package, tmp_path):
-    """Only what would be done is printed, in a folder without environments."""
+    """It only prints what it would do, in a folder without environments."""
     for name in (
         "Makefile",
         "pyproject.toml",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges that are zeroed: as few as there are gaps between them, also where a layer is on D only."""
+"""Ranges that are zeroed: as few as there are gaps between them, also where only D has a layer."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ def cache(layers: int, base: int) -> Geometry:
 
 
 def test_a_layer_on_one_side_only() -> None:
-    """Were four rows: both tails of the two layers that both sides have, and both blocks of the third."""
+    """Formerly four rows: both tails of the two layers that both sides have, and both blocks of the third."""
     moved = kvhma.plan(cache(3, 4096), cache(2, 1 << 20), descriptor_bytes=0).transfer(
         6, [Span(0, [1, 2])], [Span(0, [1, 2])]
     )
@@ -27,13 +27,13 @@ def test_a_layer_on_one_side_only() -> None:
 
 
 def whole(content: str, size: int) -> Geometry:
-    """A layer that nobody describes, as of a rank of TP 1 or 2."""
+    """A layer without a known format, as of a rank of TP 1 or 2."""
     page = Page((Part("whole", content, 1, 0, (Axis("bytes", 64, 1, 0, size),)),))
     return Geometry((Region(4096, 8 * 64),), (Group("ssm", 4),), (Layer("conv", 0, 0, 0, 8, 64, page),))
 
 
 def test_content_that_only_equal_engines_can_read_is_refused_as_that() -> None:
-    """LFM2 at TP 2 and 1 was refused as another dtype."""
+    """Formerly LFM2 at TP 2 and 1 was refused as another dtype."""
     (finding, *_) = kvhma.validate(whole("SHORT_CONV/((32,2),)/tp2", 32), whole("SHORT_CONV/((64,2),)/tp1", 64))
     assert (finding.code, finding.field) == ("equal-engines", "content")
     assert "tp2" in finding.text
